@@ -1,0 +1,73 @@
+"""The draft tree: guessed tokens and how they hang together.
+
+Node ``i`` holds ``token_ids[i]`` and hangs under node ``parents[i]``, or under the root (the anchor,
+the last emitted token) where the parent is ``ROOT``. Parents come before children and siblings carry
+distinct tokens; drafters put their likeliest chain first, because accepting it then costs no KV copy.
+A chain is a tree of width 1. Plain Python: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ROOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """``features[i]`` is a small drafter-defined bucket (match length, rank among siblings, ...).
+
+    The acceptance estimators key their counts by (drafter, feature, depth), so nodes that a
+    drafter believes in equally should share a feature.
+    """
+
+    token_ids: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    features: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def depths(self) -> list[int]:
+        """Depth of every node; children of the root have depth 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+    def is_chain(self) -> bool:
+        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+
+    def subtree(self, kept: Sequence[int]) -> DraftTree:
+        """The tree of the given nodes (ascending, parent-closed), renumbered."""
+        if len(kept) == len(self.token_ids):
+            return self
+        new_index = {ROOT: ROOT} | {old: new for new, old in enumerate(kept)}
+        return DraftTree(
+            [self.token_ids[i] for i in kept],
+            [new_index[self.parents[i]] for i in kept],
+            [self.features[i] for i in kept],
+        )
+
+    def validate(self) -> None:
+        """Raises ValueError where the shape breaks the class's contract."""
+        if not len(self.token_ids) == len(self.parents) == len(self.features):
+            raise ValueError("token_ids, parents and features differ in length")
+        seen: set[tuple[int, int]] = set()
+        for index, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
+            if not ROOT <= parent < index:
+                raise ValueError(f"node {index}: parent {parent} does not come before it")
+            if (parent, token_id) in seen:
+                raise ValueError(f"node {index}: token {token_id} repeats among its siblings")
+            seen.add((parent, token_id))
+
+
+def chain(token_ids: Sequence[int], features: Sequence[int] | int = 0) -> DraftTree:
+    """The chain of these tokens; one feature for all, or one each."""
+    if isinstance(features, int):
+        features = [features] * len(token_ids)
+    return DraftTree(token_ids, range(-1, len(token_ids) - 1), features)
+
+
+EMPTY = DraftTree()

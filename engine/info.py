@@ -1,0 +1,28 @@
+"""What the engine says of itself once it is built; the server shows it and validates against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from drafters.base import DrafterInfo
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """``max_model_len`` counts prompt plus output tokens. ``determinism`` is "exact" or "fast";
+    ``exact_verified`` says whether the start-up probe found equal bits (None: not probed)."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    max_num_nodes: int
+    eos_token_ids: tuple[int, ...]
+    drafters: Mapping[str, DrafterInfo]
+    device: str
+    dtype: str
+    num_blocks: int
+    block_size: int
+    num_parameters: int
+    determinism: str
+    exact_verified: bool | None

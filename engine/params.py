@@ -1,0 +1,73 @@
+"""What a request asks of the engine: plain, immutable, checked by the server before it comes here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from drafters.base import DraftShape, OptionValue
+
+GammaPolicyName = Literal["fixed", "target_rate", "goodput"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen from a row of logits, and when to stop.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. ``logprobs`` is None for none, else
+    the number of alternatives reported next to the chosen token. ``prompt_logprobs`` likewise, for
+    the prompt's own tokens. Penalties follow OpenAI (presence, frequency: output tokens only) and
+    the CTRL paper (repetition: prompt and output).
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    choice_index: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeParams:
+    """Who drafts, in what shape, and who decides how much (DESIGN's words: gamma, survival).
+
+    ``policy`` "fixed" verifies ``num_tokens`` nodes whenever the drafter has them; "target_rate" moves
+    gamma by one within ``min_tokens``..``max_tokens`` around ``target_acceptance_rate``; "goodput" grants
+    what pays, between ``min_tokens`` and ``max_tokens``.
+    """
+
+    drafter: str = "none"
+    policy: GammaPolicyName = "goodput"
+    num_tokens: int = 8
+    min_tokens: int = 0
+    max_tokens: int = 16
+    target_acceptance_rate: float = 0.7
+    shape: DraftShape = field(default_factory=DraftShape)
+    options: Mapping[str, OptionValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion to write. ``priority``: lower runs first. ``salt`` names the tenant."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    speculative: SpeculativeParams = field(default_factory=SpeculativeParams)
+    priority: int = 0
+    salt: str = ""
+    arrival_time: float = 0.0
+    """``time.perf_counter()`` at arrival; seconds."""
