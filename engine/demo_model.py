@@ -48,9 +48,17 @@ class _Filler:
         return self._pool[start : start + rows * columns].clone().view(rows, columns)
 
 
+def _kv_heads(config: LlamaConfig) -> int:
+    return int(config.num_key_value_heads or config.num_attention_heads)
+
+
+def _head_dim(config: LlamaConfig) -> int:
+    return int(config.head_dim or config.hidden_size // config.num_attention_heads)
+
+
 def _scaled_config(config: LlamaConfig, width: int) -> LlamaConfig:
     wide = copy.deepcopy(config)
-    wide.head_dim = config.head_dim
+    wide.head_dim = _head_dim(config)
     wide.hidden_size = config.hidden_size * width
     wide.intermediate_size = config.intermediate_size * width
     wide.num_attention_heads = config.num_attention_heads * width
@@ -59,8 +67,8 @@ def _scaled_config(config: LlamaConfig, width: int) -> LlamaConfig:
 
 
 def _parameters_per_layer(config: LlamaConfig) -> int:
-    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
-    attention = config.hidden_size * config.head_dim * heads
+    heads = 2 * config.num_attention_heads + 2 * _kv_heads(config)
+    attention = config.hidden_size * _head_dim(config) * heads
     mlp = 3 * config.hidden_size * config.intermediate_size
     return int(attention + mlp + 2 * config.hidden_size)
 
@@ -71,10 +79,10 @@ def _query_rows(config: LlamaConfig, width: int) -> torch.Tensor:
     Query head i reads key-value head i // group, and widening makes the groups larger, so
     the real heads of each group move to the front of the widened group.
     """
-    group = config.num_attention_heads // config.num_key_value_heads
+    group = config.num_attention_heads // _kv_heads(config)
     heads = torch.arange(config.num_attention_heads)
     moved = heads // group * group * width + heads % group
-    return (moved[:, None] * config.head_dim + torch.arange(config.head_dim)).reshape(-1)
+    return (moved[:, None] * _head_dim(config) + torch.arange(_head_dim(config))).reshape(-1)
 
 
 def _norm(weight: torch.Tensor, width: int) -> torch.Tensor:
@@ -131,8 +139,8 @@ def build_scaled_copy(
         config.layer_types = [layer_types[0]] * num_layers
 
     hidden, ffn = config.hidden_size, config.intermediate_size
-    q_size = config.num_attention_heads * config.head_dim
-    kv_size = config.num_key_value_heads * config.head_dim
+    q_size = config.num_attention_heads * _head_dim(config)
+    kv_size = _kv_heads(config) * _head_dim(config)
     filler = _Filler(max(ffn, q_size, small.vocab_size) * hidden)
     query_rows = _query_rows(small, width)
     old = {k: v.detach().to("cpu", torch.bfloat16) for k, v in model.state_dict().items()}
@@ -200,4 +208,6 @@ def build_scaled_copy(
     scaled.generation_config = copy.deepcopy(model.generation_config)
     if any(t.is_meta for t in (*scaled.parameters(), *scaled.buffers())):
         raise RuntimeError("a weight of the scaled model was left unset")
-    return scaled.requires_grad_(False).eval()
+    scaled.requires_grad_(False)
+    scaled.train(False)
+    return scaled

@@ -1,0 +1,159 @@
+"""Fast checks of the data side of training; no model is trained here."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from training import corpus, edits, names, operations, samples
+from training.tokenizer import SPECIAL_TOKENS, encode, save_tokenizer, train_tokenizer
+
+CODE = '''# settings helper
+class Loader:
+    """Loads settings."""
+
+    def __init__(self, folder, retries=3):
+        self.folder = folder
+        self.retries = retries
+
+    def load(self, name):
+        # look in the folder first
+        path = self.folder / name
+        if not path.exists():
+            raise FileNotFoundError("no such settings")
+        return path.read_text()
+'''
+
+OTHER = """def total(prices, tax):
+    result = 0
+    for price in prices:
+        result += price * 100
+    print('sum of prices')
+    return result + tax
+"""
+
+
+@pytest.fixture(scope="module")
+def tok(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_tokenizer([CODE, OTHER] * 3, 512), folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_tokenizer_round_trips_and_has_one_id_per_special_token(tok) -> None:
+    for text in (CODE, OTHER, "x\t=  1  # \u00e9\u4e16\n\n\n", " leading", "trailing   "):
+        assert tok.decode(encode(tok, text)) == text
+    assert len(set(tok.convert_tokens_to_ids(SPECIAL_TOKENS))) == len(SPECIAL_TOKENS)
+
+
+def test_a_prompt_ending_in_a_newline_or_indentation_is_a_token_prefix(tok) -> None:
+    whole = encode(tok, OTHER)
+    for cut in ("def total(prices, tax):\n", "def total(prices, tax):\n    "):
+        ids = encode(tok, cut)
+        assert whole[: len(ids)] == ids
+
+
+def test_chat_template_matches_the_training_layout(tok) -> None:
+    rng = random.Random(0)
+    unit = [CODE]
+    for seed in range(40):
+        sample = samples.edit_sample(tok, random.Random(seed), unit, samples.Mix(1, 900, 0, 0))
+        text = tok.decode(sample.ids)
+        found = re.findall(r"<\|(system|user|assistant)\|>(.*?)<\|eos\|>", text, re.S)
+        messages = [{"role": role, "content": content} for role, content in found]
+        assert tok.apply_chat_template(messages, tokenize=False) == text
+        assert len(sample.weights) == len(sample.ids)
+    prompt = tok.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert prompt.endswith("<|assistant|>")
+    assert len(samples.code_sample(tok, rng.choice(unit)).ids) > 10
+
+
+@pytest.mark.parametrize("kind", sorted(edits.KINDS))
+def test_every_edit_kind_changes_what_it_says(kind: str) -> None:
+    maker = edits.KINDS[kind][0]
+    results = [maker(random.Random(seed), text) for seed in range(20) for text in (CODE, OTHER)]
+    made = [r for r in results if r is not None]
+    assert made, "the operation never applied"
+    for say, after in made:
+        assert say.strip()
+        if kind == "repeat":
+            assert after in (CODE, OTHER)
+        elif kind != "add_first_line":
+            assert after not in (CODE, OTHER) or kind == "replace_number"
+
+
+def test_renaming_is_whole_word_and_leaves_the_rest_alone() -> None:
+    assert names.replace_word("a ab a_b (a) a.b", "a", "zz") == "zz ab a_b (zz) zz.b"
+    say, after = operations.rename_class(random.Random(1), CODE) or ("", "")
+    new = after.split("class ")[1].split(":")[0]
+    assert new in say
+    assert after.replace(new, "Loader") == CODE
+
+
+def test_edits_are_reproducible() -> None:
+    assert edits.make_edit(random.Random(5), CODE) == edits.make_edit(random.Random(5), CODE)
+
+
+def test_scrambled_code_still_compiles_with_the_same_shape() -> None:
+    for seed in range(20):
+        text = names.scramble(random.Random(seed), CODE, 1.0)
+        compile(text, "scrambled", "exec")
+        assert text.count("\n") == CODE.count("\n")
+        assert "Loader" not in text
+
+
+def test_held_out_split_goes_by_file_and_is_a_small_share() -> None:
+    names = [f"package/module_{i}.py" for i in range(4000)]
+    held = [n for n in names if corpus.is_held_out(n)]
+    assert 0.01 < len(held) / len(names) < 0.05
+    assert held == [n for n in names if corpus.is_held_out(n)]
+
+
+def test_units_are_clean_and_docstrings_are_cut_short() -> None:
+    table = "TABLE = [" + "1, " * 400 + "]"
+    first = (
+        'def first(a):\n    """Say.\n\n    More.\n    """\n    value = a + 1\n    return value\n'
+    )
+    method = "    def method_{}(self, value):\n        self.value = value\n        return value\n\n"
+    big = "class Big:\n" + "".join(method.format(i) for i in range(60))
+    source = "\n\n".join(['"""Module."""\nimport os', table, first, OTHER, big])
+    units = list(corpus.units_of(source))
+    assert any(u.startswith("def first(a):\n") and '"""Say."""' in u for u in units)
+    assert OTHER in units
+    assert any(u.startswith("def method_7(self, value):\n    self") for u in units)
+    for unit in units:
+        compile(unit, "unit", "exec")
+        assert len(unit) <= corpus.MAX_CHARS
+        assert "TABLE" not in unit
+
+
+def test_licence_filter_takes_only_clearly_permissive_packages(tmp_path: Path) -> None:
+    def licence(*lines: str) -> str | None:
+        folder = tmp_path / f"p{len(list(tmp_path.iterdir()))}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Name: p\nVersion: 1.0\n" + "\n".join(lines) + "\n")
+        return corpus.licence_of(corpus.metadata.PathDistribution(folder))
+
+    assert licence("License-Expression: MIT") == "MIT"
+    assert licence("Classifier: License :: OSI Approved :: BSD License") == "BSD License"
+    assert licence("License-Expression: GPL-3.0-or-later") is None
+    assert licence("License-Expression: MIT AND LGPL-2.1-only") is None
+    assert licence("Summary: nothing declared") is None
+
+
+def test_bench_files_come_from_held_out_files_only() -> None:
+    folder = Path(__file__).resolve().parents[2] / "bench" / "data"
+    for name, keys in (("code", {"prompt", "completion"}), ("edits", {"messages", "completion"})):
+        path = folder / f"heldout_{name}.jsonl"
+        assert path.stat().st_size < 400_000
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            assert keys <= row.keys()
+            assert corpus.is_held_out(row["source"].split(": ", 1)[1])

@@ -1,0 +1,126 @@
+"""Turn corpus units and edits into token sequences and length-sorted batches."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from training.edits import base_text, make_edit, user_content
+from training.tokenizer import encode
+
+USER_WEIGHT = 0.3  # the prompt side of an edit teaches less than its answer
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a coding assistant.",
+    "You edit code. Answer with the code only.",
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document: its tokens and the loss weight of predicting each of them."""
+
+    ids: list[int]
+    weights: list[float]
+    is_edit: bool
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What to draw: the share of edits, their longest code and the share made random."""
+
+    edit_share: float
+    longest: int
+    random_share: float
+    repeat_share: float
+
+    @staticmethod
+    def at(progress: float) -> Mix:
+        """Return the mix at a point of training: short copying first, long edits later."""
+        if progress < 0.05:
+            return Mix(0.75, 300, 0.8, 0.5)
+        if progress < 0.15:
+            return Mix(0.6, 700, 0.6, 0.2)
+        if progress < 0.5:
+            return Mix(0.42, 1300, 0.4, 0.03)
+        return Mix(0.36, 2600, 0.35, 0.0)
+
+
+def load_rows(path: Path) -> list[dict[str, str]]:
+    """Read a corpus file written by `training.corpus`: text, path and package of each unit."""
+    with open(path) as handle:
+        return [json.loads(line) for line in handle]
+
+
+def load_units(path: Path) -> list[str]:
+    """Read only the texts of a corpus file."""
+    return [row["text"] for row in load_rows(path)]
+
+
+def code_sample(tok: PreTrainedTokenizerBase, text: str) -> Sample:
+    """Wrap one unit as BOS text EOS, so that a completion ends by itself."""
+    ids = [tok.bos_token_id, *encode(tok, text.rstrip("\n") + "\n"), tok.eos_token_id]
+    return Sample(ids, [0.0] + [1.0] * (len(ids) - 1), False)
+
+
+def edit_sample(
+    tok: PreTrainedTokenizerBase, rng: random.Random, units: list[str], mix: Mix
+) -> Sample:
+    """Build a conversation of one or two edits in the chat format."""
+    turns: list[tuple[str, str]] = []
+    if rng.random() < 0.04:
+        turns.append(("system", rng.choice(SYSTEM_PROMPTS)))
+    text = base_text(rng, units, mix.longest, mix.random_share)
+    edit = make_edit(rng, text, mix.repeat_share)
+    turns += [("user", user_content(rng, edit)), ("assistant", edit.after.strip("\n"))]
+    if len(text) < 600 and rng.random() < 0.06:
+        # A follow-up request without the code: the last answer is what gets edited.
+        edit = make_edit(rng, edit.after.strip("\n") + "\n")
+        turns += [("user", edit.instruction), ("assistant", edit.after.strip("\n"))]
+    ids, weights = [tok.bos_token_id], [0.0]
+    for role, content in turns:
+        body = [*encode(tok, content), tok.eos_token_id]
+        ids += [tok.convert_tokens_to_ids(f"<|{role}|>"), *body]
+        weights += [0.0] + [1.0 if role == "assistant" else USER_WEIGHT] * len(body)
+    return Sample(ids, weights, True)
+
+
+def draw(
+    tok: PreTrainedTokenizerBase, rng: random.Random, units: list[str], mix: Mix, limit: int
+) -> Sample:
+    """Draw one training document no longer than `limit` tokens."""
+    while True:
+        if rng.random() < mix.edit_share:
+            sample = edit_sample(tok, rng, units, mix)
+        else:
+            sample = code_sample(tok, rng.choice(units))
+        if len(sample.ids) <= limit:
+            return sample
+
+
+def pad(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-pad samples into (ids, weights).  With a causal mask padding needs no mask."""
+    longest = max(len(s.ids) for s in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.long)
+    weights = torch.zeros(len(samples), longest)
+    for row, s in enumerate(samples):
+        ids[row, : len(s.ids)] = torch.tensor(s.ids)
+        weights[row, : len(s.ids)] = torch.tensor(s.weights)
+    return ids, weights
+
+
+def group(samples: list[Sample], rng: random.Random, tokens: int) -> Iterator[list[Sample]]:
+    """Split samples into groups of similar length and about `tokens` padded tokens each."""
+    groups: list[list[Sample]] = [[]]
+    for s in sorted(samples, key=lambda s: len(s.ids)):
+        if (len(groups[-1]) + 1) * len(s.ids) > tokens and groups[-1]:
+            groups.append([])
+        groups[-1].append(s)
+    rng.shuffle(groups)
+    yield from groups

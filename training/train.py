@@ -1,0 +1,262 @@
+"""Train the target and the draft model side by side on the same batches.
+
+The budget is counted in active minutes: the time of each step, capped, so that a paused
+process does not lose training.  The learning rate is constant after a warm-up and decays
+linearly to zero over the last part of the budget.  Writing a number of minutes into
+`<out>/decay` starts the decay at once and sets its length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from training.samples import Mix, Sample, code_sample, draw, edit_sample, group, load_units, pad
+from training.tokenizer import save_tokenizer
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "target": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "draft": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+}
+MICRO_TOKENS = 4096
+MICRO_PER_STEP = 2
+WARMUP_STEPS = 60
+DECAY_SHARE = 0.22
+
+
+def build(name: str, tok: Any) -> LlamaForCausalLM:
+    """Create a freshly initialised model of one of the two shapes."""
+    config = LlamaConfig(
+        vocab_size=len(tok),
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=tok.bos_token_id,
+        eos_token_id=tok.eos_token_id,
+        pad_token_id=tok.pad_token_id,
+        rms_norm_eps=1e-5,
+        initializer_range=0.02,
+        **SHAPES[name],
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # residual branches start small
+        for key, p in model.named_parameters():
+            if key.endswith(("o_proj.weight", "down_proj.weight")):
+                p.mul_((2 * config.num_hidden_layers) ** -0.5)
+    torch.nn.Module.to(model, torch.bfloat16)
+    # The cast above also rounds the rotary frequencies, which loading a saved model does not.
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    return model
+
+
+class Learner:
+    """A bf16 model with fp32 master weights: Muon for matrices, AdamW for the rest."""
+
+    def __init__(self, name: str, tok: Any, lr: float) -> None:
+        self.name, self.lr = name, lr
+        self.model = build(name, tok)
+        self.live = dict(self.model.named_parameters())
+        self.master = {k: torch.nn.Parameter(p.detach().float()) for k, p in self.live.items()}
+        matrices = [p for k, p in self.master.items() if p.ndim == 2 and "embed" not in k]
+        others = [p for k, p in self.master.items() if p.ndim != 2 or "embed" in k]
+        self.opts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+
+    def loss(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed weighted loss and the unweighted loss of every token."""
+        hidden = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        keep = weights[:, 1:].reshape(-1) > 0
+        logits = self.model.lm_head(hidden.reshape(-1, hidden.shape[-1])[keep]).float()
+        each = functional.cross_entropy(logits, ids[:, 1:].reshape(-1)[keep], reduction="none")
+        return (each * weights[:, 1:].reshape(-1)[keep]).sum(), each.detach()
+
+    def step(self, scale: float) -> None:
+        """Apply the gathered gradients with the learning rate scaled."""
+        for key, p in self.live.items():
+            assert p.grad is not None
+            self.master[key].grad = p.grad.float()
+            p.grad = None
+        torch.nn.utils.clip_grad_norm_(list(self.master.values()), 1.0)
+        for opt in self.opts:
+            for param_group in opt.param_groups:
+                param_group["lr"] = self.lr * scale
+            opt.step()
+        with torch.no_grad():
+            for key, p in self.live.items():
+                p.copy_(self.master[key])
+
+    def state(self) -> dict[str, Any]:
+        """Return everything needed to go on later."""
+        return {
+            "master": {k: p.detach() for k, p in self.master.items()},
+            "opts": [o.state_dict() for o in self.opts],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Load what `state` returned."""
+        with torch.no_grad():
+            for key, p in self.master.items():
+                p.copy_(state["master"][key])
+                self.live[key].copy_(p)
+        for opt, saved in zip(self.opts, state["opts"], strict=True):
+            opt.load_state_dict(saved)
+
+
+@torch.no_grad()
+def held_out_loss(learner: Learner, samples: list[Sample]) -> float:
+    """Return the mean loss per token that counts fully (all code, only answers of edits)."""
+    total, count = 0.0, 0.0
+    for part in group(samples, random.Random(0), MICRO_TOKENS):
+        ids, weights = pad(part)
+        loss, _ = learner.loss(ids, (weights == 1.0).float())
+        total, count = total + loss.item(), count + (weights == 1.0).sum().item()
+    return total / count
+
+
+def schedule(step: int, active: float, budget: float, decay: tuple[float, float] | None) -> float:
+    """Return the learning-rate factor; `decay` is (active second of its start, its length)."""
+    start, length = decay or (budget * (1 - DECAY_SHARE), budget * DECAY_SHARE)
+    return min(1.0, (step + 1) / WARMUP_STEPS, max(0.0, 1 - (active - start) / length))
+
+
+def save(out: Path, tok: Any, learners: list[Learner], state: dict[str, Any]) -> None:
+    """Write both models as loadable folders, then the resume state, each by rename."""
+    for learner in learners:
+        folder = out / learner.name
+        learner.model.save_pretrained(folder)
+        save_tokenizer(tok, folder)
+    torch.save(state | {lr.name: lr.state() for lr in learners}, out / "state.tmp")
+    (out / "state.tmp").replace(out / "state.pt")
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Add one line to the log."""
+    with open(path, "a") as handle:
+        handle.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    """Run training until the active-time budget is used up."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--save-every", type=float, default=5.0)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    tok = AutoTokenizer.from_pretrained(args.tokenizer)
+    units = load_units(args.corpus / "train.jsonl")
+    rng = random.Random(7)
+    held = load_units(args.corpus / "heldout.jsonl")
+    rng.shuffle(held)
+    held_code = [s for s in (code_sample(tok, t) for t in held[:60]) if len(s.ids) < 1024]
+    held_mix = Mix(1.0, 1800, 0.0, 0.0)
+    held_edits = [edit_sample(tok, rng, held[60:], held_mix) for _ in range(40)]
+
+    learners = [Learner("target", tok, args.lr), Learner("draft", tok, args.lr * 1.3)]
+    args.out.mkdir(parents=True, exist_ok=True)
+    budget, active, step, tokens = args.minutes * 60, 0.0, 0, 0
+    decay: tuple[float, float] | None = None
+    if (args.out / "state.pt").exists():
+        state = torch.load(args.out / "state.pt", weights_only=True)
+        active, step, tokens, decay = (state[k] for k in ("active", "step", "tokens", "decay"))
+        for learner in learners:
+            learner.restore(state[learner.name])
+    for learner in learners:
+        count = sum(p.numel() for p in learner.model.parameters())
+        print(f"{learner.name}: {count / 1e6:.2f} M parameters", flush=True)
+
+    log_path = args.out / "log.jsonl"
+    queue: list[list[Sample]] = []
+    times: list[float] = []
+    sums: dict[str, list[float]] = {}
+    last_save = active
+    while True:
+        began = time.monotonic()
+        progress = active / budget
+        if decay is None and (args.out / "decay").exists():
+            decay = (active, float((args.out / "decay").read_text()) * 60)
+        if len(queue) < MICRO_PER_STEP:
+            # Seeding by step keeps a resumed run from seeing the same documents again.
+            rng = random.Random(args.seed * 1_000_003 + step)
+            pool = [draw(tok, rng, units, Mix.at(progress), 2048) for _ in range(256)]
+            queue += group(pool, rng, MICRO_TOKENS)
+        micro = [queue.pop() for _ in range(MICRO_PER_STEP)]
+        total = sum(w for part in micro for s in part for w in s.weights)
+        for part in micro:
+            ids, weights = pad(part)
+            edit_rows = torch.tensor([s.is_edit for s in part])[:, None]
+            kept = weights[:, 1:] > 0
+            full = weights[:, 1:] == 1.0
+            for learner in learners:
+                loss, each = learner.loss(ids, weights)
+                torch.autograd.backward(loss / total)
+                for kind, rows in (("code", ~edit_rows), ("edit", edit_rows)):
+                    chosen = each[(full & rows)[kept]]
+                    if chosen.numel():
+                        sums.setdefault(f"{learner.name}_{kind}", []).append(chosen.mean().item())
+            tokens += sum(len(s.ids) for s in part)
+        factor = schedule(step, active, budget, decay)
+        for learner in learners:
+            learner.step(factor)
+        step += 1
+        took = time.monotonic() - began
+        times = [*times[-50:], took]
+        active += min(took, 3 * statistics.median(times))
+        end = decay[0] + decay[1] if decay else budget
+        finished = active >= end
+        if step % 20 == 0:
+            row: dict[str, Any] = {
+                "step": step,
+                "tokens": tokens,
+                "active": round(active),
+                "lr": round(factor, 3),
+                "tok_s": round(tokens / active),
+            }
+            row |= {k: round(statistics.mean(v), 3) for k, v in sums.items()}
+            append_line(log_path, row)
+            sums = {}
+        if finished or active - last_save > args.save_every * 60:
+            last_save = active
+            state = {"active": active, "step": step, "tokens": tokens, "decay": decay}
+            save(args.out, tok, learners, state)
+            row = {"step": step, "tokens": tokens, "active": round(active)}
+            for learner in learners:
+                row[f"held_{learner.name}_code"] = round(held_out_loss(learner, held_code), 4)
+                row[f"held_{learner.name}_edit"] = round(held_out_loss(learner, held_edits), 4)
+            append_line(log_path, row)
+        if finished:
+            return
+
+
+if __name__ == "__main__":
+    main()
