@@ -1,0 +1,251 @@
+"""The block pool: who may write and read which KV block.
+
+It owns the free list, the reference counts, the requests' block tables and the prefix cache, knows
+no tensors, and is called by the engine thread only. A block is in one of four states:
+
+    free       nobody's, content meaningless
+    draft      leased by one request for unverified tokens; private, never published
+    committed  in at least one request's table
+    cached     in no table, but published: kept for its content until evicted
+
+Logical slot i of a request is physical slot
+``table[i // block_size] * block_size + i % block_size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.block_table import BlockTable
+from kvpool.integrity import check_pool
+from kvpool.prefix_cache import PrefixCache, block_digest, root_digest
+
+
+class BlockPoolError(RuntimeError):
+    """The pool was used against its contract: a bug of the caller. Nothing was changed."""
+
+
+class BlockPool:
+    """All methods that name a request raise BlockPoolError if it is not open (``open``: if it is).
+
+    ``num_prefix_queries`` and ``num_prefix_hits`` count tokens and only ever grow.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError("num_blocks and block_size must be at least 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_cache = enable_prefix_cache
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        # A stack, lowest ids on top: blocks in use stay few and together, which keeps untouched
+        # memory untouched and lets a lone request's blocks lie side by side.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._ref_counts = [0] * num_blocks
+        self._tables: dict[str, BlockTable] = {}
+        self._cache = PrefixCache()
+        self._num_draft = 0
+        self._num_committed = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tables
+
+    # Life of a request
+
+    def open(
+        self, request_id: str, token_ids: Sequence[int], salt: str, max_cached_tokens: int
+    ) -> int:
+        """Start a table with the longest cached run of full blocks; returns ``num_cached_tokens``.
+
+        These tokens are committed for the request. At most ``max_cached_tokens`` are taken (the
+        caller needs at least one row's logits, so it passes less than ``len(token_ids)``); 0 asks
+        the cache nothing and counts no query.
+        """
+        if request_id in self._tables:
+            raise BlockPoolError(f"request {request_id!r} is already open")
+        if max_cached_tokens < 0:
+            raise BlockPoolError(f"max_cached_tokens is negative: {max_cached_tokens}")
+        if not self.enable_prefix_cache:
+            self._tables[request_id] = BlockTable(digest=None)
+            return 0
+        digest, block_ids = self._match(token_ids, salt, min(max_cached_tokens, len(token_ids)))
+        num_cached_tokens = len(block_ids) * self.block_size
+        if max_cached_tokens > 0:
+            self.num_prefix_queries += len(token_ids)
+            self.num_prefix_hits += num_cached_tokens
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                self._cache.hold(block_id)
+                self._num_committed += 1
+            self._ref_counts[block_id] += 1
+        self._tables[request_id] = BlockTable(digest, block_ids, len(block_ids), num_cached_tokens)
+        return num_cached_tokens
+
+    def allocate(self, request_id: str, num_tokens: int) -> bool:
+        """Make slots [0, num_tokens) lie in committed blocks; False, nothing changed, on shortage.
+
+        Draft blocks in reach are taken over; then free blocks, then evicted ones.
+        """
+        table = self._table(request_id)
+        num_needed = self._num_blocks_for(num_tokens)
+        num_new = num_needed - len(table.block_ids)
+        if num_new > self.num_available:
+            return False
+        for _ in range(num_new):
+            self._lease(table)
+        self._commit_blocks(table, num_needed)
+        return True
+
+    def allocate_draft(self, request_id: str, num_tokens: int) -> int:
+        """Lease draft blocks until slots [0, num_tokens) are covered, or as many as there are.
+
+        Returns the number of slots that the table covers now, whole blocks: it may exceed
+        ``num_tokens``, and falls short of it only on shortage. The caller drafts what fits.
+        """
+        table = self._table(request_id)
+        num_new = self._num_blocks_for(num_tokens) - len(table.block_ids)
+        for _ in range(min(num_new, self.num_available)):
+            self._lease(table)
+        return len(table.block_ids) * self.block_size
+
+    def promote(self, request_id: str, token_ids: Sequence[int], num_committed: int) -> None:
+        """The first ``num_committed`` of ``token_ids`` are final, and their KV is in its slots.
+
+        Draft blocks that they reach into become committed; newly full blocks are published, unless
+        an equal block is in the cache already: then the request's own stays private. Costs time in
+        proportion to the newly committed tokens. Raises BlockPoolError beyond the covered slots,
+        beyond ``token_ids``, or if fewer tokens are named than last time.
+        """
+        table = self._table(request_id)
+        num_covered = len(table.block_ids) * self.block_size
+        if not table.num_committed_tokens <= num_committed <= min(num_covered, len(token_ids)):
+            raise BlockPoolError(
+                f"request {request_id!r} cannot promote {num_committed} tokens: it has "
+                f"{table.num_committed_tokens} committed, {num_covered} slots, "
+                f"{len(token_ids)} token ids"
+            )
+        self._commit_blocks(table, self._num_blocks_for(num_committed))
+        first_new = table.num_committed_tokens // self.block_size
+        table.num_committed_tokens = num_committed
+        for index in range(first_new, num_committed // self.block_size):
+            self._publish(table, index, token_ids)
+
+    def free_draft(self, request_id: str) -> None:
+        """Give back the draft blocks that ``promote`` did not turn into committed ones."""
+        table = self._table(request_id)
+        self._num_draft -= table.num_draft_blocks
+        while table.num_draft_blocks:
+            block_id = table.block_ids.pop()
+            self._ref_counts[block_id] = 0
+            self._free.append(block_id)
+
+    def free(self, request_id: str) -> None:
+        """End of a table: at finish, abort and preemption alike."""
+        self.free_draft(request_id)
+        # Last block first: it becomes the oldest, so that a prefix outlives what hangs on it.
+        for block_id in reversed(self._tables.pop(request_id).block_ids):
+            self._release(block_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all published content. Requests open now go on, but publish nothing any more:
+        what they hold may be what the caller wants forgotten."""
+        self._free.extend(self._cache.clear())
+        for table in self._tables.values():
+            table.digest = None
+
+    # Reading
+
+    def block_table(self, request_id: str) -> list[int]:
+        """The live list, committed blocks then draft blocks: read it, never keep or change it."""
+        return self._table(request_id).block_ids
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that an allocation could get: free ones and evictable ones."""
+        return len(self._free) + self._cache.num_idle
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1; cached blocks do not count."""
+        return (self._num_draft + self._num_committed) / self.num_blocks
+
+    def counts(self) -> dict[str, int]:
+        """Blocks by state; the values add up to ``num_blocks``."""
+        return {
+            "free": len(self._free),
+            "draft": self._num_draft,
+            "committed": self._num_committed,
+            "cached": self._cache.num_idle,
+        }
+
+    def check_integrity(self) -> None:
+        """Recompute all redundant state from the tables. Raises AssertionError on a mismatch."""
+        check_pool(
+            block_size=self.block_size,
+            tables=self._tables,
+            ref_counts=self._ref_counts,
+            free=self._free,
+            cache=self._cache,
+            counts=self.counts(),
+        )
+        if not self.enable_prefix_cache and len(self._cache):
+            raise AssertionError("a block was published although the prefix cache is off")
+
+    # Inside
+
+    def _table(self, request_id: str) -> BlockTable:
+        table = self._tables.get(request_id)
+        if table is None:
+            raise BlockPoolError(f"request {request_id!r} is not open")
+        return table
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        if num_tokens < 0:
+            raise BlockPoolError(f"a number of tokens is negative: {num_tokens}")
+        return -(-num_tokens // self.block_size)
+
+    def _match(
+        self, token_ids: Sequence[int], salt: str, max_tokens: int
+    ) -> tuple[bytes, list[int]]:
+        digest = root_digest(salt)
+        block_ids: list[int] = []
+        for start in range(0, max_tokens - self.block_size + 1, self.block_size):
+            next_digest = block_digest(digest, token_ids[start : start + self.block_size])
+            block_id = self._cache.lookup(next_digest)
+            if block_id is None:
+                break
+            digest = next_digest
+            block_ids.append(block_id)
+        return digest, block_ids
+
+    def _lease(self, table: BlockTable) -> None:
+        """One more draft block; the caller has seen that there is one."""
+        block_id = self._free.pop() if self._free else self._cache.evict()
+        self._ref_counts[block_id] = 1
+        table.block_ids.append(block_id)
+        self._num_draft += 1
+
+    def _commit_blocks(self, table: BlockTable, num_blocks: int) -> None:
+        """Make the first ``num_blocks`` of the table committed; never fewer than there are."""
+        num_new = max(0, num_blocks - table.num_committed_blocks)
+        table.num_committed_blocks += num_new
+        self._num_draft -= num_new
+        self._num_committed += num_new
+
+    def _publish(self, table: BlockTable, index: int, token_ids: Sequence[int]) -> None:
+        if table.digest is None:
+            return
+        start = index * self.block_size
+        table.digest = block_digest(table.digest, token_ids[start : start + self.block_size])
+        self._cache.publish(table.digest, table.block_ids[index])
+
+    def _release(self, block_id: int) -> None:
+        self._ref_counts[block_id] -= 1
+        if self._ref_counts[block_id]:
+            return
+        self._num_committed -= 1
+        if self._cache.is_published(block_id):
+            self._cache.release(block_id)
+        else:
+            self._free.append(block_id)

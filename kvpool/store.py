@@ -1,0 +1,180 @@
+"""The tensors behind the block pool: keys and values of every layer, one row per slot.
+
+Pure storage: which slot belongs to whom is the block pool's business. Several stores (a target's, a
+small draft model's) may be addressed by the same block ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and what vector kernels like best."""
+
+
+class KVStore:
+    """Keys and values of ``num_layers`` layers in blocks of ``block_size`` slots.
+
+    ``num_kv_heads``, ``head_dim_k`` and ``head_dim_v`` are one number for all layers or one per
+    layer. ``key[layer]`` is ``[num_slots, num_kv_heads, head_dim_k]``, ``value[layer]`` likewise: a
+    slot is a contiguous row. Raises ValueError on sizes that make no store.
+
+    Everything starts as zeros. Attention reads whole blocks, slots never written included, and
+    masks them: a masked weight of 0 times a NaN from fresh memory would still be NaN.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int | Sequence[int],
+        head_dim_k: int | Sequence[int],
+        head_dim_v: int | Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        if min(num_layers, num_blocks, block_size) < 1:
+            raise ValueError("num_layers, num_blocks and block_size must be at least 1")
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_slots = num_blocks * block_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shapes_k, shapes_v = _row_shapes(num_layers, num_kv_heads, head_dim_k, head_dim_v)
+        # Planes (one layer's keys, or its values) whose rows have equal shape share one tensor, so
+        # that moving accepted rows takes one copy for all layers and not two per layer.
+        shapes = shapes_k + shapes_v
+        planes: list[torch.Tensor | None] = [None] * len(shapes)
+        self._stacks: list[torch.Tensor] = []  # [num_planes, num_slots, row_size]
+        for shape in sorted(set(shapes)):
+            members = [index for index, other in enumerate(shapes) if other == shape]
+            stack = _zeros((len(members), self.num_slots, *shape), dtype, self.device)
+            self._stacks.append(_copyable(stack).flatten(2))
+            for plane, index in zip(stack, members, strict=True):
+                planes[index] = plane
+        stored = [plane for plane in planes if plane is not None]
+        self.key = stored[:num_layers]  # each [num_slots, num_kv_heads, head_dim_k]
+        self.value = stored[num_layers:]  # each [num_slots, num_kv_heads, head_dim_v]
+        # Views made once: making one costs as much as a small copy.
+        self._rows = [
+            (_copyable(key), _copyable(value))
+            for key, value in zip(self.key, self.value, strict=True)
+        ]
+        self._blocks = [(self._in_blocks(key), self._in_blocks(value)) for key, value in self._rows]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stack.numel() * stack.element_size() for stack in self._stacks)
+
+    @staticmethod
+    def bytes_per_block(
+        num_layers: int,
+        block_size: int,
+        num_kv_heads: int | Sequence[int],
+        head_dim_k: int | Sequence[int],
+        head_dim_v: int | Sequence[int],
+        dtype: torch.dtype,
+    ) -> int:
+        """Bytes that one more block costs over all layers: for sizing a pool from free memory."""
+        shapes_k, shapes_v = _row_shapes(num_layers, num_kv_heads, head_dim_k, head_dim_v)
+        return sum(heads * dim for heads, dim in shapes_k + shapes_v) * block_size * dtype.itemsize
+
+    def write(
+        self,
+        layer: int,
+        slots: torch.Tensor,  # [num_rows] int64, no slot twice
+        key: torch.Tensor,  # [num_rows, num_kv_heads, head_dim_k]
+        value: torch.Tensor,  # [num_rows, num_kv_heads, head_dim_v]
+    ) -> None:
+        """Put one layer's new rows into their slots; other dtypes are converted to the store's."""
+        key_rows, value_rows = self._rows[layer]
+        key_rows.index_copy_(0, slots, _copyable(key.to(self.dtype)))
+        value_rows.index_copy_(0, slots, _copyable(value.to(self.dtype)))
+
+    def gather_blocks(
+        self,
+        layer: int,
+        block_ids: torch.Tensor,  # [num_ids] int64 or int32, repeats allowed
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of whole blocks, in the given order.
+
+        Returns keys ``[num_ids, block_size, num_kv_heads, head_dim_k]`` and values likewise.
+        """
+        keys, values = self._blocks[layer]
+        return (
+            keys.index_select(0, block_ids).view(self.dtype),
+            values.index_select(0, block_ids).view(self.dtype),
+        )
+
+    def slice_blocks(
+        self, layer: int, first_block: int, num_blocks: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of consecutive blocks, shaped like ``gather_blocks``: no copy, so read only."""
+        keys, values = self._blocks[layer]
+        return (
+            keys.narrow(0, first_block, num_blocks).view(self.dtype),
+            values.narrow(0, first_block, num_blocks).view(self.dtype),
+        )
+
+    def move(
+        self,
+        src_slots: torch.Tensor,  # [num_moves] int64
+        dst_slots: torch.Tensor,  # [num_moves] int64, no slot twice
+    ) -> None:
+        """Copy rows between slots in every layer, keys and values.
+
+        All sources are read before any destination is written, so the two may overlap. Serves
+        to compact accepted tree paths: keys carry their position already, so copying is enough.
+        """
+        if src_slots.numel() == 0:
+            return
+        for stack in self._stacks:
+            stack.index_copy_(1, dst_slots, stack.index_select(1, src_slots))
+
+    def _in_blocks(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(self.num_blocks, self.block_size, *rows.shape[1:])
+
+
+def _row_shapes(
+    num_layers: int,
+    num_kv_heads: int | Sequence[int],
+    head_dim_k: int | Sequence[int],
+    head_dim_v: int | Sequence[int],
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(heads, dim) of a row of keys and of a row of values, per layer."""
+    heads = _per_layer("num_kv_heads", num_kv_heads, num_layers)
+    dims_k = _per_layer("head_dim_k", head_dim_k, num_layers)
+    dims_v = _per_layer("head_dim_v", head_dim_v, num_layers)
+    return list(zip(heads, dims_k, strict=True)), list(zip(heads, dims_v, strict=True))
+
+
+def _per_layer(name: str, sizes: int | Sequence[int], num_layers: int) -> list[int]:
+    listed = [sizes] * num_layers if isinstance(sizes, int) else list(sizes)
+    if len(listed) != num_layers or min(listed) < 1:
+        raise ValueError(f"{name} must be positive, one for all or one for each of {num_layers}")
+    return listed
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that indexing knows: 8-bit floats are moved as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU, memory that costs nothing until it is written.
+
+    ``torch.zeros`` writes every byte at once, so that a generous pool would take its full size from
+    the machine at start. Zeroed memory straight from the operating system (what ``numpy.zeros``
+    asks for) is mapped when touched first.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

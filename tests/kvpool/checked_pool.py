@@ -1,0 +1,65 @@
+"""A block pool that checks its integrity after every operation, and short ways to drive it."""
+
+from collections.abc import Callable, Sequence
+
+from kvpool.block_pool import BlockPool
+
+SIZE = 4
+TOKENS = list(range(100, 140))
+
+
+class CheckedPool(BlockPool):
+    """Checks its integrity after every operation that changes it, refused ones included."""
+
+    def _checked(self, operation: Callable[[], object]) -> object:
+        try:
+            return operation()
+        finally:
+            self.check_integrity()
+
+    def open(
+        self, request_id: str, token_ids: Sequence[int], salt: str, max_cached_tokens: int
+    ) -> int:
+        opened = super().open
+        result = self._checked(lambda: opened(request_id, token_ids, salt, max_cached_tokens))
+        assert isinstance(result, int)
+        return result
+
+    def allocate(self, request_id: str, num_tokens: int) -> bool:
+        allocate = super().allocate
+        return bool(self._checked(lambda: allocate(request_id, num_tokens)))
+
+    def allocate_draft(self, request_id: str, num_tokens: int) -> int:
+        allocate_draft = super().allocate_draft
+        result = self._checked(lambda: allocate_draft(request_id, num_tokens))
+        assert isinstance(result, int)
+        return result
+
+    def promote(self, request_id: str, token_ids: Sequence[int], num_committed: int) -> None:
+        promote = super().promote
+        self._checked(lambda: promote(request_id, token_ids, num_committed))
+
+    def free_draft(self, request_id: str) -> None:
+        free_draft = super().free_draft
+        self._checked(lambda: free_draft(request_id))
+
+    def free(self, request_id: str) -> None:
+        free = super().free
+        self._checked(lambda: free(request_id))
+
+    def reset_prefix_cache(self) -> None:
+        self._checked(super().reset_prefix_cache)
+
+
+def run(
+    pool: BlockPool, request_id: str, token_ids: Sequence[int], salt: str = "", cap: int = 10**9
+) -> int:
+    """Open a request and commit all its tokens; returns how many came from the cache."""
+    num_cached = pool.open(request_id, token_ids, salt, cap)
+    assert pool.allocate(request_id, len(token_ids))
+    pool.promote(request_id, token_ids, len(token_ids))
+    return num_cached
+
+
+def counts(free: int, draft: int, committed: int, cached: int) -> dict[str, int]:
+    return {"free": free, "draft": draft, "committed": committed, "cached": cached}

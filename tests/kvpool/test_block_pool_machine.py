@@ -1,0 +1,214 @@
+"""Random lives of requests in a tiny pool, against a model that knows what each slot holds.
+
+The model writes, for every slot, the salt and all tokens up to it: what a key in that slot depends
+on. A prefix hit is right if and only if the slots hold exactly that; sharing is safe if and only if
+nobody ever writes to a slot that another request sees.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from kvpool.block_pool import BlockPool
+from kvpool.prefix_cache import block_digest, root_digest
+
+DRAFT = ("unverified",)
+
+
+@dataclass
+class ModelRequest:
+    salt: str
+    token_ids: list[int]
+    num_committed: int
+    num_draft_blocks: int = 0
+    seen_table: list[int] = field(default_factory=list)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    @initialize(
+        num_blocks=st.integers(3, 9),
+        block_size=st.integers(1, 3),
+        cache=st.sampled_from([True] * 4 + [False]),
+    )
+    def start(self, num_blocks: int, block_size: int, cache: bool) -> None:
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=cache)
+        self.model: dict[str, ModelRequest] = {}
+        self.slots: dict[int, Any] = {}
+        self.num_opened = 0
+
+    # What the engine would do with the tensors
+
+    def _slot(self, request_id: str, position: int) -> int:
+        size = self.pool.block_size
+        return self.pool.block_table(request_id)[position // size] * size + position % size
+
+    def _write(self, request_id: str, position: int, content: Any) -> None:
+        slot = self._slot(request_id, position)
+        block_id = slot // self.pool.block_size
+        holders = [name for name in self.model if block_id in self.pool.block_table(name)]
+        assert holders == [request_id], f"{request_id} writes to a block of {holders}"
+        self.slots[slot] = content
+
+    def _content(self, request: ModelRequest, position: int) -> Any:
+        return request.salt, tuple(request.token_ids[: position + 1])
+
+    def _model_available(self) -> int:
+        held = {block_id for name in self.model for block_id in self.pool.block_table(name)}
+        return self.pool.num_blocks - len(held)
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    # The rules
+
+    @rule(
+        target=requests,
+        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from(["a", "b"]),
+        slack=st.integers(0, 2),
+    )
+    def open(self, token_ids: list[int], salt: str, slack: int) -> Any:
+        request_id = f"r{self.num_opened}"
+        self.num_opened += 1
+        cap = max(0, len(token_ids) - slack)
+        size = self.pool.block_size
+        published = self._expected_hit(token_ids, salt, cap)
+        num_cached = self.pool.open(request_id, token_ids, salt, cap)
+        assert num_cached == published
+        assert num_cached <= cap
+        assert len(self.pool.block_table(request_id)) * size == num_cached
+        request = ModelRequest(salt, token_ids, num_cached)
+        self.model[request_id] = request
+        return multiple(request_id)
+
+    def _expected_hit(self, token_ids: list[int], salt: str, cap: int) -> int:
+        size, digest, num_cached = self.pool.block_size, root_digest(salt), 0
+        while num_cached + size <= cap:
+            digest = block_digest(digest, token_ids[num_cached : num_cached + size])
+            if self.pool._cache.lookup(digest) is None:
+                break
+            num_cached += size
+        return num_cached
+
+    @rule(request_id=requests, num_more=st.integers(0, 8))
+    def allocate(self, request_id: str, num_more: int) -> None:
+        request = self.model[request_id]
+        num_tokens = request.num_committed + num_more
+        before = list(self.pool.block_table(request_id))
+        num_new = self._num_blocks_for(num_tokens) - len(before)
+        fits = num_new <= self._model_available()
+        assert self.pool.allocate(request_id, num_tokens) == fits
+        after = self.pool.block_table(request_id)
+        assert after[: len(before)] == before
+        assert len(after) - len(before) == (max(0, num_new) if fits else 0)
+        if fits:
+            num_kept = len(after) - self._num_blocks_for(num_tokens)
+            request.num_draft_blocks = min(request.num_draft_blocks, max(0, num_kept))
+
+    @rule(request_id=requests, num_more=st.integers(0, 8))
+    def allocate_draft(self, request_id: str, num_more: int) -> None:
+        request = self.model[request_id]
+        num_tokens = request.num_committed + num_more
+        before, available = len(self.pool.block_table(request_id)), self._model_available()
+        num_new = max(0, min(self._num_blocks_for(num_tokens) - before, available))
+        covered = self.pool.allocate_draft(request_id, num_tokens)
+        assert covered == (before + num_new) * self.pool.block_size
+        request.num_draft_blocks += num_new
+        for position in range(request.num_committed, covered):
+            self._write(request_id, position, DRAFT)
+
+    @rule(request_id=requests, num_more=st.integers(0, 8), token=st.integers(0, 1))
+    def promote(self, request_id: str, num_more: int, token: int) -> None:
+        """Verification: tokens are emitted, their KV lies in their slots, the pool is told."""
+        request = self.model[request_id]
+        covered = len(self.pool.block_table(request_id)) * self.pool.block_size
+        num_committed = min(request.num_committed + num_more, covered)
+        while len(request.token_ids) <= num_committed:
+            request.token_ids.append(token)
+        for position in range(request.num_committed, num_committed):
+            self._write(request_id, position, self._content(request, position))
+        self.pool.promote(request_id, request.token_ids, num_committed)
+        request.num_committed = num_committed
+        num_past = covered // self.pool.block_size - self._num_blocks_for(num_committed)
+        request.num_draft_blocks = min(request.num_draft_blocks, num_past)
+
+    @rule(request_id=requests)
+    def free_draft(self, request_id: str) -> None:
+        request = self.model[request_id]
+        before = list(self.pool.block_table(request_id))
+        self.pool.free_draft(request_id)
+        kept = len(before) - request.num_draft_blocks
+        assert self.pool.block_table(request_id) == before[:kept]
+        request.num_draft_blocks = 0
+
+    @rule(request_id=consumes(requests))
+    def free(self, request_id: str) -> None:
+        self.pool.free(request_id)
+        del self.model[request_id]
+
+    @rule(request_id=requests, slack=st.integers(1, 2))
+    def preempt_and_resume(self, request_id: str, slack: int) -> None:
+        request = self.model.pop(request_id)
+        self.pool.free(request_id)
+        cap = max(0, len(request.token_ids) - slack)
+        request.num_committed = self.pool.open(request_id, request.token_ids, request.salt, cap)
+        request.num_draft_blocks = 0
+        self.model[request_id] = request
+
+    @rule(dice=st.integers(0, 19))
+    def reset_prefix_cache(self, dice: int) -> None:
+        if dice == 0:
+            self.pool.reset_prefix_cache()
+            assert self.pool.counts()["cached"] == 0
+
+    # What always holds
+
+    @invariant()
+    def integrity(self) -> None:
+        self.pool.check_integrity()
+
+    @invariant()
+    def counts_match_the_model(self) -> None:
+        counts = self.pool.counts()
+        num_draft = sum(request.num_draft_blocks for request in self.model.values())
+        assert counts["draft"] == num_draft
+        assert self.pool.num_available == self._model_available()
+        held = self.pool.num_blocks - self._model_available()
+        assert counts["committed"] == held - num_draft
+        assert self.pool.usage == held / self.pool.num_blocks
+
+    @invariant()
+    def committed_slots_hold_the_request_own_past(self) -> None:
+        for request_id, request in self.model.items():
+            for position in range(request.num_committed):
+                slot = self._slot(request_id, position)
+                assert self.slots[slot] == self._content(request, position)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for request_id in list(self.model):
+            self.pool.free(request_id)
+            del self.model[request_id]
+            self.pool.check_integrity()
+        counts = self.pool.counts()
+        assert counts["free"] + counts["cached"] == self.pool.num_blocks
+        self.pool.reset_prefix_cache()
+        assert self.pool.counts()["free"] == self.pool.num_blocks
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,102 @@
+"""Digests name content, and the cache forgets the oldest idle block first."""
+
+import pytest
+
+from kvpool.prefix_cache import PrefixCache, block_digest, root_digest
+
+
+def _chain(salt: str, *blocks: list[int]) -> bytes:
+    digest = root_digest(salt)
+    for token_ids in blocks:
+        digest = block_digest(digest, token_ids)
+    return digest
+
+
+def test_equal_content_has_an_equal_digest_whatever_sequence_holds_it() -> None:
+    assert _chain("t", [1, 2], [3, 4]) == block_digest(_chain("t", [1, 2]), (3, 4))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _chain("u", [1, 2], [3, 4]),
+        _chain("t", [3, 4]),
+        _chain("t", [9, 2], [3, 4]),
+        _chain("t", [1, 2], [4, 3]),
+        _chain("t", [1, 2, 3, 4]),
+        _chain("t", [1, 2], [3, 4], []),
+        root_digest("t"),
+    ],
+)
+def test_any_difference_up_to_the_block_changes_the_digest(other: bytes) -> None:
+    assert _chain("t", [1, 2], [3, 4]) != other
+
+
+def test_tokens_above_two_to_the_32_do_not_wrap() -> None:
+    assert _chain("t", [1]) != _chain("t", [1 + 2**32])
+
+
+def test_a_salt_with_a_lone_surrogate_is_a_salt() -> None:
+    assert root_digest("\ud800") != root_digest("?")
+
+
+def _cache_of(num_blocks: int) -> PrefixCache:
+    cache = PrefixCache()
+    for block_id in range(num_blocks):
+        assert cache.publish(bytes([block_id]), block_id)
+    return cache
+
+
+def test_eviction_takes_the_block_released_longest_ago() -> None:
+    cache = _cache_of(3)
+    for block_id in (2, 0, 1):
+        cache.release(block_id)
+    cache.hold(2)
+    cache.release(2)
+    cache.check_integrity()
+    assert [cache.evict() for _ in range(3)] == [0, 1, 2]
+    assert len(cache) == 0
+    assert cache.lookup(bytes([0])) is None
+    cache.check_integrity()
+
+
+def test_a_held_block_is_never_evicted() -> None:
+    cache = _cache_of(2)
+    cache.release(1)
+    assert cache.evict() == 1
+    with pytest.raises(KeyError):
+        cache.evict()
+    assert cache.lookup(bytes([0])) == 0
+
+
+def test_a_second_block_under_one_digest_stays_unpublished() -> None:
+    cache = _cache_of(1)
+    assert not cache.publish(bytes([0]), 7)
+    assert not cache.is_published(7)
+    assert cache.lookup(bytes([0])) == 0
+    cache.check_integrity()
+
+
+def test_clear_returns_the_idle_blocks_and_forgets_the_held_ones() -> None:
+    cache = _cache_of(3)
+    cache.release(2)
+    cache.release(0)
+    assert cache.clear() == [2, 0]
+    assert not cache.is_published(1)
+    assert cache.num_idle == 0
+
+
+@pytest.mark.parametrize("damage", ["forgotten digest", "moved digest", "idle stranger", "twice"])
+def test_the_integrity_check_sees(damage: str) -> None:
+    cache = _cache_of(2)
+    match damage:
+        case "forgotten digest":
+            del cache._digest_of[1]
+        case "moved digest":
+            cache._digest_of[1] = bytes([9])
+        case "idle stranger":
+            cache._idle[5] = None
+        case "twice":
+            cache._block_of[bytes([9])] = 1
+    with pytest.raises(AssertionError, match="prefix cache"):
+        cache.check_integrity()

@@ -1,0 +1,226 @@
+"""The KV tensors: rows land in their slots, blocks come back whole, moves equal fresh writes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool.block_pool import BlockPool
+from kvpool.store import KVStore
+
+torch.set_num_threads(1)
+
+NUM_LAYERS, NUM_BLOCKS, SIZE, HEADS, DIM_K, DIM_V = 3, 5, 4, 2, 6, 3
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+
+
+def _store(dtype: torch.dtype = torch.float32) -> KVStore:
+    return KVStore(NUM_LAYERS, NUM_BLOCKS, SIZE, HEADS, DIM_K, DIM_V, dtype, "cpu")
+
+
+def _rows(num_rows: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(num_rows, HEADS, DIM_K, generator=generator),
+            torch.randn(num_rows, HEADS, DIM_V, generator=generator),
+        )
+        for _ in range(NUM_LAYERS)
+    ]
+
+
+def _write(store: KVStore, slots: list[int], rows: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for layer, (key, value) in enumerate(rows):
+        store.write(layer, torch.tensor(slots), key, value)
+
+
+def _bits(tensor: torch.Tensor) -> list[int]:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return tensor.contiguous().view(integers[tensor.dtype.itemsize]).flatten().tolist()
+
+
+def _assert_equal_stores(left: KVStore, right: KVStore) -> None:
+    for a, b in zip(left.key + left.value, right.key + right.value, strict=True):
+        assert _bits(a) == _bits(b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_written_row_lies_in_its_slot_and_nowhere_else(dtype: torch.dtype) -> None:
+    store, rows = _store(dtype), _rows(3)
+    _write(store, [17, 2, 9], rows)
+    for layer, (key, value) in enumerate(rows):
+        expected_k = torch.zeros(NUM_BLOCKS * SIZE, HEADS, DIM_K, dtype=dtype)
+        expected_v = torch.zeros(NUM_BLOCKS * SIZE, HEADS, DIM_V, dtype=dtype)
+        for row, slot in enumerate((17, 2, 9)):
+            expected_k[slot], expected_v[slot] = key[row].to(dtype), value[row].to(dtype)
+        assert _bits(store.key[layer]) == _bits(expected_k)
+        assert _bits(store.value[layer]) == _bits(expected_v)
+
+
+def test_strided_rows_are_written_like_contiguous_ones() -> None:
+    plain, strided, rows = _store(), _store(), _rows(5)
+    _write(plain, [1, 3, 5, 7, 9], rows)
+    turned = [
+        (
+            k.transpose(0, 1).contiguous().transpose(0, 1),
+            v.transpose(0, 1).contiguous().transpose(0, 1),
+        )
+        for k, v in rows
+    ]
+    assert not turned[0][0].is_contiguous()
+    _write(strided, [1, 3, 5, 7, 9], turned)
+    _assert_equal_stores(plain, strided)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gathered_blocks_are_the_slots_of_their_ids_in_order(dtype: torch.dtype) -> None:
+    store = _store(dtype)
+    _write(store, list(range(NUM_BLOCKS * SIZE)), _rows(NUM_BLOCKS * SIZE))
+    for layer in range(NUM_LAYERS):
+        keys, values = store.gather_blocks(layer, torch.tensor([3, 0, 3]))
+        assert keys.shape == (3, SIZE, HEADS, DIM_K)
+        assert values.shape == (3, SIZE, HEADS, DIM_V)
+        assert keys.dtype == values.dtype == dtype
+        for index, block_id in enumerate((3, 0, 3)):
+            slots = slice(block_id * SIZE, (block_id + 1) * SIZE)
+            assert _bits(keys[index]) == _bits(store.key[layer][slots])
+            assert _bits(values[index]) == _bits(store.value[layer][slots])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sliced_blocks_equal_gathered_ones_without_a_copy(dtype: torch.dtype) -> None:
+    store = _store(dtype)
+    _write(store, list(range(NUM_BLOCKS * SIZE)), _rows(NUM_BLOCKS * SIZE))
+    sliced = store.slice_blocks(1, 2, 3)
+    gathered = store.gather_blocks(1, torch.tensor([2, 3, 4]))
+    for view, copy in zip(sliced, gathered, strict=True):
+        assert view.shape == copy.shape
+        assert _bits(view) == _bits(copy)
+    assert sliced[0].data_ptr() == store.key[1][2 * SIZE :].data_ptr()
+
+
+def test_a_slice_past_the_end_is_an_error() -> None:
+    with pytest.raises(RuntimeError):
+        _store().slice_blocks(0, NUM_BLOCKS - 1, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "path",
+    [[1, 2, 3], [2, 4], [1, 3, 5, 6], [6], [4, 5, 6], []],
+    ids=lambda path: "-".join(map(str, path)) or "none",
+)
+def test_compacting_a_tree_path_equals_writing_it_linearly(
+    path: list[int], dtype: torch.dtype
+) -> None:
+    """Rows 0..6 of a step lie at base + row; the accepted path moves to base + depth. Committed
+    slots must equal those of a store into which only the path was ever written, in order."""
+    base, num_rows = 6, 7
+    pool = BlockPool(NUM_BLOCKS, SIZE)
+    pool.open("other", [], "", 0)
+    pool.allocate("other", 4)
+    pool.open("mine", [], "", 0)
+    pool.allocate("mine", base)
+    pool.allocate_draft("mine", base + num_rows)
+    table = pool.block_table("mine")
+    slot = [table[i // SIZE] * SIZE + i % SIZE for i in range(base + num_rows)]
+
+    rows = _rows(num_rows)
+    drafted, linear = _store(dtype), _store(dtype)
+    _write(drafted, slot[base:], rows)
+    accepted = [0, *path]
+    moves = [(row, depth) for depth, row in enumerate(accepted) if row != depth]
+    drafted.move(
+        torch.tensor([slot[base + row] for row, _ in moves], dtype=torch.int64),
+        torch.tensor([slot[base + depth] for _, depth in moves], dtype=torch.int64),
+    )
+    committed = slot[base : base + len(accepted)]
+    _write(linear, committed, [(key[accepted], value[accepted]) for key, value in rows])
+    for moved, fresh in zip(drafted.key + drafted.value, linear.key + linear.value, strict=True):
+        assert _bits(moved[committed]) == _bits(fresh[committed])
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [([1, 2, 3], [0, 1, 2]), ([0, 1, 2], [1, 2, 3]), ([4, 9], [9, 4]), ([5, 5], [6, 7])],
+)
+def test_overlapping_moves_read_everything_before_they_write(
+    source: list[int], destination: list[int]
+) -> None:
+    store, expected = _store(), _store()
+    rows = _rows(NUM_BLOCKS * SIZE)
+    for each in (store, expected):
+        _write(each, list(range(NUM_BLOCKS * SIZE)), rows)
+    _write(expected, destination, [(key[source], value[source]) for key, value in rows])
+    store.move(torch.tensor(source), torch.tensor(destination))
+    _assert_equal_stores(store, expected)
+
+
+def test_layers_may_differ_in_heads_and_dimensions() -> None:
+    heads, dims_k, dims_v = [2, 1, 2], [4, 8, 4], [4, 8, 2]
+    store = KVStore(3, 2, SIZE, heads, dims_k, dims_v, torch.float32, "cpu")
+    key = [torch.randn(2, h, d) for h, d in zip(heads, dims_k, strict=True)]
+    value = [torch.randn(2, h, d) for h, d in zip(heads, dims_v, strict=True)]
+    for layer in range(3):
+        store.write(layer, torch.tensor([0, 5]), key[layer], value[layer])
+    store.move(torch.tensor([5]), torch.tensor([1]))
+    for layer in range(3):
+        assert torch.equal(store.key[layer][[0, 1, 5]], key[layer][[0, 1, 1]])
+        assert torch.equal(store.value[layer][[0, 1, 5]], value[layer][[0, 1, 1]])
+        keys, values = store.gather_blocks(layer, torch.tensor([1, 0]))
+        assert torch.equal(keys[1, :2], key[layer])
+        assert torch.equal(values[0, 1], value[layer][1])
+    per_block = KVStore.bytes_per_block(3, SIZE, heads, dims_k, dims_v, torch.float32)
+    assert store.num_bytes == 2 * per_block == 2 * SIZE * 4 * (8 + 8 + 8 + 8 + 8 + 4)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), list(zip(DTYPES, (4, 2, 1), strict=True)))
+def test_bytes_per_block_times_blocks_is_what_the_store_takes(
+    dtype: torch.dtype, itemsize: int
+) -> None:
+    per_block = KVStore.bytes_per_block(NUM_LAYERS, SIZE, HEADS, DIM_K, DIM_V, dtype)
+    assert per_block == NUM_LAYERS * SIZE * HEADS * (DIM_K + DIM_V) * itemsize
+    assert _store(dtype).num_bytes == NUM_BLOCKS * per_block
+
+
+def test_a_fresh_store_holds_zeros() -> None:
+    store = _store()
+    assert all(not plane.any() for plane in store.key + store.value)
+
+
+def test_rows_are_contiguous_and_storage_is_aligned() -> None:
+    store = _store()
+    for plane, dim in ((store.key[1], DIM_K), (store.value[2], DIM_V)):
+        assert plane.stride() == (HEADS * dim, dim, 1)
+    assert store.key[0].data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (0, 5, 4, 2, 6, 3),
+        (3, 0, 4, 2, 6, 3),
+        (3, 5, 0, 2, 6, 3),
+        (3, 5, 4, [2, 2], 6, 3),
+        (3, 5, 4, 2, 0, 3),
+        (3, 5, 4, 2, 6, [3, 3, -1]),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes: tuple[Any, Any, Any, Any, Any, Any]) -> None:
+    with pytest.raises(ValueError, match=r"at least 1|positive"):
+        KVStore(*sizes, torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_store_holds_the_same_bits() -> None:
+    here = _store(torch.bfloat16)
+    there = KVStore(NUM_LAYERS, NUM_BLOCKS, SIZE, HEADS, DIM_K, DIM_V, torch.bfloat16, "cuda")
+    slots, source, destination = (torch.tensor(ids) for ids in ([3, 8, 9], [8, 9], [4, 8]))
+    for layer, (key, value) in enumerate(_rows(3)):
+        here.write(layer, slots, key, value)
+        there.write(layer, slots.cuda(), key.cuda(), value.cuda())
+    here.move(source, destination)
+    there.move(source.cuda(), destination.cuda())
+    for a, b in zip(here.key + here.value, there.key + there.value, strict=True):
+        assert _bits(a) == _bits(b.cpu())
