@@ -32,7 +32,7 @@ from drafters.base import (
 from drafters.ngram_counts import Continuation, NgramCounts
 from drafters.packing import TOKEN_BITS, window_mask
 from drafters.per_request import PerRequestDrafter
-from drafters.tree import ROOT, DraftTree
+from drafters.tree import EMPTY, ROOT, DraftTree
 
 _MAX_VOCABULARY = 8_192
 _NUM_SHARE_BUCKETS = 8
@@ -203,8 +203,11 @@ class NasdState:
 
     def propose(self, request: DraftRequest) -> DraftTree:
         self._learn(request.token_ids)
+        depth = min(request.max_nodes, request.shape.depth)
+        if depth < 1:
+            return EMPTY
         if request.shape.width == 1:
-            return self._chain(min(request.max_nodes, request.shape.depth))
+            return self._chain(depth)
         return self._tree(request.max_nodes, request.shape)
 
     def _learn(self, token_ids: Sequence[int]) -> None:

@@ -1,0 +1,121 @@
+"""A tiny greedy engine for drafter tests: a target that is a function of the text so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from drafters.base import Drafter, DraftRequest, DraftShape, Observation, OptionValue
+from drafters.tree import ROOT, DraftTree
+
+Target = Callable[[Sequence[int]], int]
+
+
+@dataclass
+class Run:
+    """``token_ids``: prompt and output. Per step: the tree proposed and how much was emitted."""
+
+    token_ids: list[int]
+    trees: list[DraftTree] = field(default_factory=list)
+    num_emitted: list[int] = field(default_factory=list)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.num_emitted) - len(self.num_emitted)
+
+
+def verify_step(tree: DraftTree, token_ids: Sequence[int], target: Target) -> tuple[list[int], ...]:
+    """(path rows, emitted tokens) of a greedy verification."""
+    path, emitted, node = [0], [], ROOT
+    while True:
+        emitted.append(target([*token_ids, *emitted]))
+        children = [i for i, parent in enumerate(tree.parents) if parent == node]
+        hits = [i for i in children if tree.token_ids[i] == emitted[-1]]
+        if not hits:
+            return path, emitted
+        node = hits[0]
+        path.append(node + 1)
+
+
+def decode(
+    drafter: Drafter,
+    prompt: Sequence[int],
+    target: Target,
+    num_tokens: int,
+    *,
+    max_nodes: int = 8,
+    shape: DraftShape | None = None,
+    options: Mapping[str, OptionValue] | None = None,
+    request_id: str = "r",
+    top_tokens: Callable[[Sequence[int]], list[int]] | None = None,
+) -> Run:
+    """Decode at least ``num_tokens`` tokens, checking every proposal; the request stays open."""
+    shape = shape or DraftShape()
+    run = Run(list(prompt))
+    drafter.open(request_id, run.token_ids, options or {}, "")
+    while sum(run.num_emitted) < num_tokens:
+        (tree,) = drafter.propose([DraftRequest(request_id, run.token_ids, max_nodes, shape)])
+        check_tree(tree, max_nodes, shape)
+        path, emitted = verify_step(tree, run.token_ids, target)
+        row_token_ids = [run.token_ids[-1], *tree.token_ids]
+        top_token_ids = None
+        if top_tokens is not None:
+            top_token_ids = [
+                top_tokens(_row_context(tree, r, run.token_ids)) for r in range(len(tree) + 1)
+            ]
+        run.token_ids.extend(emitted)
+        drafter.observe(
+            [
+                Observation(
+                    request_id, run.token_ids, tree, row_token_ids, path, emitted, top_token_ids
+                )
+            ]
+        )
+        run.trees.append(tree)
+        run.num_emitted.append(len(emitted))
+    return run
+
+
+def _row_context(tree: DraftTree, row: int, token_ids: Sequence[int]) -> list[int]:
+    branch: list[int] = []
+    node = row - 1
+    while node != ROOT:
+        branch.append(tree.token_ids[node])
+        node = tree.parents[node]
+    return [*token_ids, *reversed(branch)]
+
+
+def check_tree(tree: DraftTree, max_nodes: int, shape: DraftShape) -> None:
+    """The promises every proposal makes."""
+    tree.validate()
+    assert len(tree) <= max_nodes
+    assert max(tree.depths(), default=0) <= shape.depth
+    siblings = [list(tree.parents).count(parent) for parent in set(tree.parents)]
+    assert max(siblings, default=0) <= shape.width
+    assert all(0 <= feature < 64 for feature in tree.features)
+    assert_spine_first(tree)
+
+
+def assert_spine_first(tree: DraftTree) -> None:
+    """Nodes 0..d-1 are a chain whose end has no children further on."""
+    length = 0
+    while length < len(tree) and tree.parents[length] == length - 1:
+        length += 1
+    if length:
+        assert length - 1 not in list(tree.parents)[length:]
+
+
+def propose_once(
+    drafter: Drafter,
+    token_ids: Sequence[int],
+    max_nodes: int,
+    shape: DraftShape | None = None,
+    options: Mapping[str, OptionValue] | None = None,
+) -> DraftTree:
+    """What a fresh request with this prompt is offered."""
+    shape = shape or DraftShape()
+    drafter.open("once", token_ids, options or {}, "")
+    (tree,) = drafter.propose([DraftRequest("once", token_ids, max_nodes, shape)])
+    drafter.close("once")
+    check_tree(tree, max_nodes, shape)
+    return tree
