@@ -1,8 +1,9 @@
 """The drafter protocol: what guesses for a target, and what it is told afterwards.
 
-One drafter object per engine and name holds the states of all its requests, so that drafters with a
-model of their own can batch. The engine thread is the only caller. A drafter never sees tensors of
-the engine: token ids, options and, where it asks for them, the target's top tokens per verified row.
+One drafter object per engine and name holds the states of all its requests, so that drafters with
+a model of their own can batch. The engine thread is the only caller. A drafter never sees tensors
+of the engine: token ids, options and, where it asks for them, the target's top tokens per verified
+row.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class DraftRequest:
 class Observation:
     """What the target said about one request in one step.
 
-    Row 0 is the anchor, row ``i + 1`` is node ``i`` of ``tree`` (the part that was verified; empty at
-    gamma 0). ``path`` holds the rows whose token was emitted, starting with row 0; the target's token
-    at the last of them is the last of ``emitted_token_ids``, unless the run was trimmed by a stop.
-    ``top_token_ids[r]`` are the target's likeliest tokens at row ``r``, best first, zero-probability
-    ones left out, if the drafter's ``num_top_tokens`` asked for them.
+    Row 0 is the anchor, row ``i + 1`` is node ``i`` of ``tree`` (the part that was verified; empty
+    at gamma 0). ``path`` holds the rows whose token was emitted, starting with row 0; the target's
+    token at the last of them is the last of ``emitted_token_ids``, unless the run was trimmed by a
+    stop. ``top_token_ids[r]`` are the target's likeliest tokens at row ``r``, best first,
+    zero-probability ones left out, if the drafter's ``num_top_tokens`` asked for them.
     """
 
     request_id: str
@@ -60,7 +61,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class DrafterOption:
-    """A per-request option of a drafter: validated by the server, listed by ``GET /v1/drafters``."""
+    """A per-request option of a drafter: checked by the server, listed by ``GET /v1/drafters``."""
 
     name: str
     default: OptionValue
@@ -113,7 +114,11 @@ class Drafter(Protocol):
     info: DrafterInfo
 
     def open(
-        self, request_id: str, token_ids: Sequence[int], options: Mapping[str, OptionValue], salt: str
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        options: Mapping[str, OptionValue],
+        salt: str,
     ) -> None:
         """Start a request whose known tokens are ``token_ids`` (its prompt).
 
@@ -127,7 +132,7 @@ class Drafter(Protocol):
         """Learn from verified rows. ``token_ids`` already ends with ``emitted_token_ids``."""
 
     def num_top_tokens(self, request_id: str) -> int:
-        """How many of the target's top tokens per row ``observe`` wants for this request; 0: none."""
+        """How many of the target's top tokens per row ``observe`` wants for it; 0: none."""
 
     def close(self, request_id: str) -> None:
         """Forget the request."""

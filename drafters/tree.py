@@ -1,9 +1,9 @@
 """The draft tree: guessed tokens and how they hang together.
 
-Node ``i`` holds ``token_ids[i]`` and hangs under node ``parents[i]``, or under the root (the anchor,
-the last emitted token) where the parent is ``ROOT``. Parents come before children and siblings carry
-distinct tokens; drafters put their likeliest chain first, because accepting it then costs no KV copy.
-A chain is a tree of width 1. Plain Python: no torch.
+Node ``i`` holds ``token_ids[i]`` and hangs under node ``parents[i]``, or under the root (the
+anchor, the last emitted token) where the parent is ``ROOT``. Parents come before children and
+siblings carry distinct tokens; drafters put their likeliest chain first, because accepting it then
+costs no KV copy. A chain is a tree of width 1. Plain Python: no torch.
 """
 
 from __future__ import annotations
