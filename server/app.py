@@ -1,0 +1,86 @@
+"""Wires an engine and a tokenizer into an application. Nothing is global: apps can share a
+process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from engine.info import EngineInfo
+from server.choices import ChoiceSource
+from server.engine_client import EngineClient
+from server.errors import install_error_handlers
+from server.gpu import gpu_memory_reader
+from server.metrics import Metrics
+from server.middleware import ApiKeyMiddleware, HttpMetricsMiddleware, RequestIdMiddleware
+from server.ops import Lifecycle, ops_router
+from server.routes import catalogue_router, openai_router
+from server.settings import Settings
+from server.speculative import SpeculativeResolver
+from server.streaming import Responder
+from server.token_texts import TokenTexts
+from server.translate import Translator
+from server.version import server_version
+
+
+def build_app(engine: EngineClient, tokenizer: Any, settings: Settings) -> FastAPI:
+    """The application; its lifespan starts and stops the engine.
+
+    Raises ValueError where the settings' speculative defaults or caps do not fit the engine.
+    """
+    info = engine.info
+    model_name = settings.served_model_name or _default_name(info.model)
+    metrics = Metrics(info, model_name, lambda: engine.is_alive, gpu_memory_reader(info.device))
+    engine.add_step_listener(metrics.observe_step)
+    resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
+    texts = TokenTexts(tokenizer)
+    translator = Translator(info, tokenizer, resolver, model_name, settings.max_choices)
+    responder = Responder(ChoiceSource(engine, tokenizer, texts, metrics))
+    lifecycle = Lifecycle()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await engine.start()
+        lifecycle.serving = True
+        try:
+            yield
+        finally:
+            lifecycle.serving = False
+            await engine.stop(settings.drain_seconds)
+
+    app = FastAPI(
+        title="Slipstream",
+        summary="LLM inference in which every request drafts, and no output changes for it.",
+        version=server_version(),
+        lifespan=lifespan,
+        max_body_size=settings.max_body_bytes,
+    )
+    install_error_handlers(app, metrics.count_rejection)
+    fingerprint = _fingerprint(info, model_name)
+    app.include_router(openai_router(translator, responder, texts, model_name, fingerprint))
+    app.include_router(catalogue_router(info, resolver, model_name))
+    app.include_router(ops_router(engine, metrics, lifecycle))
+    # The last one added is the outermost.
+    if settings.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key.get_secret_value())
+    app.add_middleware(HttpMetricsMiddleware, metrics=metrics)
+    app.add_middleware(RequestIdMiddleware)
+    return app
+
+
+def _default_name(model: str) -> str:
+    """A hub id as it is; of a local folder only its name, since paths are nobody's business."""
+    path = Path(model)
+    return path.name if path.is_absolute() or path.is_dir() else model
+
+
+def _fingerprint(info: EngineInfo, model_name: str) -> str:
+    """Equal for servers that write the same tokens for the same seed."""
+    parts = (server_version(), model_name, info.device, info.dtype, info.determinism)
+    return "fp_" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:10]

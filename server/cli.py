@@ -1,0 +1,112 @@
+"""The ``slipstream`` command. A subcommand is one parser and the function that it names as
+``run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+import uvicorn
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+
+from engine.errors import EngineError
+from server.app import build_app
+from server.settings import Settings, add_flags, load_settings
+from server.version import server_version
+
+logger = logging.getLogger("slipstream")
+
+_EXAMPLES = """examples:
+  slipstream serve
+  slipstream serve path/to/model --port 9000 --max-num-seqs 32
+  slipstream serve --speculative.draft-strategy ngram --speculative-caps.max-speculative-tokens 12
+  SLIPSTREAM_API_KEY=... slipstream serve --config slipstream.yaml
+
+slipstream.yaml:
+  max_num_seqs: 32
+  speculative: {draft_strategy: ngram, adaptive_depth: goodput, max_speculative_tokens: 12}
+"""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves out "(default: None)": where None is the default, the text says what it means."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        return super()._expand_help(action).replace(" (default: None)", "")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slipstream",
+        description="An LLM inference server in which every request drafts.",
+    )
+    parser.add_argument("--version", action="version", version=f"slipstream {server_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over OpenAI's API",
+        description=(Settings.__doc__ or "").replace("\n    ", "\n"),
+        usage="slipstream serve [MODEL] [--flag VALUE ...]",
+        epilog=_EXAMPLES,
+        formatter_class=_HelpFormatter,
+    )
+    serve.set_defaults(run=_serve, flags=add_flags(serve))
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        settings = load_settings(arguments.flags, arguments)
+        config = settings.engine_config()
+    except (ValidationError, SettingsError, ValueError) as error:
+        return _refuse(_explain(error))
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # Imported late: torch takes seconds to load, and --help needs none of it.
+    from engine.build import build_engine
+
+    try:
+        engine, tokenizer = build_engine(config)
+        app = build_app(engine, tokenizer, settings)
+    except (EngineError, ValueError, OSError) as error:
+        return _refuse(str(error))
+    uvicorn.run(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+    )
+    return 0
+
+
+def _explain(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    lines = []
+    for finding in error.errors():
+        name = ".".join(str(part) for part in finding["loc"]).replace("_", "-")
+        lines.append(f"{name}: {finding['msg']}")
+    return "\n".join(lines)
+
+
+def _refuse(message: str) -> int:
+    sys.stderr.write(f"slipstream: {message}\n")
+    return 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parsed = build_parser().parse_args(arguments)
+    status: int = parsed.run(parsed)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``.
+
+ApiError
+├── bad_request(param, ...)   400, names the field
+├── unauthorized()            401
+├── unknown_model(name)       404
+└── from_engine(error)        400 RequestError, 429 QueueFullError, 503 EngineDeadError, else 500
+
+Text a client sent is never echoed at length, and an unexpected exception's text never leaves the
+log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+
+logger = logging.getLogger(__name__)
+
+MAX_LISTED_ERRORS = 10
+MAX_MESSAGE_CHARS = 400
+MAX_PARAM_CHARS = 120
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than success. ``param`` is the dotted path of the field to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = clip(message, MAX_MESSAGE_CHARS * MAX_LISTED_ERRORS)
+        self.param = None if param is None else clip(param, MAX_PARAM_CHARS)
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "server_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def clip(text: str, num_chars: int) -> str:
+    """``text``, cut to so many characters with an ellipsis."""
+    return text if len(text) <= num_chars else text[: num_chars - 1] + "…"
+
+
+def bad_request(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unauthorized() -> ApiError:
+    return ApiError(
+        401,
+        "Give this server's API key as 'Authorization: Bearer KEY'.",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    message = f"The model '{clip(name, 100)}' does not exist. This server serves '{served}'."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def from_engine(error: EngineError) -> ApiError:
+    """What the client is told when the engine refuses or breaks."""
+    if isinstance(error, RequestError):
+        return bad_request(error.param, str(error))
+    if isinstance(error, QueueFullError):
+        seconds = max(1, math.ceil(error.retry_after_seconds))
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(seconds)})
+    if isinstance(error, EngineDeadError):
+        logger.error("engine is dead: %s", error)
+        return ApiError(503, "The engine has stopped; no request is served.", code="engine_dead")
+    logger.error("request failed in the engine", exc_info=error)
+    return ApiError(500, "The request failed in the engine.", code="internal_error")
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Any exception as an answer; unexpected ones are logged, not told."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineError):
+        return from_engine(error)
+    logger.error("unexpected error", exc_info=error)
+    return ApiError(500, "Internal server error.", code="internal_error")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Pydantic's findings as one 400: ``param`` is the first offending field, all are listed."""
+    findings = [_finding(error) for error in errors[:MAX_LISTED_ERRORS]]
+    listed = [f"{param}: {text}" if param else text for param, text in findings]
+    if len(errors) > MAX_LISTED_ERRORS:
+        listed.append(f"and {len(errors) - MAX_LISTED_ERRORS} more")
+    return bad_request(findings[0][0], "; ".join(listed))
+
+
+def _finding(error: Mapping[str, Any]) -> tuple[str | None, str]:
+    location = [str(part) for part in error["loc"] if part != "body"]
+    if error["type"] == "json_invalid":
+        return None, f"The body is not valid JSON (character {location[-1]})."
+    if not location:
+        return None, "The body must be a JSON object sent with 'Content-Type: application/json'."
+    param = clip(".".join(location), MAX_PARAM_CHARS)
+    if error["type"] == "extra_forbidden":
+        return param, "this server knows no such field"
+    text = str(error["msg"]).removeprefix("Value error, ")
+    return param, clip(text[:1].lower() + text[1:], MAX_MESSAGE_CHARS)
+
+
+def install_error_handlers(app: FastAPI, count_rejection: Callable[[str], None]) -> None:
+    """Every error leaves the app in one shape, and is counted by its code."""
+
+    def answer(error: ApiError) -> JSONResponse:
+        count_rejection(error.code or str(error.status))
+        return error.response()
+
+    async def on_api_error(_: Request, error: Exception) -> JSONResponse:
+        return answer(to_api_error(error))
+
+    async def on_invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return answer(from_validation(error.errors()))
+
+    async def on_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        message = {
+            404: "There is nothing at this path.",
+            405: "This path does not take this method.",
+            413: "The body is larger than this server accepts.",
+        }.get(error.status_code, str(error.detail))
+        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+        return ApiError(
+            error.status_code,
+            message,
+            code=code.get(error.status_code),
+            headers=error.headers,
+        ).response()
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(EngineError, on_api_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_api_error)

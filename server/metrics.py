@@ -1,0 +1,302 @@
+"""Prometheus metrics, in a registry of their own: two servers in one process do not mix.
+
+Fed by the engine's ``StepStats`` (once per step) and each request's ``FinishInfo``. No label names
+a request or a tenant. Speculation is counted before stop strings trim: it is work done. Useful
+queries:
+
+    # acceptance rate, and by depth
+    rate(slipstream_spec_accepted_tokens_total[5m])
+      / rate(slipstream_spec_draft_tokens_total[5m])
+    rate(slipstream_spec_accepted_tokens_per_position_total[5m])
+      / ignoring(position) group_left rate(slipstream_spec_steps_total[5m])
+    # tokens per step; mean gamma
+    rate(slipstream_spec_emitted_tokens_total[5m]) / rate(slipstream_spec_steps_total[5m])
+    rate(slipstream_spec_gamma_sum[5m]) / rate(slipstream_spec_gamma_count[5m])
+    # speed-up over gamma 0
+    rate(slipstream_baseline_seconds_total[5m]) / rate(slipstream_decode_seconds_total[5m])
+    # share of step time spent drafting
+    rate(slipstream_step_seconds_total{part="draft"}[5m])
+      / ignoring(part) sum without(part) (rate(slipstream_step_seconds_total[5m]))
+    # why drafts were cut to nothing
+    sum by (drafter, reason) (rate(slipstream_spec_disabled_total[5m]))
+    # 95th percentile of the time to the first token
+    histogram_quantile(.95, sum by (le) (rate(slipstream_time_to_first_token_seconds_bucket[5m])))
+    # prefix cache hit rate; share of KV blocks in use; requests turned away
+    rate(slipstream_prefix_cache_hits_total[5m]) / rate(slipstream_prefix_cache_queries_total[5m])
+    1 - slipstream_kv_blocks{state="free"} / ignoring(state) slipstream_kv_blocks_total
+    sum by (reason) (rate(slipstream_rejections_total[5m]))
+
+The ``vllm:spec_decode_*`` counters repeat four of them under the names that existing benchmarks
+scrape.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+
+from engine.events import FinishInfo, StepStats
+from engine.info import EngineInfo
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+_GAMMA = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_RATE = tuple(step / 10 for step in range(1, 11))
+_SPEEDUP = (0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
+_SPEEDUP_WINDOW_STEPS = 512
+
+GpuMemory = Callable[[], Mapping[str, float]]
+
+
+class _Spec:
+    """Collectors of speculation, all with a ``drafter`` label but for the times of whole steps."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        by_drafter = ["drafter"]
+
+        def counter(name: str, text: str, labels: list[str] = by_drafter) -> Counter:
+            return Counter(f"slipstream_spec_{name}", text, labels, registry=registry)
+
+        self.drafted = counter("draft_tokens", "Draft tokens verified.")
+        self.accepted = counter("accepted_tokens", "Draft tokens accepted.")
+        self.emitted = counter("emitted_tokens", "Tokens emitted, the target's own included.")
+        self.accepted_at = counter(
+            "accepted_tokens_per_position", "Accepted, by depth from 0.", ["drafter", "position"]
+        )
+        self.steps = counter("steps", "Decoding steps of requests, those without a draft included.")
+        self.disabled = counter(
+            "disabled", "Proposals of requests cut to nothing.", ["drafter", "reason"]
+        )
+        self.draft_seconds = counter("draft_seconds", "Requests' share of drafting.")
+        self.verify_seconds = counter("verify_seconds", "Requests' share of forward and verify.")
+        self.failures = counter("draft_failures", "Drafts lost to an error in the drafter.", [])
+        self.gamma = Histogram(
+            "slipstream_spec_gamma",
+            "Draft tokens granted per request and step.",
+            by_drafter,
+            buckets=_GAMMA,
+            registry=registry,
+        )
+        self.acceptance_rate = Histogram(
+            "slipstream_spec_request_acceptance_rate",
+            "Accepted over verified draft tokens, per request.",
+            by_drafter,
+            buckets=_RATE,
+            registry=registry,
+        )
+        self.speedup = Histogram(
+            "slipstream_spec_request_speedup",
+            "Estimated speed-up over gamma 0, per request.",
+            by_drafter,
+            buckets=_SPEEDUP,
+            registry=registry,
+        )
+
+
+class _VllmAliases:
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._model_name = model_name
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            labelled = ["model_name", *labels]
+            return Counter(f"vllm:spec_decode_{name}", text, labelled, registry=registry)
+
+        self._drafts = counter("num_drafts", "Drafts that were verified.").labels(model_name)
+        self._drafted = counter("num_draft_tokens", "Draft tokens verified.").labels(model_name)
+        self._accepted = counter("num_accepted_tokens", "Accepted.").labels(model_name)
+        self._accepted_at = counter(
+            "num_accepted_tokens_per_pos", "Accepted, by depth from 0.", "position"
+        )
+
+    def observe(self, stats: StepStats) -> None:
+        drafts = sum(gamma > 0 for gammas in stats.gammas.values() for gamma in gammas)
+        self._drafts.inc(drafts)
+        self._drafted.inc(sum(stats.drafted.values()))
+        self._accepted.inc(sum(stats.accepted.values()))
+        for counts in stats.accepted_per_position.values():
+            for position, count in enumerate(counts):
+                self._accepted_at.labels(self._model_name, str(position)).inc(count)
+
+
+class Metrics:
+    """All collectors of one server. ``registry`` is what ``/metrics`` prints."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        model_name: str,
+        is_alive: Callable[[], bool],
+        gpu_memory: GpuMemory | None = None,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._spec = _Spec(self.registry)
+        self._vllm = _VllmAliases(self.registry, model_name)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_SPEEDUP_WINDOW_STEPS)
+        self._make_serving()
+        self._make_requests()
+        self._make_static(info, model_name, is_alive, gpu_memory)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"slipstream_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"slipstream_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"slipstream_{name}", text, buckets=buckets, registry=self.registry)
+
+    def _make_serving(self) -> None:
+        self._steps = self._counter("steps", "Engine steps.")
+        self._rows = self._counter("rows", "Rows through the target's forward.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens emitted.")
+        self._step_seconds = self._counter("step_seconds", "Time of engine steps.", "part")
+        self._baseline_seconds = self._counter(
+            "baseline_seconds", "Estimated time of the same tokens at gamma 0."
+        )
+        self._decode_seconds = self._counter(
+            "decode_seconds", "Time of the steps that slipstream_baseline_seconds estimates."
+        )
+        self._speedup = self._gauge(
+            "spec_speedup_ratio", "Estimated speed-up over gamma 0, last 512 steps."
+        )
+        self._preemptions = self._counter("preemptions", "Requests preempted.")
+        self._running = self._gauge("requests_running", "Requests in the batch.")
+        self._waiting = self._gauge("requests_waiting", "Requests in the queue.")
+        self._blocks = self._gauge("kv_blocks", "KV blocks by state.", "state")
+        self._cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
+        self._cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found.")
+
+    def _make_requests(self) -> None:
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _LATENCY
+        )
+        self._per_token = self._histogram(
+            "time_per_output_token_seconds", "Per request: mean after the first token.", _PER_TOKEN
+        )
+        self._e2e = self._histogram("e2e_seconds", "From arrival to the last token.", _LATENCY)
+        self._queue = self._histogram("queue_seconds", "From arrival into the batch.", _LATENCY)
+        self._request_prompt = self._histogram(
+            "request_prompt_tokens", "Prompt tokens per choice.", _TOKENS
+        )
+        self._request_output = self._histogram(
+            "request_generation_tokens", "Tokens returned per choice.", _TOKENS
+        )
+        self._requests = self._counter("requests", "Choices by how they ended.", "finish_reason")
+        self._rejections = self._counter("rejections", "Requests turned away.", "reason")
+        self._http = self._counter("http_requests", "Answers.", "method", "path", "status")
+
+    def _make_static(
+        self,
+        info: EngineInfo,
+        model_name: str,
+        is_alive: Callable[[], bool],
+        gpu_memory: GpuMemory | None,
+    ) -> None:
+        up = self._gauge("engine_up", "1 while the engine thread lives.")
+        up.set_function(lambda: float(is_alive()))
+        self._gauge("kv_blocks_total", "KV blocks in the pool.").set(info.num_blocks)
+        self._gauge("kv_block_size", "Tokens in a KV block.").set(info.block_size)
+        about = Info("slipstream_model", "What is served.", registry=self.registry)
+        about.info(
+            {
+                "model_name": model_name,
+                "device": info.device,
+                "dtype": info.dtype,
+                "determinism": info.determinism,
+                "max_model_len": str(info.max_model_len),
+                "num_parameters": str(info.num_parameters),
+            }
+        )
+        if gpu_memory is not None:
+            gauge = self._gauge("gpu_memory_bytes", "Device memory.", "kind")
+            for kind in gpu_memory():
+                gauge.labels(kind).set_function(partial(_read, gpu_memory, kind))
+
+    def observe_step(self, stats: StepStats) -> None:
+        """The engine's step listener."""
+        self._steps.inc()
+        self._rows.inc(stats.num_rows)
+        self._prompt_tokens.inc(stats.num_prompt_tokens)
+        self._generation_tokens.inc(stats.num_emitted_tokens)
+        for part in ("draft", "forward", "verify", "other"):
+            self._step_seconds.labels(part).inc(getattr(stats, f"{part}_seconds"))
+        self._observe_speedup(stats)
+        self._preemptions.inc(stats.num_preemptions)
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        for state, count in stats.blocks.items():
+            self._blocks.labels(state).set(count)
+        self._cache_queries.inc(stats.prefix_cache_queries)
+        self._cache_hits.inc(stats.prefix_cache_hits)
+        self._observe_spec(stats)
+        self._vllm.observe(stats)
+
+    def _observe_speedup(self, stats: StepStats) -> None:
+        if stats.baseline_seconds > 0:
+            self._baseline_seconds.inc(stats.baseline_seconds)
+            self._decode_seconds.inc(stats.step_seconds)
+            self._recent.append((stats.baseline_seconds, stats.step_seconds))
+            taken = sum(step for _, step in self._recent)
+            if taken > 0:
+                self._speedup.set(sum(baseline for baseline, _ in self._recent) / taken)
+
+    def _observe_spec(self, stats: StepStats) -> None:
+        spec = self._spec
+        for drafter, count in stats.drafted.items():
+            spec.drafted.labels(drafter).inc(count)
+        for drafter, count in stats.accepted.items():
+            spec.accepted.labels(drafter).inc(count)
+        for drafter, count in stats.emitted.items():
+            spec.emitted.labels(drafter).inc(count)
+        for drafter, counts in stats.accepted_per_position.items():
+            for position, count in enumerate(counts):
+                spec.accepted_at.labels(drafter, str(position)).inc(count)
+        for drafter, gammas in stats.gammas.items():
+            spec.steps.labels(drafter).inc(len(gammas))
+            for gamma in gammas:
+                spec.gamma.labels(drafter).observe(gamma)
+        for (drafter, reason), count in stats.disabled.items():
+            spec.disabled.labels(drafter, reason).inc(count)
+        spec.failures.inc(stats.num_draft_failures)
+
+    def observe_request(self, info: FinishInfo, num_tokens: int) -> None:
+        """A choice ended; ``num_tokens`` were returned."""
+        times = info.timings
+        self._queue.observe(times.queue_seconds)
+        self._e2e.observe(times.e2e_seconds)
+        self._request_prompt.observe(info.num_prompt_tokens)
+        self._request_output.observe(num_tokens)
+        if info.num_output_tokens > 0:
+            self._ttft.observe(times.time_to_first_token_seconds)
+        if info.num_output_tokens > 1:
+            rest = times.e2e_seconds - times.time_to_first_token_seconds
+            self._per_token.observe(rest / (info.num_output_tokens - 1))
+        stats = info.speculative
+        if stats.acceptance_rate is not None:
+            self._spec.acceptance_rate.labels(stats.drafter).observe(stats.acceptance_rate)
+        if stats.estimated_speedup is not None:
+            self._spec.speedup.labels(stats.drafter).observe(stats.estimated_speedup)
+        self._spec.draft_seconds.labels(stats.drafter).inc(stats.draft_ms / 1000)
+        self._spec.verify_seconds.labels(stats.drafter).inc(stats.verify_ms / 1000)
+
+    def count_request(self, outcome: str) -> None:
+        """stop, length, abort (the client left), error or rejected."""
+        self._requests.labels(outcome).inc()
+
+    def count_rejection(self, reason: str) -> None:
+        """``reason`` is an error code, of which there are few."""
+        self._rejections.labels(reason).inc()
+
+    def count_http(self, method: str, path: str, status: int) -> None:
+        """``path`` is a route's template, never what a client made up."""
+        self._http.labels(method, path, str(status)).inc()
+
+
+def _read(gpu_memory: GpuMemory, kind: str) -> float:
+    return gpu_memory()[kind]
