@@ -40,6 +40,11 @@ def test_a_salt_with_a_lone_surrogate_is_a_salt() -> None:
     assert root_digest("\ud800") != root_digest("?")
 
 
+def test_a_salt_cannot_be_made_to_look_like_a_block() -> None:
+    forged = "a" * 32 + "\x01" + "\0" * 7
+    assert root_digest(forged) != block_digest(b"a" * 32, [1])
+
+
 def _cache_of(num_blocks: int) -> PrefixCache:
     cache = PrefixCache()
     for block_id in range(num_blocks):
