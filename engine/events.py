@@ -52,6 +52,8 @@ class SpeculativeStats:
     verify_ms: float = 0.0
     gamma_changes: tuple[GammaChange, ...] = ()
     num_failed_drafts: int = 0
+    num_gamma_changes: int = 0
+    """All of them; ``gamma_changes`` keeps the latest only."""
 
 
 @dataclass(frozen=True, slots=True)

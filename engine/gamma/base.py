@@ -1,0 +1,114 @@
+"""What every gamma policy is given, gives back, and has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from drafters.tree import DraftTree
+from engine.params import SpeculativeParams
+
+Reason = Literal["", "no_match", "client_cap", "no_kv", "policy", "low_acceptance", "overload"]
+"""Why a grant is smaller than what could have been drafted.
+
+``""``: it is not. ``no_match``: the drafter had nothing to offer. ``client_cap``: a bound the
+client set (nodes, or tokens left to write). ``no_kv``: no room in the cache. ``policy``: the
+policy's own gamma. ``low_acceptance``: would not pay even alone on the engine. ``overload``: would
+pay alone, not now.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCandidate:
+    """One decoding request's proposal; the tree may be empty.
+
+    ``survivals[i]``: estimated probability that node i and all its ancestors are accepted.
+    ``max_nodes`` holds what tokens left, model length and KV allow, and ``cap_reason`` which of
+    them it was.
+    """
+
+    request_id: str
+    drafter: str
+    params: SpeculativeParams
+    tree: DraftTree
+    survivals: Sequence[float]
+    max_nodes: int
+    cap_reason: Reason = "client_cap"
+
+
+class Grant(NamedTuple):
+    """The nodes to verify: ascending indices into the candidate's tree, closed under parents."""
+
+    request_id: str
+    nodes: Sequence[int]
+    reason: Reason
+
+    @property
+    def gamma(self) -> int:
+        return len(self.nodes)
+
+
+class Load(NamedTuple):
+    """The step as it stands before a policy's turn: what runs whatever the policy grants.
+
+    ``expected_tokens``: one per sampling request plus the survivals of nodes granted so far.
+    ``num_rows`` counts those nodes too. ``draft_seconds`` has been spent on drafting already.
+    """
+
+    num_rows: int
+    num_spare_rows: int
+    num_sampling_requests: int
+    expected_tokens: float
+    num_kv_tokens: int
+    draft_seconds: float
+
+
+class StepCost(Protocol):
+    """The part of the cost model that policies use; all seconds, never falling in rows."""
+
+    def step_seconds_table(
+        self, num_rows: int, num_extra: int, num_kv_tokens: int
+    ) -> Sequence[float]: ...
+    def draft_seconds(self, drafter: str) -> float: ...
+
+
+class GammaPolicy(Protocol):
+    """Grants for all its requests of a step together; keeps what it must know of each."""
+
+    def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
+        """How many nodes the drafter should offer in the coming step; 0: do not ask it."""
+
+    def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
+        """A grant per candidate, in order; together at most ``load.num_spare_rows`` nodes."""
+
+    def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
+        """How the request's grant of this step fared."""
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+
+
+def grant_first(candidate: DraftCandidate, gamma: int, num_spare: int, bound: Reason) -> Grant:
+    """The first nodes in the drafter's order (parents come first, the likeliest chain leads).
+
+    ``bound`` names what it means when ``gamma`` is what limits the grant.
+    """
+    num_offered = len(candidate.tree)
+    kept = min(num_offered, gamma, candidate.max_nodes, num_spare)
+    return Grant(candidate.request_id, range(kept), _why(candidate, kept, gamma, bound))
+
+
+def _why(candidate: DraftCandidate, kept: int, gamma: int, bound: Reason) -> Reason:
+    if kept == len(candidate.tree):
+        return why_nothing_offered(candidate, gamma, bound) if kept == 0 else ""
+    if kept == gamma:
+        return bound
+    return candidate.cap_reason if kept == candidate.max_nodes else "overload"
+
+
+def why_nothing_offered(candidate: DraftCandidate, gamma: int, bound: Reason) -> Reason:
+    """An empty tree: because nobody asked, because there was no room, or for want of a match."""
+    if gamma <= 0:
+        return bound
+    return candidate.cap_reason if candidate.max_nodes <= 0 else "no_match"
