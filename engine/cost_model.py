@@ -202,12 +202,12 @@ class CostModel:
         slopes = [
             (values[i + 1] - values[i]) / (rows[i + 1] - rows[i]) for i in range(len(rows) - 1)
         ]
-        half = bisect_right(rows, rows[-1] // 2) - 1
-        if half >= 0 and rows[half] < rows[-1]:
-            tail = (values[-1] - values[half]) / (rows[-1] - rows[half])
-            slopes.append(max(tail, slopes[-1]))
-        else:
-            slopes.append(values[-1] / rows[-1])
+        half = max(bisect_right(rows, rows[-1] // 2) - 1, 0)
+        num_tail_rows = rows[-1] - rows[half]
+        tail = (values[-1] - values[half]) / num_tail_rows if num_tail_rows else 0.0
+        steepest = max(tail, *slopes[-1:], 0.0)
+        # Rows without end at no cost are not believed: then in proportion.
+        slopes.append(steepest or values[-1] / rows[-1])
         self._values, self._slopes = values, slopes
 
 

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cost_model import CostModel, bucket_row_counts, measure
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def true_seconds(num_rows: int, num_kv_tokens: int = 0) -> float:
+    """A weight-bound machine: 16 rows cost 1.45 times one row."""
+    return 0.040 + 0.0012 * num_rows + 2e-6 * num_kv_tokens
+
+
+def measured_exactly() -> CostModel:
+    points = [(rows, 0, true_seconds(rows)) for rows in ROWS]
+    return CostModel([*points, (1, 512, true_seconds(1, 512)), (8, 512, true_seconds(8, 512))])
+
+
+def test_measured_points_are_reproduced_and_between_them_it_is_linear() -> None:
+    model = CostModel([(1, 0, 1.0), (2, 0, 1.5), (4, 0, 1.6)])
+    assert [model.step_seconds(rows, 0) for rows in (1, 2, 3, 4)] == pytest.approx(
+        [1.0, 1.5, 1.55, 1.6]
+    )
+
+
+def test_context_costs_by_its_slope() -> None:
+    model = measured_exactly()
+    for rows, context in ((1, 0), (5, 300), (64, 4000)):
+        assert model.step_seconds(rows, context) == pytest.approx(true_seconds(rows, context))
+
+
+def test_beyond_the_last_measurement_it_goes_on_as_steeply() -> None:
+    assert measured_exactly().step_seconds(200, 0) == pytest.approx(true_seconds(200))
+
+
+def test_a_single_measurement_is_taken_as_proportional_above_it_and_as_a_floor_below() -> None:
+    model = CostModel([(4, 0, 1.0)])
+    assert [model.step_seconds(rows, 0) for rows in (1, 4, 8)] == pytest.approx([1.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("points", [[], [(0, 0, 1.0)], [(1, 0, 0.0)], [(1, 0, float("nan"))]])
+def test_what_is_no_measurement_is_refused(points: list[tuple[int, int, float]]) -> None:
+    with pytest.raises(ValueError, match="measure"):
+        CostModel(points)
+
+
+MEASUREMENTS = st.lists(
+    st.tuples(st.integers(1, 100), st.sampled_from([0, 64, 512]), st.floats(1e-4, 10.0)),
+    min_size=1,
+    max_size=12,
+)
+STEPS = st.lists(
+    st.tuples(st.integers(1, 150), st.integers(0, 2000), st.floats(1e-5, 100.0)), max_size=30
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(points=MEASUREMENTS, steps=STEPS, first=st.integers(1, 120), context=st.integers(0, 999))
+def test_cost_is_positive_and_never_falls_in_rows_whatever_was_measured_and_observed(
+    points: list[tuple[int, int, float]],
+    steps: list[tuple[int, int, float]],
+    first: int,
+    context: int,
+) -> None:
+    model = CostModel(points)
+    for step in steps:
+        model.observe(*step)
+    table = model.step_seconds_table(first, 60, context)
+    assert table[0] > 0.0
+    for low, high in zip(table, table[1:], strict=False):
+        assert high >= low * (1 - 1e-9)
+    one_by_one = [model.step_seconds(first + k, context) for k in range(61)]
+    assert table == pytest.approx(one_by_one, rel=1e-9)
+
+
+def test_it_converges_to_the_true_costs_under_noise_where_start_up_was_wrong() -> None:
+    """Noise of 10 %; every row count is seen 250 times, so the rates' memory of about 30 visits
+    leaves an error of about 2 % (one standard deviation) plus the leak's 2 %: 10 % is four of
+    them."""
+    rng = random.Random(5)
+    wrong = {1: 1.0, 2: 0.9, 4: 1.2, 8: 1.5, 16: 1.3, 32: 0.8, 64: 1.0}
+    model = CostModel([(rows, 0, 1.3 * wrong[rows] * true_seconds(rows)) for rows in ROWS])
+    for _ in range(250 * len(ROWS)):
+        rows = rng.choice(ROWS)
+        model.observe(rows, 100, true_seconds(rows, 100) * rng.lognormvariate(0.0, 0.1))
+    for rows in ROWS:
+        assert model.step_seconds(rows, 100) == pytest.approx(true_seconds(rows, 100), rel=0.1)
+
+
+def test_one_step_that_took_three_times_as_long_counts_little() -> None:
+    model = measured_exactly()
+    model.observe(4, 0, 3 * true_seconds(4))
+    assert model.step_seconds(4, 0) == pytest.approx(true_seconds(4), rel=0.02)
+
+
+def test_frequent_outliers_barely_shift_the_estimate() -> None:
+    """One step in ten takes three times as long: a mean would be 20 % off."""
+    rng = random.Random(3)
+    model = measured_exactly()
+    for _ in range(1500):
+        slow = 3.0 if rng.random() < 0.1 else 1.0
+        rows = rng.choice(ROWS)
+        model.observe(rows, 0, slow * true_seconds(rows) * rng.lognormvariate(0.0, 0.03))
+    for rows in ROWS:
+        assert model.step_seconds(rows, 0) == pytest.approx(true_seconds(rows), rel=0.06)
+
+
+def test_a_machine_that_stays_slower_is_learnt_for_all_row_counts() -> None:
+    """Only single rows run meanwhile; more rows must not come to look cheap next to them."""
+    model = measured_exactly()
+    for _ in range(1500):
+        model.observe(1, 0, 2 * true_seconds(1))
+    for rows in ROWS:
+        assert model.step_seconds(rows, 0) == pytest.approx(2 * true_seconds(rows), rel=0.05)
+
+
+def test_a_slow_spell_at_high_row_counts_is_forgotten_when_they_are_not_visited() -> None:
+    """Otherwise gamma would stay at 0 for ever: it never sees that rows are cheap again."""
+    model = measured_exactly()
+    for _ in range(200):
+        model.observe(1, 0, true_seconds(1))
+        model.observe(16, 0, 2 * true_seconds(16))
+
+    def ratio() -> float:
+        return model.step_seconds(16, 0) / model.step_seconds(1, 0)
+
+    true_ratio = true_seconds(16) / true_seconds(1)
+    assert ratio() > 1.6 * true_ratio
+    for _ in range(1500):
+        model.observe(1, 0, true_seconds(1))
+    assert ratio() < 1.05 * true_ratio
+
+
+def test_overhead_is_added_to_every_step_and_learnt_apart_from_the_rows() -> None:
+    model = CostModel([(1, 0, 1.0), (2, 0, 1.5)], overhead_seconds=0.5)
+    assert model.step_seconds_table(1, 1, 0) == pytest.approx([1.5, 2.0])
+    for _ in range(400):
+        model.observe_overhead(0.25)
+        model.observe(1, 0, 1.0)
+    assert model.step_seconds(1, 0) == pytest.approx(1.25, rel=0.01)
+    assert model.overhead_seconds == pytest.approx(0.25, rel=0.01)
+
+
+def test_draft_cost_is_a_requests_share_by_drafter() -> None:
+    model = measured_exactly()
+    assert model.draft_seconds("model") == 0.0
+    for _ in range(100):
+        model.observe_draft("model", 4, 0.008)
+        model.observe_draft("ngram", 1, 0.00001)
+        model.observe_draft("silent", 0, 1.0)
+    model.observe_draft("model", 4, 10.0)
+    assert model.draft_seconds("model") == pytest.approx(0.002, rel=0.1)
+    assert model.draft_seconds("ngram") == pytest.approx(0.00001)
+    assert model.draft_seconds("silent") == 0.0
+
+
+def test_measuring_takes_medians_over_interleaved_rounds() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def run(num_rows: int, num_kv_tokens: int) -> float:
+        calls.append((num_rows, num_kv_tokens))
+        # The second of the timed rounds falls into a slow spell, and so do first (untimed) calls.
+        slow = calls.count((num_rows, num_kv_tokens)) in (1, 3)
+        return true_seconds(num_rows, num_kv_tokens) * (5.0 if slow else 1.0)
+
+    points = measure(run, max_rows=20, repeats=3)
+    num_points = len(points)
+    assert calls == calls[:num_points] * 4
+    assert [point.num_rows for point in points if point.num_kv_tokens == 0] == bucket_row_counts(20)
+    assert {(1, 512), (8, 512)} <= set(calls)
+    model = CostModel(points)
+    for rows, context in ((1, 0), (7, 100), (20, 2000)):
+        assert model.step_seconds(rows, context) == pytest.approx(true_seconds(rows, context))
+
+
+def test_buckets_are_finer_where_gamma_is_chosen_and_end_at_the_most_rows() -> None:
+    assert bucket_row_counts(100) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100]
+    assert bucket_row_counts(1) == [1]
