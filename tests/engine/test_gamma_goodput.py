@@ -111,11 +111,11 @@ def test_a_request_alone_is_never_overloaded() -> None:
 
 def test_equal_cost_is_free_but_padding_is_not_filled_with_hopeless_nodes() -> None:
     in_buckets_of_eight = DictatedCost(lambda num_rows: float(-(-num_rows // 8)))
-    policy = GoodputPolicy(in_buckets_of_eight, hysteresis=0.0)
     hopeful = chain_candidate("hopeful", [0.01] * 12)
-    assert policy.grant([hopeful], load_of(1))[0].gamma == 7
     hopeless = chain_candidate("hopeless", [0.4, 0.0, 0.0])
-    assert policy.grant([hopeless], load_of(1))[0].gamma == 1
+    for candidate, gamma in ((hopeful, 7), (hopeless, 1)):
+        policy = GoodputPolicy(in_buckets_of_eight, hysteresis=0.0)
+        assert policy.grant([candidate], load_of(1))[0].gamma == gamma
 
 
 def test_the_likelier_request_gets_the_rows_that_pay() -> None:
@@ -182,18 +182,19 @@ def test_small_gains_do_not_make_gamma_flap() -> None:
     # Break-even for one node on one request: 1.5 -> 2.0 seconds, so a survival of a third.
     gammas = [
         policy.grant([chain_candidate("r", [survival])], load_of(1))[0].gamma
-        for survival in (0.30, 0.34, 0.32, 0.34, 0.60, 0.35, 0.34, 0.30)
+        for survival in (0.30, 0.34, 0.32, 0.34, 0.60, 0.35, 0.34, 0.33)
     ]
+    # The last is a loss, if a small one: nothing holds a grant below gamma 0.
     assert gammas == [0, 0, 0, 0, 1, 1, 1, 0]
 
 
 def test_one_drafting_request_among_many_is_not_drowned_by_hysteresis() -> None:
-    """It gains far less than two per cent of a batch of 64, but nearly doubles its own speed."""
+    """It gains far less than two per cent of a batch of 64, but two fifths of its own speed."""
     cost = DictatedCost(lambda num_rows: 1.0 + 0.005 * num_rows)
     policy = GoodputPolicy(cost)
     others = [chain_candidate(f"r{rank}", [0.001]) for rank in range(63)]
     assert all(grant.gamma == 0 for grant in policy.grant(others, load_of(64)))
-    grants = policy.grant([*others, chain_candidate("drafts", [0.9])], load_of(64))
+    grants = policy.grant([*others, chain_candidate("drafts", [0.4])], load_of(64))
     assert grants[-1].gamma == 1
 
 
