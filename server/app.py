@@ -18,7 +18,12 @@ from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.gpu import gpu_memory_reader
 from server.metrics import Metrics
-from server.middleware import ApiKeyMiddleware, HttpMetricsMiddleware, RequestIdMiddleware
+from server.middleware import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    HttpMetricsMiddleware,
+    RequestIdMiddleware,
+)
 from server.ops import Lifecycle, ops_router
 from server.routes import catalogue_router, openai_router
 from server.settings import Settings
@@ -59,7 +64,6 @@ def build_app(engine: EngineClient, tokenizer: Any, settings: Settings) -> FastA
         summary="LLM inference in which every request drafts, and no output changes for it.",
         version=server_version(),
         lifespan=lifespan,
-        max_body_size=settings.max_body_bytes,
     )
     install_error_handlers(app, metrics.count_rejection)
     fingerprint = _fingerprint(info, model_name)
@@ -67,6 +71,7 @@ def build_app(engine: EngineClient, tokenizer: Any, settings: Settings) -> FastA
     app.include_router(catalogue_router(info, resolver, model_name))
     app.include_router(ops_router(engine, metrics, lifecycle))
     # The last one added is the outermost.
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     if settings.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key.get_secret_value())
     app.add_middleware(HttpMetricsMiddleware, metrics=metrics)

@@ -4,6 +4,7 @@ ApiError
 ├── bad_request(param, ...)   400, names the field
 ├── unauthorized()            401
 ├── unknown_model(name)       404
+├── body_too_large()          413
 └── from_engine(error)        400 RequestError, 429 QueueFullError, 503 EngineDeadError, else 500
 
 Text a client sent is never echoed at length, and an unexpected exception's text never leaves the
@@ -92,6 +93,11 @@ def unauthorized() -> ApiError:
     )
 
 
+def body_too_large() -> ApiError:
+    message = "The body is larger than this server accepts."
+    return ApiError(413, message, code="body_too_large")
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     message = f"The model '{clip(name, 100)}' does not exist. This server serves '{served}'."
     return ApiError(404, message, param="model", code="model_not_found")
@@ -159,18 +165,14 @@ def install_error_handlers(app: FastAPI, count_rejection: Callable[[str], None])
 
     async def on_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        message = {
-            404: "There is nothing at this path.",
-            405: "This path does not take this method.",
-            413: "The body is larger than this server accepts.",
-        }.get(error.status_code, str(error.detail))
-        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-        return ApiError(
-            error.status_code,
-            message,
-            code=code.get(error.status_code),
-            headers=error.headers,
-        ).response()
+        if error.status_code == 413:
+            return answer(body_too_large())
+        known = {
+            404: ("not_found", "There is nothing at this path."),
+            405: ("method_not_allowed", "This path does not take this method."),
+        }
+        code, message = known.get(error.status_code, (None, str(error.detail)))
+        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(EngineError, on_api_error)

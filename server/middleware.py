@@ -1,4 +1,4 @@
-"""Around every request: an id, a count, and the API key. Plain ASGI, so that disconnects pass
+"""Around every request: an id, a count, the API key and a limit. Plain ASGI, so that disconnects pass
 through.
 """
 
@@ -9,9 +9,10 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import unauthorized
+from server.errors import body_too_large, unauthorized
 from server.metrics import Metrics
 
 REQUEST_ID_KEY = "slipstream.request_id"
@@ -61,6 +62,35 @@ class HttpMetricsMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_and_count)
+
+
+class BodyLimitMiddleware:
+    """Refuses a body over ``max_bytes``, before reading it where its length is declared."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            await body_too_large().response()(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                # Raised where the application reads its body, an HTTPException gets through.
+                raise HTTPException(413)
+            return message
+
+        await self._app(scope, receive_counted, send)
 
 
 class ApiKeyMiddleware:

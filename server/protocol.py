@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema
 
 from server.speculative import SpeculativeField
 from server.wire import MAX_SEED, PromptField, StopField, Wire
@@ -95,12 +95,6 @@ class SamplingFields(Wire):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative: SpeculativeField | None = None
-
-    @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> SamplingFields:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs 'stream': true")
-        return self
 
 
 class CompletionRequest(SamplingFields):

@@ -125,6 +125,8 @@ class Translator:
     def _check_common(self, wire: SamplingFields) -> None:
         if wire.model is not None and wire.model != self._model_name:
             raise unknown_model(wire.model, self._model_name)
+        if wire.stream_options is not None and not wire.stream:
+            raise bad_request("stream_options", "stream_options needs 'stream': true")
         for token_id in wire.stop_token_ids or ():
             self._check_token_id("stop_token_ids", token_id)
 

@@ -33,5 +33,5 @@ async def serve(
 
 @pytest.fixture
 def connect() -> Connect:
-    """Serves an engine for the length of a block; gives an HTTP client whose ``app`` is the server."""
+    """Serves an engine for a block's length; gives an HTTP client whose ``app`` is the server."""
     return serve

@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """Every byte a token (its own id), then four special tokens."""
-    vocabulary = {char: byte for char, byte in byte_level_alphabet().items()}
+    vocabulary = byte_level_alphabet()
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -137,8 +137,9 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
 class ScriptedEngine:
     """Writes ``script(request)`` in steps of ``group_sizes`` tokens, all but a step's last drafted.
 
-    Ends like the engine: at EOS, at a stop id, at ``max_tokens``. ``gate`` holds back every event while
-    it is clear; ``break_after`` raises ``error`` after so many events; ``capacity`` bounds open requests.
+    Ends like the engine: at EOS, at a stop id, at ``max_tokens``. ``gate`` holds back every event
+    while it is clear; ``break_after`` raises ``error`` after so many events; ``capacity`` bounds
+    open requests.
     """
 
     def __init__(

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import Connect
+from prometheus_client.parser import text_string_to_metric_families
+from scripted_engine import ScriptedEngine, engine_info
+
+from engine.events import StepStats
+from server.metrics import Metrics
+
+pytestmark = pytest.mark.anyio
+
+STEP = StepStats(
+    num_rows=20,
+    num_prompt_tokens=9,
+    num_emitted_tokens=6,
+    drafted={"ngram": 7, "nasd": 3},
+    accepted={"ngram": 4, "nasd": 0},
+    emitted={"ngram": 5, "nasd": 1},
+    accepted_per_position={"ngram": [2, 1, 1], "nasd": [0]},
+    gammas={"ngram": [4, 3, 0], "nasd": [3]},
+    disabled={("ngram", "too expensive"): 1},
+    draft_seconds=0.25,
+    forward_seconds=1.0,
+    verify_seconds=0.5,
+    other_seconds=0.25,
+    step_seconds=2.0,
+    baseline_seconds=3.0,
+    num_preemptions=2,
+    num_running=4,
+    num_waiting=1,
+    blocks={"free": 60, "draft": 10, "committed": 25, "cached": 5},
+    prefix_cache_queries=16,
+    prefix_cache_hits=8,
+    num_draft_failures=1,
+)
+
+
+async def scrape(client: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    reply = await client.get("http://test/metrics")
+    assert reply.status_code == 200
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(reply.text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Any, name: str, **labels: str) -> float:
+    number: float = samples[name, frozenset(labels.items())]
+    return number
+
+
+async def test_steps_are_counted(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        engine.emit(STEP)
+        engine.emit(STEP)
+        seen = await scrape(client)
+    for name, drafter, expected in (
+        ("draft_tokens_total", "ngram", 14),
+        ("draft_tokens_total", "nasd", 6),
+        ("accepted_tokens_total", "ngram", 8),
+        ("emitted_tokens_total", "ngram", 10),
+        ("steps_total", "ngram", 6),
+        ("steps_total", "nasd", 2),
+        ("gamma_sum", "ngram", 14),
+        ("gamma_count", "ngram", 6),
+    ):
+        assert value(seen, f"slipstream_spec_{name}", drafter=drafter) == expected
+    at = "slipstream_spec_accepted_tokens_per_position_total"
+    assert value(seen, at, drafter="ngram", position="0") == 4
+    assert value(seen, at, drafter="ngram", position="2") == 2
+    disabled = "slipstream_spec_disabled_total"
+    assert value(seen, disabled, drafter="ngram", reason="too expensive") == 2
+    assert value(seen, "slipstream_spec_draft_failures_total") == 2
+    assert value(seen, "slipstream_step_seconds_total", part="draft") == 0.5
+    assert value(seen, "slipstream_step_seconds_total", part="verify") == 1.0
+    assert value(seen, "slipstream_baseline_seconds_total") == 6
+    assert value(seen, "slipstream_decode_seconds_total") == 4
+    assert value(seen, "slipstream_spec_speedup_ratio") == 1.5
+    assert value(seen, "slipstream_prompt_tokens_total") == 18
+    assert value(seen, "slipstream_generation_tokens_total") == 12
+    assert value(seen, "slipstream_preemptions_total") == 4
+    assert value(seen, "slipstream_requests_running") == 4
+    assert value(seen, "slipstream_requests_waiting") == 1
+    assert value(seen, "slipstream_kv_blocks", state="committed") == 25
+    assert value(seen, "slipstream_kv_blocks_total") == 100
+    assert value(seen, "slipstream_prefix_cache_queries_total") == 32
+    assert value(seen, "slipstream_prefix_cache_hits_total") == 16
+    assert value(seen, "slipstream_engine_up") == 1
+
+
+async def test_the_vllm_names_repeat_the_counts(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        engine.emit(STEP)
+        seen = await scrape(client)
+    model = {"model_name": "test/scripted"}
+    # A draft is a request's step with gamma above 0: two of ngram's three, one of nasd's.
+    assert value(seen, "vllm:spec_decode_num_drafts_total", **model) == 3
+    assert value(seen, "vllm:spec_decode_num_draft_tokens_total", **model) == 10
+    assert value(seen, "vllm:spec_decode_num_accepted_tokens_total", **model) == 4
+    at = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(seen, at, **model, position=str(each)) for each in range(3)] == [2, 1, 1]
+
+
+async def test_requests_are_observed(connect: Connect) -> None:
+    engine = ScriptedEngine("hello")
+    async with connect(engine) as client:
+        await client.post("/completions", json={"prompt": "abc", "n": 2})
+        seen = await scrape(client)
+    for name, expected in (
+        ("time_to_first_token_seconds_sum", 2 * 0.02),
+        ("time_per_output_token_seconds_sum", 2 * 0.01),
+        ("e2e_seconds_sum", 2 * 0.12),
+        ("queue_seconds_sum", 2 * 0.01),
+        ("request_prompt_tokens_sum", 6),
+        ("request_generation_tokens_sum", 10),
+    ):
+        assert value(seen, f"slipstream_{name}") == pytest.approx(expected)
+    assert value(seen, "slipstream_requests_total", finish_reason="stop") == 2
+    rates = "slipstream_spec_request_acceptance_rate"
+    assert value(seen, f"{rates}_count", drafter="ngram") == 2
+    assert value(seen, f"{rates}_sum", drafter="ngram") == pytest.approx(1.4)
+    assert value(seen, "slipstream_spec_request_speedup_sum", drafter="ngram") == 5
+    draft = "slipstream_spec_draft_seconds_total"
+    assert value(seen, draft, drafter="ngram") == pytest.approx(0.002)
+    verify = "slipstream_spec_verify_seconds_total"
+    assert value(seen, verify, drafter="ngram") == pytest.approx(0.018)
+    http = "slipstream_http_requests_total"
+    assert value(seen, http, method="POST", path="/v1/completions", status="200") == 1
+
+
+async def test_rejections_are_counted_by_reason(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        await client.post("/completions", json={"prompt": 1})
+        await client.post("/completions", json={"prompt": "a" * 600})
+        seen = await scrape(client)
+    name = "slipstream_rejections_total"
+    assert value(seen, name, reason="invalid_value") == 1
+    assert value(seen, name, reason="context_length_exceeded") == 1
+
+
+async def test_no_label_grows_with_requests_or_clients(connect: Connect) -> None:
+    engine = ScriptedEngine()
+
+    async def visit(client: Any, number: int) -> None:
+        body = {"prompt": "a", "user": f"user-{number}", "cache_salt": f"salt-{number}"}
+        headers = {"x-request-id": f"id-{number}"}
+        await client.post("/completions", json=body, headers=headers)
+        await client.post("/completions", json=body | {f"field_{number}": 1})
+        await client.post("/completions", json=body | {"model": f"model-{number}"})
+        await client.get(f"/no/such/{number}")
+        await client.get(f"/models/no-such-{number}")
+        await client.request(f"ODD{number}", f"/no/such/{number}")
+        engine.emit(STEP)
+
+    async with connect(engine) as client:
+        await visit(client, 1)
+        before = set(await scrape(client))
+        for number in range(2, 6):
+            await visit(client, number)
+        after = set(await scrape(client))
+    # The first scrape is an answer itself, counted in the second.
+    new = {(name, labels) for name, labels in after - before if "/metrics" not in str(labels)}
+    assert new == set()
+    assert not any("user-" in str(key) or "salt-" in str(key) for key in after)
+
+
+async def test_openmetrics_is_given_to_those_who_ask(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+        reply = await client.get("http://test/metrics", headers=accept)
+    assert reply.headers["content-type"].startswith("application/openmetrics-text")
+    assert reply.text.endswith("# EOF\n")
+
+
+def test_gpu_memory_is_read_at_each_scrape() -> None:
+    memory = {"used": 1.0, "free": 9.0}
+    metrics = Metrics(engine_info(), "m", lambda: True, lambda: memory)
+
+    def used() -> float | None:
+        return metrics.registry.get_sample_value("slipstream_gpu_memory_bytes", {"kind": "used"})
+
+    assert used() == 1.0
+    memory["used"] = 3.0
+    assert used() == 3.0
+
+
+def test_the_speedup_gauge_forgets_old_steps() -> None:
+    metrics = Metrics(engine_info(), "m", lambda: True)
+    for _ in range(600):
+        metrics.observe_step(StepStats(baseline_seconds=1.0, step_seconds=1.0))
+    for _ in range(512):
+        metrics.observe_step(StepStats(baseline_seconds=2.0, step_seconds=1.0))
+    assert metrics.registry.get_sample_value("slipstream_spec_speedup_ratio") == 2.0

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from conftest import Connect
+from scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
+from test_completions import openai_client
+
+from server.app import build_app
+from server.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_probes_follow_the_engine(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine, drain_seconds=7) as client:
+        assert (await client.get("http://test/health")).json() == {"status": "ok"}
+        assert (await client.get("http://test/ready")).json() == {"status": "ready"}
+        assert engine.stopped_with is None
+    assert engine.stopped_with == 7
+
+
+async def test_models_are_listed_and_retrieved(connect: Connect) -> None:
+    async with openai_client(connect, ScriptedEngine()) as client:
+        listed = [model.id async for model in client.models.list()]
+        assert listed == ["test/scripted"]
+        assert (await client.models.retrieve("test/scripted")).owned_by == "slipstream"
+
+
+async def test_an_unknown_model_is_a_404(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        reply = await client.get("/models/gpt-4")
+    assert reply.status_code == 404
+    assert reply.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_served_name_replaces_the_models(connect: Connect) -> None:
+    async with connect(ScriptedEngine(), served_model_name="mine") as client:
+        reply = await client.post("/completions", json={"model": "mine", "prompt": "a"})
+        assert reply.json()["model"] == "mine"
+        old = await client.post("/completions", json={"model": "test/scripted", "prompt": "a"})
+        assert old.status_code == 404
+
+
+async def test_a_local_folder_shows_its_name_only(connect: Connect) -> None:
+    async with connect(ScriptedEngine(info=engine_info(model="/some/where/tiny"))) as client:
+        assert (await client.get("/models")).json()["data"][0]["id"] == "tiny"
+
+
+async def test_drafters_are_listed_with_options_defaults_and_caps(connect: Connect) -> None:
+    settings = {
+        "speculative": {"num_speculative_tokens": 6},
+        "speculative_caps": {"max_speculative_tokens": 12, "draft_strategies": ["ngram"]},
+    }
+    async with connect(ScriptedEngine(), **settings) as client:
+        listed = (await client.get("/drafters")).json()
+    assert [each["id"] for each in listed["data"]] == ["none", "ngram"]
+    assert listed["data"][1]["options"] == [
+        {
+            "name": "max_match",
+            "default": 4,
+            "description": "longest match",
+            "minimum": 1,
+            "maximum": 16,
+        }
+    ]
+    assert listed["data"][1]["drafts_trees"] is False
+    assert listed["policies"] == ["fixed", "target_rate", "goodput"]
+    assert listed["tree_strategies"] == ["none", "linear", "tree"]
+    assert listed["defaults"]["draft_strategy"] == "ngram"
+    assert listed["defaults"]["max_speculative_tokens"] == 6
+    assert listed["caps"]["max_speculative_tokens"] == 12
+
+
+async def test_version_is_told(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        assert (await client.get("http://test/version")).json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "not_found"),
+        ("GET", "/completions", 405, "method_not_allowed"),
+        ("DELETE", "/chat/completions", 405, "method_not_allowed"),
+    ],
+)
+async def test_wrong_paths_and_methods_have_the_error_shape(
+    connect: Connect, method: str, path: str, status: int, code: str
+) -> None:
+    async with connect(ScriptedEngine()) as client:
+        reply = await client.request(method, path)
+    assert reply.status_code == status
+    assert reply.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type"),
+    [
+        ("{", "application/json"),
+        ("[1]", "application/json"),
+        ('"text"', "application/json"),
+        ("", "application/json"),
+        ('{"prompt": "a"}', "text/plain"),
+        (b"\xff\xfe", "application/json"),
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_a_400(
+    connect: Connect, content: str, content_type: str
+) -> None:
+    async with connect(ScriptedEngine()) as client:
+        reply = await client.post(
+            "/completions", content=content, headers={"content-type": content_type}
+        )
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_over_the_limit_is_a_413(connect: Connect) -> None:
+    async with connect(ScriptedEngine(), max_body_bytes=2000) as client:
+        assert (await client.post("/completions", json={"prompt": "a"})).status_code == 200
+        declared = await client.post("/completions", json={"prompt": "a" * 3000})
+
+        async def undeclared() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield b"a" * 1000
+
+        headers = {"content-type": "application/json"}
+        chunked = await client.post("/completions", content=undeclared(), headers=headers)
+    for reply in (declared, chunked):
+        assert reply.status_code == 413
+        assert reply.json()["error"]["code"] == "body_too_large"
+
+
+async def test_an_api_key_guards_v1_only(connect: Connect) -> None:
+    async with connect(ScriptedEngine(), api_key="s3cret") as client:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
+            reply = await client.get("/models", headers=headers)
+            assert reply.status_code == 401
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+            assert reply.headers["www-authenticate"] == "Bearer"
+        good = await client.get("/models", headers={"authorization": "Bearer s3cret"})
+        assert good.status_code == 200
+        for path in ("health", "ready", "version", "metrics"):
+            assert (await client.get(f"http://test/{path}")).status_code == 200
+
+
+async def test_answers_carry_a_request_id(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        own = await client.get("/models", headers={"x-request-id": "abc-1"})
+        drawn = [(await client.get("/models")).headers["x-request-id"] for _ in range(2)]
+        unsound = await client.get("/models", headers={"x-request-id": "a b\tc"})
+        refused = await client.post("/completions", json={})
+    assert own.headers["x-request-id"] == "abc-1"
+    assert len(set(drawn)) == 2
+    assert unsound.headers["x-request-id"] != "a b\tc"
+    assert refused.headers["x-request-id"]
+
+
+async def test_two_apps_in_one_process_do_not_mix(connect: Connect) -> None:
+    first, second = ScriptedEngine("one"), ScriptedEngine("two")
+    async with connect(first) as one, connect(second, served_model_name="other") as two:
+        assert (await one.post("/completions", json={"prompt": "a"})).json()["choices"][0][
+            "text"
+        ] == "one"
+        assert (await two.get("/models")).json()["data"][0]["id"] == "other"
+        line = 'slipstream_requests_total{finish_reason="stop"} 1.0'
+        assert line in (await one.get("http://test/metrics")).text
+        assert line not in (await two.get("http://test/metrics")).text
+    assert second.requests == []
+
+
+def test_defaults_that_the_engine_cannot_serve_stop_the_start() -> None:
+    for speculative in (
+        {"draft_strategy": "eagle"},
+        {"tree_strategy": "tree"},
+        {"options": {"colour": 1}},
+        {"max_speculative_tokens": 33},
+    ):
+        with pytest.raises(ValueError, match="speculative"):
+            build_app(ScriptedEngine(), byte_tokenizer(), Settings(speculative=speculative))
+    caps = {"draft_strategies": ["eagle"]}
+    with pytest.raises(ValueError, match="not loaded: eagle"):
+        build_app(ScriptedEngine(), byte_tokenizer(), Settings(speculative_caps=caps))

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from engine.config import EngineConfig
+from server.settings import Settings, add_flags, load_settings
+
+
+def load(*arguments: str) -> Settings:
+    parser = ArgumentParser()
+    flags = add_flags(parser)
+    return load_settings(flags, parser.parse_args(arguments))
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    path = tmp_path / "slipstream.yaml"
+    path.write_text(
+        "port: 1111\nmax-num-seqs: 11\nmodel: from-file\n"
+        "speculative: {draft_strategy: nasd, num_speculative_tokens: 3}\n"
+    )
+    return path
+
+
+def test_without_a_model_the_bundled_one_is_meant() -> None:
+    assert load().model is None
+    assert load("some/model").model == "some/model"
+
+
+def test_a_flag_beats_a_variable_and_a_variable_beats_the_file(
+    monkeypatch: pytest.MonkeyPatch, yaml_file: Path
+) -> None:
+    config = ("--config", str(yaml_file))
+    assert load(*config).port == 1111
+    monkeypatch.setenv("SLIPSTREAM_PORT", "2222")
+    assert load(*config).port == 2222
+    assert load(*config, "--port", "3333").port == 3333
+    assert load(*config).max_num_seqs == 11
+    assert load().max_num_seqs == EngineConfig().max_num_seqs
+
+
+def test_sources_meet_inside_the_speculative_defaults(
+    monkeypatch: pytest.MonkeyPatch, yaml_file: Path
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_SPECULATIVE__NUM_SPECULATIVE_TOKENS", "4")
+    settings = load("--config", str(yaml_file), "--speculative.adaptive-depth", "false")
+    assert settings.speculative.draft_strategy == "nasd"
+    assert settings.speculative.num_speculative_tokens == 4
+    assert settings.speculative.adaptive_depth is False
+
+
+def test_the_file_can_be_named_by_a_variable_and_be_toml(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "slipstream.toml"
+    path.write_text("port = 1234\n[speculative-caps]\nmax_speculative_tokens = 5\n")
+    monkeypatch.setenv("SLIPSTREAM_CONFIG", str(path))
+    assert load().port == 1234
+    assert load().speculative_caps.max_speculative_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--port", "70000"),
+        ("--speculative.adaptive-depth", "sometimes"),
+        ("--speculative.num-speculative-tokens", "-1"),
+        ("--kv-memory-fraction", "0"),
+    ],
+)
+def test_a_bad_value_is_an_error(arguments: Sequence[str]) -> None:
+    with pytest.raises(ValidationError):
+        load(*arguments)
+
+
+@pytest.mark.parametrize(
+    "text", ["prot: 1\n", "speculative: {colour: 1}\n", "- a\n", "port: [\n", "port: x\n"]
+)
+def test_a_file_with_errors_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"."):
+        load("--config", str(path))
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot read"):
+        load("--config", str(tmp_path / "none.yaml"))
+
+
+def test_an_unknown_flag_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load("--no-such-flag", "1")
+    assert "no-such-flag" in capsys.readouterr().err
+
+
+CHANGED = {
+    "model": "m",
+    "draft_model": "d",
+    "device": "cuda:1",
+    "dtype": "float32",
+    "block_size": 8,
+    "num_blocks": 77,
+    "kv_memory_fraction": 0.25,
+    "max_num_seqs": 5,
+    "max_num_rows": 99,
+    "max_model_len": 123,
+    "max_num_waiting": 6,
+    "prefill_chunk": 64,
+    "determinism": "fast",
+    "max_num_nodes": 9,
+    "enable_prefix_cache": False,
+    "drafters": ["none", "ngram"],
+    "num_threads": 2,
+    "trust_remote_code": True,
+    "revision": "abc",
+}
+# Costs much and serves the engine's own tests only.
+ENGINE_ONLY = {"check_integrity"}
+
+
+def test_every_engine_setting_reaches_the_engine() -> None:
+    names = {field.name for field in fields(EngineConfig)} - ENGINE_ONLY
+    assert set(CHANGED) == names
+    config = Settings(**CHANGED).engine_config()
+    default = EngineConfig()
+    for name in names:
+        assert getattr(config, name) != getattr(default, name), name
+    assert config.drafters == ("none", "ngram")
+
+
+def test_without_settings_the_engine_has_its_own_defaults() -> None:
+    assert Settings().engine_config() == EngineConfig()
+
+
+def test_an_api_key_is_not_shown() -> None:
+    assert "s3cret" not in repr(Settings(api_key="s3cret"))

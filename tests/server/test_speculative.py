@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_engine import engine_info
+
+from drafters.base import DraftShape
+from engine.params import SpeculativeParams
+from server.errors import ApiError
+from server.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver
+
+
+def resolver(default: dict[str, Any] | None = None, **caps: Any) -> SpeculativeResolver:
+    return SpeculativeResolver(
+        engine_info(), SpeculativeField(**(default or {})), SpeculativeCaps(**caps)
+    )
+
+
+def resolve(fields: dict[str, Any], default: dict[str, Any] | None = None) -> SpeculativeParams:
+    return resolver(default).resolve(SpeculativeField(**fields))
+
+
+def test_a_request_that_says_nothing_drafts_all_the_same() -> None:
+    assert resolver().resolve(None) == SpeculativeParams(
+        drafter="ngram",
+        policy="goodput",
+        num_tokens=8,
+        min_tokens=0,
+        max_tokens=16,
+        target_acceptance_rate=0.7,
+        shape=DraftShape(width=1, depth=16),
+        options={"max_match": 4},
+    )
+
+
+def test_the_none_drafter_drafts_nothing() -> None:
+    params = resolve({"draft_strategy": "none"})
+    assert (params.drafter, params.num_tokens, params.max_tokens) == ("none", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy", "depths"),
+    [
+        ({"adaptive_depth": False}, "fixed", (8, 0, 8)),
+        ({"adaptive_depth": "fixed", "num_speculative_tokens": 3}, "fixed", (3, 0, 3)),
+        ({"adaptive_depth": False, "num_speculative_tokens": 0}, "fixed", (0, 0, 0)),
+        ({"adaptive_depth": True}, "goodput", (8, 0, 16)),
+        ({"num_speculative_tokens": 20}, "goodput", (20, 0, 20)),
+        ({"num_speculative_tokens": 4}, "goodput", (4, 0, 4)),
+        ({"max_speculative_tokens": 4}, "goodput", (4, 0, 4)),
+        ({"max_speculative_tokens": 32}, "goodput", (8, 0, 32)),
+        ({"min_speculative_tokens": 12}, "goodput", (12, 12, 16)),
+        ({"min_speculative_tokens": 20}, "goodput", (20, 20, 20)),
+        (
+            {"adaptive_depth": "target_rate", "num_speculative_tokens": 30},
+            "target_rate",
+            (30, 0, 30),
+        ),
+        (
+            {
+                "adaptive_depth": "target_rate",
+                "min_speculative_tokens": 2,
+                "num_speculative_tokens": 4,
+                "max_speculative_tokens": 8,
+            },
+            "target_rate",
+            (4, 2, 8),
+        ),
+    ],
+)
+def test_what_is_given_stands_and_the_rest_gives_way(
+    fields: dict[str, Any], policy: str, depths: tuple[int, int, int]
+) -> None:
+    params = resolve(fields)
+    assert params.policy == policy
+    assert (params.num_tokens, params.min_tokens, params.max_tokens) == depths
+
+
+TREE = {"draft_strategy": "nasd", "tree_strategy": "tree"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape"),
+    [
+        ({}, DraftShape(1, 16)),
+        ({"tree_strategy": "linear"}, DraftShape(1, 16)),
+        ({"tree_strategy": "none", "max_speculative_tokens": 5}, DraftShape(1, 5)),
+        (TREE, DraftShape(2, 6)),
+        (TREE | {"tree_width": 4, "tree_depth": 9}, DraftShape(4, 9)),
+        (TREE | {"max_speculative_tokens": 3}, DraftShape(2, 3)),
+        ({"max_speculative_tokens": 0}, DraftShape(1, 1)),
+    ],
+)
+def test_shapes(fields: dict[str, Any], shape: DraftShape) -> None:
+    assert resolve(fields).shape == shape
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"draft_strategy": "eagle"}, "draft_strategy"),
+    ({"draft_strategy": "none", "num_speculative_tokens": 4}, "num_speculative_tokens"),
+    ({"draft_strategy": "none", "tree_strategy": "tree"}, "tree_strategy"),
+    ({"draft_strategy": "none", "adaptive_depth": True}, "adaptive_depth"),
+    ({"draft_strategy": "none", "options": {"max_match": 1}}, "options.max_match"),
+    ({"num_speculative_tokens": 33}, "num_speculative_tokens"),
+    ({"max_speculative_tokens": 33}, "max_speculative_tokens"),
+    ({"min_speculative_tokens": 33}, "min_speculative_tokens"),
+    ({"min_speculative_tokens": 9, "max_speculative_tokens": 8}, "min_speculative_tokens"),
+    ({"num_speculative_tokens": 4, "min_speculative_tokens": 6}, "min_speculative_tokens"),
+    (
+        {
+            "adaptive_depth": "target_rate",
+            "num_speculative_tokens": 9,
+            "max_speculative_tokens": 8,
+        },
+        "num_speculative_tokens",
+    ),
+    (
+        {
+            "adaptive_depth": "target_rate",
+            "num_speculative_tokens": 1,
+            "min_speculative_tokens": 2,
+        },
+        "num_speculative_tokens",
+    ),
+    ({"adaptive_depth": False, "min_speculative_tokens": 1}, "min_speculative_tokens"),
+    ({"adaptive_depth": False, "max_speculative_tokens": 9}, "max_speculative_tokens"),
+    ({"adaptive_depth": False, "target_acceptance_rate": 0.5}, "target_acceptance_rate"),
+    ({"target_acceptance_rate": 0.5}, "target_acceptance_rate"),
+    ({"num_speculative_tokens": 4, "max_speculative_tokens": 8}, "num_speculative_tokens"),
+    ({"tree_strategy": "tree"}, "tree_strategy"),
+    ({"tree_width": 2}, "tree_width"),
+    ({"tree_strategy": "linear", "tree_depth": 2}, "tree_depth"),
+    (TREE | {"tree_width": 9}, "tree_width"),
+    (TREE | {"tree_depth": 17}, "tree_depth"),
+    ({"options": {"colour": 1}}, "options.colour"),
+    ({"options": {"max_match": 17}}, "options.max_match"),
+    ({"options": {"max_match": "4"}}, "options.max_match"),
+    ({"options": {"max_match": True}}, "options.max_match"),
+    ({"draft_strategy": "nasd", "options": {"max_match": 4}}, "options.max_match"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name"), REFUSED)
+def test_the_impossible_and_the_ineffective_are_refused_by_name(
+    fields: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        resolve(fields)
+    assert refused.value.status == 400
+    assert refused.value.param == f"speculative.{name}"
+    assert name in refused.value.message
+
+
+def test_an_unknown_drafter_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ApiError, match="none, ngram, nasd"):
+        resolve({"draft_strategy": "eagle"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"adaptive_depth": "often"}, "true, false, or one of: fixed, target_rate, goodput"),
+        ({"adaptive_depth": 1}, "true, false"),
+        ({"verification": "rejection"}, "must be one of: match"),
+        ({"tree_strategy": "bush"}, "'none', 'linear' or 'tree'"),
+        ({"options": {"a": None}}, "booleans, numbers and strings"),
+        ({"options": [1]}, "must be an object"),
+        ({"num_speculative_tokens": True}, "valid integer"),
+        ({"target_acceptance_rate": 1.0}, "less than 1"),
+        ({"enabled": True}, "Extra inputs"),
+    ],
+)
+def test_values_that_do_not_exist_are_answered_with_those_that_do(
+    fields: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(ValueError, match=part):
+        SpeculativeField(**fields)
+
+
+def test_server_defaults_apply_to_what_a_request_leaves_open() -> None:
+    default = {
+        "draft_strategy": "nasd",
+        "adaptive_depth": "target_rate",
+        "num_speculative_tokens": 3,
+        "min_speculative_tokens": 1,
+        "max_speculative_tokens": 6,
+        "target_acceptance_rate": 0.5,
+        "tree_strategy": "tree",
+        "tree_width": 3,
+        "tree_depth": 4,
+        "options": {"decay": 0.9},
+    }
+    plain = resolve({}, default)
+    assert plain == SpeculativeParams(
+        drafter="nasd",
+        policy="target_rate",
+        num_tokens=3,
+        min_tokens=1,
+        max_tokens=6,
+        target_acceptance_rate=0.5,
+        shape=DraftShape(3, 4),
+        options={"fill": True, "decay": 0.9},
+    )
+    other = resolve({"draft_strategy": "ngram"}, default)
+    # It drafts no trees, and the default's options are not its own: both were defaults, not wishes.
+    assert other.shape == DraftShape(1, 6)
+    assert other.options == {"max_match": 4}
+    assert resolve({"adaptive_depth": True}, default).policy == "target_rate"
+    assert resolve({"options": {"fill": False}}, default).options == {"fill": False, "decay": 0.9}
+
+
+def test_a_server_that_does_not_draft_still_lets_requests_draft() -> None:
+    assert resolve({}, {"draft_strategy": "none"}).drafter == "none"
+    assert resolve({"draft_strategy": "ngram"}, {"draft_strategy": "none"}).max_tokens == 16
+
+
+def test_operator_caps_bound_requests_and_defaults() -> None:
+    capped = resolver(max_speculative_tokens=4, draft_strategies=["nasd"], max_tree_width=2)
+    plain = capped.resolve(None)
+    assert (plain.drafter, plain.max_tokens, plain.num_tokens) == ("none", 0, 0)
+    nasd = capped.resolve(SpeculativeField(draft_strategy="nasd"))
+    assert (nasd.num_tokens, nasd.max_tokens) == (4, 4)
+    for fields, name in (
+        ({"draft_strategy": "ngram"}, "draft_strategy"),
+        ({"draft_strategy": "nasd", "max_speculative_tokens": 5}, "max_speculative_tokens"),
+        (TREE | {"tree_width": 3}, "tree_width"),
+    ):
+        with pytest.raises(ApiError) as refused:
+            capped.resolve(SpeculativeField(**fields))
+        assert refused.value.param == f"speculative.{name}"
+
+
+depths = st.one_of(st.none(), st.integers(0, 40))
+
+
+@given(
+    num=depths,
+    low=depths,
+    high=depths,
+    policy=st.sampled_from([None, True, False, "fixed", "target_rate", "goodput"]),
+    cap=st.integers(0, 40),
+)
+def test_whatever_is_accepted_is_consistent(
+    num: int | None, low: int | None, high: int | None, policy: Any, cap: int
+) -> None:
+    subject = resolver(max_speculative_tokens=cap)
+    asked = SpeculativeField(
+        num_speculative_tokens=num,
+        min_speculative_tokens=low,
+        max_speculative_tokens=high,
+        adaptive_depth=policy,
+    )
+    try:
+        params = subject.resolve(asked)
+    except ApiError:
+        return
+    assert 0 <= params.min_tokens <= params.num_tokens <= params.max_tokens <= min(cap, 32)
+    assert low is None or params.min_tokens == low
+    assert num is None or params.num_tokens == num
+    assert high is None or params.max_tokens == high
+    assert params.shape.depth == max(1, params.max_tokens)
