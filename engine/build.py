@@ -1,0 +1,137 @@
+"""Puts an engine together: the one place where its parts meet and its sizes are decided."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafters.registry import build_drafters
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig
+from engine.core import EngineCore, ModelLimits
+from engine.cost_model import CostModel, measure
+from engine.info import EngineInfo
+from engine.linear import can_pack, pack_linears
+from engine.loader import (
+    BUNDLED,
+    KVShape,
+    adopt,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    max_position,
+)
+from engine.memory import free_bytes
+from engine.model_runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.selfcheck import check_exact, check_logits, reference_logits
+from engine.speculation import Speculation
+from kvpool.block_pool import BlockPool
+from kvpool.store import KVStore
+
+logger = logging.getLogger(__name__)
+
+BUNDLED_NAME = "slipstream-bundled"
+
+
+def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizerBase]:
+    """Load the model and build an engine around it; not yet started.
+
+    Raises UnsupportedModelError with the reason if the model cannot be served, OSError if there is none.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    path = config.model or str(BUNDLED / "target")
+    name = config.model or BUNDLED_NAME
+    device = torch.device(config.device)
+    model = load_model(path, device, config.dtype, config.revision, config.trust_remote_code)
+    tokenizer = load_tokenizer(path, config.revision, config.trust_remote_code)
+    return build_engine_for(model, tokenizer, config, name), tokenizer
+
+
+def build_engine_for(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: EngineConfig,
+    name: str = "model",
+) -> AsyncEngine:
+    """An engine around a model that ``prepare_model`` or ``load_model`` gave back."""
+    start = time.perf_counter()
+    exact = (config.determinism or _usual_determinism(model.device)) == "exact"
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    eos = eos_token_ids(model, tokenizer)
+    vocab_size = int(model.get_output_embeddings().out_features)
+    reference = reference_logits(model)
+    shapes = adopt(model)
+    if can_pack(model.device, model.dtype):
+        pack_linears(model, config.max_num_rows, exact)
+    store, max_model_len = _build_store(model, shapes, config)
+    runner = ModelRunner(model, shapes, store, exact)
+    check_logits(runner, reference)
+    exact_verified = check_exact(runner) if exact else None
+    if exact_verified is False:
+        logger.warning(
+            "determinism=exact was asked for, but the start-up probe found differing bits"
+        )
+    core = _build_core(runner, config, ModelLimits(vocab_size, max_model_len, eos))
+    info = EngineInfo(
+        model=name,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        max_num_nodes=config.max_num_nodes,
+        eos_token_ids=eos,
+        drafters={key: drafter.info for key, drafter in core.speculation.drafters.items()},
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        num_blocks=store.num_blocks,
+        block_size=store.block_size,
+        num_parameters=num_parameters,
+        determinism="exact" if exact else "fast",
+        exact_verified=exact_verified,
+    )
+    logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
+    return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting)
+
+
+def _usual_determinism(device: torch.device) -> str:
+    """Exact where it was shown to be reachable."""
+    return "exact" if device.type == "cpu" else "fast"
+
+
+def _build_store(
+    model: PreTrainedModel, shapes: list[KVShape], config: EngineConfig
+) -> tuple[KVStore, int]:
+    """The KV store, and how long a request may grow in it."""
+    layout = (
+        [shape.num_kv_heads for shape in shapes],
+        [shape.key_dim for shape in shapes],
+        [shape.value_dim for shape in shapes],
+    )
+    wanted_len = min(config.max_model_len or max_position(model.config), max_position(model.config))
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        per_block = KVStore.bytes_per_block(
+            len(shapes), config.block_size, *layout, dtype=model.dtype
+        )
+        affordable = int(free_bytes(model.device) * config.kv_memory_fraction) // per_block
+        useful = config.max_num_seqs * -(-wanted_len // config.block_size)
+        num_blocks = max(1, min(affordable, useful))
+    store = KVStore(len(shapes), num_blocks, config.block_size, *layout, model.dtype, model.device)
+    return store, min(wanted_len, num_blocks * config.block_size)
+
+
+def _build_core(runner: ModelRunner, config: EngineConfig, limits: ModelLimits) -> EngineCore:
+    most = min(config.max_num_rows, limits.max_model_len, runner.store.num_slots)
+    context = min(512, max(0, limits.max_model_len - 64))
+    cost = CostModel(measure(runner.time_step, most, repeats=3, contexts=(0, context)))
+    pool = BlockPool(runner.store.num_blocks, config.block_size, config.enable_prefix_cache)
+    scheduler = Scheduler(
+        pool, config.block_size, config.max_num_seqs, config.max_num_rows, config.prefill_chunk
+    )
+    drafters = build_drafters(config.drafters)
+    speculation = Speculation(drafters, cost, limits.vocab_size, config.max_num_nodes)
+    return EngineCore(runner, pool, scheduler, speculation, cost, limits, config.check_integrity)

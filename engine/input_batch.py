@@ -1,0 +1,78 @@
+"""From the plan of a step to the flat rows of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.attention import NUM_ROWS_ALONE, RequestRows
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A request's part in a step: ``token_ids`` are its known tokens from ``base`` on, then its draft
+    nodes; ``num_logit_rows`` of its last rows get logits (anchor and nodes when it samples)."""
+
+    token_ids: Sequence[int]
+    num_known: int
+    base: int
+    parents: Sequence[int]
+    block_table: Sequence[int]
+    num_logit_rows: int
+
+
+@dataclass(slots=True)
+class InputBatch:
+    """Flat rows; ``first_logit_row[i]`` is where request i's logits start."""
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+    requests: list[RequestRows] = field(default_factory=list)
+    first_logit_row: list[int] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return sum(request.base + request.num_rows for request in self.requests)
+
+
+def build_batch(requests: Sequence[BatchRequest], block_size: int) -> InputBatch:
+    """Lay the requests' rows one after another, long chunks first (attention wants its shared
+    group consecutive); ``first_logit_row`` keeps the order of ``requests``."""
+    batch = InputBatch(first_logit_row=[0] * len(requests))
+    order = sorted(
+        range(len(requests)), key=lambda index: len(requests[index].token_ids) <= NUM_ROWS_ALONE
+    )
+    for index in order:
+        request = requests[index]
+        rows = RequestRows(
+            len(batch.token_ids),
+            request.num_known,
+            request.base,
+            request.parents,
+            request.block_table,
+        )
+        num_rows = len(request.token_ids)
+        end = rows.first_row + num_rows
+        batch.requests.append(rows)
+        batch.token_ids.extend(request.token_ids)
+        batch.positions.extend(range(request.base, request.base + request.num_known))
+        anchor = request.base + request.num_known - 1
+        batch.positions.extend(anchor + depth for depth in rows.depths())
+        batch.slots.extend(_slots(request.block_table, request.base, num_rows, block_size))
+        batch.first_logit_row[index] = len(batch.logit_rows)
+        batch.logit_rows.extend(range(end - request.num_logit_rows, end))
+    return batch
+
+
+def slot_of(block_table: Sequence[int], position: int, block_size: int) -> int:
+    return block_table[position // block_size] * block_size + position % block_size
+
+
+def _slots(block_table: Sequence[int], base: int, count: int, block_size: int) -> list[int]:
+    return [slot_of(block_table, position, block_size) for position in range(base, base + count)]

@@ -1,0 +1,39 @@
+"""How much memory a device has left for keys and values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes free now. On a CPU: what the kernel calls available, within the container's limit."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return min(_available(), _cgroup_left())
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """The device's memory, where it has its own."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return None
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 30
+
+
+def _cgroup_left() -> int:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+    except OSError:
+        return 1 << 62
+    return 1 << 62 if limit == "max" else max(0, int(limit) - used)

@@ -1,0 +1,83 @@
+"""Runs the target: one forward over a step's flat rows. Knows nothing of requests or sampling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention import AttentionStep, build_groups, exact_tile_rows
+from engine.input_batch import BatchRequest, InputBatch, build_batch
+from engine.loader import KVShape
+from kvpool.store import KVStore
+
+
+class ModelRunner:
+    """A model on the engine's attention and the store that holds its keys and values."""
+
+    def __init__(
+        self, model: PreTrainedModel, shapes: Sequence[KVShape], store: KVStore, exact: bool
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.device = model.device
+        self.exact = exact
+        self._tile_rows = (
+            min(exact_tile_rows(shape.num_heads, shape.num_kv_heads) for shape in shapes)
+            if exact
+            else None
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Logits of the batch's logit rows, in the model's type: ``[num_logit_rows, vocab_size]``.
+
+        Keys and values of all rows are in the store afterwards.
+        """
+        groups = build_groups(batch.requests, self.store.block_size, self._tile_rows, self.device)
+        step = AttentionStep(self.store, self._tensor(batch.slots), groups)
+        output = self.model(
+            input_ids=self._tensor(batch.token_ids)[None],
+            position_ids=self._tensor(batch.positions)[None],
+            use_cache=False,
+            # A step of prompt chunks alone needs no logits, but models want at least one row.
+            logits_to_keep=self._tensor(batch.logit_rows or [0]),
+            slipstream_step=step,
+        )
+        logits: torch.Tensor = output.logits[0, : len(batch.logit_rows)]
+        self.synchronize()  # so that a caller's clock stops when the device is done
+        return logits
+
+    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
+        """Copy accepted rows to their committed slots, all layers at once."""
+        if source_slots:
+            self.store.move(self._tensor(source_slots), self._tensor(target_slots))
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def time_step(self, num_rows: int, num_kv_tokens: int) -> float:
+        """Seconds of one forward over ``num_rows`` rows of one request after ``num_kv_tokens`` tokens;
+        for the cost model. Overwrites the store's first blocks: only while it is unused."""
+        block_size = self.store.block_size
+        num_blocks = -(-(num_kv_tokens + num_rows) // block_size)
+        request = BatchRequest(
+            token_ids=[0] * num_rows,
+            num_known=num_rows,
+            base=num_kv_tokens,
+            parents=(),
+            block_table=range(num_blocks),
+            num_logit_rows=min(num_rows, 64),
+        )
+        batch = build_batch([request], block_size)
+        self.synchronize()
+        start = time.perf_counter()
+        self.forward(batch)
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
