@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from server.choices import ChoiceDelta, ChoiceEnd, ChoiceSource
 from server.errors import to_api_error
 from server.feed import ClientGoneError, DeltaFeed, unless_client_leaves
+from server.middleware import REQUEST_ID_KEY
 from server.replies import Usage
 from server.usage import build_usage
 from server.writers import Writer, fold
@@ -61,11 +62,12 @@ class Responder:
     async def answer(self, request: Request, writer: Writer) -> Response:
         """Raises ApiError or EngineError if the request fails before the reply has begun."""
         plan = writer.plan
+        sender = request.scope.get(REQUEST_ID_KEY)
         feed = DeltaFeed([self._source.stream(choice) for choice in plan.choices])
         try:
             if plan.stream:
                 await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
-                return DeltaStreamResponse(self._events(feed, writer), feed)
+                return DeltaStreamResponse(self._events(feed, writer, sender), feed)
             deltas = await unless_client_leaves(request.receive, feed.collect)
         except ClientGoneError:
             await feed.aclose()
@@ -74,11 +76,14 @@ class Responder:
             await feed.aclose()
             raise
         choices = fold(deltas, len(plan.choices))
-        usage = self._usage(writer, [choice.end for choice in choices if choice.end is not None])
+        ends = [choice.end for choice in choices if choice.end is not None]
+        usage = self._usage(writer, ends, sender)
         reply = writer.reply(choices, usage)
         return JSONResponse(reply.model_dump(mode="json", exclude_unset=True))
 
-    async def _events(self, feed: DeltaFeed, writer: Writer) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, feed: DeltaFeed, writer: Writer, sender: str | None
+    ) -> AsyncGenerator[bytes, None]:
         ends: dict[int, ChoiceEnd] = {}
         try:
             async with aclosing(_with_pings(feed)) as deltas:
@@ -91,7 +96,7 @@ class Responder:
                     chunk = writer.chunk(delta)
                     if chunk is not None:
                         yield format_sse_event(data_str=chunk.model_dump_json(exclude_unset=True))
-            usage = self._usage(writer, [ends[index] for index in sorted(ends)])
+            usage = self._usage(writer, [ends[index] for index in sorted(ends)], sender)
             if writer.plan.include_usage:
                 last = writer.usage_chunk(usage)
                 yield format_sse_event(data_str=last.model_dump_json(exclude_unset=True))
@@ -100,14 +105,15 @@ class Responder:
             yield format_sse_event(data_str=json.dumps(to_api_error(error).body()))
         yield DONE
 
-    def _usage(self, writer: Writer, ends: list[ChoiceEnd]) -> Usage:
+    def _usage(self, writer: Writer, ends: list[ChoiceEnd], sender: str | None) -> Usage:
         """The request's usage, which also goes to the log, next to who sent it."""
         plan = writer.plan
         usage = build_usage(plan.num_prompt_tokens, ends, plan.n)
         spec = usage.speculative
         logger.info(
-            "%s user=%r prompt=%d completion=%d finish=%s drafter=%s accepted=%d/%d",
+            "%s x-request-id=%s user=%r prompt=%d completion=%d finish=%s drafter=%s accepted=%d/%d",
             plan.request_id,
+            sender,
             plan.user,
             usage.prompt_tokens,
             usage.completion_tokens,
