@@ -33,6 +33,9 @@ _DEPTH_FIELDS = (
     "max_speculative_tokens",
     "target_acceptance_rate",
 )
+_USUAL_RATE = 0.7
+"""What target_rate steers to where nobody says otherwise: the seed documents' value."""
+_RATE = "target_acceptance_rate"
 _TREE_FIELDS = ("tree_strategy", "tree_width", "tree_depth")
 
 
@@ -74,7 +77,8 @@ class SpeculativeField(Wire):
     num_speculative_tokens: int | None = Field(
         default=None,
         ge=0,
-        description="fixed: gamma. target_rate: gamma at first. goodput: short for the maximum.",
+        description="fixed: gamma. Adaptive policies: the most in a request's first draft; "
+        "goodput without max_speculative_tokens: the most in any.",
     )
     adaptive_depth: Annotated[
         Any, PlainValidator(_parse_adaptive), _either_schema("boolean", "string", "null")
@@ -82,7 +86,11 @@ class SpeculativeField(Wire):
     min_speculative_tokens: int | None = Field(default=None, ge=0, description="adaptive policies")
     max_speculative_tokens: int | None = Field(default=None, ge=0, description="adaptive policies")
     target_acceptance_rate: float | None = Field(
-        default=None, gt=0, lt=1, description="target_rate"
+        default=None,
+        gt=0,
+        lt=1,
+        description="target_rate: what gamma is steered to. goodput: grant no more than is expected "
+        "to be accepted at this rate.",
     )
     tree_strategy: Literal["none", "linear", "tree"] | None = Field(
         default=None, description="none and linear draft a chain."
@@ -184,16 +192,13 @@ class SpeculativeResolver:
             )
         policy = self._policy(asked)
         num_tokens, min_tokens, max_tokens = self._depth(asked, policy)
-        rate = asked.target_acceptance_rate
-        if rate is None:
-            rate = self.defaults.target_acceptance_rate
         return SpeculativeParams(
             drafter=info.name,
             policy=policy,
             num_tokens=num_tokens,
             min_tokens=min_tokens,
             max_tokens=max_tokens,
-            target_acceptance_rate=rate,
+            target_acceptance_rate=self._rate(asked, policy),
             shape=self._shape(asked, info, max_tokens),
             options=options,
         )
@@ -212,7 +217,7 @@ class SpeculativeResolver:
             num_tokens=min(8, self.max_tokens),
             min_tokens=0,
             max_tokens=min(16, self.max_tokens),
-            target_acceptance_rate=0.7,
+            target_acceptance_rate=0.0,
             tree=False,
             tree_width=min(2, self.caps.max_tree_width),
             tree_depth=min(6, self.caps.max_tree_depth),
@@ -237,7 +242,7 @@ class SpeculativeResolver:
             num_tokens=num_tokens,
             min_tokens=min_tokens,
             max_tokens=max(max_tokens, num_tokens),
-            target_acceptance_rate=params.target_acceptance_rate,
+            target_acceptance_rate=default.target_acceptance_rate or 0.0,
             tree=default.tree_strategy == "tree",
             tree_width=default.tree_width or base.tree_width,
             tree_depth=default.tree_depth or base.tree_depth,
@@ -272,16 +277,16 @@ class SpeculativeResolver:
             policy = asked.adaptive_depth
         given = asked.given()
         if policy == "fixed":
-            for name in ("min_speculative_tokens", "max_speculative_tokens"):
+            for name in ("min_speculative_tokens", "max_speculative_tokens", _RATE):
                 _no_effect_if(name in given, name, "adaptive_depth 'fixed'")
-        if policy != "target_rate":
-            name = "target_acceptance_rate"
-            _no_effect_if(name in given, name, f"adaptive_depth {policy!r}")
-        if policy == "goodput":
-            both = {"num_speculative_tokens", "max_speculative_tokens"} <= given
-            where = "adaptive_depth 'goodput' and max_speculative_tokens"
-            _no_effect_if(both, "num_speculative_tokens", where)
         return policy
+
+    def _rate(self, asked: SpeculativeField, policy: GammaPolicyName) -> float:
+        """goodput aims at no rate unless somebody says so; fixed never does."""
+        if policy == "fixed":
+            return 0.0
+        rate = asked.target_acceptance_rate or self.defaults.target_acceptance_rate
+        return rate or (_USUAL_RATE if policy == "target_rate" else 0.0)
 
     def _depth(self, asked: SpeculativeField, policy: GammaPolicyName) -> tuple[int, int, int]:
         """(num, min, max): what was given stands, what was not gives way to it."""

@@ -49,7 +49,9 @@ class _Choice(NamedTuple):
 
 
 class GoodputPolicy:
-    """Between ``min_tokens`` (granted whatever it costs) and ``max_tokens`` per request.
+    """Between ``min_tokens`` (granted whatever it costs) and ``max_tokens`` per request; ``num_tokens``
+    is the most until a draft of the request has been verified. With a ``target_acceptance_rate``, the
+    mean survival of what a request is granted never falls below it.
 
     Hysteresis: the last allocation is remembered as the survival down to which it went. It is kept
     while the best one gains no more than ``hysteresis`` on the tokens of the requests it would
@@ -61,12 +63,16 @@ class GoodputPolicy:
         self._hysteresis = hysteresis
         self._held_survival: float | None = None
         self._price = DraftingPrice(cost)
+        self._verified: set[str] = set()
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
         return 0 if self._price.is_resting(request_id) else params.max_tokens
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
-        offers = [_likeliest(candidate, rank) for rank, candidate in enumerate(candidates)]
+        offers = [
+            _likeliest(candidate, rank, self._most(candidate))
+            for rank, candidate in enumerate(candidates)
+        ]
         floors, pool = _split(candidates, offers, load.num_spare_rows)
         load = _with_floors(load, offers, floors)
         choice = self._choose(pool, load)
@@ -85,10 +91,19 @@ class GoodputPolicy:
         return grants
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
-        """Nothing to learn: acceptance reaches this policy through the survivals."""
+        """Acceptance reaches this policy through the survivals; only the first draft is news."""
+        if num_granted:
+            self._verified.add(request_id)
 
     def forget(self, request_id: str) -> None:
+        self._verified.discard(request_id)
         self._price.forget(request_id)
+
+    def _most(self, candidate: DraftCandidate) -> int:
+        params = candidate.params
+        started = candidate.request_id in self._verified
+        wanted = params.max_tokens if started else max(params.min_tokens, params.num_tokens)
+        return min(wanted, params.max_tokens, candidate.max_nodes)
 
     def _choose(self, pool: Sequence[_Node], load: Load) -> _Choice:
         limit = min(len(pool), load.num_spare_rows)
@@ -134,8 +149,10 @@ class GoodputPolicy:
         if count == num_offered:
             return ""
         if count == len(offer):
-            by_client = candidate.params.max_tokens <= candidate.max_nodes
-            return "client_cap" if by_client else candidate.cap_reason
+            most = self._most(candidate)
+            if count < min(most, num_offered):
+                return "policy"  # its target acceptance rate
+            return candidate.cap_reason if most == candidate.max_nodes else "client_cap"
         return judge.why(offer, count)
 
 
@@ -168,11 +185,10 @@ class _Judge:
         return best
 
 
-def _likeliest(candidate: DraftCandidate, rank: int) -> list[_Node]:
+def _likeliest(candidate: DraftCandidate, rank: int, most: int) -> list[_Node]:
     """The nodes that the request's own bounds allow, as granted: each prefix is closed under
     parents."""
-    most = min(candidate.params.max_tokens, candidate.max_nodes, len(candidate.tree))
-    if most <= 0:
+    if most <= 0 or not candidate.tree.token_ids:
         return []
     survivals: list[float] = []
     depths: list[int] = []
@@ -192,7 +208,19 @@ def _likeliest(candidate: DraftCandidate, rank: int) -> list[_Node]:
         nodes.append(make(_Node, (-survival, depth, rank, index)))
     nodes.sort()
     del nodes[most:]
+    if candidate.params.target_acceptance_rate > 0:
+        del nodes[_num_at_rate(nodes, candidate.params.target_acceptance_rate) :]
     return nodes
+
+
+def _num_at_rate(nodes: Sequence[_Node], target_rate: float) -> int:
+    """How many of the likeliest nodes are expected to be accepted at ``target_rate`` or better."""
+    expected = 0.0
+    for num_nodes, node in enumerate(nodes):
+        expected -= node.negative_survival
+        if expected < target_rate * (num_nodes + 1):
+            return num_nodes
+    return len(nodes)
 
 
 def _split(

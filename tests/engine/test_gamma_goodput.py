@@ -256,3 +256,27 @@ def test_a_forgotten_request_starts_afresh() -> None:
     _run(policy, chain_candidate("r", BAD, drafter="model"), 2)
     policy.forget("r")
     assert policy.num_to_propose("r", SpeculativeParams(max_tokens=5)) == 5
+
+
+def test_the_first_draft_of_a_request_is_held_to_num_tokens() -> None:
+    params = SpeculativeParams(num_tokens=3, max_tokens=8)
+    candidate = chain_candidate("a", GOOD, params)
+    policy = GoodputPolicy(DictatedCost(flat))
+    assert policy.grant([candidate], load_of(1))[0] == Grant("a", [0, 1, 2], "client_cap")
+    policy.observe("a", 0, 0)  # a step without a draft proves nothing
+    assert policy.grant([candidate], load_of(1))[0].gamma == 3
+    policy.observe("a", 3, 3)
+    assert policy.grant([candidate], load_of(1))[0].gamma == 8
+    policy.forget("a")
+    assert policy.grant([candidate], load_of(1))[0].gamma == 3
+
+
+def test_a_target_rate_is_the_least_that_is_expected_of_a_grant() -> None:
+    survivals = [0.9, 0.8, 0.7, 0.3, 0.2]  # means: .9 .85 .8 .675 .58
+    for rate, gamma in ((0.95, 0), (0.85, 2), (0.79, 3), (0.6, 4), (0.5, 5)):
+        params = SpeculativeParams(target_acceptance_rate=rate)
+        grant = GoodputPolicy(DictatedCost(flat)).grant(
+            [chain_candidate("a", survivals, params)], load_of(1)
+        )[0]
+        assert grant.gamma == gamma
+        assert grant.reason == ("" if gamma == 5 else "policy")

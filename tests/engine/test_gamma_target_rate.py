@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gamma_cases import chain_candidate, load_of
 
@@ -35,7 +36,7 @@ def test_gamma_sinks_by_one_a_step_to_its_minimum_while_nothing_is() -> None:
 
 def test_gamma_rests_within_a_tenth_of_the_target() -> None:
     """0.8 and 0.6 are on the border: rounding must not push either across."""
-    five = SpeculativeParams(policy="target_rate", num_tokens=5, min_tokens=1, max_tokens=9)
+    five = replace(PARAMS, num_tokens=5, max_tokens=9)
     assert trace(TargetRatePolicy(), [4] * 4, five) == [5] * 4
     assert trace(TargetRatePolicy(), [3] * 4, five) == [5] * 4
 

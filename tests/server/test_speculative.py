@@ -30,10 +30,37 @@ def test_a_request_that_says_nothing_drafts_all_the_same() -> None:
         num_tokens=8,
         min_tokens=0,
         max_tokens=16,
-        target_acceptance_rate=0.7,
+        target_acceptance_rate=0.0,
         shape=DraftShape(width=1, depth=16),
         options={"max_match": 4},
     )
+
+
+def test_the_documented_object_is_accepted_whole() -> None:
+    """The example of the design, with this test's drafter."""
+    params = resolve(
+        {
+            "draft_strategy": "nasd",
+            "num_speculative_tokens": 8,
+            "adaptive_depth": "goodput",
+            "min_speculative_tokens": 0,
+            "max_speculative_tokens": 16,
+            "target_acceptance_rate": 0.7,
+            "tree_strategy": "tree",
+            "tree_width": 2,
+            "tree_depth": 6,
+            "verification": "match",
+        }
+    )
+    assert (params.num_tokens, params.min_tokens, params.max_tokens) == (8, 0, 16)
+    assert params.target_acceptance_rate == 0.7
+    assert params.shape == DraftShape(width=2, depth=6)
+
+
+def test_the_rate_is_the_seeds_where_a_policy_needs_one() -> None:
+    assert resolve({"adaptive_depth": "target_rate"}).target_acceptance_rate == 0.7
+    assert resolve({"adaptive_depth": "goodput"}).target_acceptance_rate == 0.0
+    assert resolve({"target_acceptance_rate": 0.4}).target_acceptance_rate == 0.4
 
 
 def test_the_none_drafter_drafts_nothing() -> None:
@@ -50,6 +77,11 @@ def test_the_none_drafter_drafts_nothing() -> None:
         ({"adaptive_depth": True}, "goodput", (8, 0, 16)),
         ({"num_speculative_tokens": 20}, "goodput", (20, 0, 20)),
         ({"num_speculative_tokens": 4}, "goodput", (4, 0, 4)),
+        (
+            {"num_speculative_tokens": 4, "max_speculative_tokens": 8},
+            "goodput",
+            (4, 0, 8),
+        ),
         ({"max_speculative_tokens": 4}, "goodput", (4, 0, 4)),
         ({"max_speculative_tokens": 32}, "goodput", (8, 0, 32)),
         ({"min_speculative_tokens": 12}, "goodput", (12, 12, 16)),
@@ -128,8 +160,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"adaptive_depth": False, "min_speculative_tokens": 1}, "min_speculative_tokens"),
     ({"adaptive_depth": False, "max_speculative_tokens": 9}, "max_speculative_tokens"),
     ({"adaptive_depth": False, "target_acceptance_rate": 0.5}, "target_acceptance_rate"),
-    ({"target_acceptance_rate": 0.5}, "target_acceptance_rate"),
-    ({"num_speculative_tokens": 4, "max_speculative_tokens": 8}, "num_speculative_tokens"),
     ({"tree_strategy": "tree"}, "tree_strategy"),
     ({"tree_width": 2}, "tree_width"),
     ({"tree_strategy": "linear", "tree_depth": 2}, "tree_depth"),
