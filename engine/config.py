@@ -19,7 +19,6 @@ class EngineConfig:
     """
 
     model: str | None = None
-    draft_model: str | None = None
     device: str = "cpu"
     dtype: str = "auto"
     block_size: int = 16

@@ -126,9 +126,6 @@ class Settings(BaseSettings):
         default=128, ge=1, description="Most choices a request may ask for, over all its prompts."
     )
 
-    draft_model: str | None = Field(
-        default=_ENGINE.draft_model, description="Folder or hub id of a small model that drafts."
-    )
     drafters: list[str] | None = Field(default=None, description="Drafters to load; default: all.")
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: SpeculativeCaps = SpeculativeCaps()
@@ -138,7 +135,7 @@ class Settings(BaseSettings):
     determinism: Literal["exact", "fast"] | None = Field(
         default=_ENGINE.determinism,
         description="exact: tokens never depend on what else is in the batch. "
-        "Default: by device and dtype.",
+        "Default: exact on a CPU, fast elsewhere.",
     )
     max_model_len: int | None = Field(
         default=_ENGINE.max_model_len, ge=1, description="Prompt plus output; default: the model's."

@@ -33,8 +33,6 @@ _DEPTH_FIELDS = (
     "max_speculative_tokens",
     "target_acceptance_rate",
 )
-_USUAL_RATE = 0.7
-"""What target_rate steers to where nobody says otherwise: the seed documents' value."""
 _RATE = "target_acceptance_rate"
 _TREE_FIELDS = ("tree_strategy", "tree_width", "tree_depth")
 
@@ -139,7 +137,7 @@ class Defaults:
     num_tokens: int
     min_tokens: int
     max_tokens: int
-    target_acceptance_rate: float
+    target_acceptance_rate: float | None
     tree: bool
     tree_width: int
     tree_depth: int
@@ -217,7 +215,7 @@ class SpeculativeResolver:
             num_tokens=min(8, self.max_tokens),
             min_tokens=0,
             max_tokens=min(16, self.max_tokens),
-            target_acceptance_rate=0.0,
+            target_acceptance_rate=None,
             tree=False,
             tree_width=min(2, self.caps.max_tree_width),
             tree_depth=min(6, self.caps.max_tree_depth),
@@ -242,7 +240,7 @@ class SpeculativeResolver:
             num_tokens=num_tokens,
             min_tokens=min_tokens,
             max_tokens=max(max_tokens, num_tokens),
-            target_acceptance_rate=default.target_acceptance_rate or 0.0,
+            target_acceptance_rate=default.target_acceptance_rate,
             tree=default.tree_strategy == "tree",
             tree_width=default.tree_width or base.tree_width,
             tree_depth=default.tree_depth or base.tree_depth,
@@ -281,12 +279,12 @@ class SpeculativeResolver:
                 _no_effect_if(name in given, name, "adaptive_depth 'fixed'")
         return policy
 
-    def _rate(self, asked: SpeculativeField, policy: GammaPolicyName) -> float:
-        """goodput aims at no rate unless somebody says so; fixed never does."""
+    def _rate(self, asked: SpeculativeField, policy: GammaPolicyName) -> float | None:
         if policy == "fixed":
-            return 0.0
-        rate = asked.target_acceptance_rate or self.defaults.target_acceptance_rate
-        return rate or (_USUAL_RATE if policy == "target_rate" else 0.0)
+            return None
+        if asked.target_acceptance_rate is None:
+            return self.defaults.target_acceptance_rate
+        return asked.target_acceptance_rate
 
     def _depth(self, asked: SpeculativeField, policy: GammaPolicyName) -> tuple[int, int, int]:
         """(num, min, max): what was given stands, what was not gives way to it."""

@@ -90,7 +90,12 @@ class GoodputPolicy:
             self._price.record(candidate, gain, choice.tokens_per_second, cost)
         return grants
 
-    def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
+    def observe(
+        self,
+        request_id: str,
+        num_granted: int,
+        num_accepted: int,  # noqa: ARG002
+    ) -> None:
         """Acceptance reaches this policy through the survivals; only the first draft is news."""
         if num_granted:
             self._verified.add(request_id)
@@ -208,8 +213,9 @@ def _likeliest(candidate: DraftCandidate, rank: int, most: int) -> list[_Node]:
         nodes.append(make(_Node, (-survival, depth, rank, index)))
     nodes.sort()
     del nodes[most:]
-    if candidate.params.target_acceptance_rate > 0:
-        del nodes[_num_at_rate(nodes, candidate.params.target_acceptance_rate) :]
+    target_rate = candidate.params.target_acceptance_rate
+    if target_rate is not None:
+        del nodes[_num_at_rate(nodes, target_rate) :]
     return nodes
 
 

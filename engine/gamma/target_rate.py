@@ -18,6 +18,10 @@ _TOLERANCE = 0.1
 _ROUNDING = 1e-9
 
 
+_USUAL_TARGET = 0.7
+"""The seed documents' value, where nobody names another."""
+
+
 @dataclass(slots=True)
 class _State:
     params: SpeculativeParams
@@ -27,7 +31,9 @@ class _State:
 
     def adjust(self, rate: float) -> None:
         self.rates.append(rate)
-        surplus = sum(self.rates) / len(self.rates) - self.params.target_acceptance_rate
+        target = self.params.target_acceptance_rate
+        target = _USUAL_TARGET if target is None else target
+        surplus = sum(self.rates) / len(self.rates) - target
         if surplus > _TOLERANCE + _ROUNDING:
             self.gamma = min(self.gamma + 1, self.params.max_tokens)
         elif surplus < -_TOLERANCE - _ROUNDING:

@@ -102,7 +102,6 @@ def test_an_unknown_flag_exits(capsys: pytest.CaptureFixture[str]) -> None:
 
 CHANGED = {
     "model": "m",
-    "draft_model": "d",
     "device": "cuda:1",
     "dtype": "float32",
     "block_size": 8,

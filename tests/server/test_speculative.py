@@ -30,7 +30,7 @@ def test_a_request_that_says_nothing_drafts_all_the_same() -> None:
         num_tokens=8,
         min_tokens=0,
         max_tokens=16,
-        target_acceptance_rate=0.0,
+        target_acceptance_rate=None,
         shape=DraftShape(width=1, depth=16),
         options={"max_match": 4},
     )
@@ -57,9 +57,9 @@ def test_the_documented_object_is_accepted_whole() -> None:
     assert params.shape == DraftShape(width=2, depth=6)
 
 
-def test_the_rate_is_the_seeds_where_a_policy_needs_one() -> None:
-    assert resolve({"adaptive_depth": "target_rate"}).target_acceptance_rate == 0.7
-    assert resolve({"adaptive_depth": "goodput"}).target_acceptance_rate == 0.0
+def test_no_rate_is_aimed_at_unless_somebody_names_one() -> None:
+    assert resolve({"adaptive_depth": "target_rate"}).target_acceptance_rate is None
+    assert resolve({"adaptive_depth": "goodput"}).target_acceptance_rate is None
     assert resolve({"target_acceptance_rate": 0.4}).target_acceptance_rate == 0.4
 
 
