@@ -41,12 +41,10 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
         if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return torch.float32
         return "auto"
-    dtype = getattr(torch, name, None)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UnsupportedModelError(
-            f"dtype {name!r} is not one of auto, float32, bfloat16, float16"
-        )
-    return dtype
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise UnsupportedModelError(f"dtype {name!r} is not one of auto, {', '.join(dtypes)}")
+    return dtypes[name]
 
 
 def load_model(
