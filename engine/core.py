@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -17,7 +18,6 @@ from engine.events import ErrorEvent, StepStats, TokenEvent
 from engine.input_batch import BatchRequest, InputBatch, build_batch, slot_of
 from engine.logits import choose_tokens
 from engine.logprobs import top_tokens
-from engine.model_runner import ModelRunner
 from engine.params import GenerationRequest
 from engine.report import StepClock, finish_info, read_prompt_logprobs, token_event
 from engine.request import Request
@@ -35,6 +35,16 @@ from engine.speculation_stats import (
 )
 from engine.verifier import Outcome, verify
 from kvpool.block_pool import BlockPool
+
+
+class Runner(Protocol):
+    """What the core asks of the target; ``engine.model_runner`` has the real one."""
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """``[num_logit_rows, vocab_size]``; keys and values of all rows are stored afterwards."""
+
+    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
+        """Copy stored rows between slots, reading all before writing any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +81,18 @@ class _Rows:
     anchor_row: int = 0
     outcome: Outcome | None = None
 
+    @property
+    def num_prompt_rows(self) -> int:
+        end = min(self.base + self.num_known, self.request.num_prompt_tokens)
+        return max(0, end - self.base)
+
 
 class EngineCore:
     """Owns the requests and drives pool, scheduler, drafters, model and verifier."""
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         pool: BlockPool,
         scheduler: Scheduler,
         speculation: Speculation,
@@ -140,6 +155,7 @@ class EngineCore:
         return result
 
     def _remove(self, request: Request) -> None:
+        request.stats.num_failed_drafts = self.speculation.num_failures(request)
         self.scheduler.remove(request)
         self.speculation.close(request)
         del self._requests[request.request_id]
@@ -297,7 +313,7 @@ class EngineCore:
                 self._tell(each, each.outcome, logits)
         for _ in range(round_.num_failures):
             builder.add_draft_failure()
-        self._result.stats = builder.build(shape, seconds, baseline, self._gauges(plan))
+        self._result.stats = builder.build(shape, seconds, baseline, self._gauges(plan, rows))
 
     def _account(
         self,
@@ -327,16 +343,16 @@ class EngineCore:
     def _tell(self, rows: _Rows, outcome: Outcome, logits: torch.Tensor) -> None:
         request, finish = rows.request, None
         if outcome.finish_reason is not None:
-            request.stats.num_failed_drafts = self.speculation.num_failures(request)
             self._remove(request)
             finish = finish_info(request, outcome.finish_reason, outcome.stop_token_id)
         event = token_event(request, outcome, rows.anchor_row, logits, finish)
         self._result.events.append(event)
 
-    def _gauges(self, plan: Plan) -> StepGauges:
+    def _gauges(self, plan: Plan, rows: Sequence[_Rows]) -> StepGauges:
         queries, hits = self.pool.num_prefix_queries, self.pool.num_prefix_hits
         before, self._prefix_counts = self._prefix_counts, (queries, hits)
         return StepGauges(
+            num_prompt_tokens=sum(each.num_prompt_rows for each in rows),
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=len(plan.preempted),

@@ -36,6 +36,12 @@ class _Drafting:
     drafter: Drafter
     acceptance: RequestAcceptance
     num_failures: int = 0
+    is_open: bool = True
+    """False: the drafter could not start the request."""
+
+    @property
+    def is_asked(self) -> bool:
+        return self.is_open and self.num_failures < _FAILURES_BEFORE_SILENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +99,14 @@ class Speculation:
         if wanted.drafter == NO_DRAFTER:
             return
         drafter = self.drafters[wanted.drafter]
+        drafting = _Drafting(drafter, self._estimator.for_request(wanted.drafter))
+        self._drafting[request.request_id] = drafting
         try:
             drafter.open(request.request_id, request.token_ids, wanted.options, request.spec.salt)
         except Exception:
             logger.exception("drafter %s could not start a request", wanted.drafter)
-            return
-        self._drafting[request.request_id] = _Drafting(
-            drafter, self._estimator.for_request(wanted.drafter)
-        )
+            drafting.num_failures += 1
+            drafting.is_open = False
 
     def close(self, request: Request) -> None:
         drafting = self._drafting.pop(request.request_id, None)
@@ -144,11 +150,12 @@ class Speculation:
         by_drafter: dict[str, list[Observation]] = {}
         for seen, accepted in zip(observations, num_accepted, strict=True):
             drafting = self._drafting.get(seen.request_id)
-            if drafting is None:
+            if drafting is None or not drafting.is_asked:
                 continue
             draft = round_.drafts.get(seen.request_id, NO_DRAFT)
             drafting.acceptance.label_against(draft.proposal, seen.emitted_token_ids)
-            self._gamma.observe(seen.request_id, len(draft.tree), accepted)
+            # What was verified, which a shortage of blocks may have made less than the grant.
+            self._gamma.observe(seen.request_id, len(seen.tree), accepted)
             by_drafter.setdefault(drafting.drafter.info.name, []).append(seen)
         for name, group in by_drafter.items():
             start = time.perf_counter()
@@ -166,7 +173,7 @@ class Speculation:
     def num_top_tokens(self, request: Request) -> int:
         """How many of the target's top tokens per row the request's drafter wants to see."""
         drafting = self._drafting.get(request.request_id)
-        if drafting is None:
+        if drafting is None or not drafting.is_asked:
             return 0
         wanted = self._guarded(
             drafting, lambda: drafting.drafter.num_top_tokens(request.request_id)
@@ -175,11 +182,7 @@ class Speculation:
 
     def _takes_turn(self, scheduled: ScheduledRequest) -> bool:
         drafting = self._drafting.get(scheduled.request.request_id)
-        return (
-            scheduled.samples
-            and drafting is not None
-            and drafting.num_failures < _FAILURES_BEFORE_SILENCE
-        )
+        return scheduled.samples and drafting is not None and drafting.is_asked
 
     def _limits(self, request: Request) -> tuple[int, int]:
         """Nodes and depth that make sense: the target writes the last token itself."""
@@ -248,9 +251,11 @@ class Speculation:
     def _checked(self, trees: list[DraftTree], asks: Sequence[DraftRequest]) -> list[DraftTree]:
         """Drafters may come from outside: a malformed tree must not reach the model."""
         for tree, ask in zip(trees, asks, strict=True):
+            tree.validate()
             if not tree.token_ids:
                 continue
-            tree.validate()
+            if not {int}.issuperset(map(type, (*tree.token_ids, *tree.parents, *tree.features))):
+                raise ValueError("a proposed tree holds something else than integers")
             if len(tree) > ask.max_nodes:
                 raise ValueError(f"{len(tree)} nodes proposed where {ask.max_nodes} were allowed")
             if max(tree.token_ids) >= self._vocab_size or min(tree.token_ids) < 0:
