@@ -5,12 +5,15 @@ Everything is computed row by row in float32, so a row's bits do not depend on i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.events import TokenLogprobs
+from engine.tensor_noise import block_table
+from engine.token_search import block_maxima, gather_logits
 
 
 def emitted_logprobs(
@@ -29,7 +32,7 @@ def emitted_logprobs(
         logprobs = torch.log_softmax(rows, dim=-1)  # [num_rows, vocab_size]
         chosen = torch.tensor(token_ids, device=logits.device)[:, None]
         chosen_logprobs = logprobs.gather(1, chosen)[:, 0].tolist()
-        top = _top(rows, min(num_top, rows.shape[1]))
+        top = [[token_id for token_id, _ in pairs] for pairs in _top(rows, num_top)]
         top_logprobs = [logprobs[i, ids].tolist() for i, ids in enumerate(top)]
     return [
         TokenLogprobs(token_id, logprob, tuple(zip(ids, values, strict=True)))
@@ -45,18 +48,8 @@ def top_tokens(logits: Tensor, row_indices: Sequence[int], k: int) -> list[list[
     if not len(row_indices):
         return []
     with torch.inference_mode():
-        rows = _rows(logits, row_indices)
-        top = _top(rows, min(k, rows.shape[1]))
-        if bool((rows == float("-inf")).any()):
-            return [
-                [
-                    t
-                    for t, value in zip(ids, rows[i, ids].tolist(), strict=True)
-                    if value > -torch.inf
-                ]
-                for i, ids in enumerate(top)
-            ]
-    return top
+        top = _top(_rows(logits, row_indices), k)
+    return [[token_id for token_id, value in pairs if value > -math.inf] for pairs in top]
 
 
 def _rows(logits: Tensor, row_indices: Sequence[int]) -> Tensor:
@@ -64,20 +57,28 @@ def _rows(logits: Tensor, row_indices: Sequence[int]) -> Tensor:
     return logits.index_select(0, index).float()
 
 
-def _top(rows: Tensor, k: int) -> list[list[int]]:
-    """Ids of the k largest values of each row, ordered by (value descending, id ascending).
+def _top(rows: Tensor, k: int) -> list[list[tuple[int, float]]]:
+    """The k largest logits of each row and their ids, by (logit descending, id ascending).
 
-    ``topk`` leaves open which of equal values it returns, so ties are settled afterwards.
+    The k + 1 blocks with the largest maxima hold the k + 1 largest logits. ``topk`` leaves open which
+    of equal values it returns, so ties across the border are settled by looking at the whole row.
     """
+    k = min(k, rows.shape[1])
     if k == 0:
         return [[] for _ in rows]
-    values, token_ids = rows.topk(min(k + 1, rows.shape[1]))
-    ordered = []
+    maxima = block_maxima(rows)
+    num = min(k + 1, maxima.shape[1])
+    blocks = maxima.topk(num).indices.view(-1)
+    owners = torch.arange(len(rows), device=rows.device).repeat_interleave(num)
+    candidates = block_table(maxima.shape[1], rows.device).token_ids.index_select(0, blocks)
+    values = gather_logits(rows, owners, candidates).view(len(rows), -1)
+    values, at = values.topk(k + 1)
+    token_ids = candidates.view(len(rows), -1).gather(1, at)
+    top = []
     for row, (best, ids) in enumerate(zip(values.tolist(), token_ids.tolist(), strict=True)):
-        if len(best) > k and best[k] == best[k - 1]:
-            # Equal values straddle the border: look at all of them.
+        pairs = list(zip(ids, best, strict=True))[:k]
+        if best[k] == best[k - 1]:
             ids = (rows[row] >= best[k - 1]).nonzero()[:, 0].tolist()
-            best = rows[row, ids].tolist()
-        pairs = sorted(zip(best, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
-        ordered.append([token_id for _, token_id in pairs[:k]])
-    return ordered
+            pairs = list(zip(ids, rows[row, ids].tolist(), strict=True))
+        top.append(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:k])
+    return top

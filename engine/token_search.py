@@ -63,7 +63,7 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     table = block_table(maxima.shape[1], logits.device)
     rows, blocks = (maxima == maxima.amax(dim=-1, keepdim=True)).nonzero(as_tuple=True)
     token_ids = table.token_ids.index_select(0, blocks)  # [num_pairs, 32]
-    _, tokens = _best(_gather(logits, rows, token_ids), token_ids)
+    _, tokens = _best(gather_logits(logits, rows, token_ids), token_ids)
     winners = torch.full((len(logits),), _NO_TOKEN, device=logits.device)
     winners.scatter_reduce_(0, rows, tokens, "amin")
     return torch.where(winners < _NO_TOKEN, winners, 0)  # NaN rows match nothing
@@ -139,7 +139,7 @@ class _Search:
             index = torch.tensor([i for i in limited if rows.top_ks[i] == k], device=device)
             blocks = self.maxima[index].topk(min(k, self.maxima.shape[1]), sorted=False).indices
             owners = index.repeat_interleave(blocks.shape[1])
-            values = _gather(
+            values = gather_logits(
                 rows.logits, owners, self.table.token_ids.index_select(0, blocks.flatten())
             )
             kth[index] = values.view(len(index), -1).topk(k).values[:, -1]
@@ -212,7 +212,7 @@ class _Search:
         ``[num_pairs, 32]`` each."""
         rows = self.rows
         token_ids = self.table.token_ids.index_select(0, blocks)
-        scaled = _gather(rows.logits, owners, token_ids) / _column(rows.temperatures, owners)
+        scaled = gather_logits(rows.logits, owners, token_ids) / _column(rows.temperatures, owners)
         noise = block_noise(rows.states.index_select(0, owners), blocks, self.table)
         return scaled + noise, scaled, token_ids
 
@@ -253,7 +253,9 @@ class _Search:
         """Mass strictly above these logits, one per row."""
         local, blocks = (self.maxima[index] > logits[:, None]).nonzero(as_tuple=True)
         owners = index[local]
-        values = _gather(self.rows.logits, owners, self.table.token_ids.index_select(0, blocks))
+        values = gather_logits(
+            self.rows.logits, owners, self.table.token_ids.index_select(0, blocks)
+        )
         values.masked_fill_(values <= logits[local, None], -_INFINITY)
         masses = self._weights_(values, owners).long().sum(dim=-1)
         return torch.zeros_like(index).index_add_(0, local, masses)
@@ -276,7 +278,7 @@ def _column(values: Tensor, rows: Tensor) -> Tensor:
     return values.index_select(0, rows)[:, None]
 
 
-def _gather(logits: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
+def gather_logits(logits: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
     """``logits[rows[i], token_ids[i, j]]``; -inf for ids past the vocabulary."""
     vocab_size = logits.shape[1]
     offsets = (rows * vocab_size)[:, None]

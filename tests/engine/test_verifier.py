@@ -221,7 +221,7 @@ def test_emitted_pairs_follow_the_target(
         ),
     }[shape]
     states = [
-        new_state(replace(params, seed=rng.randrange(2**64)), vocab_size) for _ in range(3000)
+        new_state(replace(params, seed=rng.randrange(2**64)), vocab_size) for _ in range(2000)
     ]
     texts: list[list[int]] = [[0, 1, last] for _ in states]
     num_accepted = 0
