@@ -124,6 +124,9 @@ class AttentionStep:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
+        # A masked key weighs 0, but 0 times NaN is NaN: what one request overflows must not reach those
+        # who read its blocks masked, beside it or after it.
+        key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
         self.store.write(layer, self.slots, key, value)
         outputs = [_attend(self.store, group, layer, query, options) for group in self.groups]
         # Groups cover consecutive rows in order: lone chunks lie first, the shared group last.
@@ -391,7 +394,7 @@ def _eager(
     scores = torch.matmul(query, keys.transpose(2, 3)) * scale
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
-    scores = scores + mask
+    scores = torch.where(mask == 0, scores, mask)
     if options.sinks is not None:
         scores = torch.cat([scores, _sink_column(options.sinks, scores, share)], dim=-1)
     probs = torch.softmax(scores, dim=-1, dtype=torch.float32)
