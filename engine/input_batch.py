@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.attention import NUM_ROWS_ALONE, RequestRows
+from engine.attention_groups import NUM_ROWS_ALONE, RequestRows
 
 
 @dataclass(frozen=True, slots=True)

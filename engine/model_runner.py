@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionStep, build_groups, exact_tile_rows
+from engine.attention import AttentionStep
+from engine.attention_groups import build_groups, exact_tile_rows
 from engine.input_batch import BatchRequest, InputBatch, build_batch
 from engine.loader import KVShape
 from kvpool.store import KVStore

@@ -10,15 +10,13 @@ import pytest
 import torch
 from tiny_models import path_to, scattered_table
 
-from engine.attention import (
+from engine.attention import AttentionOptions, AttentionStep, slipstream_attention
+from engine.attention_groups import (
     EXACT_KEY_MULTIPLE,
     NUM_ROWS_ALONE,
-    AttentionOptions,
-    AttentionStep,
     RequestRows,
     build_groups,
     exact_tile_rows,
-    slipstream_attention,
 )
 from engine.input_batch import BatchRequest, InputBatch, build_batch
 from kvpool.store import KVStore
@@ -142,12 +140,12 @@ def visible(request: BatchRequest, row: int) -> tuple[list[int], list[int]]:
 
 
 MIXTURE = (
-    dict(base=37, num_known=1),
-    dict(base=0, num_known=NUM_ROWS_ALONE + 9),
-    dict(base=21, num_known=1, parents=TREE),
-    dict(base=0, num_known=3, parents=TREE[:4]),
-    dict(base=64, num_known=NUM_ROWS_ALONE + 1 - len(TREE), parents=TREE),
-    dict(base=5, num_known=7),
+    {"base": 37, "num_known": 1},
+    {"base": 0, "num_known": NUM_ROWS_ALONE + 9},
+    {"base": 21, "num_known": 1, "parents": TREE},
+    {"base": 0, "num_known": 3, "parents": TREE[:4]},
+    {"base": 64, "num_known": NUM_ROWS_ALONE + 1 - len(TREE), "parents": TREE},
+    {"base": 5, "num_known": 7},
 )
 
 

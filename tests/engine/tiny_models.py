@@ -147,7 +147,7 @@ def keep_rotary_exact(model: PreTrainedModel, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         return
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to(dtype)
+    model.to(dtype)  # type: ignore[arg-type]
     for name, buffer in model.named_buffers():
         buffer.data = buffers[name]
 
