@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,15 +43,18 @@ class Mix:
     repeat_share: float
 
     @staticmethod
-    def at(progress: float) -> Mix:
-        """Return the mix at a point of training: short copying first, long edits later."""
-        if progress < 0.05:
-            return Mix(0.75, 300, 0.8, 0.5)
-        if progress < 0.15:
-            return Mix(0.6, 700, 0.6, 0.2)
+    def at(progress: float, decaying: bool) -> Mix:
+        """Return the mix at a point of training: short copying first, long edits later.
+
+        While the learning rate decays, edits get the length they mostly have in use.
+        """
+        if decaying:
+            return Mix(0.28, 1500, 0.25, 0.02)
+        if progress < 0.25:
+            return Mix(0.65, 450, 0.7, 0.4)
         if progress < 0.5:
-            return Mix(0.42, 1300, 0.4, 0.03)
-        return Mix(0.36, 2600, 0.35, 0.0)
+            return Mix(0.3, 1100, 0.4, 0.05)
+        return Mix(0.2, 2600, 0.3, 0.02)
 
 
 def load_rows(path: Path) -> list[dict[str, str]]:
@@ -61,6 +66,20 @@ def load_rows(path: Path) -> list[dict[str, str]]:
 def load_units(path: Path) -> list[str]:
     """Read only the texts of a corpus file."""
     return [row["text"] for row in load_rows(path)]
+
+
+def is_plain(text: str) -> bool:
+    """Return whether a unit is short, reads like a stand-alone piece and repeats little.
+
+    Code that repeats itself, line after line, teaches a small model to loop.
+    """
+    lines = [line.strip() for line in text.splitlines() if len(line.strip()) > 4]
+    head = text.lstrip().split("\n", 1)[0]
+    if len(text) > 1600 or max(Counter(lines).values(), default=0) > 2:
+        return False
+    if head.startswith("@") or "(self" in head or "(cls" in head:
+        return False
+    return len(zlib.compress(text.encode())) > 0.36 * len(text)
 
 
 def code_sample(tok: PreTrainedTokenizerBase, text: str) -> Sample:
@@ -92,21 +111,27 @@ def edit_sample(
 
 
 def draw(
-    tok: PreTrainedTokenizerBase, rng: random.Random, units: list[str], mix: Mix, limit: int
+    tok: PreTrainedTokenizerBase,
+    rng: random.Random,
+    code: list[str],
+    to_edit: list[str],
+    mix: Mix,
+    limit: int,
 ) -> Sample:
-    """Draw one training document no longer than `limit` tokens."""
+    """Draw one training document, a unit of code or an edit, no longer than `limit` tokens."""
     while True:
         if rng.random() < mix.edit_share:
-            sample = edit_sample(tok, rng, units, mix)
+            sample = edit_sample(tok, rng, to_edit, mix)
         else:
-            sample = code_sample(tok, rng.choice(units))
+            sample = code_sample(tok, rng.choice(code))
         if len(sample.ids) <= limit:
             return sample
 
 
 def pad(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-pad samples into (ids, weights).  With a causal mask padding needs no mask."""
-    longest = max(len(s.ids) for s in samples)
+    # One more than a round length, since the last token is only ever predicted.
+    longest = _rounded(max(len(s.ids) for s in samples) - 1) + 1
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
     weights = torch.zeros(len(samples), longest)
     for row, s in enumerate(samples):
@@ -115,12 +140,25 @@ def pad(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, weights
 
 
-def group(samples: list[Sample], rng: random.Random, tokens: int) -> Iterator[list[Sample]]:
-    """Split samples into groups of similar length and about `tokens` padded tokens each."""
-    groups: list[list[Sample]] = [[]]
-    for s in sorted(samples, key=lambda s: len(s.ids)):
-        if (len(groups[-1]) + 1) * len(s.ids) > tokens and groups[-1]:
-            groups.append([])
-        groups[-1].append(s)
+def _rounded(length: int) -> int:
+    """Round a length up to one of few sizes: every new shape costs memory and set-up time."""
+    step = 32 if length <= 512 else 64 if length <= 1024 else 128
+    return -(-length // step) * step
+
+
+def group(
+    samples: list[Sample], rng: random.Random, tokens: int, keep_rest: bool = False
+) -> Iterator[list[Sample]]:
+    """Split samples into groups of similar length and about `tokens` padded tokens each.
+
+    The last group, when it stays short, is dropped unless `keep_rest` is set.
+    """
+    ordered = sorted(samples, key=lambda s: -len(s.ids))
+    groups: list[list[Sample]] = []
+    while ordered:
+        rows = max(1, tokens // _rounded(len(ordered[0].ids) - 1))
+        if keep_rest or len(ordered) >= rows:
+            groups.append(ordered[:rows])
+        ordered = ordered[rows:]
     rng.shuffle(groups)
     yield from groups

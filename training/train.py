@@ -21,7 +21,17 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from training.samples import Mix, Sample, code_sample, draw, edit_sample, group, load_units, pad
+from training.samples import (
+    Mix,
+    Sample,
+    code_sample,
+    draw,
+    edit_sample,
+    group,
+    is_plain,
+    load_units,
+    pad,
+)
 from training.tokenizer import save_tokenizer
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -40,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
 }
-MICRO_TOKENS = 4096
+MICRO_TOKENS = 2048
 MICRO_PER_STEP = 2
 WARMUP_STEPS = 60
 DECAY_SHARE = 0.22
@@ -90,11 +100,11 @@ class Learner:
 
     def loss(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed weighted loss and the unweighted loss of every token."""
-        hidden = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        keep = weights[:, 1:].reshape(-1) > 0
-        logits = self.model.lm_head(hidden.reshape(-1, hidden.shape[-1])[keep]).float()
-        each = functional.cross_entropy(logits, ids[:, 1:].reshape(-1)[keep], reduction="none")
-        return (each * weights[:, 1:].reshape(-1)[keep]).sum(), each.detach()
+        out = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        wanted = weights[:, 1:].reshape(-1)
+        logits = self.model.lm_head(out.reshape(-1, out.shape[-1])).float()
+        each = functional.cross_entropy(logits, ids[:, 1:].reshape(-1), reduction="none")
+        return (each * wanted).sum(), each.detach().view_as(ids[:, 1:])
 
     def step(self, scale: float) -> None:
         """Apply the gathered gradients with the learning rate scaled."""
@@ -132,7 +142,7 @@ class Learner:
 def held_out_loss(learner: Learner, samples: list[Sample]) -> float:
     """Return the mean loss per token that counts fully (all code, only answers of edits)."""
     total, count = 0.0, 0.0
-    for part in group(samples, random.Random(0), MICRO_TOKENS):
+    for part in group(samples, random.Random(0), MICRO_TOKENS, keep_rest=True):
         ids, weights = pad(part)
         loss, _ = learner.loss(ids, (weights == 1.0).float())
         total, count = total + loss.item(), count + (weights == 1.0).sum().item()
@@ -175,6 +185,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tok = AutoTokenizer.from_pretrained(args.tokenizer)
     units = load_units(args.corpus / "train.jsonl")
+    plain = [text for text in units if is_plain(text)]
     rng = random.Random(7)
     held = load_units(args.corpus / "heldout.jsonl")
     rng.shuffle(held)
@@ -208,20 +219,21 @@ def main() -> None:
         if len(queue) < MICRO_PER_STEP:
             # Seeding by step keeps a resumed run from seeing the same documents again.
             rng = random.Random(args.seed * 1_000_003 + step)
-            pool = [draw(tok, rng, units, Mix.at(progress), 2048) for _ in range(256)]
+            decaying = active >= (decay[0] if decay else budget * (1 - DECAY_SHARE))
+            mix, code = Mix.at(progress, decaying), plain if decaying else units
+            pool = [draw(tok, rng, code, units, mix, 2048) for _ in range(256)]
             queue += group(pool, rng, MICRO_TOKENS)
         micro = [queue.pop() for _ in range(MICRO_PER_STEP)]
         total = sum(w for part in micro for s in part for w in s.weights)
         for part in micro:
             ids, weights = pad(part)
             edit_rows = torch.tensor([s.is_edit for s in part])[:, None]
-            kept = weights[:, 1:] > 0
             full = weights[:, 1:] == 1.0
             for learner in learners:
                 loss, each = learner.loss(ids, weights)
                 torch.autograd.backward(loss / total)
                 for kind, rows in (("code", ~edit_rows), ("edit", edit_rows)):
-                    chosen = each[(full & rows)[kept]]
+                    chosen = each[full & rows]
                     if chosen.numel():
                         sums.setdefault(f"{learner.name}_{kind}", []).append(chosen.mean().item())
             tokens += sum(len(s.ids) for s in part)

@@ -157,3 +157,20 @@ def test_bench_files_come_from_held_out_files_only() -> None:
             row = json.loads(line)
             assert keys <= row.keys()
             assert corpus.is_held_out(row["source"].split(": ", 1)[1])
+
+
+def test_groups_have_similar_lengths_and_padding_carries_no_weight() -> None:
+    lengths = [5, 70, 33, 64, 6, 200, 31, 90, 12, 8]
+    docs = [samples.Sample([1] * n, [0.0] + [1.0] * (n - 1), False) for n in lengths]
+    groups = list(samples.group(docs, random.Random(0), 256, keep_rest=True))
+    assert sorted(len(s.ids) for part in groups for s in part) == sorted(lengths)
+    for part in groups:
+        ids, weights = samples.pad(part)
+        assert (ids.shape[1] - 1) % 32 == 0
+        assert weights.sum() == sum(len(s.ids) - 1 for s in part)
+
+
+def test_code_that_repeats_itself_is_not_plain() -> None:
+    assert samples.is_plain(OTHER)
+    assert not samples.is_plain("def f(a):\n" + "    a.append(nothing)\n" * 9)
+    assert not samples.is_plain("def method(self, value):\n    return value\n")
