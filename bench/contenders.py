@@ -1,0 +1,325 @@
+"""Who is measured: transformers' ``generate`` and the engine, behind one small protocol.
+
+The engine's core is driven synchronously, step after step: no server, no event loop, no threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from engine.core import EngineCore
+from engine.events import FinishInfo, StepStats, TokenEvent
+from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+
+GAMMA_0 = "gamma 0"
+TRANSFORMERS = "transformers"
+LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """``temperature`` 0 is greedy."""
+
+    name: str
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+SAMPLINGS = {
+    "greedy": Sampling("greedy"),
+    "sampled": Sampling("sampled", temperature=0.7, top_p=0.9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A batch to complete: every prompt gets exactly ``num_new_tokens``, end of text or not."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    num_new_tokens: int
+    sampling: Sampling
+    seed: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompts) * self.num_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The engine's own account of a run. Seconds; sums over steps.
+
+    ``baseline_seconds``, ``step_seconds``: all steps. The rest of the seconds: the
+    ``num_decode_steps`` steps after every request had its first token.
+    """
+
+    num_request_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_emitted_tokens: int = 0
+    baseline_seconds: float = 0.0
+    step_seconds: float = 0.0
+    num_decode_steps: int = 0
+    decode_step_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One job done. ``decode_seconds`` and ``num_decode_tokens`` count from when every request had its
+    first token. ``num_request_steps``: forwards times the requests in each. ``account``: ours
+    only."""
+
+    output_token_ids: tuple[tuple[int, ...], ...]
+    seconds: float
+    decode_seconds: float
+    num_decode_tokens: int
+    num_request_steps: int
+    account: Account | None = None
+
+
+class Contender(Protocol):
+    """``run`` may raise whatever the library it wraps raises."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_batch_size(self) -> int | None: ...
+    def run(self, job: Job) -> Run: ...
+
+
+class TransformersContender:
+    """``generate`` on transformers' own attention; ``lookup_tokens`` switches its prompt look-up on."""
+
+    def __init__(self, model: PreTrainedModel, pad_token_id: int, lookup_tokens: int = 0) -> None:
+        # Whatever the model's own settings say about ending or sampling would win over None.
+        model.generation_config = GenerationConfig(pad_token_id=pad_token_id)
+        self._model = model
+        self._pad_token_id = pad_token_id
+        self._lookup_tokens = lookup_tokens
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{TRANSFORMERS} lookup {self._lookup_tokens}" if self._lookup_tokens else TRANSFORMERS
+        )
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Its look-up refuses more than one sequence."""
+        return 1 if self._lookup_tokens else None
+
+    def run(self, job: Job) -> Run:
+        input_ids, attention_mask = self._padded(job.prompts)
+        clock = _GenerateClock(input_ids)
+        torch.manual_seed(job.seed)
+        start = time.perf_counter()
+        generate: Any = self._model.generate
+        with torch.inference_mode():
+            generated = generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=self._config(job),
+                stopping_criteria=StoppingCriteriaList([clock]),
+            )
+        outputs = generated[:, input_ids.shape[1] :].tolist()
+        end = time.perf_counter()
+        if any(len(output) != job.num_new_tokens for output in outputs):
+            raise RuntimeError("transformers did not write the number of tokens it was asked for")
+        return Run(
+            output_token_ids=tuple(tuple(output) for output in outputs),
+            seconds=end - start,
+            decode_seconds=end - clock.first_time,
+            num_decode_tokens=job.num_tokens - clock.first_num_tokens * len(job.prompts),
+            num_request_steps=clock.num_calls * len(job.prompts),
+        )
+
+    def _config(self, job: Job) -> GenerationConfig:
+        config = GenerationConfig(
+            max_new_tokens=job.num_new_tokens,
+            min_new_tokens=None,
+            eos_token_id=None,
+            pad_token_id=self._pad_token_id,
+            do_sample=job.sampling.temperature > 0,
+            prompt_lookup_num_tokens=self._lookup_tokens or None,
+        )
+        if job.sampling.temperature > 0:
+            config.temperature = job.sampling.temperature
+            config.top_p = job.sampling.top_p
+            config.top_k = 0  # unset it means 50
+        return config
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the left, as ``generate`` wants it: ``[num_prompts, longest]``, twice."""
+        longest = max(len(prompt) for prompt in prompts)
+        ids = [[self._pad_token_id] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        device = self._model.device
+        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+class _GenerateClock(StoppingCriteria):
+    """Never stops anything: ``generate`` asks after every forward, so it counts and times them."""
+
+    def __init__(self, prompts: torch.Tensor) -> None:
+        self._device = prompts.device
+        self._prompt_length = prompts.shape[1]
+        self.num_calls = 0
+        self.first_time = 0.0
+        self.first_num_tokens = 0
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        scores: Any,  # noqa: ARG002
+        **_: Any,
+    ) -> torch.Tensor:
+        if not self.num_calls:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.first_time = time.perf_counter()
+            self.first_num_tokens = input_ids.shape[1] - self._prompt_length
+        self.num_calls += 1
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class EngineContender:
+    """The engine with one way of speculating; all contenders share one core, as requests do."""
+
+    def __init__(self, name: str, core: EngineCore, speculative: SpeculativeParams) -> None:
+        self._name = name
+        self._core = core
+        self._speculative = speculative
+        self._num_runs = 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def max_batch_size(self) -> int | None:
+        return None
+
+    def run(self, job: Job) -> Run:
+        recorder = _Recorder(job)
+        requests = self._requests(job)
+        start = time.perf_counter()
+        for request in requests:
+            self._core.submit(self._core.prepare(request))
+        while self._core.has_work:
+            result = self._core.step()
+            recorder.take(result.events, result.stats, time.perf_counter())
+        return recorder.run([request.request_id for request in requests], start)
+
+    def _requests(self, job: Job) -> list[GenerationRequest]:
+        self._num_runs += 1
+        return [
+            GenerationRequest(
+                request_id=f"{self._name}/{self._num_runs}/{index}",
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(
+                    max_tokens=job.num_new_tokens,
+                    temperature=job.sampling.temperature,
+                    top_p=job.sampling.top_p,
+                    ignore_eos=True,
+                    seed=job.seed + index,
+                ),
+                speculative=self._speculative,
+            )
+            for index, prompt in enumerate(job.prompts)
+        ]
+
+
+class _Recorder:
+    """Gathers what a run's steps tell, and when every request had its first token."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._outputs: dict[str, list[int]] = {}
+        self._finished: list[FinishInfo] = []
+        self._steps: list[StepStats] = []
+        self._first_decode_step = 0
+        self._first_time = 0.0
+        self._num_before = 0
+        self._end = 0.0
+
+    def take(self, events: Sequence[object], stats: StepStats | None, now: float) -> None:
+        for event in events:
+            if not isinstance(event, TokenEvent):
+                raise RuntimeError(f"a request failed: {event}")
+            self._outputs.setdefault(event.request_id, []).extend(event.token_ids)
+            if event.finish is not None:
+                self._finished.append(event.finish)
+        if stats is not None:
+            self._steps.append(stats)
+        if not self._first_time and len(self._outputs) == len(self._job.prompts):
+            self._first_time = now
+            self._first_decode_step = len(self._steps)
+            self._num_before = sum(len(tokens) for tokens in self._outputs.values())
+        self._end = now
+
+    def run(self, request_ids: Sequence[str], start: float) -> Run:
+        outputs = tuple(tuple(self._outputs[request_id]) for request_id in request_ids)
+        if any(len(output) != self._job.num_new_tokens for output in outputs):
+            raise RuntimeError("the engine did not write the number of tokens it was asked for")
+        account = self._account()
+        return Run(
+            output_token_ids=outputs,
+            seconds=self._end - start,
+            decode_seconds=self._end - self._first_time,
+            num_decode_tokens=self._job.num_tokens - self._num_before,
+            num_request_steps=account.num_request_steps,
+            account=account,
+        )
+
+    def _account(self) -> Account:
+        decode = self._steps[self._first_decode_step :]
+        told = [finish.speculative for finish in self._finished]
+        counts = Account(
+            num_request_steps=sum(stats.num_steps for stats in told),
+            num_draft_tokens=sum(stats.num_draft_tokens for stats in told),
+            num_accepted_tokens=sum(stats.num_accepted_tokens for stats in told),
+            num_emitted_tokens=sum(stats.num_emitted_tokens for stats in told),
+        )
+        return replace(
+            counts,
+            baseline_seconds=sum(step.baseline_seconds for step in self._steps),
+            step_seconds=sum(step.step_seconds for step in self._steps),
+            num_decode_steps=len(decode),
+            decode_step_seconds=sum(step.step_seconds for step in decode),
+            draft_seconds=sum(step.draft_seconds for step in decode),
+            forward_seconds=sum(step.forward_seconds for step in decode),
+            verify_seconds=sum(step.verify_seconds for step in decode),
+            other_seconds=sum(step.other_seconds for step in decode),
+        )
+
+
+def parse_drafter(text: str, known: Sequence[str]) -> tuple[str, SpeculativeParams]:
+    """``ngram`` drafts as its policy (goodput) grants; ``ngram:4`` always has 4 tokens verified.
+
+    Returns a name for tables and the parameters. Raises ValueError for what is not known.
+    """
+    drafter, _, gamma = text.partition(":")
+    if drafter not in known or drafter == "none":
+        usable = ", ".join(name for name in known if name != "none")
+        raise ValueError(f"unknown drafter {drafter!r}; known: {usable}")
+    if not gamma:
+        return drafter, SpeculativeParams(drafter=drafter)
+    if not gamma.isdigit() or int(gamma) < 1:
+        raise ValueError(f"{text!r}: after the colon comes a number of draft tokens")
+    fixed = SpeculativeParams(drafter=drafter, policy="fixed", num_tokens=int(gamma))
+    return f"{drafter} fixed {gamma}", fixed

@@ -1,0 +1,92 @@
+"""The models to measure, each loaded twice: ours gets another attention and packed weights, so
+transformers keeps a copy of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from engine.async_engine import AsyncEngine
+from engine.build import build_engine_for
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.demo_model import build_scaled_copy, bundled_path
+from engine.info import EngineInfo
+from engine.loader import load_model, load_tokenizer, prepare_model
+
+BUNDLED = "bundled"
+SCALED = "scaled"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    """``what`` says in a sentence what the model is; every table shows it. ``theirs`` is None where
+    transformers is not measured."""
+
+    name: str
+    what: str
+    num_layers: int
+    tokenizer: PreTrainedTokenizerBase
+    core: EngineCore
+    info: EngineInfo
+    theirs: PreTrainedModel | None
+
+
+def load_bench_model(name: str, config: EngineConfig, with_transformers: bool) -> BenchModel:
+    """``bundled``, ``scaled``, or the path or hub id of any servable model.
+
+    Raises FileNotFoundError without the bundled model, OSError and UnsupportedModelError as loading
+    does.
+    """
+    device = torch.device(config.device)
+    path = str(bundled_path("target")) if name in (BUNDLED, SCALED) else name
+    tokenizer = load_tokenizer(path)
+    theirs: PreTrainedModel | None = None
+    if name == SCALED:
+        ours = _scaled(path, device)
+        theirs = _scaled(path, device) if with_transformers else None
+    else:
+        ours = load_model(path, device, config.dtype)
+        if with_transformers:
+            theirs = load_model(path, device, config.dtype)
+    if theirs is not None:
+        theirs.set_attn_implementation("sdpa")
+    num_layers = int(ours.config.num_hidden_layers)
+    engine = build_engine_for(ours, tokenizer, config, name)
+    return BenchModel(
+        name=name,
+        what=_what(name, engine.info, num_layers),
+        num_layers=num_layers,
+        tokenizer=tokenizer,
+        core=core_of(engine),
+        info=engine.info,
+        theirs=theirs,
+    )
+
+
+def core_of(engine: AsyncEngine) -> EngineCore:
+    """The core of an engine that is never started, to be stepped by hand."""
+    return engine._core
+
+
+def _scaled(path: str, device: torch.device) -> PreTrainedModel:
+    small = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    if not isinstance(small, LlamaForCausalLM):
+        raise TypeError("only a Llama has a scaled copy")
+    return prepare_model(build_scaled_copy(small), device)
+
+
+def _what(name: str, info: EngineInfo, num_layers: int) -> str:
+    size = f"{info.num_parameters / 1e6:.1f} M parameters, {num_layers} layers, {info.dtype}"
+    if name == BUNDLED:
+        return f"the bundled code model ({size})"
+    if name == SCALED:
+        return (
+            f"the scaled copy ({size}): the bundled model zero-padded four times in width, with layers "
+            "added that change nothing, so that it writes the bundled model's text at the cost of its "
+            "own size"
+        )
+    return f"{name} ({size})"

@@ -1,0 +1,118 @@
+"""The command line of ``python -m bench``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.contenders import SAMPLINGS
+from bench.workloads import DATA, workload_names
+from engine.config import Determinism
+
+_DESCRIPTION = """\
+Measure transformers' generate, transformers with prompt look-up (batch 1, all it allows), and the
+engine at gamma 0 and with each drafter, in one process and in turns. Every contender writes the same
+number of tokens for the same prompts; end-of-text is ignored and the prefix cache is off. The
+engine's core is stepped synchronously: no server and no event loop is in the figures."""
+_QUICK_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    models: tuple[str, ...]
+    batch_sizes: tuple[int, ...]
+    workloads: tuple[str, ...]
+    samplings: tuple[str, ...]
+    drafters: tuple[str, ...]
+    num_rounds: int
+    num_new_tokens: int
+    num_prompts: int
+    determinism: Determinism | None
+    device: str
+    dtype: str
+    num_threads: int | None
+    max_num_rows: int
+    with_transformers: bool
+    data: Path
+    output: Path | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings that shape the figures."""
+        settings = asdict(self)
+        for key in ("data", "output"):
+            del settings[key]
+        return settings
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """Exits with a message, as argparse does, on arguments that make no sense."""
+    args = _parser().parse_args(arguments)
+    return Options(
+        models=tuple(args.model),
+        batch_sizes=tuple(args.batch or ((1, 2) if args.quick else (1, 4, 16))),
+        workloads=tuple(args.workload),
+        samplings=tuple(args.sampling),
+        drafters=tuple(args.drafters),
+        num_rounds=args.rounds or (1 if args.quick else 3),
+        num_new_tokens=args.new_tokens or (8 if args.quick else 96),
+        num_prompts=args.prompts or (2 if args.quick else 4),
+        determinism=args.determinism,
+        device=args.device,
+        dtype=args.dtype,
+        num_threads=args.threads,
+        max_num_rows=_QUICK_ROWS if args.quick else 1024,
+        with_transformers=not args.skip_transformers,
+        data=args.data,
+        output=args.output,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=_DESCRIPTION)
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["bundled"],
+        metavar="{bundled,scaled,PATH}",
+        help="bundled (default); scaled: the same text at the cost of 0.4 B parameters; or a folder",
+    )
+    parser.add_argument("--batch", nargs="+", type=_positive, help="batch sizes (1 4 16)")
+    parser.add_argument(
+        "--workload", nargs="+", choices=workload_names(), default=list(workload_names())
+    )
+    parser.add_argument("--sampling", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
+    parser.add_argument(
+        "--drafters",
+        nargs="+",
+        default=["ngram", "nasd_one_level", "nasd"],
+        metavar="NAME[:GAMMA]",
+        help="drafters under goodput; NAME:4 always verifies 4 tokens",
+    )
+    parser.add_argument("--rounds", type=_positive, help="repeats of everything (3)")
+    parser.add_argument("--new-tokens", type=_positive, help="tokens per prompt (96)")
+    parser.add_argument(
+        "--prompts", type=_positive, help="prompts per cell (4), at least a full batch"
+    )
+    parser.add_argument("--determinism", choices=["exact", "fast"], help="as the engine's")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=_positive, help="torch's threads, for all contenders")
+    parser.add_argument("--skip-transformers", action="store_true", help="measure only the engine")
+    parser.add_argument(
+        "--quick", action="store_true", help="few short runs, to see that everything works"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="folder of the held-out files (bench/data)"
+    )
+    parser.add_argument("--output", type=Path, help="write all figures as JSON to this file")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

@@ -1,0 +1,75 @@
+"""Runs contenders in turn over the same jobs, so that a slow spell of the machine hits all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.contenders import Contender, Job, Run, Sampling
+
+_FIRST_SEED = 1000
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One point of comparison: a workload at a batch size under a sampling."""
+
+    workload: str
+    batch_size: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """``runs[contender][round][job]``: every contender did every job once per round."""
+
+    cell: Cell
+    jobs: tuple[Job, ...]
+    runs: dict[str, list[list[Run]]]
+
+
+def make_jobs(
+    cell: Cell, prompts: Sequence[tuple[int, ...]], num_new_tokens: int
+) -> tuple[Job, ...]:
+    """Full batches of the prompts in order; the seed of a request is that of its prompt."""
+    size = cell.batch_size
+    return tuple(
+        Job(tuple(prompts[at : at + size]), num_new_tokens, cell.sampling, _FIRST_SEED + at)
+        for at in range(0, len(prompts) - size + 1, size)
+    )
+
+
+def contenders_for(cell: Cell, contenders: Sequence[Contender]) -> list[Contender]:
+    return [
+        each
+        for each in contenders
+        if each.max_batch_size is None or cell.batch_size <= each.max_batch_size
+    ]
+
+
+def measure_cell(
+    cell: Cell,
+    jobs: tuple[Job, ...],
+    contenders: Sequence[Contender],
+    num_rounds: int,
+    tick: Callable[[str], None],
+) -> Measured:
+    """One untimed short run each, then ``num_rounds`` rounds; who goes first changes every time."""
+    taking_part = contenders_for(cell, contenders)
+    for contender in taking_part:
+        contender.run(_shortened(jobs[0]))
+    runs: dict[str, list[list[Run]]] = {each.name: [] for each in taking_part}
+    for round_ in range(num_rounds):
+        for each in taking_part:
+            runs[each.name].append([])
+        for index, job in enumerate(jobs):
+            first = (round_ + index) % len(taking_part)
+            for contender in (*taking_part[first:], *taking_part[:first]):
+                tick(contender.name)
+                runs[contender.name][round_].append(contender.run(job))
+    return Measured(cell, jobs, runs)
+
+
+def _shortened(job: Job) -> Job:
+    return Job(job.prompts, min(_WARM_UP_TOKENS, job.num_new_tokens), job.sampling, job.seed)

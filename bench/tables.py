@@ -1,0 +1,98 @@
+"""Figures as Markdown tables, readable as they are on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.report import CellReport, StepMs, Summary
+
+_SPEED_HEADER = (
+    "contender",
+    "tok/s",
+    "vs gamma 0",
+    "(rounds)",
+    "decode only",
+    "estimated",
+    "vs transformers",
+    "tok/step",
+    "accepted",
+    "same text",
+)
+_STEP_HEADER = (
+    "contender",
+    "ms/step",
+    "draft",
+    "forward",
+    "verify",
+    "other",
+    "outside forward",
+)
+
+
+def cell_tables(report: CellReport, what: str) -> str:
+    """One cell's two tables under a heading; ``what`` says which model."""
+    cell = report.cell
+    lines = [
+        f"### {cell.workload}, batch {cell.batch_size}, {cell.sampling.name}",
+        f"{report.num_prompts} prompts of {report.mean_prompt_tokens:.0f} tokens on average, "
+        f"{report.num_new_tokens} new tokens each, medians of {report.num_rounds} rounds, on {what}",
+        "",
+        table(_SPEED_HEADER, [_speed_row(each) for each in report.contenders]),
+        "",
+        table(
+            _STEP_HEADER,
+            [_step_row(each.name, each.step_ms) for each in report.contenders if each.step_ms],
+        ),
+    ]
+    agreement = report.transformers_agreement
+    if agreement is not None:
+        lines.append(
+            f"\ntransformers' own greedy text: {agreement.equal_outputs:.0%} of outputs equal ours, "
+            f"{agreement.equal_prefix:.0%} of the tokens before the first difference"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """First column to the left, the others to the right."""
+    widths = [max(len(row[at]) for row in (header, *rows)) for at in range(len(header))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(
+        "| "
+        + " | ".join(
+            cell.ljust(width) if at == 0 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        + " |"
+        for row in (header, rule, *rows)
+    )
+
+
+def _speed_row(summary: Summary) -> list[str]:
+    low_high = summary.ratio_range
+    return [
+        summary.name,
+        f"{summary.tokens_per_second:.1f}",
+        _ratio(summary.ratio),
+        "-" if low_high is None else f"{low_high[0]:.2f}-{low_high[1]:.2f}",
+        _ratio(summary.decode_ratio),
+        _ratio(summary.estimated_speedup),
+        _ratio(summary.vs_transformers),
+        f"{summary.tokens_per_step:.2f}",
+        _percent(summary.acceptance_rate),
+        _percent(summary.same_text),
+    ]
+
+
+def _step_row(name: str, ms: StepMs) -> list[str]:
+    parts = (ms.step, ms.draft, ms.forward, ms.verify, ms.other)
+    outside = f"{ms.outside_forward:.2f} ({ms.share_outside_forward:.1%})"
+    return [name, *(f"{part:.2f}" for part in parts), outside]
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

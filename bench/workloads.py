@@ -1,0 +1,93 @@
+"""Prompts to measure on: code to continue, edits to write out, noise.
+
+The first two come from files that the bundled model never trained on (``bench/data``, written by
+``training.bench_data``).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+DATA = Path(__file__).resolve().parent / "data"
+CODE_FILE = "heldout_code.jsonl"
+EDITS_FILE = "heldout_edits.jsonl"
+RANDOM_PROMPT_TOKENS = 192
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """What prompts are made of and how long they may get, in tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    max_prompt_tokens: int
+    data: Path = DATA
+
+
+def load_prompts(workload: str, source: PromptSource, count: int) -> list[tuple[int, ...]]:
+    """``count`` prompts as token ids, the same ones every time.
+
+    Where the data has fewer that fit, they come round again. Raises ValueError for an unknown
+    workload or where none fits, FileNotFoundError where the held-out files are missing.
+    """
+    if workload not in _LOADERS:
+        raise ValueError(f"unknown workload {workload!r}; known: {', '.join(_LOADERS)}")
+    prompts = _LOADERS[workload](source, count)
+    fitting = [prompt for prompt in prompts if 0 < len(prompt) <= source.max_prompt_tokens]
+    if not fitting:
+        raise ValueError(
+            f"no prompt of workload {workload} fits into {source.max_prompt_tokens} tokens"
+        )
+    return [fitting[index % len(fitting)] for index in range(count)]
+
+
+def workload_names() -> tuple[str, ...]:
+    return tuple(_LOADERS)
+
+
+def _code(source: PromptSource, count: int) -> list[tuple[int, ...]]:  # noqa: ARG001
+    lines = _read(source.data / CODE_FILE)
+    return [tuple(source.tokenizer(line["prompt"])["input_ids"]) for line in lines]
+
+
+def _edit(source: PromptSource, count: int) -> list[tuple[int, ...]]:  # noqa: ARG001
+    tokenizer = source.tokenizer
+    prompts = []
+    for line in _read(source.data / EDITS_FILE):
+        if tokenizer.chat_template is None:
+            ids = tokenizer(line["messages"][-1]["content"] + "\n\n")["input_ids"]
+        else:
+            text = tokenizer.apply_chat_template(
+                line["messages"], tokenize=False, add_generation_prompt=True
+            )
+            # The template writes the start of the text itself.
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompts.append(tuple(ids))
+    return prompts
+
+
+def _random(source: PromptSource, count: int) -> list[tuple[int, ...]]:
+    rng = random.Random(2026)
+    special = set(source.tokenizer.all_special_ids)
+    usable = [token_id for token_id in range(source.vocab_size) if token_id not in special]
+    length = min(RANDOM_PROMPT_TOKENS, source.max_prompt_tokens)
+    return [tuple(rng.choices(usable, k=length)) for _ in range(count)]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+_LOADERS: dict[str, Callable[[PromptSource, int], Sequence[tuple[int, ...]]]] = {
+    "code": _code,
+    "edit": _edit,
+    "random": _random,
+}

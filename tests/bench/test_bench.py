@@ -1,0 +1,122 @@
+"""The whole command on a tiny random model: real contenders, real tables, the JSON's schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from tiny_bench_model import save_tiny_model
+
+from bench.__main__ import equality_holds, main
+
+CONTENDERS = ["transformers", "transformers lookup 10", "gamma 0", "ngram", "nasd fixed 3"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one quick run over everything wrote."""
+    torch.set_num_threads(1)
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
+    output = tmp_path_factory.mktemp("out") / "bench.json"
+    arguments = ["--quick", "--model", str(folder), "--drafters", "ngram", "nasd:3"]
+    assert main([*arguments, "--determinism", "fast", "--output", str(output)]) == 0
+    document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return document
+
+
+def test_json_says_machine_settings_and_model(written: dict[str, Any]) -> None:
+    assert written["schema"] == 1
+    assert written["machine"]["torch"] == torch.__version__
+    assert written["machine"]["num_threads"] == 1
+    assert written["settings"]["num_new_tokens"] == 8
+    (model,) = written["models"]
+    assert model["num_parameters"] == 51_360
+    assert model["dtype"] == "float32"
+    assert model["name"] in model["what"]
+
+
+def test_every_cell_is_measured_with_every_contender_it_allows(written: dict[str, Any]) -> None:
+    cells = written["models"][0]["cells"]
+    keys = [(cell["workload"], cell["batch_size"], cell["sampling"]["name"]) for cell in cells]
+    assert sorted(keys) == sorted(
+        (workload, batch_size, sampling)
+        for workload in ("code", "edit", "random")
+        for batch_size in (1, 2)
+        for sampling in ("greedy", "sampled")
+    )
+    for cell in cells:
+        names = [row["name"] for row in cell["contenders"]]
+        assert names == [
+            name for name in CONTENDERS if cell["batch_size"] == 1 or "lookup" not in name
+        ]
+
+
+def test_figures_of_a_row_fit_together(written: dict[str, Any]) -> None:
+    for cell in written["models"][0]["cells"]:
+        rows = {row["name"]: row for row in cell["contenders"]}
+        for row in rows.values():
+            speed = row["tokens_per_second"]
+            assert row["ratio"] == pytest.approx(speed / rows["gamma 0"]["tokens_per_second"])
+            assert row["vs_transformers"] == pytest.approx(
+                speed / rows["transformers"]["tokens_per_second"]
+            )
+            low, high = row["ratio_range"]
+            assert low <= row["ratio"] * (1 + 1e-9)
+            assert row["ratio"] <= high * (1 + 1e-9)
+        assert rows["gamma 0"]["tokens_per_step"] == rows["transformers"]["tokens_per_step"] == 1.0
+        assert rows["gamma 0"]["num_draft_tokens"] == 0
+        assert rows["gamma 0"]["acceptance_rate"] is None
+
+
+def test_step_parts_add_up_to_the_step(written: dict[str, Any]) -> None:
+    for cell in written["models"][0]["cells"]:
+        for row in cell["contenders"]:
+            ms = row["step_ms"]
+            if row["name"].startswith("transformers"):
+                assert ms is None
+                continue
+            parts = ms["draft"] + ms["forward"] + ms["verify"] + ms["other"]
+            assert parts == pytest.approx(ms["step"], rel=1e-6)
+            assert ms["outside_forward"] == pytest.approx(ms["step"] - ms["forward"])
+
+
+def test_drafts_were_made_and_changed_no_text(written: dict[str, Any]) -> None:
+    rows = [row for cell in written["models"][0]["cells"] for row in cell["contenders"]]
+    fixed = [row for row in rows if row["name"] == "nasd fixed 3"]
+    assert sum(row["num_draft_tokens"] for row in fixed) > 0
+    assert all(row["same_text"] == 1.0 for row in rows if "transformers" not in row["name"])
+
+
+def test_transformers_writes_the_same_greedy_text(written: dict[str, Any]) -> None:
+    """In fp32, padding on the left or not, end of text ignored by both."""
+    greedy = [
+        cell for cell in written["models"][0]["cells"] if cell["sampling"]["name"] == "greedy"
+    ]
+    assert all(cell["transformers_agreement"]["equal_outputs"] == 1.0 for cell in greedy)
+
+
+@pytest.mark.parametrize(
+    ("determinism", "same_text", "holds"),
+    [("exact", 1.0, True), ("exact", 0.5, False), ("fast", 0.5, True)],
+)
+def test_a_changed_text_fails_the_command_where_exactness_is_promised(
+    determinism: str, same_text: float, holds: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"name": "ngram", "same_text": same_text}
+    cell = {
+        "workload": "edit",
+        "batch_size": 4,
+        "sampling": {"name": "greedy"},
+        "contenders": [{"name": "transformers", "same_text": None}, row],
+    }
+    model = {"name": "bundled", "determinism": determinism, "cells": [cell]}
+    assert equality_holds(model) is holds
+    told = capsys.readouterr().out
+    assert ("edit, batch 4, greedy: ngram wrote" in told) is (same_text < 1)
+
+
+def test_an_unknown_drafter_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match="unknown drafter 'oracle'"):
+        main(["--model", "no such folder", "--drafters", "oracle"])

@@ -1,0 +1,78 @@
+"""The device check, on the CPU: it passes here, it would fail on a difference, it needs no server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.equality import EqualityResult, check_tiny_models
+from bench.gpu_check import equality_table, fp32_holds, main
+
+GOOD = EqualityResult("m", "ngram", "greedy", 2, 2, 2, num_draft_tokens=9, num_accepted_tokens=4)
+DIFFERENT = replace(GOOD, num_equal=1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_speculation_writes_gamma_0s_text_on_tiny_models() -> None:
+    results = check_tiny_models(torch.device("cpu"), num_new_tokens=10)
+    assert fp32_holds(results)
+    assert {result.model for result in results} == {"tiny Llama", "tiny Qwen3", "tiny Gemma-2"}
+    assert {result.batch_size for result in results} == {1, 4}
+
+
+@pytest.mark.parametrize(
+    ("results", "holds"),
+    [
+        ([GOOD], True),
+        ([GOOD, DIFFERENT], False),
+        ([replace(GOOD, num_accepted_tokens=0)], False),
+        ([replace(GOOD, num_accepted_tokens=9)], False),
+        ([], False),
+    ],
+)
+def test_equality_holds_only_where_it_was_tested(
+    results: list[EqualityResult], holds: bool
+) -> None:
+    assert fp32_holds(results) is holds
+
+
+def test_table_sums_over_samplings_and_points_at_differences() -> None:
+    other = replace(GOOD, sampling="T 1.3")
+    lines = equality_table([GOOD, other, replace(DIFFERENT, drafter="nasd")]).splitlines()
+    assert "4 of 4" in lines[2]
+    assert "DIFFER" not in lines[2]
+    assert "1 of 2" in lines[3]
+    assert "DIFFER" in lines[3]
+
+
+def test_command_fails_on_a_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.gpu_check.check_tiny_models", lambda *_: [GOOD, DIFFERENT])
+    output = tmp_path / "check.json"
+    assert main(["--device", "cpu", "--model", "--output", str(output)]) == 1
+    document = json.loads(output.read_text(encoding="utf-8"))
+    assert document["fp32_holds"] is False
+    assert document["fp32_equality"][1]["num_equal"] == 1
+    assert "fp32 equality FAILS" in capsys.readouterr().out
+
+
+def test_check_imports_nothing_of_the_server() -> None:
+    code = (
+        "import sys, bench.gpu_check; "
+        "print(sorted({'server', 'fastapi', 'pydantic', 'uvicorn'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"

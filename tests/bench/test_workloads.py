@@ -1,0 +1,93 @@
+"""The prompts come from the held-out files, fit, and are the same every time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_bench_model import tiny_tokenizer
+
+from bench.workloads import CODE_FILE, DATA, EDITS_FILE, PromptSource, load_prompts, workload_names
+
+
+@pytest.fixture(scope="module")
+def source() -> PromptSource:
+    return PromptSource(tiny_tokenizer(), vocab_size=512, max_prompt_tokens=4000)
+
+
+def text_of(source: PromptSource, ids: tuple[int, ...], skip_special: bool = False) -> str:
+    text = source.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+    assert isinstance(text, str)
+    return text
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+def test_code_prompts_are_the_held_out_prefixes(source: PromptSource) -> None:
+    prompts = load_prompts("code", source, 3)
+    wanted = [line["prompt"] for line in lines_of(CODE_FILE)[:3]]
+    assert [text_of(source, ids, skip_special=True) for ids in prompts] == wanted
+
+
+def test_edit_prompts_go_through_the_chat_template(source: PromptSource) -> None:
+    text = text_of(source, load_prompts("edit", source, 1)[0])
+    request = lines_of(EDITS_FILE)[0]["messages"][0]["content"]
+    assert request in text
+    assert text.endswith("<|assistant|>")
+    assert text.count("<|bos|>") == 1
+
+
+def test_edit_prompts_without_a_template_are_the_plain_request() -> None:
+    bare = PromptSource(tiny_tokenizer(), vocab_size=512, max_prompt_tokens=4000)
+    bare.tokenizer.chat_template = None
+    text = text_of(bare, load_prompts("edit", bare, 1)[0], skip_special=True)
+    assert text.strip() == lines_of(EDITS_FILE)[0]["messages"][0]["content"].strip()
+
+
+def test_random_prompts_have_no_special_tokens_and_stay_in_the_vocabulary(
+    source: PromptSource,
+) -> None:
+    prompts = load_prompts("random", source, 4)
+    special = set(source.tokenizer.all_special_ids)
+    assert special
+    assert all(0 <= token < 512 and token not in special for ids in prompts for token in ids)
+    assert len(set(prompts)) == 4
+
+
+@pytest.mark.parametrize("workload", workload_names())
+def test_prompts_are_the_same_every_time(workload: str, source: PromptSource) -> None:
+    assert load_prompts(workload, source, 5) == load_prompts(workload, source, 5)
+
+
+def test_prompts_too_long_for_the_model_are_left_out(source: PromptSource) -> None:
+    lengths = sorted(len(ids) for ids in load_prompts("edit", source, 64))
+    room = lengths[20]
+    short = PromptSource(source.tokenizer, 512, room)
+    prompts = load_prompts("edit", short, 64)
+    assert len(prompts) == 64
+    assert max(len(ids) for ids in prompts) <= room
+
+
+def test_more_prompts_than_lines_come_round_again(source: PromptSource) -> None:
+    count = len(lines_of(CODE_FILE))
+    prompts = load_prompts("code", source, count + 2)
+    assert prompts[count:] == prompts[:2]
+
+
+def test_no_room_for_any_prompt_is_an_error(source: PromptSource) -> None:
+    with pytest.raises(ValueError, match="no prompt of workload code fits into 1 tokens"):
+        load_prompts("code", PromptSource(source.tokenizer, 512, 1), 1)
+
+
+def test_an_unknown_workload_is_an_error(source: PromptSource) -> None:
+    with pytest.raises(ValueError, match="unknown workload 'poems'; known: code, edit, random"):
+        load_prompts("poems", source, 1)
+
+
+def test_missing_held_out_files_are_an_error(tmp_path: Path, source: PromptSource) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_prompts("code", PromptSource(source.tokenizer, 512, 4000, tmp_path), 1)
