@@ -1,0 +1,251 @@
+"""The whole path on real input: official client, HTTP, engine, bundled model, drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from engine.async_engine import AsyncEngine
+from engine.build import build_engine
+from engine.config import EngineConfig
+from server.app import build_app
+from server.settings import Settings
+
+CODE = '''def load_table(path, separator=","):
+    """Read a table of numbers."""
+    rows = []
+    with open(path) as stream:
+        for line in stream:
+            parts = line.strip().split(separator)
+            if not parts:
+                continue
+            rows.append([float(part) for part in parts])
+    return rows
+'''
+EDIT = [{"role": "user", "content": f"Rename the variable `rows` to `table`.\n\n{CODE}"}]
+DRAFT = {"speculative": {"draft_strategy": "ngram"}}
+PLAIN = {"speculative": {"draft_strategy": "none"}}
+
+
+@dataclass
+class Served:
+    engine: AsyncEngine
+    url: str
+
+    @property
+    def pool(self) -> Any:
+        return self.engine._core.pool
+
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
+
+    def until_idle(self) -> None:
+        """Wait for the engine to hold no request: aborts take effect between steps."""
+        deadline = time.monotonic() + 20
+        while self.engine._core.has_work:
+            assert time.monotonic() < deadline, "requests stayed in the engine"
+            time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """A real uvicorn on a loopback port, for all tests of this file."""
+    torch.manual_seed(0)
+    engine, tokenizer = build_engine(EngineConfig(max_num_seqs=8, check_integrity=True))
+    app = build_app(engine, tokenizer, Settings(drain_seconds=1))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    deadline = time.monotonic() + 60
+    while not server.started:
+        assert thread.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield Served(engine, url)
+    server.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+    listener.close()
+
+
+def visible(tokens: list[str]) -> str:
+    """Logprobs name special tokens, the text leaves them out."""
+    return "".join(token for token in tokens if token not in ("<|bos|>", "<|eos|>"))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}])
+def test_an_edit_streams_the_same_text_with_and_without_drafts(
+    served: Served, sampling: dict[str, Any]
+) -> None:
+    client = served.client()
+    texts, usages = [], []
+    for extra in (PLAIN, DRAFT):
+        stream = client.chat.completions.create(
+            model="slipstream-bundled",
+            messages=EDIT,  # type: ignore[arg-type]
+            max_tokens=96,
+            seed=5,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=extra,
+            **sampling,
+        )
+        chunks = list(stream)
+        texts.append("".join(c.choices[0].delta.content or "" for c in chunks if c.choices))
+        usages.append(chunks[-1].usage)
+    assert texts[0]
+    assert texts[0] == texts[1]
+    plain, drafted = (usage.model_extra["speculative"] for usage in usages)
+    assert plain["num_draft_tokens"] == 0
+    assert drafted["num_accepted_tokens"] > 0
+    assert drafted["num_steps"] < plain["num_steps"]
+    assert usages[0].completion_tokens == usages[1].completion_tokens
+
+
+def test_requests_side_by_side_write_what_they_write_alone(served: Served) -> None:
+    """Different drafters, shapes and samplings share the batch; nobody's text may move."""
+    bodies: list[dict[str, Any]] = [
+        {"temperature": 0, "extra_body": DRAFT},
+        {"temperature": 0.8, "seed": 1, "extra_body": {"speculative": {"draft_strategy": "nasd"}}},
+        {
+            "temperature": 1.0,
+            "seed": 2,
+            "extra_body": {
+                "speculative": {
+                    "draft_strategy": "nasd",
+                    "adaptive_depth": False,
+                    "tree_strategy": "tree",
+                    "tree_width": 3,
+                    "tree_depth": 4,
+                }
+            },
+        },
+        {"temperature": 0.6, "seed": 3, "extra_body": PLAIN},
+    ]
+
+    async def write(client: AsyncOpenAI, body: dict[str, Any]) -> str:
+        reply = await client.completions.create(
+            model="slipstream-bundled", prompt=CODE[:200], max_tokens=48, **body
+        )
+        return reply.choices[0].text
+
+    async def run() -> tuple[list[str], list[str]]:
+        url = f"{served.url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+            alone = [await write(client, body) for body in bodies]
+            together = await asyncio.gather(*(write(client, body) for body in bodies))
+        return alone, list(together)
+
+    alone, together = asyncio.run(run())
+    assert alone == together
+
+
+def test_a_client_that_leaves_frees_its_blocks_within_a_step(served: Served) -> None:
+    served.until_idle()
+    body = {
+        "model": "slipstream-bundled",
+        "prompt": CODE,
+        "max_tokens": 1500,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{served.url}/v1/completions", json=body) as reply,
+    ):
+        next(reply.iter_lines())
+        assert served.engine._core.has_work
+    served.until_idle()
+    counts = served.pool.counts()
+    assert counts["committed"] == counts["draft"] == 0
+    served.pool.check_integrity()
+
+
+def test_n_choices_share_the_prompt_and_differ(served: Served) -> None:
+    reply = served.client().completions.create(
+        model="slipstream-bundled",
+        prompt=CODE * 2,
+        n=3,
+        max_tokens=24,
+        temperature=1.0,
+        seed=11,
+        logprobs=2,
+        extra_body={"ignore_eos": True},
+    )
+    texts = [choice.text for choice in reply.choices]
+    assert len(set(texts)) > 1
+    for choice in reply.choices:
+        assert choice.logprobs is not None
+        assert visible(choice.logprobs.tokens or []) == choice.text
+        assert all(value <= 0 for value in choice.logprobs.token_logprobs or [] if value)
+
+
+def test_echo_with_logprobs_covers_the_prompt(served: Served) -> None:
+    reply = served.client().completions.create(
+        model="slipstream-bundled", prompt="import os\n", echo=True, max_tokens=3, logprobs=1
+    )
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert reply.choices[0].text.startswith("import os\n")
+    assert visible(logprobs.tokens) == reply.choices[0].text
+    assert logprobs.token_logprobs[0] is None
+    assert all(value is not None for value in logprobs.token_logprobs[1:])
+
+
+def test_a_stop_string_ends_the_text_before_it(served: Served) -> None:
+    def write(**more: Any) -> Any:
+        return served.client().completions.create(
+            model="slipstream-bundled",
+            prompt=CODE,
+            max_tokens=60,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+            **more,
+        )
+
+    whole = write().choices[0].text
+    stop = whole[12:16]
+    choice = write(stop=[stop]).choices[0]
+    assert choice.text == whole[: whole.index(stop)]
+    assert choice.finish_reason == "stop"
+
+
+def test_what_cannot_be_is_refused_by_name(served: Served) -> None:
+    client = served.client()
+    with pytest.raises(BadRequestError) as refused:
+        client.completions.create(
+            model="slipstream-bundled",
+            prompt="x",
+            extra_body={"speculative": {"draft_strategy": "eagle"}},
+        )
+    assert refused.value.param == "speculative.draft_strategy"
+    assert "ngram" in refused.value.message
+
+
+def test_metrics_tell_what_speculation_did(served: Served) -> None:
+    text = httpx.get(f"{served.url}/metrics").text
+    values = dict(
+        line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
+    )
+    drafted = [
+        float(value)
+        for name, value in values.items()
+        if name.startswith("vllm:spec_decode_num_accepted_tokens_total")
+    ]
+    assert sum(drafted) > 0
