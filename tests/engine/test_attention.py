@@ -272,6 +272,19 @@ def test_what_one_request_overflows_never_reaches_another(
                 torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.zeros(HEADS)], ids=["fused", "sinks"])
+def test_products_that_overflow_with_masked_keys_do_no_harm(sinks: torch.Tensor | None) -> None:
+    """In float16 a neighbour's large keys give infinite scores, and infinity less infinity is NaN."""
+    store = KVStore(1, NUM_BLOCKS, SIZE, KV_HEADS, DIM_K, DIM_V, torch.float16, CPU)
+    options = AttentionOptions(None, None, None, sinks)
+    large = draw(7, 0, SIZE, table=(0,), dtype=torch.float16)
+    large.key.copy_(20_000 * large.key.sign())
+    run([large], False, options, store)
+    texts = [draw(1, 40, 2, dtype=torch.float16), draw(2, 3, 2, dtype=torch.float16)]
+    for text, output in zip(texts, run(texts, False, options, store), strict=True):
+        torch.testing.assert_close(output.double(), naive(text, options), rtol=0, atol=0.03)
+
+
 def test_depths_and_chains_of_rows() -> None:
     rows = RequestRows(0, 2, 5, (-1, 0, 0, 2, -1), range(3))
     assert rows.num_rows == 7
