@@ -1,0 +1,237 @@
+"""Promise 1, in fp32: the same tokens whatever drafts, how much, in what shape and beside whom.
+
+Every stream is compared with that of the same request at gamma 0, alone, its prompt in one piece;
+that one is compared with transformers' own forward over the whole text, token by token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from engine_harness import DictatedCost, Driver, Setup, TinyTarget, drafting, request
+
+from drafters.tree import EMPTY
+from engine.logits import choose_tokens
+from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.sampling_state import RowGroup, SamplingState
+
+NUM_TOKENS = 24
+NUM_PROMPTS = 4
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0),
+    "t07_top_p": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, top_p=0.9),
+    "t13": SamplingParams(max_tokens=NUM_TOKENS, temperature=1.3),
+}
+DRAFTERS = ("none", "ngram", "nasd_one_level", "nasd")
+WIDTHS = {"chain": 1, "tree": 3}
+
+
+def gammas(drafter: str, width: int) -> list[SpeculativeParams]:
+    fixed = [drafting(drafter, "fixed", gamma, width) for gamma in (0, 1, 2, 4, 7, 11, 16)]
+    rates = [
+        replace(drafting(drafter, "target_rate", 4, width), target_acceptance_rate=rate)
+        for rate in (0.2, 0.8)
+    ]
+    return [*fixed, *rates, drafting(drafter, "goodput", 8, width)]
+
+
+def prompt(index: int) -> list[int]:
+    """Numbers counted in a circle with a few others between them, twice."""
+    rng = random.Random(index)
+    circle, start = 8 * rng.randrange(8), rng.randrange(8)
+    phrase = [circle + (start + step) % 8 for step in range(9)]
+    phrase += [rng.randrange(64) for _ in range(3)]
+    return phrase * 2
+
+
+def subjects(drafter: str, sampling: SamplingParams) -> list[GenerationRequest]:
+    """A request for every shape and gamma, over a few prompts and seeds."""
+    variants = [params for width in WIDTHS.values() for params in gammas(drafter, width)]
+    return [
+        request(
+            f"subject-{index}",
+            prompt(index % NUM_PROMPTS),
+            replace(sampling, seed=index % NUM_PROMPTS),
+            params,
+        )
+        for index, params in enumerate(variants)
+    ]
+
+
+def neighbours(num: int, prefix: str = "neighbour") -> list[GenerationRequest]:
+    """Requests with other prompts, seeds, drafters, lengths and temperatures."""
+    rng = random.Random(num)
+    return [
+        request(
+            f"{prefix}-{index}",
+            prompt(100 + index)[: rng.randrange(3, 20)],
+            SamplingParams(
+                max_tokens=rng.randrange(4, 20), temperature=index % 2 * 0.8, seed=index
+            ),
+            drafting(DRAFTERS[index % 4], "fixed", 5, 1 + index % 3),
+        )
+        for index in range(num)
+    ]
+
+
+# --- situations: serve the subjects, and show that the situation came about ---
+
+
+def alone(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
+    """One core each; the returned driver holds all streams."""
+    together = Driver(target.core(Setup()))
+    for each in requests:
+        driver = Driver(target.core(Setup())).run(each)
+        together.token_ids |= driver.token_ids
+        together.finishes |= driver.finishes
+    return together
+
+
+def mixed_batch(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
+    setup = Setup(max_num_seqs=32, max_num_rows=256, cost=DictatedCost(row_seconds=0.001))
+    driver = Driver(target.core(setup)).run(*neighbours(4), *requests)
+    assert max(stats.num_running for stats in driver.stats) > len(requests) // 2
+    return driver
+
+
+def chunked(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
+    setup = Setup(prefill_chunk=5, max_num_seqs=6, max_num_rows=40, prefix_cache=False)
+    driver = Driver(target.core(setup)).run(*requests)
+    num_chunks = -(-len(prompt(0)) // 5)
+    assert min(driver.first_step[each.request_id] for each in requests) >= num_chunks
+    return driver
+
+
+def prefix_hit(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
+    driver = Driver(target.core(Setup(max_num_seqs=4)))
+    driver.run(*(request(f"first-{index}", prompt(index)) for index in range(NUM_PROMPTS)))
+    driver.run(*requests)
+    for each in requests:
+        assert driver.finishes[each.request_id].num_cached_tokens >= len(prompt(0)) - 4
+    return driver
+
+
+def preempted(
+    target: TinyTarget, requests: Sequence[GenerationRequest], prefix_cache: bool
+) -> Driver:
+    """Blocks for about three requests, and now and then somebody important."""
+    setup = Setup(num_blocks=36, max_num_seqs=6, prefix_cache=prefix_cache)
+    driver = Driver(target.core(setup))
+    driver.submit(*requests)
+    for important in neighbours(12, "important"):
+        for _ in range(4):
+            driver.step()
+        driver.submit(replace(important, priority=-1))
+    driver.run()
+    finishes = [driver.finishes[each.request_id] for each in requests]
+    num_preempted = sum(finish.timings.num_preemptions > 0 for finish in finishes)
+    assert num_preempted > len(requests) // 3
+    return driver
+
+
+def aborted_neighbours(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
+    setup = Setup(max_num_seqs=32, max_num_rows=256)
+    driver = Driver(target.core(setup))
+    doomed = neighbours(8, "doomed")
+    # Some share a subject's prompt, and with it the blocks.
+    doomed = [
+        replace(each, prompt_token_ids=tuple(prompt(index)), sampling=SamplingParams(max_tokens=99))
+        for index, each in enumerate(doomed)
+    ]
+    driver.submit(*doomed, *requests)
+    for each in doomed:
+        driver.step()
+        driver.core.abort(each.request_id)
+    driver.run()
+    assert all(driver.finishes[each.request_id].reason == "abort" for each in doomed)
+    return driver
+
+
+SITUATIONS: dict[str, Callable[[TinyTarget, Sequence[GenerationRequest]], Driver]] = {
+    "alone": alone,
+    "mixed_batch": mixed_batch,
+    "chunked_prompt": chunked,
+    "prefix_hit": prefix_hit,
+    "preempted": partial(preempted, prefix_cache=False),
+    "preempted_with_cache": partial(preempted, prefix_cache=True),
+    "aborted_neighbours": aborted_neighbours,
+}
+
+
+# --- references ---
+
+
+def plain(target: TinyTarget, each: GenerationRequest) -> list[int]:
+    """The stream at gamma 0, alone, from a core of its own."""
+    driver = Driver(target.core(Setup())).run(replace(each, speculative=SpeculativeParams()))
+    return driver.token_ids[each.request_id]
+
+
+@pytest.fixture(scope="module")
+def plain_streams(tiny_target: TinyTarget) -> dict[tuple[str, int], list[int]]:
+    """By sampling and prompt."""
+    return {
+        (name, index): plain(
+            tiny_target, request("plain", prompt(index), replace(sampling, seed=index))
+        )
+        for name, sampling in SAMPLINGS.items()
+        for index in range(NUM_PROMPTS)
+    }
+
+
+@torch.inference_mode()
+def recomputed(target: TinyTarget, each: GenerationRequest, num_tokens: int) -> list[int]:
+    """The stream by a forward of transformers' own over the whole text for every token."""
+    state = SamplingState(each, (), 64, 256)
+    token_ids = list(each.prompt_token_ids)
+    for _ in range(num_tokens):
+        logits = target.reference(torch.tensor([token_ids])).logits[0, -1:]
+        token_ids += choose_tokens(logits, [RowGroup(state, 0, EMPTY)])
+        state.append(token_ids[-1:])
+    return token_ids[-num_tokens:]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_plain_stream_is_the_one_transformers_writes(
+    tiny_target: TinyTarget, sampling: str, plain_streams: dict[tuple[str, int], list[int]]
+) -> None:
+    for index in range(NUM_PROMPTS):
+        each = request("r", prompt(index), replace(SAMPLINGS[sampling], seed=index))
+        assert plain_streams[sampling, index] == recomputed(tiny_target, each, NUM_TOKENS)
+
+
+def test_streams_differ_between_prompts_seeds_and_temperatures(
+    plain_streams: dict[tuple[str, int], list[int]],
+) -> None:
+    """Else equality would say little."""
+    assert len({tuple(stream) for stream in plain_streams.values()}) == len(plain_streams)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_drafting_changes_no_token(
+    tiny_target: TinyTarget,
+    situation: str,
+    sampling: str,
+    drafter: str,
+    plain_streams: dict[tuple[str, int], list[int]],
+) -> None:
+    requests = subjects(drafter, SAMPLINGS[sampling])
+    driver = SITUATIONS[situation](tiny_target, requests)
+    for index, each in enumerate(requests):
+        expected = plain_streams[sampling, index % NUM_PROMPTS]
+        assert driver.token_ids[each.request_id] == expected, each.speculative
+        assert driver.finishes[each.request_id].reason == "length"
+    accounts = [driver.finishes[each.request_id].speculative for each in requests]
+    num_drafted = sum(account.num_draft_tokens for account in accounts)
+    num_accepted = sum(account.num_accepted_tokens for account in accounts)
+    if drafter == "none":
+        assert num_drafted == 0
+    else:
+        assert 0 < num_accepted < num_drafted
