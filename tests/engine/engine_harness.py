@@ -6,6 +6,7 @@ steps the core by hand and checks at every step what has to hold at every step.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,8 +19,10 @@ from engine.core import EngineCore, ModelLimits, Runner
 from engine.cost_model import CostModel
 from engine.events import ErrorEvent, FinishInfo, StepStats, TokenEvent, TokenLogprobs
 from engine.loader import adopt, prepare_model
+from engine.logits import choose_tokens
 from engine.model_runner import ModelRunner
 from engine.params import GammaPolicyName, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.sampling_state import RowGroup, SamplingState
 from engine.scheduler import Scheduler
 from engine.speculation import Speculation
 from kvpool.block_pool import BlockPool
@@ -111,6 +114,29 @@ class TinyTarget:
         )
         runner = ModelRunner(self._model, self._shapes, store, exact=False)
         return build_core(runner, TINY_VOCAB, setup)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """transformers' own, ``[len(token_ids), vocab_size]``."""
+        return self.reference(torch.tensor([token_ids])).logits[0]  # type: ignore[no-any-return]
+
+    def recomputed(self, each: GenerationRequest, num_tokens: int) -> list[int]:
+        """The request's text by a forward over all of it for every token; nothing stops it."""
+        state = SamplingState(each, (), TINY_VOCAB, 256)
+        token_ids = list(each.prompt_token_ids)
+        for _ in range(num_tokens):
+            token_ids += choose_tokens(self.logits(token_ids)[-1:], [RowGroup(state, 0)])
+            state.append(token_ids[-1:])
+        return token_ids[-num_tokens:]
+
+
+def circle_prompt(index: int) -> list[int]:
+    """24 tokens: numbers counted in a circle with a few others between them, twice."""
+    rng = random.Random(index)
+    circle, start = 8 * rng.randrange(8), rng.randrange(8)
+    phrase = [circle + (start + step) % 8 for step in range(9)]
+    phrase += [rng.randrange(TINY_VOCAB) for _ in range(3)]
+    return phrase * 2
 
 
 def _tiny_llama() -> PreTrainedModel:

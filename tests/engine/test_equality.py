@@ -12,13 +12,17 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
-from engine_harness import DictatedCost, Driver, Setup, TinyTarget, drafting, request
+from engine_harness import (
+    DictatedCost,
+    Driver,
+    Setup,
+    TinyTarget,
+    circle_prompt,
+    drafting,
+    request,
+)
 
-from drafters.tree import EMPTY
-from engine.logits import choose_tokens
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
-from engine.sampling_state import RowGroup, SamplingState
 
 NUM_TOKENS = 24
 NUM_PROMPTS = 4
@@ -40,22 +44,13 @@ def gammas(drafter: str, width: int) -> list[SpeculativeParams]:
     return [*fixed, *rates, drafting(drafter, "goodput", 8, width)]
 
 
-def prompt(index: int) -> list[int]:
-    """Numbers counted in a circle with a few others between them, twice."""
-    rng = random.Random(index)
-    circle, start = 8 * rng.randrange(8), rng.randrange(8)
-    phrase = [circle + (start + step) % 8 for step in range(9)]
-    phrase += [rng.randrange(64) for _ in range(3)]
-    return phrase * 2
-
-
 def subjects(drafter: str, sampling: SamplingParams) -> list[GenerationRequest]:
     """A request for every shape and gamma, over a few prompts and seeds."""
     variants = [params for width in WIDTHS.values() for params in gammas(drafter, width)]
     return [
         request(
             f"subject-{index}",
-            prompt(index % NUM_PROMPTS),
+            circle_prompt(index % NUM_PROMPTS),
             replace(sampling, seed=index % NUM_PROMPTS),
             params,
         )
@@ -69,7 +64,7 @@ def neighbours(num: int, prefix: str = "neighbour") -> list[GenerationRequest]:
     return [
         request(
             f"{prefix}-{index}",
-            prompt(100 + index)[: rng.randrange(3, 20)],
+            circle_prompt(100 + index)[: rng.randrange(3, 20)],
             SamplingParams(
                 max_tokens=rng.randrange(4, 20), temperature=index % 2 * 0.8, seed=index
             ),
@@ -102,17 +97,17 @@ def mixed_batch(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Dr
 def chunked(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
     setup = Setup(prefill_chunk=5, max_num_seqs=6, max_num_rows=40, prefix_cache=False)
     driver = Driver(target.core(setup)).run(*requests)
-    num_chunks = -(-len(prompt(0)) // 5)
+    num_chunks = -(-len(circle_prompt(0)) // 5)
     assert min(driver.first_step[each.request_id] for each in requests) >= num_chunks
     return driver
 
 
 def prefix_hit(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
     driver = Driver(target.core(Setup(max_num_seqs=4)))
-    driver.run(*(request(f"first-{index}", prompt(index)) for index in range(NUM_PROMPTS)))
+    driver.run(*(request(f"first-{index}", circle_prompt(index)) for index in range(NUM_PROMPTS)))
     driver.run(*requests)
     for each in requests:
-        assert driver.finishes[each.request_id].num_cached_tokens >= len(prompt(0)) - 4
+        assert driver.finishes[each.request_id].num_cached_tokens >= len(circle_prompt(0)) - 4
     return driver
 
 
@@ -140,7 +135,11 @@ def aborted_neighbours(target: TinyTarget, requests: Sequence[GenerationRequest]
     doomed = neighbours(8, "doomed")
     # Some share a subject's prompt, and with it the blocks.
     doomed = [
-        replace(each, prompt_token_ids=tuple(prompt(index)), sampling=SamplingParams(max_tokens=99))
+        replace(
+            each,
+            prompt_token_ids=tuple(circle_prompt(index)),
+            sampling=SamplingParams(max_tokens=99),
+        )
         for index, each in enumerate(doomed)
     ]
     driver.submit(*doomed, *requests)
@@ -177,23 +176,11 @@ def plain_streams(tiny_target: TinyTarget) -> dict[tuple[str, int], list[int]]:
     """By sampling and prompt."""
     return {
         (name, index): plain(
-            tiny_target, request("plain", prompt(index), replace(sampling, seed=index))
+            tiny_target, request("plain", circle_prompt(index), replace(sampling, seed=index))
         )
         for name, sampling in SAMPLINGS.items()
         for index in range(NUM_PROMPTS)
     }
-
-
-@torch.inference_mode()
-def recomputed(target: TinyTarget, each: GenerationRequest, num_tokens: int) -> list[int]:
-    """The stream by a forward of transformers' own over the whole text for every token."""
-    state = SamplingState(each, (), 64, 256)
-    token_ids = list(each.prompt_token_ids)
-    for _ in range(num_tokens):
-        logits = target.reference(torch.tensor([token_ids])).logits[0, -1:]
-        token_ids += choose_tokens(logits, [RowGroup(state, 0, EMPTY)])
-        state.append(token_ids[-1:])
-    return token_ids[-num_tokens:]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -201,8 +188,8 @@ def test_plain_stream_is_the_one_transformers_writes(
     tiny_target: TinyTarget, sampling: str, plain_streams: dict[tuple[str, int], list[int]]
 ) -> None:
     for index in range(NUM_PROMPTS):
-        each = request("r", prompt(index), replace(SAMPLINGS[sampling], seed=index))
-        assert plain_streams[sampling, index] == recomputed(tiny_target, each, NUM_TOKENS)
+        each = request("r", circle_prompt(index), replace(SAMPLINGS[sampling], seed=index))
+        assert plain_streams[sampling, index] == tiny_target.recomputed(each, NUM_TOKENS)
 
 
 def test_streams_differ_between_prompts_seeds_and_temperatures(
