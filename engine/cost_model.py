@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ _FORGETTING = 0.005
 """A knot unseen for ``_PATIENCE`` steps drifts back to its start-up value. Without that, a few slow
 steps at high row counts would be believed for ever, since gamma then never goes there again."""
 _SMALLEST_SECONDS = 1e-9
+_MOST_CHOSEN_ROWS = 64
 
 
 class Measurement(NamedTuple):
@@ -54,24 +56,38 @@ def measure(
     max_rows: int,
     repeats: int = 5,
     contexts: tuple[int, int] = (0, 512),
+    budget_seconds: float = 2.0,
 ) -> list[Measurement]:
-    """Medians of ``run(num_rows, num_kv_tokens) -> seconds``.
+    """Measure ``run(num_rows, num_kv_tokens) -> seconds``.
 
-    Every row count at the first context, one and eight rows at the second, each run once untimed
-    before. Rounds go over all points in turn, so that a slow spell of the machine hits all of them
-    alike.
+    Row counts that gamma chooses among, up to 64, count with the median of ``repeats`` runs after an
+    untimed one; one and eight rows at the second context too. Rounds go over all of them in turn, so
+    that a slow spell of the machine hits all alike, and end early once ``budget_seconds`` are spent.
+    Larger counts, which only prompts reach, run twice, the better counts; those that would take more
+    than a quarter of the budget are left to ``CostModel``, which goes on as steeply.
     """
     near, far = contexts
-    points = [(count, near) for count in bucket_row_counts(max_rows)]
+    counts = bucket_row_counts(max_rows)
+    points = [(count, near) for count in counts if count <= _MOST_CHOSEN_ROWS]
     if far > near:
         points += [(count, far) for count in (1, 8) if count <= max_rows]
-    for point in points:
-        run(*point)
+    spent = sum(run(*point) for point in points)
     seconds: dict[tuple[int, int], list[float]] = {point: [] for point in points}
     for _ in range(repeats):
         for point in points:
             seconds[point].append(run(*point))
-    return [Measurement(*point, median(values)) for point, values in seconds.items()]
+        spent += sum(values[-1] for values in seconds.values())
+        if spent > budget_seconds:
+            break
+    measured = [Measurement(*point, median(values)) for point, values in seconds.items()]
+    last = max((each for each in measured if each.num_kv_tokens == near), key=itemgetter(0))
+    for count in counts:
+        if count > last.num_rows:
+            if last.seconds * count / last.num_rows > budget_seconds / 4:
+                break
+            last = Measurement(count, near, min(run(count, near), run(count, near)))
+            measured.append(last)
+    return measured
 
 
 class CostModel:

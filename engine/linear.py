@@ -63,9 +63,9 @@ class PackedLinear(nn.Module):
         )
         return result
 
-    def make_exact(self, safe_rows: int | None) -> None:
+    def make_exact(self, safe_rows: int) -> None:
         """Keep every row's bits, given the row count up to which they hold by themselves."""
-        if safe_rows is not None and safe_rows < _SHORTEST_SLICE:
+        if safe_rows < _SHORTEST_SLICE:
             self.tile_rows = _TILE_ROWS
         else:
             self.slice_rows = safe_rows
@@ -81,42 +81,39 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @torch.inference_mode()
-def safe_rows(in_features: int, out_features: int, most: int) -> int | None:
-    """The largest probed row count up to which every row has the bits it has alone; None: all.
+def safe_rows(in_features: int, out_features: int, most: int) -> int:
+    """The largest probed row count, ``most`` at most, up to which every row has the bits it has alone.
 
     Rounding to bf16 hides most differences in the order of summation. So the probe's products cancel
-    in pairs: what is left of a sum is its rounding errors, which no other order repeats.
+    in pairs: what is left of a sum is its rounding errors, which no other order repeats. All rows of
+    the probe are one row, whose bits have to come out at every place: its outputs are sums enough.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out_features, in_features, generator=generator).to(torch.bfloat16)
-    inputs = torch.randn(most, in_features, generator=generator).to(torch.bfloat16)
+    row = torch.randn(1, in_features, generator=generator).to(torch.bfloat16)
     order = torch.randperm(in_features, generator=generator)
     half = in_features // 2
     first, second = order[:half], order[half : 2 * half]
     weight[:, second] = weight[:, first]
-    inputs[:, second] = -inputs[:, first]
+    row[:, second] = -row[:, first]
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     layer = PackedLinear(linear)
 
-    alone = torch.cat([layer(inputs[row : row + 1]) for row in range(min(most, 64))])
+    alone = layer(row)
     safe = 1
-    for rows in (count for count in _PROBED_ROWS if count <= most):
-        if rows > alone.shape[0]:
-            # Past 64 rows, slices already known to be exact stand in for single rows.
-            alone = torch.cat([layer(part) for part in inputs.split(safe)])
-        if not torch.equal(layer(inputs[:rows]), alone[:rows]):
-            return safe
+    most = min(most, _PROBED_ROWS[-1])
+    for rows in sorted({most, *(count for count in _PROBED_ROWS if count < most)}):
+        if not torch.equal(layer(row.repeat(rows, 1)), alone.expand(rows, -1)):
+            break
         safe = rows
-    return None
+    return safe
 
 
-def _probe_within_reason(in_features: int, out_features: int, most: int) -> int | None:
+def _probe_within_reason(in_features: int, out_features: int, most: int) -> int:
     """Vocabulary-sized heads see few rows; probing them for a whole chunk would take half a minute."""
-    if in_features * out_features <= _LARGE_WEIGHT:
-        return safe_rows(in_features, out_features, most)
-    most = min(most, _LARGE_WEIGHT_ROWS)
-    return safe_rows(in_features, out_features, most) or most
+    large = in_features * out_features > _LARGE_WEIGHT
+    return safe_rows(in_features, out_features, min(most, _LARGE_WEIGHT_ROWS) if large else most)
 
 
 def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> int:
@@ -124,7 +121,7 @@ def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> int:
 
     The unpacked weight is dropped with its module; a tied head keeps the embedding and packs a copy.
     """
-    limits: dict[tuple[int, int], int | None] = {}
+    limits: dict[tuple[int, int], int] = {}
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

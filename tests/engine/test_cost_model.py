@@ -168,7 +168,7 @@ def test_measuring_takes_medians_over_interleaved_rounds() -> None:
         slow = calls.count((num_rows, num_kv_tokens)) in (1, 3)
         return true_seconds(num_rows, num_kv_tokens) * (5.0 if slow else 1.0)
 
-    points = measure(run, max_rows=20, repeats=3)
+    points = measure(run, max_rows=20, repeats=3, budget_seconds=60.0)
     num_points = len(points)
     assert calls == calls[:num_points] * 4
     assert [point.num_rows for point in points if point.num_kv_tokens == 0] == bucket_row_counts(20)
@@ -176,6 +176,37 @@ def test_measuring_takes_medians_over_interleaved_rounds() -> None:
     model = CostModel(points)
     for rows, context in ((1, 0), (7, 100), (20, 2000)):
         assert model.step_seconds(rows, context) == pytest.approx(true_seconds(rows, context))
+
+
+def test_measuring_stops_when_its_budget_is_spent_but_covers_every_row_count_that_gamma_chooses() -> (
+    None
+):
+    calls: list[tuple[int, int]] = []
+
+    def run(num_rows: int, num_kv_tokens: int) -> float:
+        calls.append((num_rows, num_kv_tokens))
+        return true_seconds(num_rows, num_kv_tokens)
+
+    points = measure(run, max_rows=1024, repeats=3, budget_seconds=0.8)
+    # 1.2 s went into the first round: there is no second, and nothing longer than 0.2 s is run.
+    assert calls == calls[: len(points)] * 2
+    assert [rows for rows, context, _ in points if context == 0] == bucket_row_counts(64)
+    patient = measure(run, max_rows=1024, repeats=3, budget_seconds=2.0)
+    # 256 rows would take 0.39 s, going by 128; 512 would take 0.69 s, more than a quarter.
+    assert max(rows for rows, _, _ in patient) == 256
+    assert CostModel(patient).step_seconds(1024, 0) == pytest.approx(true_seconds(1024))
+
+
+def test_large_row_counts_run_twice_and_the_better_run_counts() -> None:
+    calls: list[int] = []
+
+    def run(num_rows: int, _: int) -> float:
+        calls.append(num_rows)
+        return (3.0 if calls.count(num_rows) == 1 else 1.0) * 1e-4 * num_rows
+
+    points = measure(run, max_rows=512, repeats=2, contexts=(0, 0))
+    assert [calls.count(rows) for rows in (64, 128, 512)] == [3, 2, 2]
+    assert [point.seconds for point in points[-3:]] == pytest.approx([0.0128, 0.0256, 0.0512])
 
 
 def test_buckets_are_finer_where_gamma_is_chosen_and_end_at_the_most_rows() -> None:
