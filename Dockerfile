@@ -1,0 +1,59 @@
+# CPU:   docker build -t slipstream .
+# CUDA:  docker build -t slipstream:cuda --build-arg DEVICE=cuda --build-arg TORCH_INDEX=<URL> .
+# Run:   docker run --rm -p 8000:8000 -v slipstream-models:/models slipstream [MODEL] [--flag VALUE ...]
+#        (CUDA: with --gpus all)
+#
+# TORCH_INDEX is the wheel index torch alone is taken from: the one PyTorch's install page gives for your
+# CUDA version, or for CPU only (a much smaller image: the Linux x86-64 wheel of the default index carries
+# CUDA). Empty: where pip gets everything else, which PIP_INDEX_URL and PIP_EXTRA_INDEX_URL can move.
+
+ARG PYTHON_IMAGE=python:3.12-slim
+
+FROM ${PYTHON_IMAGE} AS build
+ARG TORCH_INDEX=""
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/slipstream/bin:$PATH
+WORKDIR /src
+RUN python -m venv /opt/slipstream
+# Dependencies have a layer of their own: it lasts until pyproject.toml changes.
+COPY pyproject.toml ./
+# hadolint ignore=DL3013
+RUN python -c "import tomllib; \
+print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > dependencies.txt \
+    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch' dependencies.txt)" \
+    && pip install -r dependencies.txt
+COPY README.md LICENSE ./
+COPY server server
+COPY engine engine
+COPY drafters drafters
+COPY kvpool kvpool
+RUN pip install --no-deps .
+
+FROM ${PYTHON_IMAGE} AS runtime
+ARG DEVICE=cpu
+LABEL org.opencontainers.image.title="Slipstream" \
+      org.opencontainers.image.description="An LLM inference server in which every request drafts" \
+      org.opencontainers.image.licenses="Apache-2.0"
+RUN useradd --create-home --uid 10001 slipstream \
+    && install -d -o slipstream -g slipstream /models
+COPY --from=build /opt/slipstream /opt/slipstream
+# Models from the hub are kept in the volume. The NVIDIA variables do nothing without its runtime.
+ENV PATH=/opt/slipstream/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/models \
+    SLIPSTREAM_HOST=0.0.0.0 \
+    SLIPSTREAM_PORT=8000 \
+    SLIPSTREAM_DEVICE=${DEVICE} \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001
+WORKDIR /home/slipstream
+VOLUME /models
+EXPOSE 8000
+# Loading and measuring a model takes its time; a failure counts only once that is over.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"SLIPSTREAM_PORT\"]}/health', timeout=4)"]
+# On SIGTERM, running requests get SLIPSTREAM_DRAIN_SECONDS (30) to finish: stop with a longer timeout.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["slipstream", "serve"]

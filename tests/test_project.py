@@ -1,0 +1,333 @@
+"""What is shipped: the wheel, the image, the scripts and the README say what is true."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafters.registry import drafter_names
+from server.protocol import ChatRequest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("server", "engine", "drafters", "kvpool")
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def normal(requirement: str) -> str:
+    """A distribution's name as indexes compare it."""
+    name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# --- the distribution ---
+
+
+def test_every_package_is_listed() -> None:
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+    }
+    assert found == set(PYPROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_what_the_packages_import_is_declared() -> None:
+    declared = {normal(each) for each in PYPROJECT["project"]["dependencies"]}
+    # pydantic pins the one build of its core that it works with.
+    declared |= {"pydantic-core"} if "pydantic" in declared else set()
+    distributions = packages_distributions()
+    undeclared = {}
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for top in {name.partition(".")[0] for name in names}:
+                if top in sys.stdlib_module_names or top in PACKAGES:
+                    continue
+                owners = {normal(name) for name in distributions.get(top, [])}
+                if not owners & declared:
+                    undeclared[top] = path.name
+    assert undeclared == {}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: a build leaves folders behind where it runs."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for package in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, source / package, ignore=ignored)
+    target = tmp_path_factory.mktemp("wheel")
+    code = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", code, str(target)], cwd=source, check=True, capture_output=True
+    )
+    return next(target.glob("*.whl"))
+
+
+def test_the_wheel_brings_the_models_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        entry_points = archive.read(next(n for n in names if n.endswith("entry_points.txt")))
+    for model in ("target", "draft"):
+        kept = {path.name for path in (ROOT / "engine" / "bundled" / model).iterdir()}
+        assert {"model.safetensors", "tokenizer.json", "config.json", "README.md"} <= kept
+        assert {f"engine/bundled/{model}/{name}" for name in kept} <= names
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert b"slipstream = server.cli:main" in entry_points
+    info = wheel.name.split("-")[0] + "-" + wheel.name.split("-")[1] + ".dist-info"
+    assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
+
+
+def test_the_wheel_runs_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = "import server.cli, sys; print(server.cli.__file__); server.cli.main(['serve', '-h'])"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # Help ends the process with status 0.
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(str(tmp_path / "site"))
+
+
+# --- the image ---
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """Instructions in order, comments dropped and continued lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    lines = text.replace("\\\n", " ").splitlines()
+    return [
+        (word, rest.strip()) for word, _, rest in (each.partition(" ") for each in lines if each)
+    ]
+
+
+def last_stage() -> list[tuple[str, str]]:
+    steps = dockerfile()
+    start = max(index for index, (word, _) in enumerate(steps) if word == "FROM")
+    return steps[start:]
+
+
+def values(steps: list[tuple[str, str]], word: str) -> list[str]:
+    return [rest for each, rest in steps if each == word]
+
+
+def environment(steps: list[tuple[str, str]]) -> dict[str, str]:
+    pairs = (pair.partition("=") for rest in values(steps, "ENV") for pair in rest.split())
+    return {name: value for name, _, value in pairs}
+
+
+def test_the_image_is_built_in_stages_from_one_base() -> None:
+    stages = values(dockerfile(), "FROM")
+    assert [stage.split(" AS ")[1] for stage in stages] == ["build", "runtime"]
+    assert len({stage.split()[0] for stage in stages}) == 1
+    # Compilers, caches and sources stay behind in the first stage.
+    assert all("pip" not in step for step in values(last_stage(), "RUN"))
+    assert values(last_stage(), "COPY") == ["--from=build /opt/slipstream /opt/slipstream"]
+
+
+def test_the_image_does_not_run_as_root() -> None:
+    users = values(last_stage(), "USER")
+    # A number, so that Kubernetes can tell that it is not root's.
+    assert len(users) == 1
+    assert int(users[0]) > 0
+    assert f"--uid {users[0]} " in " ".join(values(last_stage(), "RUN"))
+
+
+def test_the_image_answers_probes_and_signals() -> None:
+    steps = last_stage()
+    assert values(steps, "EXPOSE") == ["8000"]
+    assert values(steps, "STOPSIGNAL") == ["SIGTERM"]
+    # A shell in between would keep the signal to itself.
+    assert json.loads(values(steps, "ENTRYPOINT")[0]) == ["slipstream", "serve"]
+    assert environment(steps)["SLIPSTREAM_HOST"] == "0.0.0.0"
+    assert environment(steps)["SLIPSTREAM_PORT"] == "8000"
+    command = json.loads(values(steps, "HEALTHCHECK")[0].partition("CMD ")[2])
+    assert command[:2] == ["python", "-c"]
+    assert "/health" in command[2]
+    ast.parse(command[2])
+
+
+def test_the_image_keeps_models_in_a_volume() -> None:
+    steps = last_stage()
+    assert values(steps, "VOLUME") == [environment(steps)["HF_HOME"]]
+    assert f"-o slipstream -g slipstream {environment(steps)['HF_HOME']}" in values(steps, "RUN")[0]
+
+
+def test_the_image_is_for_the_cpu_unless_told_otherwise() -> None:
+    assert "DEVICE=cpu" in values(last_stage(), "ARG")
+    assert environment(last_stage())["SLIPSTREAM_DEVICE"] == "${DEVICE}"
+    assert 'TORCH_INDEX=""' in values(dockerfile(), "ARG")
+    assert not re.search(r"https?://(?!127\.0\.0\.1)", (ROOT / "Dockerfile").read_text())
+
+
+def test_the_image_copies_what_exists_and_is_not_ignored() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    copied = {
+        name
+        for rest in values(dockerfile(), "COPY")
+        if not rest.startswith("--from")
+        for name in rest.split()[:-1]
+    }
+    assert set(PACKAGES) | {"pyproject.toml", "README.md", "LICENSE"} == copied
+    assert all((ROOT / name).exists() and f"!{name}" in ignored for name in copied)
+
+
+# --- the scripts ---
+
+FAKE_PYTHON = """#!/bin/sh
+# Notes how it was called; makes "environments" by copying itself.
+[ "$FAIL_ON" ] && case "$*" in *"$FAIL_ON"*) exit 1 ;; esac
+case "$*" in
+    *"-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python" ;;
+    *sys.prefix*) dirname "$(dirname "$0")"; exit 0 ;;
+    *--version* | *version_info*) exit 0 ;;
+esac
+echo "PYTHONPATH=$PYTHONPATH $*" >>"$CALLS"
+"""
+
+
+class Sandbox:
+    """A project whose interpreter only notes what it was asked to do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "project"
+        (self.root / "scripts").mkdir(parents=True)
+        shutil.copy(ROOT / "scripts" / "environment.sh", self.root / "scripts")
+        (self.root / "pyproject.toml").write_text("first")
+        self.python = folder / "python"
+        self.python.write_text(FAKE_PYTHON)
+        self.python.chmod(0o755)
+        self._calls = folder / "calls"
+
+    def make(self, wanted: str, fail_on: str = "") -> int:
+        environment = os.environ | {
+            "PYTHON": str(self.python),
+            "CALLS": str(self._calls),
+            "FAIL_ON": fail_on,
+            "PYTHONPATH": "elsewhere",
+        }
+        script = (
+            f'set -euo pipefail; . "{self.root}/scripts/environment.sh"; make_environment {wanted}'
+        )
+        return subprocess.run(["bash", "-c", script], env=environment, check=False).returncode
+
+    def calls(self) -> list[str]:
+        """What was asked since the last time."""
+        if not self._calls.exists():
+            return []
+        lines = self._calls.read_text().splitlines()
+        self._calls.unlink()
+        return lines
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    return Sandbox(tmp_path)
+
+
+def test_an_environment_is_made_once(sandbox: Sandbox) -> None:
+    assert sandbox.make("serve") == 0
+    made = sandbox.calls()
+    assert len(made) == 2
+    assert made[0].endswith(f"-m venv --clear {sandbox.root.resolve()}/.venv")
+    assert made[1].endswith(f"--editable {sandbox.root.resolve()}")
+    assert sandbox.make("serve") == 0
+    assert sandbox.calls() == []
+
+
+def test_nothing_reaches_the_environment_from_outside(sandbox: Sandbox) -> None:
+    sandbox.make("dev")
+    assert all(call.startswith("PYTHONPATH= ") for call in sandbox.calls())
+
+
+def test_the_developers_environment_serves_too_but_not_the_other_way_round(
+    sandbox: Sandbox,
+) -> None:
+    sandbox.make("serve")
+    sandbox.calls()
+    sandbox.make("dev")
+    assert [call.endswith("[dev]") for call in sandbox.calls()] == [True]
+    sandbox.make("serve")
+    assert sandbox.calls() == []
+
+
+def test_an_environment_follows_changed_requirements(sandbox: Sandbox) -> None:
+    sandbox.make("dev")
+    sandbox.calls()
+    (sandbox.root / "pyproject.toml").write_text("second")
+    sandbox.make("dev")
+    assert len(sandbox.calls()) == 1
+
+
+def test_a_failed_installation_is_reported_and_tried_again(sandbox: Sandbox) -> None:
+    assert sandbox.make("serve", fail_on="--editable") != 0
+    sandbox.calls()
+    assert sandbox.make("serve") == 0
+    assert len(sandbox.calls()) == 1
+
+
+def test_a_moved_environment_is_made_anew(sandbox: Sandbox) -> None:
+    sandbox.make("serve")
+    sandbox.calls()
+    sandbox.root = sandbox.root.rename(sandbox.root.with_name("moved"))
+    # A real environment remembers where it was made.
+    python = sandbox.root / ".venv" / "bin" / "python"
+    python.write_text(python.read_text().replace('dirname "$(dirname "$0")"', "echo elsewhere"))
+    sandbox.make("serve")
+    assert len(sandbox.calls()) == 2
+
+
+@pytest.mark.parametrize("name", ["scripts/serve", "scripts/test", "scripts/lint", ".ci/run"])
+def test_scripts_are_sound_and_executable(name: str) -> None:
+    path = ROOT / name
+    assert os.access(path, os.X_OK)
+    assert "set -euo pipefail" in path.read_text()
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+
+
+# --- the README ---
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readmes_request_is_one_the_server_takes() -> None:
+    bodies = re.findall(r"-d @- <<'JSON'\n(.*?)\nJSON\n", README, re.DOTALL)
+    assert bodies
+    for body in bodies:
+        request = ChatRequest.model_validate_json(body)
+        assert request.stream
+        assert request.stream_options is not None
+        assert request.stream_options.include_usage
+
+
+def test_the_readme_lists_all_drafters() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) >= set(drafter_names())
+
+
+def test_the_readme_links_to_what_exists() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    local = [link for link in links if "://" not in link]
+    assert local
+    assert [link for link in local if not (ROOT / link).exists()] == []
