@@ -2,6 +2,10 @@
 
 Requests with few rows share one kernel call, padded to the longest of them; long prompt chunks go alone.
 Visibility is worked out once per step for all layers, windows aside.
+
+A fast step masks a draft tree: each node sees its ancestors where they lie. Skipped keys between them
+change how a kernel groups its sums, though, and so a row's bits. In exact mode a tree is therefore taken
+apart into strands, each of which reads its keys in the order of its text, as if that were all there is.
 """
 
 from __future__ import annotations
@@ -47,9 +51,22 @@ class RequestRows:
         return all(parent == index - 1 for index, parent in enumerate(self.parents))
 
 
+@dataclass(frozen=True, slots=True)
+class Strand:
+    """Rows that read one sequence of keys: a request's, or those of one branch of its draft tree.
+
+    ``shape`` says where they stand in that sequence. ``path_slots``, of a branch: where the sequence's
+    last keys lie in the store, in the order of the text.
+    """
+
+    rows: Sequence[int]
+    shape: RequestRows
+    path_slots: Sequence[int] = ()
+
+
 @dataclass(slots=True)
 class AttentionGroup:
-    """Requests that attend in one kernel call."""
+    """Strands that attend in one kernel call; ``requests`` in names of shapes are strands."""
 
     query_rows: torch.Tensor | None  # [num_requests * rows_per_request]; None: rows as they lie
     output_rows: torch.Tensor | None  # [group_rows] into the padded output; None likewise
@@ -61,6 +78,10 @@ class AttentionGroup:
     block_ids: torch.Tensor  # [num_requests * blocks_per_request]
     contiguous_from: int | None
     """First block where a lone request's blocks lie one after another: no gather needed."""
+    path_slots: torch.Tensor | None  # [num_path_keys]
+    path_keys: (
+        torch.Tensor | None
+    )  # [num_path_keys] into num_requests * num_keys: where they belong
     visible: np.ndarray[Any, Any]  # [num_requests, rows_per_request, num_keys] bool, no window
     query_positions: np.ndarray[Any, Any]  # [num_requests, rows_per_request]
     key_positions: np.ndarray[Any, Any]  # [num_requests, num_keys]
@@ -78,25 +99,85 @@ def exact_tile_rows(num_heads: int, num_kv_heads: int) -> int:
     return max(1, EXACT_TILE_ROWS // (num_heads // num_kv_heads))
 
 
-def build_groups(
+@dataclass(slots=True)
+class GroupedRows:
+    """A step's rows in groups. ``order``: where each row's output lies among those of all groups, one
+    after another; None: there."""
+
+    groups: list[AttentionGroup]
+    order: torch.Tensor | None  # [num_rows]
+
+
+def group_rows(
     requests: Sequence[RequestRows],
     block_size: int,
     tile_rows: int | None,
     device: torch.device,
-) -> list[AttentionGroup]:
-    """Long chunks alone, all other requests together. ``tile_rows`` None: fast mode, no tiles."""
-    together = [request for request in requests if request.num_rows <= NUM_ROWS_ALONE]
-    alone = [request for request in requests if request.num_rows > NUM_ROWS_ALONE]
-    batches = [[request] for request in alone] + ([together] if together else [])
-    return [_build_group(batch, block_size, tile_rows, device) for batch in batches]
+) -> GroupedRows:
+    """Long chunks alone, all others together. ``tile_rows`` None: fast mode, no tiles, no strands."""
+    strands = [
+        strand
+        for request in requests
+        for strand in (_whole(request) if tile_rows is None else _strands(request, block_size))
+    ]
+    alone = [[strand] for strand in strands if len(strand.rows) > NUM_ROWS_ALONE]
+    short = [strand for strand in strands if len(strand.rows) <= NUM_ROWS_ALONE]
+    # Branches are shorter than trunks: among them they would be padded to trunks' length.
+    trunks = [strand for strand in short if not strand.path_slots]
+    branches = [strand for strand in short if strand.path_slots]
+    batches = [*alone, *(batch for batch in (trunks, branches) if batch)]
+    groups = [_build_group(batch, block_size, tile_rows, device) for batch in batches]
+    lying = np.array([row for batch in batches for strand in batch for row in strand.rows])
+    if np.all(lying[1:] > lying[:-1]):
+        return GroupedRows(groups, None)
+    return GroupedRows(groups, torch.from_numpy(np.argsort(lying)).to(device, non_blocking=True))
+
+
+def _whole(request: RequestRows) -> list[Strand]:
+    return [Strand(range(request.first_row, request.first_row + request.num_rows), request)]
+
+
+def _strands(request: RequestRows, block_size: int) -> list[Strand]:
+    """The request's chains: known rows with the nodes that lie as their text does, then branch after
+    branch, each as deep as it goes."""
+    parents, table = request.parents, request.block_table
+    lead = next((i for i, parent in enumerate(parents) if parent != i - 1), len(parents))
+    if lead == len(parents):
+        return _whole(request)
+    first, num_known = request.first_row, request.num_known
+    trunk = RequestRows(first, num_known, request.base, parents[:lead], table)
+    strands = _whole(trunk)
+    placed = set(range(lead))
+    for start in range(lead, len(parents)):
+        if start in placed:
+            continue
+        branch = [start]
+        for node in range(start + 1, len(parents)):
+            if parents[node] == branch[-1] and node not in placed:
+                branch.append(node)
+        placed.update(branch)
+        path = branch[:]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        anchor = request.base + num_known - 1
+        base = anchor + 1 + len(path) - len(branch)
+        slots = [
+            table[slot // block_size] * block_size + slot % block_size
+            for slot in (anchor + 1 + node for node in path)
+        ]
+        rows = [first + num_known + node for node in branch]
+        shape = RequestRows(rows[0], len(rows), base, (), table)
+        strands.append(Strand(rows, shape, slots))
+    return strands
 
 
 def _build_group(
-    requests: Sequence[RequestRows],
+    strands: Sequence[Strand],
     block_size: int,
     tile_rows: int | None,
     device: torch.device,
 ) -> AttentionGroup:
+    requests = [strand.shape for strand in strands]
     num_requests = len(requests)
     rows = max(request.num_rows for request in requests)
     rows = rows if tile_rows is None else _round_up(rows, tile_rows)
@@ -111,18 +192,20 @@ def _build_group(
         table = request.block_table[:num_blocks]
         block_ids[index, : len(table)] = table
     visible, query_positions, key_positions = _visibility(requests, rows, num_keys)
-    total = sum(request.num_rows for request in requests)
-    query_rows, output_rows = _row_indices(requests, rows, total, device)
+    query_rows, output_rows = _row_indices(strands, rows, device)
+    path_slots, path_keys = _path_indices(strands, num_keys, device)
     return AttentionGroup(
         query_rows=query_rows,
         output_rows=output_rows,
-        first_row=requests[0].first_row,
-        num_rows=total,
+        first_row=strands[0].rows[0],
+        num_rows=sum(request.num_rows for request in requests),
         num_requests=num_requests,
         rows_per_request=rows,
         tile_rows=rows if tile_rows is None else tile_rows,
         block_ids=torch.from_numpy(block_ids.reshape(-1)).to(device, non_blocking=True),
-        contiguous_from=_contiguous_from(requests, num_blocks),
+        contiguous_from=_contiguous_from(strands, num_blocks),
+        path_slots=path_slots,
+        path_keys=path_keys,
         visible=visible,
         query_positions=query_positions,
         key_positions=key_positions,
@@ -133,10 +216,10 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _contiguous_from(requests: Sequence[RequestRows], num_blocks: int) -> int | None:
-    if len(requests) != 1:
+def _contiguous_from(strands: Sequence[Strand], num_blocks: int) -> int | None:
+    if len(strands) != 1 or strands[0].path_slots:
         return None
-    table = requests[0].block_table
+    table = strands[0].shape.block_table
     first = table[0]
     if any(block != first + offset for offset, block in enumerate(table[:num_blocks])):
         return None
@@ -144,24 +227,43 @@ def _contiguous_from(requests: Sequence[RequestRows], num_blocks: int) -> int | 
 
 
 def _row_indices(
-    requests: Sequence[RequestRows], rows: int, total: int, device: torch.device
+    strands: Sequence[Strand], rows: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Where the padded rows come from, and where each real row lies among them."""
-    if total == len(requests) * rows:
+    total = sum(len(strand.rows) for strand in strands)
+    first = strands[0].rows[0]
+    if total == len(strands) * rows and [row for strand in strands for row in strand.rows] == list(
+        range(first, first + total)
+    ):
         return None, None
-    query = np.empty((len(requests), rows), dtype=np.int64)
+    query = np.empty((len(strands), rows), dtype=np.int64)
     output = np.empty(total, dtype=np.int64)
     done = 0
-    for index, request in enumerate(requests):
-        count = request.num_rows
-        query[index, :count] = np.arange(request.first_row, request.first_row + count)
-        query[index, count:] = request.first_row
+    for index, strand in enumerate(strands):
+        count = len(strand.rows)
+        query[index, :count] = strand.rows
+        query[index, count:] = strand.rows[0]
         output[done : done + count] = np.arange(index * rows, index * rows + count)
         done += count
     return (
         torch.from_numpy(query.reshape(-1)).to(device, non_blocking=True),
         torch.from_numpy(output).to(device, non_blocking=True),
     )
+
+
+def _path_indices(
+    strands: Sequence[Strand], num_keys: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Slots whose keys lie elsewhere than in their text, and where they belong among those gathered."""
+    slots: list[int] = []
+    keys: list[int] = []
+    for index, strand in enumerate(strands):
+        end = index * num_keys + strand.shape.base + len(strand.rows)
+        slots += strand.path_slots
+        keys += range(end - len(strand.path_slots), end)
+    if not slots:
+        return None, None
+    return torch.tensor(slots, device=device), torch.tensor(keys, device=device)
 
 
 def _visibility(

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionStep
-from engine.attention_groups import build_groups, exact_tile_rows
+from engine.attention_groups import exact_tile_rows, group_rows
 from engine.input_batch import BatchRequest, InputBatch, build_batch
 from engine.loader import KVShape
 from kvpool.store import KVStore
@@ -37,8 +37,8 @@ class ModelRunner:
 
         Keys and values of all rows are in the store afterwards.
         """
-        groups = build_groups(batch.requests, self.store.block_size, self._tile_rows, self.device)
-        step = AttentionStep(self.store, self._tensor(batch.slots), groups)
+        rows = group_rows(batch.requests, self.store.block_size, self._tile_rows, self.device)
+        step = AttentionStep(self.store, self._tensor(batch.slots), rows)
         output = self.model(
             input_ids=self._tensor(batch.token_ids)[None],
             position_ids=self._tensor(batch.positions)[None],
