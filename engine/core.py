@@ -155,9 +155,8 @@ class EngineCore:
         return result
 
     def _remove(self, request: Request) -> None:
-        request.stats.num_failed_drafts = self.speculation.num_failures(request)
         self.scheduler.remove(request)
-        self.speculation.close(request)
+        request.stats.num_failed_drafts = self.speculation.close(request)
         del self._requests[request.request_id]
 
     # --- one step ---

@@ -104,8 +104,8 @@ def finish_info(
 ) -> FinishInfo:
     """The account that goes out with a request's last event."""
     now, spec = time.perf_counter(), request.spec
-    arrival = spec.arrival_time or now
     scheduled = request.first_scheduled_time or now
+    arrival = spec.arrival_time or scheduled
     first_token = request.first_token_time or now
     return FinishInfo(
         reason=reason,

@@ -108,15 +108,14 @@ class Speculation:
             drafting.num_failures += 1
             drafting.is_open = False
 
-    def close(self, request: Request) -> None:
+    def close(self, request: Request) -> int:
+        """Forget a request; returns how often its drafter failed it, here included."""
         drafting = self._drafting.pop(request.request_id, None)
         self._gamma.forget(request.request_id)
-        if drafting is not None:
-            self._guarded(drafting, lambda: drafting.drafter.close(request.request_id))
-
-    def num_failures(self, request: Request) -> int:
-        drafting = self._drafting.get(request.request_id)
-        return 0 if drafting is None else drafting.num_failures
+        if drafting is None:
+            return 0
+        self._guarded(drafting, lambda: drafting.drafter.close(request.request_id))
+        return drafting.num_failures
 
     def draft(self, plan: Plan) -> DraftRound:
         """Propose for every request that samples in this step, and grant what the policies allow."""
