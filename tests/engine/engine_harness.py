@@ -70,6 +70,7 @@ class Setup:
     eos_token_ids: tuple[int, ...] = ()
     cost: CostModel = field(default_factory=DictatedCost)
     drafters: Mapping[str, Drafter] | None = None
+    check_integrity: bool = False
 
     def but(self, **changes: object) -> Setup:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -84,7 +85,9 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
     speculation = Speculation(drafters, setup.cost, vocab_size, setup.max_num_nodes)
     longest = min(setup.max_model_len, setup.num_blocks * setup.block_size)
     limits = ModelLimits(vocab_size, longest, setup.eos_token_ids)
-    return EngineCore(runner, pool, scheduler, speculation, setup.cost, limits)
+    return EngineCore(
+        runner, pool, scheduler, speculation, setup.cost, limits, setup.check_integrity
+    )
 
 
 class TinyTarget:
