@@ -8,6 +8,8 @@ and under a tree mask, does not write the logits that transformers' own forward 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ BUNDLED = Path(__file__).parent / "bundled"
 
 # Layer kinds whose memory of the past is keys and values, the only kind the pool holds.
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_CALL_WIDE_ROPES = {"longrope", "dynamic"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +62,30 @@ def load_model(
     Raises UnsupportedModelError for what the configuration already rules out, OSError if there is no
     such folder or hub id.
     """
-    config = AutoConfig.from_pretrained(
-        model, revision=revision, trust_remote_code=trust_remote_code
-    )
-    refuse_unservable(config)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        model,
-        config=config,
-        dtype=resolve_dtype(dtype, device),
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    with _naming(model):
+        config = AutoConfig.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code
+        )
+        refuse_unservable(config)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model,
+            config=config,
+            dtype=resolve_dtype(dtype, device),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
     return prepare_model(loaded, device)
+
+
+@contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """transformers' messages often leave out which model they are about."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot load {model!r}: {error}") from error
+    except ValueError as error:
+        raise UnsupportedModelError(f"cannot load {model!r}: {error}") from error
 
 
 def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -88,9 +103,11 @@ def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedMod
 def load_tokenizer(
     model: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        model, revision=revision, trust_remote_code=trust_remote_code
-    )
+    """Raises as ``load_model`` does."""
+    with _naming(model):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code
+        )
     return tokenizer
 
 
@@ -158,9 +175,17 @@ def adopt(model: PreTrainedModel) -> list[KVShape]:
 
 
 def max_position(config: Any) -> int:
-    """Positions the model was made for; tokens."""
-    length = getattr(config, "max_position_embeddings", None)
-    return int(length) if length else 4096
+    """Positions the model was made for; tokens.
+
+    Some rotary embeddings change their frequencies for the whole call once any row of it passes a
+    length. There they end: else a request's tokens would depend on who shares its step.
+    """
+    lengths = [getattr(config, "max_position_embeddings", None) or 4096]
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *ropes.values()]:  # one for all layers, or one per kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") in _CALL_WIDE_ROPES:
+            lengths.append(rope.get("original_max_position_embeddings") or lengths[0])
+    return int(min(lengths))
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
