@@ -11,6 +11,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafters.registry import build_drafters
 from engine.async_engine import AsyncEngine
+from engine.attention import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.core import EngineCore, ModelLimits
 from engine.cost_model import CostModel, measure
@@ -59,7 +60,10 @@ def build_engine_for(
     config: EngineConfig,
     name: str = "model",
 ) -> AsyncEngine:
-    """An engine around a model that ``prepare_model`` or ``load_model`` gave back."""
+    """An engine around a model that ``prepare_model`` or ``load_model`` gave back, and that is the
+    engine's from then on. Raises UnsupportedModelError, and ValueError for another engine's model."""
+    if model.config._attn_implementation == IMPLEMENTATION:
+        raise ValueError("the model belongs to another engine; load it once more")
     start = time.perf_counter()
     exact = (config.determinism or _usual_determinism(model.device)) == "exact"
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
