@@ -1,0 +1,246 @@
+"""Building: what an engine's sizes follow from, and that engines do not meet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from engine_driver import ORACLE, OracleDrafter, write_all
+from tiny_models import (
+    CPU,
+    VOCAB_SIZE,
+    own_logits,
+    random_ids,
+    reference_model,
+    tiny_model,
+)
+from transformers import PreTrainedModel
+
+from drafters import registry
+from drafters.base import DraftRequest
+from drafters.tree import DraftTree, chain
+from engine import build, memory
+from engine.async_engine import AsyncEngine
+from engine.build import build_engine_for
+from engine.config import EngineConfig
+from engine.errors import RequestError
+from engine.linear import can_pack
+from engine.params import GenerationRequest, SamplingParams
+
+SMALL: dict[str, Any] = {
+    "block_size": 4,
+    "num_blocks": 48,
+    "max_num_rows": 16,
+    "max_num_seqs": 4,
+    "check_integrity": True,
+}
+BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dimensions, float32
+
+
+def build_tiny(name: str = "llama", **changes: Any) -> AsyncEngine:
+    return build_engine_for(tiny_model(name), None, EngineConfig(**SMALL | changes))
+
+
+def greedy(model: str | PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    """The text as transformers' own forward has it; without a cache, so without its limits."""
+    model = reference_model(model) if isinstance(model, str) else model
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(own_logits(model, text)[-1].argmax()))
+    return text[len(prompt) :]
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize(
+    ("free", "fraction", "num_blocks"),
+    [
+        (100 * 4 * BYTES_PER_TOKEN, 0.5, 50),
+        (100 * 4 * BYTES_PER_TOKEN + 9, 0.25, 25),
+        # More than every seat's longest request needs: 4 seats of 256 tokens.
+        (1 << 40, 0.5, 4 * 256 // 4),
+        (0, 0.5, 1),
+    ],
+)
+def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_is_of_use(
+    monkeypatch: pytest.MonkeyPatch, free: int, fraction: float, num_blocks: int
+) -> None:
+    asked: list[torch.device] = []
+
+    def free_bytes(device: torch.device) -> int:
+        asked.append(device)
+        return free
+
+    monkeypatch.setattr(build, "free_bytes", free_bytes)
+    engine = build_tiny(num_blocks=None, kv_memory_fraction=fraction)
+    assert engine.info.num_blocks == num_blocks
+    assert engine.info.block_size == 4
+    assert engine.info.max_model_len == min(256, 4 * num_blocks)
+    assert asked == [CPU]
+
+
+def test_free_memory_is_what_the_machine_and_the_container_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert 0 < memory.free_bytes(CPU) < 1 << 50
+    assert memory.total_bytes(CPU) is None
+    for available, left in ((5, 9), (9, 5)):
+        monkeypatch.setattr(memory, "_available", lambda available=available: available)
+        monkeypatch.setattr(memory, "_cgroup_left", lambda left=left: left)
+        assert memory.free_bytes(CPU) == 5
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_blocks", "max_model_len"),
+    [(None, 80, 256), (100, 80, 100), (10_000, 80, 256), (None, 10, 40), (50, 10, 40)],
+)
+def test_requests_may_grow_as_far_as_model_settings_and_pool_allow(
+    wanted: int | None, num_blocks: int, max_model_len: int
+) -> None:
+    engine = build_tiny(max_model_len=wanted, num_blocks=num_blocks)
+    assert engine.info.max_model_len == max_model_len
+
+
+def test_rotary_embeddings_that_follow_the_longest_row_cap_the_length() -> None:
+    assert build_tiny("phi3_longrope", num_blocks=80).info.max_model_len == 64
+
+
+def test_a_pool_of_one_block_still_serves() -> None:
+    engine = build_tiny(num_blocks=1)
+    assert engine.info.max_model_len == 4
+    assert engine.info.exact_verified is None, "there was no room to check in"
+    written, _ = write_all(engine, [[5, 6]], 9)
+    assert written == [greedy("llama", [5, 6], 2)]
+
+
+def test_what_the_engine_says_of_itself() -> None:
+    info = build_tiny(max_num_nodes=7, drafters=("none", "ngram")).info
+    model = reference_model("llama")
+    assert info.num_parameters == sum(weight.numel() for weight in model.parameters())
+    assert (info.vocab_size, info.max_num_nodes) == (VOCAB_SIZE, 7)
+    assert (info.device, info.dtype) == ("cpu", "float32")
+    assert set(info.drafters) == {"none", "ngram"}
+    assert info.eos_token_ids == ()
+
+
+# --- exactness ---
+
+
+def test_exact_is_the_rule_on_a_cpu_and_what_the_check_found_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fast = build_tiny(determinism="fast").info
+    assert (fast.determinism, fast.exact_verified) == ("fast", None)
+    caplog.clear()
+    # Wide enough for fp32 products to depend on the row count.
+    wide = build_engine_for(
+        tiny_model("llama", intermediate_size=1152), None, EngineConfig(**SMALL)
+    ).info
+    assert (wide.determinism, wide.exact_verified) == ("exact", False)
+    assert "found differing bits" in caplog.text
+
+
+@pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="this CPU has no bf16 instructions")
+def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def model() -> PreTrainedModel:
+        return tiny_model("llama", torch.bfloat16, intermediate_size=1152)
+
+    prompts = [random_ids(1, 11), random_ids(2, 30), random_ids(3, 5)]
+    plain = build_engine_for(model(), None, EngineConfig(**SMALL))
+    assert (plain.info.dtype, plain.info.exact_verified) == ("bfloat16", True)
+    assert "differing bits" not in caplog.text
+    expected, _ = write_all(plain, prompts, 20)
+    texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
+    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda: OracleDrafter(texts, VOCAB_SIZE))
+    drafting = build_engine_for(model(), None, EngineConfig(**SMALL | {"max_num_rows": 40}))
+    written, num_accepted = write_all(drafting, prompts, 20, ORACLE)
+    assert written == expected
+    assert num_accepted > 30
+
+
+# --- whole engines ---
+
+
+class Trespasser(OracleDrafter):
+    """Drafts tokens that the vocabulary does not have, and now and then its last one."""
+
+    num_asked = 0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        self.num_asked += 1
+        token_id = VOCAB_SIZE - 1 if self.num_asked % 2 else VOCAB_SIZE
+        return [chain([token_id]) for _ in requests]
+
+
+def test_drafts_outside_the_vocabulary_reach_neither_the_model_nor_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trespasser = Trespasser([], VOCAB_SIZE)
+    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda: trespasser)
+    prompt = random_ids(1, 9)
+    written, _ = write_all(build_tiny(), [prompt], 12, ORACLE)
+    assert written == [greedy("llama", prompt, 12)]
+    assert trespasser.num_asked > 8
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3_longrope"])
+def test_a_request_ends_at_the_last_position_with_drafts_up_to_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2 has no embedding for a later position: a draft beyond it would end the engine."""
+    limit = 64
+    sizes = {"max_position_embeddings": limit} if name == "gpt2" else {}
+    model = tiny_model(name, **sizes)
+    prompt = random_ids(1, 50)
+    expected = greedy(model, prompt, limit - len(prompt))
+    texts = [prompt + expected + [1] * 20]
+    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda: OracleDrafter(texts, VOCAB_SIZE))
+    engine = build_engine_for(model, None, EngineConfig(**SMALL | {"max_num_rows": 40}))
+    assert engine.info.max_model_len == limit
+    written, num_accepted = write_all(engine, [prompt], 100, ORACLE)
+    assert written == [expected]
+    assert num_accepted > 5
+
+
+def test_two_engines_of_different_models_run_side_by_side() -> None:
+    async def read(engine: AsyncEngine, prompt: list[int], count: int) -> list[int]:
+        request = GenerationRequest(
+            "same-id", tuple(prompt), SamplingParams(max_tokens=count, temperature=0.0)
+        )
+        return [token async for event in engine.generate(request) for token in event.token_ids]
+
+    async def main() -> None:
+        first, second = build_tiny("gemma2"), build_tiny("gpt_oss")
+        await first.start()
+        await second.start()
+        prompt = random_ids(1, 13)
+        mine, theirs = await asyncio.gather(read(first, prompt, 15), read(second, prompt, 15))
+        assert mine == greedy("gemma2", prompt, 15)
+        assert theirs == greedy("gpt_oss", prompt, 15)
+        await first.stop()
+        assert not first.is_alive
+        assert await read(second, prompt, 5) == theirs[:5]
+        await second.stop()
+
+    asyncio.run(main())
+
+
+def test_a_model_serves_one_engine_only() -> None:
+    model = tiny_model("llama")
+    build_engine_for(model, None, EngineConfig(**SMALL))
+    with pytest.raises(ValueError, match="belongs to another engine"):
+        build_engine_for(model, None, EngineConfig(**SMALL))
+
+
+def test_prompts_outside_the_vocabulary_or_the_length_are_refused() -> None:
+    engine = build_tiny(num_blocks=4)
+    for prompt, reason in (([VOCAB_SIZE], "0..96"), ([3] * 16, "fit into 16")):
+        with pytest.raises(RequestError, match=reason):
+            write_all(engine, [prompt], 2)
+        engine = build_tiny(num_blocks=4)
