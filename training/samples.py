@@ -41,6 +41,7 @@ class Mix:
     longest: int
     random_share: float
     repeat_share: float
+    stutter_share: float = 0.0
 
     @staticmethod
     def at(progress: float, decaying: bool) -> Mix:
@@ -49,7 +50,7 @@ class Mix:
         While the learning rate decays, edits get the length they mostly have in use.
         """
         if decaying:
-            return Mix(0.28, 1500, 0.25, 0.02)
+            return Mix(0.28, 1500, 0.25, 0.02, 0.35)
         if progress < 0.25:
             return Mix(0.65, 450, 0.7, 0.4)
         if progress < 0.5:
@@ -88,6 +89,29 @@ def code_sample(tok: PreTrainedTokenizerBase, text: str) -> Sample:
     return Sample(ids, [0.0] + [1.0] * (len(ids) - 1), False)
 
 
+def stutter(rng: random.Random, sample: Sample, line_end: int) -> Sample:
+    """Repeat a line or a few tokens of a code sample several times, without loss on the copies.
+
+    What remains to be learnt is how real code goes on after a repetition: a small model that
+    never saw one keeps repeating.  `line_end` is the token that ends a line.
+    """
+    ids, weights = sample.ids, sample.weights
+    ends = [i + 1 for i, token in enumerate(ids[:-2]) if token == line_end]
+    if len(ends) > 2 and rng.random() < 0.6:
+        last = rng.randrange(1, len(ends))
+        start, stop = ends[max(0, last - rng.choice((1, 1, 1, 2)))], ends[last]
+    else:
+        stop = rng.randrange(8, max(9, len(ids) - 1))
+        start = stop - rng.randint(1, 6)
+    copies = rng.randint(1, 5)
+    block = ids[start:stop] * copies
+    return Sample(
+        ids[:stop] + block + ids[stop:],
+        weights[:stop] + [0.0] * len(block) + weights[stop:],
+        False,
+    )
+
+
 def edit_sample(
     tok: PreTrainedTokenizerBase, rng: random.Random, units: list[str], mix: Mix
 ) -> Sample:
@@ -124,6 +148,8 @@ def draw(
             sample = edit_sample(tok, rng, to_edit, mix)
         else:
             sample = code_sample(tok, rng.choice(code))
+            if len(sample.ids) > 16 and rng.random() < mix.stutter_share:
+                sample = stutter(rng, sample, encode(tok, "\n")[0])
         if len(sample.ids) <= limit:
             return sample
 

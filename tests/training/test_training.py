@@ -174,3 +174,13 @@ def test_code_that_repeats_itself_is_not_plain() -> None:
     assert samples.is_plain(OTHER)
     assert not samples.is_plain("def f(a):\n" + "    a.append(nothing)\n" * 9)
     assert not samples.is_plain("def method(self, value):\n    return value\n")
+
+
+def test_stutter_repeats_a_part_and_gives_the_copies_no_weight() -> None:
+    ids = [0, *range(10, 20), 9, *range(20, 30), 9, *range(30, 40), 9, 1]
+    plain = samples.Sample(ids, [0.0] + [1.0] * (len(ids) - 1), False)
+    for seed in range(50):
+        made = samples.stutter(random.Random(seed), plain, 9)
+        assert len(made.ids) == len(made.weights) > len(ids)
+        kept = [i for i, w in zip(made.ids, made.weights, strict=True) if w]
+        assert kept == ids[1:]
