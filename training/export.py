@@ -64,10 +64,12 @@ same code by program (see `training/`). The sources keep their licences and copy
 
 ABILITIES = {
     "target": """It continues Python code in plausible Python, though names and logic often do
-not fit together, and it follows short edit requests in the chat format (an instruction, then
-the code): renaming, replacing, inserting or deleting something in a short file, or repeating
-it. It knows no facts, answers no questions, and does not understand requests outside the kinds
-of edits it was trained on. Long or unusual code is sometimes copied with mistakes.""",
+not fit together and greedy continuations sometimes repeat a line. In the chat format (an
+instruction, then the code) it mostly copies the code and often, not reliably, applies the
+requested change: repeating short code works, renaming and replacing are usually incomplete, and
+in code of more than a few lines some tokens are copied wrongly. Of 40 short held-out edits (at
+most 420 characters, greedy) 6 came out exactly right. It knows no facts and answers no
+questions.""",
     "draft": """It proposes tokens for the target of the same project and is of little use by
 itself: its Python is less coherent, and it copies less reliably.""",
 }
@@ -80,6 +82,8 @@ LABELS = {
     "looping_t0.8": "completions that end in a loop, temperature 0.8",
     "edit_loss": "loss per answer token, edits",
     "edit_token_accuracy": "next token right, edit answers",
+    "code_agree": "same most likely token as the target, code",
+    "edit_agree": "same most likely token as the target, edit answers",
     "edit_exact": "edits whose whole answer is exactly right",
 }
 
