@@ -67,9 +67,8 @@ ABILITIES = {
 not fit together and greedy continuations sometimes repeat a line. In the chat format (an
 instruction, then the code) it mostly copies the code and often, not reliably, applies the
 requested change: repeating short code works, renaming and replacing are usually incomplete, and
-in code of more than a few lines some tokens are copied wrongly. Of 40 short held-out edits (at
-most 420 characters, greedy) 6 came out exactly right. It knows no facts and answers no
-questions.""",
+in code of more than a few lines some tokens are copied wrongly. It knows no facts and answers
+no questions.""",
     "draft": """It proposes tokens for the target of the same project and is of little use by
 itself: its Python is less coherent, and it copies less reliably.""",
 }
@@ -78,6 +77,7 @@ LABELS = {
     "code_loss": "loss per token, code",
     "code_perplexity": "perplexity, code",
     "code_top1": "next token right, code",
+    "repeating": "of 120 tokens, the last 30 repeat with a period of 15 or less",
     "looping_greedy": "completions that end in a loop, greedy",
     "looping_t0.8": "completions that end in a loop, temperature 0.8",
     "edit_loss": "loss per answer token, edits",
