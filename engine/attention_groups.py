@@ -1,6 +1,6 @@
 """Which rows of a step attend together, and what each of them may see.
 
-Requests with few rows share one kernel call, padded to the longest of them; long prompt chunks go alone.
+Requests with about as many rows share a kernel call, padded to the longest; long prompt chunks go alone.
 Visibility is worked out once per step for all layers, windows aside.
 
 A fast step masks a draft tree: each node sees its ancestors where they lie. Skipped keys between them
@@ -21,6 +21,7 @@ import torch
 EXACT_KEY_MULTIPLE = 512
 # Query rows (times the heads that share a key head) of a tile: enough to fill the kernel's registers.
 EXACT_TILE_ROWS = 8
+_FEW_ROWS = 4
 NUM_ROWS_ALONE = 32
 """Requests with more rows than this in a step (prompt chunks) attend by themselves: padding every
 decoding neighbour to their length would cost more than a second call."""
@@ -114,23 +115,33 @@ def group_rows(
     tile_rows: int | None,
     device: torch.device,
 ) -> GroupedRows:
-    """Long chunks alone, all others together. ``tile_rows`` None: fast mode, no tiles, no strands."""
+    """Long chunks alone, others with their like. ``tile_rows`` None: fast mode, no tiles, no strands."""
     strands = [
         strand
         for request in requests
         for strand in (_whole(request) if tile_rows is None else _strands(request, block_size))
     ]
-    alone = [[strand] for strand in strands if len(strand.rows) > NUM_ROWS_ALONE]
-    short = [strand for strand in strands if len(strand.rows) <= NUM_ROWS_ALONE]
-    # Branches are shorter than trunks: among them they would be padded to trunks' length.
-    trunks = [strand for strand in short if not strand.path_slots]
-    branches = [strand for strand in short if strand.path_slots]
-    batches = [*alone, *(batch for batch in (trunks, branches) if batch)]
+    batches = _batches(strands)
     groups = [_build_group(batch, block_size, tile_rows, device) for batch in batches]
     lying = np.array([row for batch in batches for strand in batch for row in strand.rows])
     if np.all(lying[1:] > lying[:-1]):
         return GroupedRows(groups, None)
     return GroupedRows(groups, torch.from_numpy(np.argsort(lying)).to(device, non_blocking=True))
+
+
+def _batches(strands: Sequence[Strand]) -> list[list[Strand]]:
+    """Long strands alone, then the others by length, trunks before branches. All of a call are padded
+    to its longest: a request with a deep draft must not make its plain neighbours pay for as many rows.
+    """
+    alone: list[list[Strand]] = []
+    alike: dict[tuple[bool, int], list[Strand]] = {}
+    for strand in strands:
+        if len(strand.rows) > NUM_ROWS_ALONE:
+            alone.append([strand])
+        else:
+            size = (len(strand.rows) - 1).bit_length() if len(strand.rows) > _FEW_ROWS else 0
+            alike.setdefault((bool(strand.path_slots), size), []).append(strand)
+    return alone + [alike[kind] for kind in sorted(alike)]
 
 
 def _whole(request: RequestRows) -> list[Strand]:

@@ -176,17 +176,14 @@ def rows_of(*requests: BatchRequest) -> InputBatch:
     return build_batch(requests, SIZE)
 
 
-def test_long_chunks_attend_alone_and_everyone_else_together() -> None:
+def test_long_chunks_attend_alone_and_others_with_their_like() -> None:
+    """Rows 1, 12, 7, 7 next to two chunks: one deep draft must not pad everybody to its length."""
     texts = [draw(seed, **kind) for seed, kind in enumerate(MIXTURE)]  # type: ignore[arg-type]
     batch = rows_of(*(text.request for text in texts))
     groups = group_rows(batch.requests, SIZE, None, CPU).groups
-    assert [group.num_requests for group in groups] == [1, 1, 4]
-    assert [group.num_rows for group in groups] == [41, 33, 1 + 12 + 7 + 7]
-    # Padded to the longest of the group, and only there.
-    assert [group.rows_per_request for group in groups] == [41, 33, 12]
-    assert [group.query_rows is None for group in groups] == [True, True, False]
-    # Groups lie one after another: their outputs are concatenated as they come.
-    assert [group.first_row for group in groups] == [0, 41, 74]
+    assert [group.num_requests for group in groups] == [1, 1, 1, 2, 1]
+    assert [group.num_rows for group in groups] == [41, 33, 1, 7 + 7, 12]
+    assert [group.rows_per_request for group in groups] == [41, 33, 1, 7, 12]
 
 
 def test_exact_mode_takes_a_tree_apart_into_strands_in_the_order_of_their_text() -> None:
