@@ -20,6 +20,8 @@ NUM_TOKENS = 24
 PROMPT = circle_prompt(3)
 CIRCLE = [8 + step % 8 for step in range(19)]
 """What follows is in the prompt already, so that a whole run of drafts comes true at once."""
+SHORT_CIRCLE = circle_prompt(7)
+"""Leads to a text of three tokens in turn."""
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=3)
 PARAMS = {
@@ -67,16 +69,21 @@ def expect_drafts_right_and_wrong(driver: Driver, requests: Sequence[GenerationR
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_parameter_holds_under_drafting(tiny_target: TinyTarget, name: str) -> None:
+    """Over texts that repeat themselves every eight and every three tokens, so that rows deep in a
+    draft hang on tokens that only the draft has."""
     sampling = PARAMS[name]
-    expected = plain(tiny_target, sampling).token_ids["plain"]
-    assert expected == tiny_target.recomputed(variants(sampling)[0], NUM_TOKENS)
-    without = GREEDY if sampling.temperature == 0 else replace(SAMPLED, temperature=1.0)
-    assert expected != plain(tiny_target, without).token_ids["plain"], "it changes nothing"
-    requests = variants(sampling)
-    driver = Driver(tiny_target.core(Setup())).run(*requests)
-    for each in requests:
-        assert driver.token_ids[each.request_id] == expected, each.speculative
-    expect_drafts_right_and_wrong(driver, requests)
+    usual = GREEDY if sampling.temperature == 0 else SAMPLED
+    num_changed = 0
+    for prompt in (PROMPT, CIRCLE, SHORT_CIRCLE):
+        expected = plain(tiny_target, sampling, prompt).token_ids["plain"]
+        num_changed += expected != plain(tiny_target, usual, prompt).token_ids["plain"]
+        requests = variants(sampling, prompt)
+        assert expected == tiny_target.recomputed(requests[0], NUM_TOKENS)
+        driver = Driver(tiny_target.core(Setup())).run(*requests)
+        for each in requests:
+            assert driver.token_ids[each.request_id] == expected, each.speculative
+        expect_drafts_right_and_wrong(driver, requests)
+    assert num_changed > 0, "the parameter did nothing"
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, replace(SAMPLED, presence_penalty=0.5)])

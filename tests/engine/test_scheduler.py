@@ -195,12 +195,12 @@ def test_shortage_preempts_the_lowest_ranked_and_recomputes_it_whole() -> None:
 
 
 def test_a_preempted_request_returns_before_younger_ones() -> None:
-    world = World(num_blocks=6, max_num_seqs=3)
+    world = World(num_blocks=6, max_num_seqs=2)
     world.add("first", num_prompt=8)
     second = world.add("second", num_prompt=8)
+    world.add("third", num_prompt=4)
     while not second.num_preemptions:
         world.step()
-    world.add("third", num_prompt=4)
     assert ids(world.scheduler.waiting) == ["second", "third"]
 
 
