@@ -148,6 +148,17 @@ def test_min_tokens_keeps_the_stop_token_away_first(tiny_target: TinyTarget) -> 
         assert driver.finishes[each.request_id].reason == expected.finishes["plain"].reason
 
 
+def test_min_tokens_counts_the_drafts_before_a_row(tiny_target: TinyTarget) -> None:
+    text = plain(tiny_target, GREEDY, CIRCLE).token_ids["plain"]
+    for min_tokens, at in ((2, 3), (4, 4), (4, 6), (6, 7)):
+        sampling = replace(GREEDY, stop_token_ids=(text[at],), min_tokens=min_tokens)
+        requests = variants(sampling, CIRCLE)
+        driver = Driver(tiny_target.core(Setup())).run(*requests)
+        for each in requests:
+            assert driver.token_ids[each.request_id] == text[:at]
+        assert any(sum(driver.drafted[each.request_id]) >= min_tokens - 1 for each in requests)
+
+
 def test_ignored_eos_is_text(tiny_target: TinyTarget) -> None:
     text = plain(tiny_target, GREEDY).token_ids["plain"]
     setup = Setup(eos_token_ids=(text[5],))
