@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from drafters.base import Drafter
 from drafters.nasd import NasdDrafter, NasdOneLevelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.none import NoneDrafter
 
-_FACTORIES: dict[str, Callable[[], Drafter]] = {
-    "none": NoneDrafter,
-    "ngram": NgramDrafter,
-    "nasd_one_level": NasdOneLevelDrafter,
-    "nasd": NasdDrafter,
+
+class DrafterUnavailableError(ValueError):
+    """The drafter cannot work with this model and these settings; the message says why."""
+
+
+class DrafterContext(Protocol):
+    """What drafters may ask of the engine that they are built for."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class PlainContext:
+    """An engine that has no models to lend: enough for drafters that need none."""
+
+    def __init__(self, vocab_size: int = 0) -> None:
+        self.vocab_size = vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        raise DrafterUnavailableError(f"needs {name.replace('_', ' ')}, and there is none here")
+
+
+_FACTORIES: dict[str, Callable[[DrafterContext], Drafter]] = {
+    "none": lambda _: NoneDrafter(),
+    "ngram": lambda _: NgramDrafter(),
+    "nasd_one_level": lambda _: NasdOneLevelDrafter(),
+    "nasd": lambda _: NasdDrafter(),
 }
 
 
@@ -22,14 +45,24 @@ def drafter_names() -> tuple[str, ...]:
     return tuple(_FACTORIES)
 
 
-def build_drafters(names: Iterable[str] | None = None) -> dict[str, Drafter]:
-    """A fresh drafter per name; all of them when ``names`` is None.
+def build_drafters(
+    names: Iterable[str] | None = None, context: DrafterContext | None = None
+) -> dict[str, Drafter]:
+    """A fresh drafter per name; all that can work in ``context`` when ``names`` is None.
 
-    Raises ValueError for an unknown name, listing the known ones.
+    Raises ValueError for an unknown name, listing the known ones, and DrafterUnavailableError for a
+    name whose drafter cannot work here.
     """
+    context = context or PlainContext()
     drafters: dict[str, Drafter] = {}
     for name in _FACTORIES if names is None else names:
         if name not in _FACTORIES:
             raise ValueError(f"unknown drafter {name!r}; known: {', '.join(_FACTORIES)}")
-        drafters[name] = _FACTORIES[name]()
+        try:
+            drafters[name] = _FACTORIES[name](context)
+        except DrafterUnavailableError as error:
+            if names is not None:
+                raise DrafterUnavailableError(
+                    f"drafter {name!r} cannot be used: {error}"
+                ) from error
     return drafters

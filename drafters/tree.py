@@ -8,8 +8,9 @@ costs no KV copy. A chain is a tree of width 1. Plain Python: no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 ROOT = -1
 
@@ -20,11 +21,16 @@ class DraftTree:
 
     The acceptance estimators key their counts by (drafter, feature, depth), so nodes that a
     drafter believes in equally should share a feature.
+
+    ``draft_probs[parent]`` is the distribution that the parent's children were drawn from, in their
+    order and without replacement; absent where they were not drawn but chosen. Two forms: a tensor
+    ``[vocab_size]``, or a mapping of token ids to probabilities that sum to 1.
     """
 
     token_ids: Sequence[int] = ()
     parents: Sequence[int] = ()
     features: Sequence[int] = ()
+    draft_probs: Mapping[int, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -48,6 +54,11 @@ class DraftTree:
             [self.token_ids[i] for i in kept],
             [new_index[self.parents[i]] for i in kept],
             [self.features[i] for i in kept],
+            {
+                new_index[parent]: probs
+                for parent, probs in self.draft_probs.items()
+                if parent in new_index
+            },
         )
 
     def validate(self) -> None:

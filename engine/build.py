@@ -15,6 +15,7 @@ from engine.attention import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.core import EngineCore, ModelLimits
 from engine.cost_model import CostModel, measure
+from engine.drafter_context import EngineContext
 from engine.info import EngineInfo
 from engine.linear import can_pack, pack_linears
 from engine.loader import (
@@ -130,12 +131,13 @@ def _build_store(
 
 def _build_core(runner: ModelRunner, config: EngineConfig, limits: ModelLimits) -> EngineCore:
     most = min(config.max_num_rows, limits.max_model_len, runner.store.num_slots)
-    context = min(512, max(0, limits.max_model_len - 64))
-    cost = CostModel(measure(runner.time_step, most, repeats=3, contexts=(0, context)))
+    far = min(512, max(0, limits.max_model_len - 64))
+    cost = CostModel(measure(runner.time_step, most, repeats=3, contexts=(0, far)))
     pool = BlockPool(runner.store.num_blocks, config.block_size, config.enable_prefix_cache)
     scheduler = Scheduler(
         pool, config.block_size, config.max_num_seqs, config.max_num_rows, config.prefill_chunk
     )
-    drafters = build_drafters(config.drafters)
-    speculation = Speculation(drafters, cost, limits.vocab_size, config.max_num_nodes)
+    context = EngineContext(runner, config, limits.vocab_size)
+    drafters = build_drafters(config.drafters, context)
+    speculation = Speculation(drafters, cost, limits.vocab_size, config.max_num_nodes, pool)
     return EngineCore(runner, pool, scheduler, speculation, cost, limits, config.check_integrity)

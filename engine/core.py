@@ -12,12 +12,12 @@ from typing import Protocol
 
 import torch
 
-from drafters.base import Observation
+from drafters.base import HiddenRows, Observation
 from engine.cost_model import CostModel
 from engine.events import ErrorEvent, StepStats, TokenEvent
 from engine.input_batch import BatchRequest, InputBatch, build_batch, slot_of
 from engine.logits import choose_tokens
-from engine.logprobs import top_tokens
+from engine.logprobs import top_probs, top_tokens
 from engine.params import GenerationRequest
 from engine.report import StepClock, finish_info, read_prompt_logprobs, token_event
 from engine.request import Request
@@ -39,6 +39,10 @@ from kvpool.block_pool import BlockPool
 
 class Runner(Protocol):
     """What the core asks of the target; ``engine.model_runner`` has the real one."""
+
+    hidden: (
+        torch.Tensor | None
+    )  # [num_rows, hidden_size] of the last forward, if the batch wants it
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """``[num_logit_rows, vocab_size]``; keys and values of all rows are stored afterwards."""
@@ -175,6 +179,7 @@ class EngineCore:
                 self._verify(rows, logits)
             self._commit(rows)
             with clock.measure("draft"):
+                self._observe_hidden(rows, batch, round_)
                 self._observe(rows, round_, logits)
             self._report(plan, rows, batch, round_, logits, clock.seconds())
         if self._check_integrity:
@@ -195,6 +200,7 @@ class EngineCore:
         ]
         requests = [self._batch_request(each) for each in rows]
         batch = build_batch(requests, self.pool.block_size)
+        batch.wants_hidden = any(self.speculation.wants_hidden(each.request) for each in rows)
         for each, part, first in zip(rows, requests, batch.first_logit_row, strict=True):
             each.first_row = first
             each.anchor_row = first + part.num_logit_rows - 1 - len(each.draft.tree)
@@ -255,29 +261,55 @@ class EngineCore:
             self.pool.free_draft(request.request_id)
         self.runner.move(sources, targets)
 
+    def _observe_hidden(self, rows: Sequence[_Rows], batch: InputBatch, round_: DraftRound) -> None:
+        if not batch.wants_hidden:
+            return
+        hidden = self.runner.hidden
+        assert hidden is not None
+        seen = []
+        for each, first in zip(rows, batch.first_row, strict=True):
+            if self.speculation.wants_hidden(each.request):
+                accepted = each.outcome.path[1:] if each.outcome else ()
+                anchor = first + each.num_known - 1
+                kept = [*range(first, anchor + 1), *(anchor + row for row in accepted)]
+                request = each.request
+                seen.append(
+                    HiddenRows(request.request_id, each.base, request.token_ids, hidden[kept])
+                )
+        self.speculation.observe_hidden(seen, round_)
+
     def _observe(self, rows: Sequence[_Rows], round_: DraftRound, logits: torch.Tensor) -> None:
         observations = [
-            Observation(
-                request_id=each.request.request_id,
-                token_ids=each.request.token_ids,
-                tree=each.draft.tree,
-                row_token_ids=each.outcome.row_token_ids,
-                path=each.outcome.path,
-                emitted_token_ids=each.outcome.emitted_token_ids,
-                top_token_ids=self._top_tokens(each, logits),
-            )
+            self._observation(each, each.outcome, logits)
             for each in rows
             if each.outcome is not None
         ]
         accepted = [each.outcome.num_accepted for each in rows if each.outcome is not None]
         self.speculation.observe(observations, round_, accepted)
 
-    def _top_tokens(self, rows: _Rows, logits: torch.Tensor) -> list[list[int]] | None:
+    def _observation(self, rows: _Rows, outcome: Outcome, logits: torch.Tensor) -> Observation:
+        top_token_ids, probs = self._top(rows, logits)
+        return Observation(
+            request_id=rows.request.request_id,
+            token_ids=rows.request.token_ids,
+            tree=rows.draft.tree,
+            row_token_ids=outcome.row_token_ids,
+            path=outcome.path,
+            emitted_token_ids=outcome.emitted_token_ids,
+            top_token_ids=top_token_ids,
+            top_probs=probs,
+        )
+
+    def _top(
+        self, rows: _Rows, logits: torch.Tensor
+    ) -> tuple[list[list[int]] | None, list[list[float]] | None]:
         num_top = self.speculation.num_top_tokens(rows.request)
         if not num_top:
-            return None
-        first = rows.anchor_row
-        return top_tokens(logits, range(first, first + 1 + len(rows.draft.tree)), num_top)
+            return None, None
+        own = range(rows.anchor_row, rows.anchor_row + 1 + len(rows.draft.tree))
+        if self.speculation.wants_top_probs(rows.request):
+            return top_probs(logits, own, num_top)
+        return top_tokens(logits, own, num_top), None
 
     # --- what comes out ---
 

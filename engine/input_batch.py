@@ -23,7 +23,10 @@ class BatchRequest:
 
 @dataclass(slots=True)
 class InputBatch:
-    """Flat rows; ``first_logit_row[i]`` is where request i's logits start."""
+    """Flat rows; ``first_row[i]`` is where request i's rows start, ``first_logit_row[i]`` its logits.
+
+    ``wants_hidden``: somebody will ask the runner for hidden states after the forward.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -31,6 +34,8 @@ class InputBatch:
     logit_rows: list[int] = field(default_factory=list)
     requests: list[RequestRows] = field(default_factory=list)
     first_logit_row: list[int] = field(default_factory=list)
+    first_row: list[int] = field(default_factory=list)
+    wants_hidden: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -44,7 +49,7 @@ class InputBatch:
 def build_batch(requests: Sequence[BatchRequest], block_size: int) -> InputBatch:
     """Lay the requests' rows one after another, long chunks first (attention wants its shared
     group consecutive); ``first_logit_row`` keeps the order of ``requests``."""
-    batch = InputBatch(first_logit_row=[0] * len(requests))
+    batch = InputBatch(first_logit_row=[0] * len(requests), first_row=[0] * len(requests))
     order = sorted(
         range(len(requests)), key=lambda index: len(requests[index].token_ids) <= NUM_ROWS_ALONE
     )
@@ -65,6 +70,7 @@ def build_batch(requests: Sequence[BatchRequest], block_size: int) -> InputBatch
         anchor = request.base + request.num_known - 1
         batch.positions.extend(anchor + depth for depth in rows.depths())
         batch.slots.extend(_slots(request.block_table, request.base, num_rows, block_size))
+        batch.first_row[index] = rows.first_row
         batch.first_logit_row[index] = len(batch.logit_rows)
         batch.logit_rows.extend(range(end - request.num_logit_rows, end))
     return batch

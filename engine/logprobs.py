@@ -52,6 +52,24 @@ def top_tokens(logits: Tensor, row_indices: Sequence[int], k: int) -> list[list[
     return [[token_id for token_id, value in pairs if value > -math.inf] for pairs in top]
 
 
+def top_probs(
+    logits: Tensor, row_indices: Sequence[int], k: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """``top_tokens``, and their probabilities under the unprocessed logits."""
+    if not len(row_indices):
+        return [], []
+    with torch.inference_mode():
+        rows = _rows(logits, row_indices)
+        totals = torch.logsumexp(rows, dim=-1).tolist()
+        pairs = [[each for each in row if each[1] > -math.inf] for row in _top(rows, k)]
+    token_ids = [[token_id for token_id, _ in row] for row in pairs]
+    probs = [
+        [math.exp(value - total) for _, value in row]
+        for row, total in zip(pairs, totals, strict=True)
+    ]
+    return token_ids, probs
+
+
 def _rows(logits: Tensor, row_indices: Sequence[int]) -> Tensor:
     index = torch.tensor(row_indices, device=logits.device)
     return logits.index_select(0, index).float()

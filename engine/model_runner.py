@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +27,7 @@ class ModelRunner:
         self.store = store
         self.device = model.device
         self.exact = exact
+        self.hidden: torch.Tensor | None = None  # [num_rows, hidden_size], where a batch wanted it
         self._tile_rows = (
             min(exact_tile_rows(shape.num_heads, shape.num_kv_heads) for shape in shapes)
             if exact
@@ -35,18 +38,20 @@ class ModelRunner:
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Logits of the batch's logit rows, in the model's type: ``[num_logit_rows, vocab_size]``.
 
-        Keys and values of all rows are in the store afterwards.
+        Keys and values of all rows are in the store afterwards, and in ``hidden`` what the output
+        head reads, if the batch wants it.
         """
         rows = group_rows(batch.requests, self.store.block_size, self._tile_rows, self.device)
         step = AttentionStep(self.store, self._tensor(batch.slots), rows)
-        output = self.model(
-            input_ids=self._tensor(batch.token_ids)[None],
-            position_ids=self._tensor(batch.positions)[None],
-            use_cache=False,
-            # A step of prompt chunks alone needs no logits, but models want at least one row.
-            logits_to_keep=self._tensor(batch.logit_rows or [0]),
-            slipstream_step=step,
-        )
+        with self._hidden_kept(batch.wants_hidden):
+            output = self.model(
+                input_ids=self._tensor(batch.token_ids)[None],
+                position_ids=self._tensor(batch.positions)[None],
+                use_cache=False,
+                # A step of prompt chunks alone needs no logits, but models want at least one row.
+                logits_to_keep=self._tensor(batch.logit_rows or [0]),
+                slipstream_step=step,
+            )
         logits: torch.Tensor = output.logits[0, : len(batch.logit_rows)]
         self.synchronize()  # so that a caller's clock stops when the device is done
         return logits
@@ -55,6 +60,24 @@ class ModelRunner:
         """Copy accepted rows to their committed slots, all layers at once."""
         if source_slots:
             self.store.move(self._tensor(source_slots), self._tensor(target_slots))
+
+    @contextmanager
+    def _hidden_kept(self, wanted: bool) -> Iterator[None]:
+        """The output head may see fewer rows than the base model wrote: so they are taken there."""
+        self.hidden = None
+        if not wanted:
+            yield
+            return
+
+        def keep(module: torch.nn.Module, args: object, output: Any) -> None:
+            del module, args
+            self.hidden = output.last_hidden_state[0]
+
+        handle = self.model.base_model.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 
 BLOCK_TOKENS = 32
 TILE_TOKENS = BLOCK_TOKENS * 32
@@ -71,3 +72,8 @@ def gumbel_scalar(key: int, position: int, token_id: int) -> float:
         arrival -= math.log1p(-_unit_float(_draw_int(state, token_id)))
     rounded: float = struct.unpack("f", struct.pack("f", -math.log(arrival)))[0]
     return rounded
+
+
+def gumbel_list(key: int, position: int, token_ids: Sequence[int]) -> list[float]:
+    """The noise of several tokens at one position: for drafters that share it."""
+    return [gumbel_scalar(key, position, token_id) for token_id in token_ids]

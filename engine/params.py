@@ -9,6 +9,7 @@ from typing import Literal
 from drafters.base import DraftShape, OptionValue
 
 GammaPolicyName = Literal["fixed", "target_rate", "goodput"]
+VerificationName = Literal["match"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class SpeculativeParams:
     target_acceptance_rate: float | None = None
     shape: DraftShape = field(default_factory=DraftShape)
     options: Mapping[str, OptionValue] = field(default_factory=dict)
+    verification: VerificationName = "match"
 
 
 @dataclass(frozen=True, slots=True)

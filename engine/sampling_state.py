@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from drafters.base import GREEDY, DraftSampling
 from drafters.tree import EMPTY, DraftTree
 from engine.errors import RequestError
-from engine.noise import request_key
+from engine.noise import gumbel_list, request_key
 from engine.params import GenerationRequest, SamplingParams
 
 
@@ -101,6 +103,21 @@ class SamplingState:
     @property
     def is_greedy(self) -> bool:
         return self.params.temperature == 0
+
+    def draft_sampling(self, verification: str = "match") -> DraftSampling:
+        """What a drafter has to know in order to draw as the verifier does."""
+        params = self.params
+        if self.is_greedy:
+            return GREEDY
+        return DraftSampling(
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            partial(gumbel_list, self.key),
+            self.key,
+            verification,
+        )
 
     @property
     def edits_logits(self) -> bool:

@@ -9,9 +9,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from drafters.base import Drafter, DraftRequest, DraftShape, Observation
+from drafters.base import (
+    GREEDY,
+    Drafter,
+    DraftRequest,
+    DraftSampling,
+    DraftShape,
+    HiddenDrafter,
+    HiddenRows,
+    Observation,
+)
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
 from drafters.tree import EMPTY, DraftTree
 from engine.cost_model import CostModel
@@ -23,10 +32,18 @@ from engine.scheduler import Plan, ScheduledRequest
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+_Item = TypeVar("_Item", Observation, HiddenRows)
 
 NO_DRAFTER = "none"
 _FAILURES_BEFORE_SILENCE = 8
 """A drafter that failed this often for a request is not asked again for it."""
+
+
+class DraftSlots(Protocol):
+    """The part of the pool that drafters with keys and values of their own reach through here."""
+
+    def allocate_draft(self, request_id: str, num_tokens: int) -> int: ...
+    def block_table(self, request_id: str) -> Sequence[int]: ...
 
 
 @dataclass(slots=True)
@@ -35,6 +52,7 @@ class _Drafting:
 
     drafter: Drafter
     acceptance: RequestAcceptance
+    sampling: DraftSampling = GREEDY
     num_failures: int = 0
     is_open: bool = True
     """False: the drafter could not start the request."""
@@ -84,8 +102,10 @@ class Speculation:
         cost: CostModel,
         vocab_size: int,
         max_num_nodes: int,
+        slots: DraftSlots,
     ) -> None:
         self.drafters = drafters
+        self._slots = slots
         self._cost = cost
         self._vocab_size = vocab_size
         self._max_num_nodes = max_num_nodes
@@ -99,7 +119,9 @@ class Speculation:
         if wanted.drafter == NO_DRAFTER:
             return
         drafter = self.drafters[wanted.drafter]
-        drafting = _Drafting(drafter, self._estimator.for_request(wanted.drafter))
+        sampling = request.sampling.draft_sampling(wanted.verification)
+        acceptance = self._estimator.for_request(wanted.drafter)
+        drafting = _Drafting(drafter, acceptance, sampling)
         self._drafting[request.request_id] = drafting
         try:
             drafter.open(request.request_id, request.token_ids, wanted.options, request.spec.salt)
@@ -158,16 +180,35 @@ class Speculation:
             by_drafter.setdefault(drafting.drafter.info.name, []).append(seen)
         for name, group in by_drafter.items():
             start = time.perf_counter()
-            round_.num_failures += self._each_or_all(
-                group,
-                self.drafters[name].observe,
-                lambda seen: self._drafting[seen.request_id],
-            )
+            round_.num_failures += self._each_or_all(group, self.drafters[name].observe)
             spent = time.perf_counter() - start
             total = round_.seconds_by_drafter.get(name, 0.0) + spent
             round_.seconds_by_drafter[name] = total
             round_.num_by_drafter[name] = len(group)
             self._cost.observe_draft(name, len(group), total)
+
+    def wants_hidden(self, request: Request) -> bool:
+        """Whether the request's drafter reads the target's hidden states."""
+        drafting = self._drafting.get(request.request_id)
+        return (
+            drafting is not None and drafting.is_asked and drafting.drafter.info.needs.hidden_rows
+        )
+
+    def observe_hidden(self, rows: Sequence[HiddenRows], round_: DraftRound) -> None:
+        """Hand newly committed rows' hidden states to the drafters that read them."""
+        by_drafter: dict[str, list[HiddenRows]] = {}
+        for each in rows:
+            name = self._drafting[each.request_id].drafter.info.name
+            by_drafter.setdefault(name, []).append(each)
+        for name, group in by_drafter.items():
+            drafter = self.drafters[name]
+            assert isinstance(drafter, HiddenDrafter), f"{name} needs hidden rows and takes none"
+            round_.num_failures += self._each_or_all(group, drafter.observe_hidden)
+
+    def wants_top_probs(self, request: Request) -> bool:
+        """Whether probabilities should go with the top tokens."""
+        drafting = self._drafting.get(request.request_id)
+        return drafting is not None and drafting.drafter.info.needs.top_probs
 
     def num_top_tokens(self, request: Request) -> int:
         """How many of the target's top tokens per row the request's drafter wants to see."""
@@ -216,11 +257,27 @@ class Speculation:
                 by_drafter.setdefault(name, []).append(index)
         for name, indices in by_drafter.items():
             start = time.perf_counter()
-            asks = [_ask(turns[index].request, *limits[index]) for index in indices]
+            asks = [self._ask(turns[index].request, *limits[index]) for index in indices]
             for index, tree in zip(indices, self._ask_all(name, asks, round_), strict=True):
                 trees[index] = tree
             round_.seconds_by_drafter[name] = time.perf_counter() - start
         return trees
+
+    def _ask(self, request: Request, num_nodes: int, depth: int) -> DraftRequest:
+        drafting = self._drafting[request.request_id]
+        if drafting.drafter.info.needs.draft_slots:
+            num_known = len(request.token_ids)
+            covered = self._slots.allocate_draft(request.request_id, num_known + num_nodes)
+            num_nodes = max(0, min(num_nodes, covered - num_known))
+        return DraftRequest(
+            request.request_id,
+            request.token_ids,
+            num_nodes,
+            DraftShape(request.spec.speculative.shape.width, depth),
+            drafting.sampling,
+            request.num_committed,
+            self._slots.block_table(request.request_id),
+        )
 
     def _ask_all(
         self, name: str, asks: Sequence[DraftRequest], round_: DraftRound
@@ -263,12 +320,7 @@ class Speculation:
                 raise ValueError(f"a proposed path is deeper than {ask.shape.depth}")
         return trees
 
-    def _each_or_all(
-        self,
-        items: Sequence[Observation],
-        call: Callable[[Sequence[Observation]], None],
-        drafting_of: Callable[[Observation], _Drafting],
-    ) -> int:
+    def _each_or_all(self, items: Sequence[_Item], call: Callable[[Sequence[_Item]], None]) -> int:
         """Hand over all at once; on failure count it against each request. Returns failures.
 
         Not retried one by one: a drafter may have learned from half of them already.
@@ -278,7 +330,7 @@ class Speculation:
         except Exception:
             logger.exception("a drafter failed to observe")
             for item in items:
-                drafting_of(item).num_failures += 1
+                self._drafting[item.request_id].num_failures += 1
             return len(items)
         return 0
 
@@ -289,8 +341,3 @@ class Speculation:
             drafting.num_failures += 1
             logger.exception("drafter %s failed", drafting.drafter.info.name)
             return None
-
-
-def _ask(request: Request, num_nodes: int, depth: int) -> DraftRequest:
-    shape = DraftShape(request.spec.speculative.shape.width, depth)
-    return DraftRequest(request.request_id, request.token_ids, num_nodes, shape)

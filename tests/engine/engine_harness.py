@@ -82,7 +82,7 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
         pool, setup.block_size, setup.max_num_seqs, setup.max_num_rows, setup.prefill_chunk
     )
     drafters = build_drafters() if setup.drafters is None else setup.drafters
-    speculation = Speculation(drafters, setup.cost, vocab_size, setup.max_num_nodes)
+    speculation = Speculation(drafters, setup.cost, vocab_size, setup.max_num_nodes, pool)
     longest = min(setup.max_model_len, setup.num_blocks * setup.block_size)
     limits = ModelLimits(vocab_size, longest, setup.eos_token_ids)
     return EngineCore(

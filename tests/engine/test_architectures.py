@@ -95,7 +95,7 @@ def test_greedy_text_with_drafts_and_neighbours_equals_generate(
     prompts = [TEXT[:19], OTHER_TEXT[:6] * 2, TEXT[20:23]]
     expected = [greedy_text(name, prompt) for prompt in prompts]
     texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda: OracleDrafter(texts, VOCAB_SIZE))
+    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
     config = EngineConfig(
         block_size=4,
         num_blocks=64,

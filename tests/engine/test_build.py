@@ -161,7 +161,7 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
     assert "differing bits" not in caplog.text
     expected, _ = write_all(plain, prompts, 20)
     texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda: OracleDrafter(texts, VOCAB_SIZE))
+    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
     drafting = build_engine_for(model(), None, EngineConfig(**SMALL | {"max_num_rows": 40}))
     written, num_accepted = write_all(drafting, prompts, 20, ORACLE)
     assert written == expected
@@ -186,7 +186,7 @@ def test_drafts_outside_the_vocabulary_reach_neither_the_model_nor_the_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trespasser = Trespasser([], VOCAB_SIZE)
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda: trespasser)
+    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: trespasser)
     prompt = random_ids(1, 9)
     written, _ = write_all(build_tiny(), [prompt], 12, ORACLE)
     assert written == [greedy("llama", prompt, 12)]
@@ -204,7 +204,7 @@ def test_a_request_ends_at_the_last_position_with_drafts_up_to_it(
     prompt = random_ids(1, 50)
     expected = greedy(model, prompt, limit - len(prompt))
     texts = [prompt + expected + [1] * 20]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda: OracleDrafter(texts, VOCAB_SIZE))
+    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
     engine = build_engine_for(model, None, EngineConfig(**SMALL | {"max_num_rows": 40}))
     assert engine.info.max_model_len == limit
     written, num_accepted = write_all(engine, [prompt], 100, ORACLE)

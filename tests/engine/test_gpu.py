@@ -57,7 +57,7 @@ def test_drafting_writes_what_gamma_0_and_the_cpu_write(
     there, _ = write_all(build_engine_for(tiny_model(name), None, on_cpu), PROMPTS, NUM_WRITTEN)
     assert plain == there
     texts = [prompt + written for prompt, written in zip(PROMPTS, plain, strict=True)]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda: OracleDrafter(texts, VOCAB_SIZE))
+    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
     num_accepted = 0
     for drafting in (NGRAM, ORACLE):
         engine = build_engine_for(on_gpu(name), None, EngineConfig(**SMALL))
@@ -73,7 +73,7 @@ def test_sampled_text_is_equal_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     plain, _ = write(PLAIN)
     texts = [prompt + written for prompt, written in zip(PROMPTS, plain, strict=True)]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda: OracleDrafter(texts, VOCAB_SIZE))
+    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
     written, num_accepted = write(ORACLE)
     assert written == plain
     assert num_accepted > NUM_WRITTEN

@@ -17,6 +17,7 @@ from engine.sampling_state import SamplingState
 from engine.scheduler import Plan, ScheduledRequest
 from engine.speculation import DraftRound, Speculation
 from engine.speculation_stats import RequestSpeculationStats
+from kvpool.block_pool import BlockPool
 
 VOCAB = 20
 FIXED = SpeculativeParams("fake", "fixed", num_tokens=4)
@@ -42,9 +43,9 @@ class World:
         self, *drafters: FakeDrafter, cost: CostModel | None = None, max_num_nodes: int = 64
     ) -> None:
         self.cost = cost or TimedCost()
-        self.speculation = Speculation(
-            {drafter.info.name: drafter for drafter in drafters}, self.cost, VOCAB, max_num_nodes
-        )
+        self.pool = BlockPool(num_blocks=8, block_size=4)
+        by_name = {drafter.info.name: drafter for drafter in drafters}
+        self.speculation = Speculation(by_name, self.cost, VOCAB, max_num_nodes, self.pool)
 
     def open(
         self, request_id: str, speculative: SpeculativeParams = FIXED, max_tokens: int = 50
@@ -55,6 +56,8 @@ class World:
         )
         state = SamplingState(spec, (), VOCAB, 100)
         request = Request(spec, state, RequestSpeculationStats(speculative.drafter))
+        self.pool.open(request_id, request.token_ids, "", 0)
+        self.pool.allocate(request_id, len(request.token_ids))
         request.start(0)
         request.commit(2, [])
         self.speculation.open(request)
