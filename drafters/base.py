@@ -172,6 +172,8 @@ class DrafterInfo:
     draws: bool = False
     """Can draw its tokens from a distribution of its own, which other verifications than "match"
     ask for."""
+    takes_reference: bool = False
+    """The drafter is a ``ReferenceDrafter``."""
 
     def defaults(self) -> dict[str, OptionValue]:
         return {option.name: option.default for option in self.options}
@@ -224,6 +226,14 @@ class HiddenDrafter(Drafter, Protocol):
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
         """Called after each step, before ``observe``, with every newly committed row of its requests,
         prompt chunks included. The tensors are the drafter's to keep."""
+
+
+@runtime_checkable
+class ReferenceDrafter(Drafter, Protocol):
+    """A drafter that can use a text which the output is expected to repeat for the most part."""
+
+    def refer(self, request_id: str, reference_token_ids: Sequence[int]) -> None:
+        """Called once, right after ``open``, for a request that comes with such a text."""
 
 
 @dataclass(slots=True)

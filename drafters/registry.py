@@ -9,6 +9,7 @@ from drafters.base import Drafter
 from drafters.nasd import NasdDrafter, NasdOneLevelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.none import NoneDrafter
+from drafters.prediction import PredictionDrafter
 
 
 class DrafterUnavailableError(ValueError):
@@ -37,6 +38,7 @@ _FACTORIES: dict[str, Callable[[DrafterContext], Drafter]] = {
     "ngram": lambda _: NgramDrafter(),
     "nasd_one_level": lambda _: NasdOneLevelDrafter(),
     "nasd": lambda _: NasdDrafter(),
+    "prediction": lambda _: PredictionDrafter(),
 }
 
 

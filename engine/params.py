@@ -61,6 +61,8 @@ class SpeculativeParams:
     shape: DraftShape = field(default_factory=DraftShape)
     options: Mapping[str, OptionValue] = field(default_factory=dict)
     verification: VerificationName = "match"
+    reference_token_ids: tuple[int, ...] = ()
+    """What the client expects the output to be for the most part; for drafters that take it."""
 
 
 @dataclass(frozen=True, slots=True)

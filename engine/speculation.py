@@ -20,6 +20,7 @@ from drafters.base import (
     HiddenDrafter,
     HiddenRows,
     Observation,
+    ReferenceDrafter,
 )
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
 from drafters.tree import EMPTY, DraftTree
@@ -125,6 +126,8 @@ class Speculation:
         self._drafting[request.request_id] = drafting
         try:
             drafter.open(request.request_id, request.token_ids, wanted.options, request.spec.salt)
+            if wanted.reference_token_ids and isinstance(drafter, ReferenceDrafter):
+                drafter.refer(request.request_id, wanted.reference_token_ids)
         except Exception:
             logger.exception("drafter %s could not start a request", wanted.drafter)
             drafting.num_failures += 1

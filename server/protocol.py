@@ -56,6 +56,38 @@ class StreamOptions(Wire):
     include_usage: bool = False
 
 
+def _parse_content(value: object) -> str:
+    """Text, or text parts joined with line breaks."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string or a non-empty list of text parts")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise ValueError("a part is an object with a 'type'")
+        if part["type"] != "text":
+            raise ValueError("only parts of type 'text' are supported")
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError("a text part has a string 'text' and nothing else")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+ContentField = Annotated[
+    Any,
+    PlainValidator(_parse_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
+
+
+class Prediction(Wire):
+    """OpenAI's Predicted Outputs: a text that the output is expected to repeat for the most part."""
+
+    type: Literal["content"]
+    content: ContentField
+
+
 class SamplingFields(Wire):
     """What both endpoints take."""
 
@@ -95,6 +127,10 @@ class SamplingFields(Wire):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative: SpeculativeField | None = None
+    prediction: Prediction | None = Field(
+        default=None,
+        description="What the output will mostly be; drafted from, never written by itself.",
+    )
 
 
 class CompletionRequest(SamplingFields):
@@ -121,29 +157,6 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = Field(default=True, description="Let the tokenizer add its BOS.")
 
 
-def _parse_content(value: object) -> str:
-    """Text, or text parts joined with line breaks."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string or a non-empty list of text parts")
-    texts = []
-    for part in value:
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise ValueError("a part is an object with a 'type'")
-        if part["type"] != "text":
-            raise ValueError("only parts of type 'text' are supported")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError("a text part has a string 'text' and nothing else")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-ContentField = Annotated[
-    Any,
-    PlainValidator(_parse_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
-]
 _NO_TOOLS = "tool calls are not available"
 
 
@@ -174,7 +187,6 @@ class ChatRequest(SamplingFields):
         "function_call": _NO_TOOLS,
         "parallel_tool_calls": _NO_TOOLS,
         "audio": "text only",
-        "prediction": "name a drafter in 'speculative'",
         "reasoning_effort": "the chat template decides; see 'chat_template_kwargs'",
         "verbosity": "say it in a message",
         "web_search_options": "the server reads nothing from the web",

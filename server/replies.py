@@ -47,15 +47,23 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Of requests with a ``prediction``: its drafts that became output, and those that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     """A prompt counts once however many choices it has; tokens a stop string cut off do not
-    count.
+    count. ``completion_tokens_details`` is there for requests with a ``prediction``.
     """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
     speculative: SpeculativeUsage
 
 

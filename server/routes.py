@@ -82,6 +82,9 @@ def catalogue_router(info: EngineInfo, resolver: SpeculativeResolver, model_name
                     "object": "drafter",
                     "description": info.drafters[name].description,
                     "drafts_trees": info.drafters[name].drafts_trees,
+                    "draws": info.drafters[name].draws,
+                    "takes_prediction": info.drafters[name].takes_reference,
+                    "cost": info.drafters[name].cost,
                     "options": [asdict(option) for option in info.drafters[name].options],
                 }
                 for name in resolver.allowed

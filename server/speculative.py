@@ -25,6 +25,7 @@ TREE_STRATEGIES = ("none", "linear", "tree")
 VERIFICATIONS = ("match",)
 NO_DRAFTER = "none"
 PREFERRED_DRAFTER = "ngram"
+PREDICTION_DRAFTER = "prediction"
 
 _DEPTH_FIELDS = (
     "num_speculative_tokens",
@@ -176,11 +177,13 @@ class SpeculativeResolver:
             raise ValueError(f"{error.param}: {error.message}") from error
         self.defaults = self._with(default, params)
 
-    def resolve(self, asked: SpeculativeField | None) -> SpeculativeParams:
+    def resolve(
+        self, asked: SpeculativeField | None, has_prediction: bool = False
+    ) -> SpeculativeParams:
         """The parameters of a request. Raises ApiError 400 naming the field at fault."""
         asked = asked or SpeculativeField()
         given = asked.given()
-        info = self._drafter(asked)
+        info = self._drafter(asked, has_prediction)
         options = self._options(info, asked)
         if info.name == NO_DRAFTER:
             for name in (*_DEPTH_FIELDS, *_TREE_FIELDS, "verification"):
@@ -248,10 +251,22 @@ class SpeculativeResolver:
             options=dict(default.options or {}),
         )
 
-    def _drafter(self, asked: SpeculativeField) -> DrafterInfo:
+    def _drafter(self, asked: SpeculativeField, has_prediction: bool) -> DrafterInfo:
         name = self.defaults.drafter if asked.draft_strategy is None else asked.draft_strategy
         if name not in self.allowed:
             raise _refuse("draft_strategy", f"must be one of: {', '.join(self.allowed)}")
+        if not has_prediction:
+            if asked.draft_strategy == PREDICTION_DRAFTER:
+                raise _refuse("draft_strategy", f"{PREDICTION_DRAFTER!r} needs a 'prediction'")
+            return self._drafters[name]
+        takers = [each for each in self.allowed if self._drafters[each].takes_reference]
+        if name not in takers and asked.draft_strategy is None and PREDICTION_DRAFTER in takers:
+            name = PREDICTION_DRAFTER
+        if name not in takers:
+            able = (
+                f"one of: {', '.join(takers)}" if takers else "one that this server does not offer"
+            )
+            raise bad_request("prediction", f"prediction needs another draft_strategy: {able}")
         return self._drafters[name]
 
     def _options(self, info: DrafterInfo, asked: SpeculativeField) -> dict[str, OptionValue]:

@@ -108,7 +108,7 @@ class Responder:
     def _usage(self, writer: Writer, ends: list[ChoiceEnd], sender: str | None) -> Usage:
         """The request's usage, which also goes to the log, next to who sent it."""
         plan = writer.plan
-        usage = build_usage(plan.num_prompt_tokens, ends, plan.n)
+        usage = build_usage(plan.num_prompt_tokens, ends, plan.n, plan.has_prediction)
         spec = usage.speculative
         logger.info(
             "%s x-request-id=%s user=%r prompt=%d completion=%d finish=%s drafter=%s accepted=%d/%d",

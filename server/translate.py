@@ -11,13 +11,13 @@ import re
 import secrets
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
 
 from engine.info import EngineInfo
-from engine.params import GenerationRequest, SamplingParams
+from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from server.choices import ChoicePlan, TextOptions
 from server.errors import bad_request, unknown_model
 from server.protocol import (
@@ -55,6 +55,7 @@ class RequestPlan:
     echo: bool
     return_token_ids: bool
     return_drafted: bool
+    has_prediction: bool
     stream: bool
     include_usage: bool
     user: str | None
@@ -234,7 +235,7 @@ class Translator:
         request_id = uuid.uuid4().hex
         choices = []
         sampling = self._sampling(wire, num_logprobs, echo)
-        speculative = self._resolver.resolve(wire.speculative)
+        speculative = self._speculative(wire)
         for index in range(num_choices):
             prompt = prompts[index // wire.n]
             room = self._info.max_model_len - len(prompt.token_ids)
@@ -272,10 +273,26 @@ class Translator:
             echo=echo,
             return_token_ids=wire.return_token_ids,
             return_drafted=self._resolver.returns_drafted(wire.speculative),
+            has_prediction=wire.prediction is not None,
             stream=wire.stream,
             include_usage=wire.stream_options is not None and wire.stream_options.include_usage,
             user=wire.user,
         )
+
+    def _speculative(self, wire: SamplingFields) -> SpeculativeParams:
+        if wire.prediction is None:
+            return self._resolver.resolve(wire.speculative)
+        params = self._resolver.resolve(wire.speculative, has_prediction=True)
+        field, text = "prediction.content", wire.prediction.content
+        if len(text) // self._longest_token >= self._info.max_model_len:
+            # Not worth tokenizing, as above.
+            raise bad_request(field, f"{field} exceeds the context of {self._info.max_model_len}")
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if not token_ids:
+            raise bad_request(field, f"{field}: the prediction has no tokens")
+        if len(token_ids) > self._info.max_model_len:
+            raise bad_request(field, f"{field} exceeds the context of {self._info.max_model_len}")
+        return replace(params, reference_token_ids=tuple(token_ids))
 
     def _sampling(
         self, wire: SamplingFields, num_logprobs: int | None, echo: bool

@@ -7,11 +7,20 @@ from itertools import zip_longest
 
 from engine.events import SpeculativeStats
 from server.choices import ChoiceEnd
-from server.replies import GammaMove, PromptTokensDetails, SpeculativeUsage, Usage
+from server.replies import (
+    CompletionTokensDetails,
+    GammaMove,
+    PromptTokensDetails,
+    SpeculativeUsage,
+    Usage,
+)
 
 
 def build_usage(
-    num_prompt_tokens: int, ends: Sequence[ChoiceEnd], choices_per_prompt: int
+    num_prompt_tokens: int,
+    ends: Sequence[ChoiceEnd],
+    choices_per_prompt: int,
+    has_prediction: bool = False,
 ) -> Usage:
     """Usage over all choices of a request, in index order.
 
@@ -21,13 +30,21 @@ def build_usage(
     """
     num_completion_tokens = sum(end.num_tokens for end in ends)
     cached = sum(end.info.num_cached_tokens for end in ends[::choices_per_prompt])
-    return Usage(
+    speculative = merge([end.info.speculative for end in ends])
+    usage = Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_completion_tokens,
         total_tokens=num_prompt_tokens + num_completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        speculative=merge([end.info.speculative for end in ends]),
+        speculative=speculative,
     )
+    if has_prediction:
+        accepted = speculative.num_accepted_tokens
+        usage.completion_tokens_details = CompletionTokensDetails(
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=speculative.num_draft_tokens - accepted,
+        )
+    return usage
 
 
 def merge(stats: Sequence[SpeculativeStats]) -> SpeculativeUsage:

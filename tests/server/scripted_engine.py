@@ -109,6 +109,7 @@ def engine_info(**changes: Any) -> EngineInfo:
                 DrafterOption("decay", 0.5, "forgetting", 0, 1),
             ),
         ),
+        DrafterInfo("prediction", "Predicted.", drafts_trees=True, takes_reference=True),
     )
     values: dict[str, Any] = {
         "model": "test/scripted",

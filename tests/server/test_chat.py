@@ -147,3 +147,53 @@ async def test_a_replayed_reply_message_is_accepted(connect: Connect) -> None:
             model="test/scripted", messages=[*MESSAGES, message, *MESSAGES]
         )
     assert again.choices[0].message.content == TEXT
+
+
+# --- predicted outputs ---
+
+
+async def test_a_prediction_is_drafted_from_and_accounted(connect: Connect) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with openai_client(connect, engine) as client:
+        reply = await client.chat.completions.create(
+            model="test/scripted",
+            messages=MESSAGES,
+            prediction={"type": "content", "content": "hello world"},
+        )
+    speculative = engine.requests[0].speculative
+    assert speculative.drafter == "prediction"
+    assert speculative.reference_token_ids == tuple(b"hello world")
+    assert reply.usage is not None
+    details = reply.usage.completion_tokens_details
+    assert details is not None
+    stats = reply.usage.model_dump()["speculative"]
+    assert details.accepted_prediction_tokens == stats["num_accepted_tokens"] > 0
+    assert details.rejected_prediction_tokens == (
+        stats["num_draft_tokens"] - stats["num_accepted_tokens"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prediction": {"type": "text", "content": "a"}}, "prediction.type"),
+        ({"prediction": {"type": "content", "content": ""}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": "a" * 513}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": "a", "x": 1}}, "prediction.x"),
+        (
+            {
+                "prediction": {"type": "content", "content": "a"},
+                "speculative": {"draft_strategy": "ngram"},
+            },
+            "prediction",
+        ),
+        ({"speculative": {"draft_strategy": "prediction"}}, "speculative.draft_strategy"),
+    ],
+)
+async def test_predictions_without_effect_are_refused(
+    connect: Connect, body: dict[str, object], field: str
+) -> None:
+    async with connect(ScriptedEngine(TEXT)) as client:
+        reply = await client.post("/chat/completions", json={"messages": MESSAGES, **body})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == field

@@ -101,6 +101,13 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
         {"speculative": {"draft_strategy": "nasd"}},
         lambda o: o.spec.drafter == "nasd" and o.reply["usage"]["speculative"]["drafter"] == "nasd",
     ),
+    "prediction": (
+        {"prediction": {"type": "content", "content": "hello"}},
+        lambda o: (
+            o.spec.reference_token_ids == tuple(b"hello")
+            and "completion_tokens_details" in o.reply["usage"]
+        ),
+    ),
 }
 COMPLETION_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
     "prompt": ({"prompt": [1, 2, 3]}, lambda o: o.request.prompt_token_ids == (1, 2, 3)),
