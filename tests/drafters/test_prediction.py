@@ -68,7 +68,7 @@ def test_changes_cost_a_step_or_two_each() -> None:
 def test_a_tree_saves_steps_where_it_is_uncertain_what_changed() -> None:
     # Every tenth token something new comes in between: a chain takes it for a replacement.
     after = [t for at, token in enumerate(BEFORE) for t in ([1 + at] * (at % 10 == 9) + [token])]
-    assert steps(after, width=2, num_nodes=16) < steps(after, width=1, num_nodes=16)
+    assert steps(after, width=2, num_nodes=24) < steps(after, width=1, num_nodes=24)
 
 
 def test_a_tree_follows_several_places() -> None:
