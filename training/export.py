@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -74,18 +75,31 @@ itself: its Python is less coherent, and it copies less reliably.""",
 }
 
 LABELS = {
-    "code_loss": "loss per token, code",
-    "code_perplexity": "perplexity, code",
-    "code_top1": "next token right, code",
-    "repeating": "of 120 tokens, the last 30 repeat with a period of 15 or less",
-    "looping_greedy": "completions that end in a loop, greedy",
-    "looping_t0.8": "completions that end in a loop, temperature 0.8",
-    "edit_loss": "loss per answer token, edits",
-    "edit_token_accuracy": "next token right, edit answers",
-    "code_agree": "same most likely token as the target, code",
-    "edit_agree": "same most likely token as the target, edit answers",
-    "edit_exact": "edits whose whole answer is exactly right",
+    "loss per token, code": "{code_loss:.3f}",
+    "perplexity, code": "{code_perplexity:.1f}",
+    "next token right, code": "{code_top1:.0%}",
+    "of 120 tokens, the last 30 repeat with a period of 15 or less": (
+        "greedy {repeating_greedy} of {code_completions}, "
+        "temperature 0.8 {repeating_t08} of {code_completions}"
+    ),
+    "loss per answer token, edits": "{edit_loss:.3f}",
+    "next token right, edit answers": "{edit_token_accuracy:.1%}",
+    "next token right, what an edit changes": "{edit_changed_accuracy:.0%}",
+    "edits whose whole answer is exactly right": "{edits_exact} of {edits}",
+    "same most likely token as the target, code": "{code_agree:.0%}",
+    "same most likely token as the target, edit answers": "{edit_agree:.0%}",
+    "expected acceptance by the target at temperature 1, code": "{code_accept:.0%}",
+    "expected acceptance by the target at temperature 1, edit answers": "{edit_accept:.0%}",
 }
+
+
+def measurements(measured: dict[str, Any]) -> str:
+    """Return the card's table of what was measured, without what was not."""
+    lines = []
+    for label, form in LABELS.items():
+        with contextlib.suppress(KeyError):
+            lines.append(f"| {label} | {form.format_map(measured).replace('%', ' %')} |")
+    return "\n".join(lines)
 
 
 def export(name: str, run: Path, tokenizer: Path, out: Path, sources: list[dict[str, Any]]) -> None:
@@ -120,9 +134,7 @@ def export(name: str, run: Path, tokenizer: Path, out: Path, sources: list[dict[
         minutes=round(state["active"] / 60),
         steps=state["step"],
         abilities=ABILITIES[name],
-        measurements="\n".join(
-            f"| {v} | {measured[k]} |" for k, v in LABELS.items() if k in measured
-        ),
+        measurements=measurements(measured),
         packages=len(sources) - 1,
         sources="\n".join(f"| {s['name']} {s['version']} | {s['licence']} |" for s in sources),
     )

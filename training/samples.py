@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import random
 import zlib
@@ -13,10 +14,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from training.edits import base_text, make_edit, user_content
+from training.edits import Edit, base_text, make_edit, user_content
 from training.tokenizer import encode
 
-USER_WEIGHT = 0.3  # the prompt side of an edit teaches less than its answer
+# The loss weights of an edit's tokens; those of code have 1.  The prompt teaches less than the
+# answer.  Most of an answer repeats the prompt, so what does not is weighted up: otherwise a
+# model that only ever copies is nearly as good as one that does what was asked.
+USER_WEIGHT = 0.4
+ANSWER_WEIGHT = 2.0
+CHANGED_WEIGHT = 4.0
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a coding assistant.",
@@ -50,12 +56,12 @@ class Mix:
         While the learning rate decays, edits get the length they mostly have in use.
         """
         if decaying:
-            return Mix(0.28, 1500, 0.25, 0.02, 0.35)
+            return Mix(0.36, 1900, 0.25, 0.03, 0.35)
         if progress < 0.25:
             return Mix(0.65, 450, 0.7, 0.4)
         if progress < 0.5:
             return Mix(0.3, 1100, 0.4, 0.05)
-        return Mix(0.2, 2600, 0.3, 0.02)
+        return Mix(0.36, 1900, 0.35, 0.03, 0.1)
 
 
 def load_rows(path: Path) -> list[dict[str, str]]:
@@ -112,25 +118,49 @@ def stutter(rng: random.Random, sample: Sample, line_end: int) -> Sample:
     )
 
 
+def answer_weights(before: list[int], after: list[int]) -> list[float]:
+    """Return the loss weight of each token of an answer that edits `before` into `after`.
+
+    Tokens that are not copied count more, and so does the first one after each change or gap,
+    where copying has to find its place again.
+    """
+    weights = [ANSWER_WEIGHT] * len(after)
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    for tag, _, _, start, stop in matcher.get_opcodes():
+        if tag != "equal":
+            stop = min(stop + 1, len(after))
+            weights[start:stop] = [CHANGED_WEIGHT] * (stop - start)
+    return weights
+
+
 def edit_sample(
     tok: PreTrainedTokenizerBase, rng: random.Random, units: list[str], mix: Mix
 ) -> Sample:
     """Build a conversation of one or two edits in the chat format."""
-    turns: list[tuple[str, str]] = []
+    ids, weights = [tok.bos_token_id], [0.0]
+
+    def turn(role: str, content: str, before: str | None = None) -> None:
+        body = [*encode(tok, content), tok.eos_token_id]
+        ids.extend((tok.convert_tokens_to_ids(f"<|{role}|>"), *body))
+        if before is None:
+            body_weights = [USER_WEIGHT] * len(body)
+        else:
+            body_weights = answer_weights([*encode(tok, before), tok.eos_token_id], body)
+        weights.extend((0.0, *body_weights))
+
+    def request(edit: Edit, content: str) -> None:
+        turn("user", content)
+        turn("assistant", edit.after.strip("\n"), edit.before.strip("\n"))
+
     if rng.random() < 0.04:
-        turns.append(("system", rng.choice(SYSTEM_PROMPTS)))
+        turn("system", rng.choice(SYSTEM_PROMPTS))
     text = base_text(rng, units, mix.longest, mix.random_share)
     edit = make_edit(rng, text, mix.repeat_share)
-    turns += [("user", user_content(rng, edit)), ("assistant", edit.after.strip("\n"))]
+    request(edit, user_content(rng, edit))
     if len(text) < 600 and rng.random() < 0.06:
         # A follow-up request without the code: the last answer is what gets edited.
         edit = make_edit(rng, edit.after.strip("\n") + "\n")
-        turns += [("user", edit.instruction), ("assistant", edit.after.strip("\n"))]
-    ids, weights = [tok.bos_token_id], [0.0]
-    for role, content in turns:
-        body = [*encode(tok, content), tok.eos_token_id]
-        ids += [tok.convert_tokens_to_ids(f"<|{role}|>"), *body]
-        weights += [0.0] + [1.0 if role == "assistant" else USER_WEIGHT] * len(body)
+        request(edit, edit.instruction)
     return Sample(ids, weights, True)
 
 

@@ -50,10 +50,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
 }
+EAGER_ATTENTION = {"target": 700, "draft": 1500}  # the widest batch it is faster for
 MICRO_TOKENS = 2048
 MICRO_PER_STEP = 2
 WARMUP_STEPS = 60
 DECAY_SHARE = 0.22
+PLAIN_SHARE = 0.5  # of the code during the decay: short stand-alone pieces that repeat little
 
 
 def build(name: str, tok: Any) -> LlamaForCausalLM:
@@ -84,9 +86,11 @@ def build(name: str, tok: Any) -> LlamaForCausalLM:
 class Learner:
     """A bf16 model with fp32 master weights: Muon for matrices, AdamW for the rest."""
 
-    def __init__(self, name: str, tok: Any, lr: float) -> None:
+    def __init__(self, name: str, tok: Any, lr: float, init: Path | None = None) -> None:
         self.name, self.lr = name, lr
-        self.model = build(name, tok)
+        self.model: Any = build(name, tok)
+        if init:
+            self.model = LlamaForCausalLM.from_pretrained(init / name, dtype=torch.bfloat16)
         self.live = dict(self.model.named_parameters())
         self.master = {k: torch.nn.Parameter(p.detach().float()) for k, p in self.live.items()}
         matrices = [p for k, p in self.master.items() if p.ndim == 2 and "embed" not in k]
@@ -98,13 +102,14 @@ class Learner:
             torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
 
-    def loss(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summed weighted loss and the unweighted loss of every token."""
+    def log_probs(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of every next token.  # [rows * (width - 1), vocab]"""
+        # On CPUs the fused attention's backward pass is the slower one until rows get long.
+        fused = ids.shape[1] > EAGER_ATTENTION[self.name]
+        self.model.set_attn_implementation("sdpa" if fused else "eager")
         out = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        wanted = weights[:, 1:].reshape(-1)
         logits = self.model.lm_head(out.reshape(-1, out.shape[-1])).float()
-        each = functional.cross_entropy(logits, ids[:, 1:].reshape(-1), reduction="none")
-        return (each * wanted).sum(), each.detach().view_as(ids[:, 1:])
+        return functional.log_softmax(logits, dim=-1)
 
     def step(self, scale: float) -> None:
         """Apply the gathered gradients with the learning rate scaled."""
@@ -138,14 +143,27 @@ class Learner:
             opt.load_state_dict(saved)
 
 
+def token_losses(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the loss of every token that follows another.  # [rows * (width - 1)]"""
+    return -log_probs.gather(1, ids[:, 1:].reshape(-1, 1)).squeeze(1)
+
+
+def soft_losses(log_probs: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy with another model's log-probabilities at every position.
+
+    Up to the teacher's own entropy, which has no gradient, this is their KL divergence.
+    """
+    return -(teacher.exp() * log_probs).sum(-1)
+
+
 @torch.no_grad()
 def held_out_loss(learner: Learner, samples: list[Sample]) -> float:
     """Return the mean loss per token that counts fully (all code, only answers of edits)."""
-    total, count = 0.0, 0.0
+    total, count = 0.0, 0
     for part in group(samples, random.Random(0), MICRO_TOKENS, keep_rest=True):
         ids, weights = pad(part)
-        loss, _ = learner.loss(ids, (weights == 1.0).float())
-        total, count = total + loss.item(), count + (weights == 1.0).sum().item()
+        chosen = token_losses(learner.log_probs(ids), ids)[weights[:, 1:].reshape(-1) >= 1.0]
+        total, count = total + chosen.sum().item(), count + chosen.numel()
     return total / count
 
 
@@ -181,6 +199,17 @@ def main() -> None:
     parser.add_argument("--save-every", type=float, default=5.0)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--init",
+        type=Path,
+        help="start from the weights in INIT/target and INIT/draft; the optimiser starts afresh",
+    )
+    parser.add_argument(
+        "--distill",
+        type=float,
+        default=0.0,
+        help="how much of the draft's loss is imitating the target instead of the text, 0 to 1",
+    )
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     tok = AutoTokenizer.from_pretrained(args.tokenizer)
@@ -193,7 +222,10 @@ def main() -> None:
     held_mix = Mix(1.0, 1800, 0.0, 0.0)
     held_edits = [edit_sample(tok, rng, held[60:], held_mix) for _ in range(40)]
 
-    learners = [Learner("target", tok, args.lr), Learner("draft", tok, args.lr * 1.3)]
+    learners = [
+        Learner("target", tok, args.lr, args.init),
+        Learner("draft", tok, args.lr * 1.3, args.init),
+    ]
     args.out.mkdir(parents=True, exist_ok=True)
     budget, active, step, tokens = args.minutes * 60, 0.0, 0, 0
     decay: tuple[float, float] | None = None
@@ -220,20 +252,32 @@ def main() -> None:
             # Seeding by step keeps a resumed run from seeing the same documents again.
             rng = random.Random(args.seed * 1_000_003 + step)
             decaying = active >= (decay[0] if decay else budget * (1 - DECAY_SHARE))
-            mix, code = Mix.at(progress, decaying), plain if decaying else units
-            pool = [draw(tok, rng, code, units, mix, 2048) for _ in range(256)]
+            mix = Mix.at(1.0 if args.init else progress, decaying)
+            share = PLAIN_SHARE if decaying else 0.0
+            pool = [
+                draw(tok, rng, plain if rng.random() < share else units, units, mix, 2048)
+                for _ in range(256)
+            ]
             queue += group(pool, rng, MICRO_TOKENS)
         micro = [queue.pop() for _ in range(MICRO_PER_STEP)]
         total = sum(w for part in micro for s in part for w in s.weights)
         for part in micro:
             ids, weights = pad(part)
-            edit_rows = torch.tensor([s.is_edit for s in part])[:, None]
-            full = weights[:, 1:] == 1.0
+            wanted = weights[:, 1:].reshape(-1)
+            is_edit = torch.tensor([s.is_edit for s in part])[:, None].expand_as(ids[:, 1:])
+            kinds = {"code": ~is_edit.reshape(-1), "edit": is_edit.reshape(-1)}
+            teacher: torch.Tensor | None = None
             for learner in learners:
-                loss, each = learner.loss(ids, weights)
-                torch.autograd.backward(loss / total)
-                for kind, rows in (("code", ~edit_rows), ("edit", edit_rows)):
-                    chosen = each[full & rows]
+                log_probs = learner.log_probs(ids)
+                each = token_losses(log_probs, ids)
+                learnt = each
+                if args.distill and teacher is not None:
+                    soft = soft_losses(log_probs, teacher)
+                    learnt = (1 - args.distill) * each + args.distill * soft
+                torch.autograd.backward((learnt * wanted).sum() / total)
+                teacher = log_probs.detach()
+                for kind, rows in kinds.items():
+                    chosen = each.detach()[(wanted >= 1.0) & rows]
                     if chosen.numel():
                         sums.setdefault(f"{learner.name}_{kind}", []).append(chosen.mean().item())
             tokens += sum(len(s.ids) for s in part)

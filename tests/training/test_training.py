@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
-from training import corpus, edits, names, operations, samples
+from training import corpus, edits, evaluate, export, names, operations, samples, train
 from training.tokenizer import SPECIAL_TOKENS, encode, save_tokenizer, train_tokenizer
 
 CODE = '''# settings helper
@@ -174,6 +175,62 @@ def test_code_that_repeats_itself_is_not_plain() -> None:
     assert samples.is_plain(OTHER)
     assert not samples.is_plain("def f(a):\n" + "    a.append(nothing)\n" * 9)
     assert not samples.is_plain("def method(self, value):\n    return value\n")
+
+
+def test_what_an_edit_changes_weighs_more_than_what_it_copies() -> None:
+    copied, changed = samples.ANSWER_WEIGHT, samples.CHANGED_WEIGHT
+    before = [10, 11, 12, 13, 14, 15]
+    assert samples.answer_weights(before, before) == [copied] * 6
+    replaced = samples.answer_weights(before, [10, 11, 20, 21, 13, 14, 15])
+    assert replaced == [copied, copied, changed, changed, changed, copied, copied]
+    dropped = samples.answer_weights(before, [10, 11, 14, 15])
+    assert dropped == [copied, copied, changed, copied]
+    appended = samples.answer_weights(before, [*before, 16])
+    assert appended == [copied] * 6 + [changed]
+
+
+def test_every_answer_of_an_edit_is_weighted_as_one(tok) -> None:
+    assistant, user = tok.convert_tokens_to_ids(["<|assistant|>", "<|user|>"])
+    for seed in range(20):
+        mix = samples.Mix(1, 900, 0.5, 0)
+        sample = samples.edit_sample(tok, random.Random(seed), [CODE, OTHER], mix)
+        role = None
+        for token, weight in zip(sample.ids[1:], sample.weights[1:], strict=True):
+            if token in tok.convert_tokens_to_ids(["<|system|>", "<|user|>", "<|assistant|>"]):
+                role = token
+                assert weight == 0.0
+            elif role == assistant:
+                assert weight in (samples.ANSWER_WEIGHT, samples.CHANGED_WEIGHT)
+            else:
+                assert weight == samples.USER_WEIGHT
+        assert {user, assistant} <= set(sample.ids)
+
+
+def test_a_completion_repeats_when_its_end_has_a_short_period() -> None:
+    words = list(range(100, 220))
+    assert evaluate.repeats(words[:90] + [1, 2, 3] * 10)
+    assert evaluate.repeats(words[:90] + words[:15] * 2)
+    assert not evaluate.repeats(words)
+    assert not evaluate.repeats(words[:90] + words[:16] + words[:14])
+    assert not evaluate.repeats(words[:50] + [7] * 30), "it ended by itself"
+
+
+def test_the_draft_learns_least_loss_where_it_equals_its_teacher() -> None:
+    teacher = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.0, 3.0]]).log_softmax(-1)
+    same = train.soft_losses(teacher, teacher)
+    other = train.soft_losses(teacher.roll(1, dims=1), teacher)
+    assert torch.allclose(same, -(teacher.exp() * teacher).sum(-1))
+    assert (other > same).all()
+    ids = torch.tensor([[0, 2, 1]])
+    assert train.token_losses(teacher, ids).tolist() == [-teacher[0, 2], -teacher[1, 1]]
+
+
+def test_a_card_shows_what_was_measured_and_nothing_else() -> None:
+    table = export.measurements({"code_loss": 2.1, "code_agree": 0.723})
+    assert table.splitlines() == [
+        "| loss per token, code | 2.100 |",
+        "| same most likely token as the target, code | 72 % |",
+    ]
 
 
 def test_stutter_repeats_a_part_and_gives_the_copies_no_weight() -> None:
