@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from drafters.base import DrafterInfo, DraftRequest, Observation, OptionValue
 from drafters.per_request import PerRequestDrafter
 from drafters.reference import Place, ReferenceAligner
-from drafters.tree import EMPTY, DraftTree
-from drafters.trie import TrieBuilder
+from drafters.tree import EMPTY, ROOT, DraftTree
+from drafters.trie import Trie
 
 _BUCKET_STARTS = (0, 1, 2, 3, 5, 9, 17, 33)
 _NUM_RANKS = 4
@@ -79,7 +79,7 @@ class PredictionState:
         places = aligner.places(width)
         if not places:
             return EMPTY
-        builder = TrieBuilder(request.max_nodes)
+        builder = Trie(request.max_nodes, request.shape.depth)
         for rank, (place, num_nodes) in enumerate(
             zip(places, _shares(places, request), strict=True)
         ):
@@ -99,9 +99,9 @@ def _shares(places: Sequence[Place], request: DraftRequest) -> list[int]:
 
 
 def _add_run(
-    builder: TrieBuilder, aligner: ReferenceAligner, place: Place, rank: int, num_nodes: int
+    builder: Trie, aligner: ReferenceAligner, place: Place, rank: int, num_nodes: int
 ) -> None:
-    parent = -1
+    parent: int | None = ROOT
     coming = aligner.token_ids[place.position : place.position + num_nodes]
     for offset, token_id in enumerate(coming):
         parent = builder.add(parent, token_id, run_feature(place.run + offset, rank))

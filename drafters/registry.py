@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from drafters.auto import AutoDrafter
 from drafters.base import Drafter
 from drafters.nasd import NasdDrafter, NasdOneLevelDrafter
 from drafters.ngram import NgramDrafter
@@ -33,12 +34,20 @@ class PlainContext:
         raise DrafterUnavailableError(f"needs {name.replace('_', ' ')}, and there is none here")
 
 
+_MEMBERS_OF_AUTO = ("prediction", "ngram", "nasd")
+
+
+def _auto(context: DrafterContext) -> Drafter:
+    return AutoDrafter(build_drafters(_MEMBERS_OF_AUTO, context))
+
+
 _FACTORIES: dict[str, Callable[[DrafterContext], Drafter]] = {
     "none": lambda _: NoneDrafter(),
     "ngram": lambda _: NgramDrafter(),
     "nasd_one_level": lambda _: NasdOneLevelDrafter(),
     "nasd": lambda _: NasdDrafter(),
     "prediction": lambda _: PredictionDrafter(),
+    "auto": _auto,
 }
 
 

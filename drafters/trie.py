@@ -1,47 +1,60 @@
-"""Grows a draft tree path by path, so that paths which begin alike share their nodes."""
+"""Builds a draft tree from token paths: equal beginnings share their nodes."""
 
 from __future__ import annotations
 
-from drafters.tree import EMPTY, ROOT, DraftTree
+from drafters.tree import ROOT, DraftTree
 
 
-class TrieBuilder:
-    """A ``DraftTree`` in the making, of at most ``max_nodes`` nodes."""
+class Trie:
+    """Paths merged into at most ``max_nodes`` nodes, at most ``max_depth`` deep.
 
-    def __init__(self, max_nodes: int) -> None:
-        self.max_nodes = max_nodes
+    A node keeps the feature of the path that brought it. ``None`` stands for a node that there was
+    no room for; nothing can hang under it.
+    """
+
+    def __init__(self, max_nodes: int, max_depth: int) -> None:
+        self._max_nodes = max_nodes
         self._token_ids: list[int] = []
         self._parents: list[int] = []
         self._features: list[int] = []
+        self._room_below: list[int] = []
+        self._max_depth = max_depth
         self._index: dict[tuple[int, int], int] = {}
+        self._children: list[list[int]] = []
+        self._top: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._token_ids)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._token_ids) >= self.max_nodes
-
-    def add(self, parent: int, token_id: int, feature: int) -> int:
-        """The child of ``parent`` with this token: the one there is, or a new one with this feature.
-
-        ``parent`` is what an earlier call returned, or ROOT. Below a node that found no more room
-        there is none either: -2 says so, and may be passed on as a parent.
-        """
-        if parent < ROOT:
-            return parent
+    def add(self, parent: int | None, token_id: int, feature: int) -> int | None:
+        """The node of ``token_id`` under ``parent``, a new one if there is none."""
+        if parent is None:
+            return None
         node = self._index.get((parent, token_id))
         if node is not None:
             return node
-        if self.is_full:
-            return ROOT - 1
-        node = self._index[parent, token_id] = len(self._token_ids)
+        room = (self._max_depth if parent == ROOT else self._room_below[parent]) - 1
+        node = len(self._token_ids)
+        if room < 0 or node >= self._max_nodes:
+            return None
         self._token_ids.append(token_id)
         self._parents.append(parent)
         self._features.append(feature)
+        self._room_below.append(room)
+        self._children.append([])
+        (self._top if parent == ROOT else self._children[parent]).append(node)
+        self._index[parent, token_id] = node
         return node
 
     def build(self) -> DraftTree:
-        if not self._token_ids:
-            return EMPTY
-        return DraftTree(self._token_ids, self._parents, self._features)
+        """Depth first, in the order of arrival: what was added first is the leading chain."""
+        order: list[int] = []
+        stack = self._top[::-1]
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            stack += self._children[node][::-1]
+        new_index = {old: new for new, old in enumerate(order)}
+        new_index[ROOT] = ROOT
+        return DraftTree(
+            [self._token_ids[node] for node in order],
+            [new_index[self._parents[node]] for node in order],
+            [self._features[node] for node in order],
+        )

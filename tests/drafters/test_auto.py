@@ -1,0 +1,152 @@
+"""Choosing among drafters by what the text says of their proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from simulated_target import decode
+
+from drafters.auto import AutoDrafter
+from drafters.base import (
+    DrafterInfo,
+    DrafterNeeds,
+    DraftRequest,
+    DraftShape,
+    Observation,
+    OptionValue,
+)
+from drafters.ngram import NgramDrafter
+from drafters.prediction import PredictionDrafter
+from drafters.registry import build_drafters
+from drafters.tree import EMPTY, DraftTree, chain
+
+Guess = Callable[[Sequence[int]], list[int]]
+
+
+class Guesser:
+    """Drafts what a function of the text says; fails where the function does."""
+
+    def __init__(self, name: str, guess: Guess, needs: DrafterNeeds | None = None) -> None:
+        self.info = DrafterInfo(name, "guesses", drafts_trees=False, needs=needs or DrafterNeeds())
+        self.guess = guess
+        self.num_asked = 0
+        self.is_open = False
+
+    def open(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        options: Mapping[str, OptionValue],
+        salt: str,
+    ) -> None:
+        del request_id, token_ids, options, salt
+        self.is_open = True
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        self.num_asked += 1
+        return [
+            chain(self.guess(request.token_ids)[: request.max_nodes], 0) for request in requests
+        ]
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        """Learns nothing."""
+
+    def num_top_tokens(self, request_id: str) -> int:
+        del request_id
+        return 3
+
+    def close(self, request_id: str) -> None:
+        del request_id
+        self.is_open = False
+
+
+def target(text: Sequence[int]) -> int:
+    return len(text) % 50
+
+
+def right(text: Sequence[int]) -> list[int]:
+    return [(len(text) + ahead) % 50 for ahead in range(8)]
+
+
+def wrong(text: Sequence[int]) -> list[int]:
+    return [60 + token_id for token_id in right(text)]
+
+
+def test_the_member_that_is_right_is_soon_the_one_that_drafts() -> None:
+    for members in ([("good", right), ("bad", wrong)], [("bad", wrong), ("good", right)]):
+        auto = AutoDrafter({name: Guesser(name, guess) for name, guess in members})
+        run = decode(auto, [1, 2, 3], target, 120, max_nodes=8)
+        assert run.num_emitted[4:] == [9] * len(run.num_emitted[4:])
+
+
+def test_two_half_right_members_make_a_tree_that_is_always_right() -> None:
+    def odd(text: Sequence[int]) -> list[int]:
+        return right(text)[:1] if len(text) % 2 else wrong(text)[:1]
+
+    def even(text: Sequence[int]) -> list[int]:
+        return wrong(text)[:1] if len(text) % 2 else right(text)[:1]
+
+    auto = AutoDrafter({"odd": Guesser("odd", odd), "even": Guesser("even", even)})
+    shape = DraftShape(width=2, depth=4)
+    run = decode(auto, [1, 2, 3], target, 40, max_nodes=2, shape=shape)
+    assert run.num_emitted == [2] * 20
+
+
+def test_it_keeps_up_with_its_best_member_on_repetition_and_on_a_prediction() -> None:
+    period = [*range(30)]
+
+    def repeats(text: Sequence[int]) -> int:
+        return period[len(text) % 30]
+
+    alone = decode(NgramDrafter(), period * 2, repeats, 200)
+    auto = AutoDrafter(build_drafters(["prediction", "ngram", "nasd"]))
+    assert len(decode(auto, period * 2, repeats, 200).num_emitted) <= len(alone.num_emitted) + 2
+
+    auto = AutoDrafter({"prediction": PredictionDrafter(), "ngram": NgramDrafter()})
+    auto.open("p", [1, 2, 3], {}, "")
+    auto.refer("p", [7, 8, 9, 10])
+    (tree,) = auto.propose([DraftRequest("p", [1, 2, 3], 3, DraftShape())])
+    assert list(tree.token_ids) == [7, 8, 9]
+
+
+def test_a_failing_member_is_left_out_and_the_others_go_on() -> None:
+    def fails(text: Sequence[int]) -> list[int]:
+        raise RuntimeError(f"no after {len(text)}")
+
+    broken = Guesser("broken", fails)
+    run = decode(AutoDrafter({"broken": broken, "good": Guesser("good", right)}), [1], target, 90)
+    assert broken.num_asked == 4
+    assert run.num_emitted[4:] == [9] * len(run.num_emitted[4:])
+
+
+def test_members_are_opened_asked_and_closed_with_the_request() -> None:
+    member = Guesser("good", right)
+    auto = AutoDrafter({"good": member})
+    auto.open("r", [1], {}, "")
+    assert member.is_open
+    assert auto.num_top_tokens("r") == 3
+    with pytest.raises(ValueError, match="already open"):
+        auto.open("r", [1], {}, "")
+    auto.close("r")
+    auto.close("r")
+    assert not member.is_open
+    with pytest.raises(KeyError):
+        auto.propose([DraftRequest("r", [1], 4, DraftShape())])
+
+
+def test_members_that_cost_a_forward_are_refused() -> None:
+    for needs in (DrafterNeeds(hidden_rows=True), DrafterNeeds(draft_slots=True)):
+        with pytest.raises(ValueError, match="no model"):
+            AutoDrafter({"dear": Guesser("dear", right, needs)})
+    with pytest.raises(ValueError, match="at least one"):
+        AutoDrafter({})
+    assert AutoDrafter(
+        {"a": Guesser("a", right, DrafterNeeds(top_probs=True))}
+    ).info.needs.top_probs
+
+
+def test_nothing_known_means_no_draft() -> None:
+    auto = AutoDrafter({"silent": Guesser("silent", lambda _: [])})
+    auto.open("r", [1], {}, "")
+    assert auto.propose([DraftRequest("r", [1], 4, DraftShape())]) == [EMPTY]
