@@ -69,7 +69,7 @@ def load_bench_model(name: str, config: EngineConfig, with_transformers: bool) -
 
 def core_of(engine: AsyncEngine) -> EngineCore:
     """The core of an engine that is never started, to be stepped by hand."""
-    return engine._core
+    return engine.core
 
 
 def _scaled(path: str, device: torch.device) -> PreTrainedModel:

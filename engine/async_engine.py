@@ -30,11 +30,14 @@ _RETRY_SECONDS = (1.0, 60.0)
 
 
 class AsyncEngine:
-    """Starts and stops the engine thread and streams requests' events."""
+    """Starts and stops the engine thread and streams requests' events.
+
+    ``core`` belongs to that thread; who never starts it may step the core on a thread of their own.
+    """
 
     def __init__(self, core: EngineCore, info: EngineInfo, max_num_open: int) -> None:
         self.info = info
-        self._core = core
+        self.core = core
         self._max_num_open = max_num_open
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
@@ -75,7 +78,7 @@ class AsyncEngine:
             except TimeoutError:
                 logger.warning("aborting %d requests after the drain time", len(self._streams))
         if self._thread is not None:
-            self._inbox.put(self._core.abort_all)
+            self._inbox.put(self.core.abort_all)
             self._inbox.put(None)
             await asyncio.to_thread(self._thread.join)
             await asyncio.sleep(0)  # lets the thread's last delivery run
@@ -107,25 +110,25 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """End a request before the next step. Whoever still reads its events gets a last one, whose
         ``finish.reason`` is "abort" and which accounts for the work done."""
-        self._inbox.put(lambda: self._core.abort(request_id))
+        self._inbox.put(lambda: self.core.abort(request_id))
 
     def _admit(self, request: GenerationRequest) -> _Stream:
         if self._dead is not None or self._thread is None:
             raise EngineDeadError(self._dead or "the engine has not been started")
         if self._stopping:
             raise EngineDeadError("the server is shutting down")
-        self._check(request)
-        prepared = self._core.prepare(request)
+        self.check(request)
+        prepared = self.core.prepare(request)
         if len(self._streams) >= self._max_num_open:
-            wait = self._seconds_per_request * len(self._streams) / self._core.max_num_seqs
+            wait = self._seconds_per_request * len(self._streams) / self.core.max_num_seqs
             low, high = _RETRY_SECONDS
             raise QueueFullError(float(math.ceil(min(high, max(low, wait)))))
         stream: _Stream = asyncio.Queue()
         self._streams[request.request_id] = stream
-        self._inbox.put(lambda: self._core.submit(prepared))
+        self._inbox.put(lambda: self.core.submit(prepared))
         return stream
 
-    def _check(self, request: GenerationRequest) -> None:
+    def check(self, request: GenerationRequest) -> None:
         """The engine's own conditions, whoever calls. Raises RequestError."""
         prompt, limit = request.prompt_token_ids, self.info.max_model_len
         if request.request_id in self._streams:
@@ -162,7 +165,7 @@ class AsyncEngine:
         assert self._loop is not None
         try:
             while self._obey():
-                self._post(self._core.step())
+                self._post(self.core.step())
         except BaseException as error:
             logger.exception("the engine died")
             message = f"the engine died: {type(error).__name__}: {error}"
@@ -173,14 +176,14 @@ class AsyncEngine:
     def _obey(self) -> bool:
         """Run the commands that have come in, waiting for one if there is nothing else to do.
         False: stop."""
-        block = not self._core.has_work
+        block = not self.core.has_work
         while True:
             try:
                 command = self._inbox.get(block=block)
             except queue.Empty:
                 return True
             if command is None:
-                self._post(self._core.take_result())
+                self._post(self.core.take_result())
                 return False
             command()
             block = False

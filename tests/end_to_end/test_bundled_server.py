@@ -45,7 +45,7 @@ class Served:
 
     @property
     def pool(self) -> Any:
-        return self.engine._core.pool
+        return self.engine.core.pool
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
@@ -53,7 +53,7 @@ class Served:
     def until_idle(self) -> None:
         """Wait for the engine to hold no request: aborts take effect between steps."""
         deadline = time.monotonic() + 20
-        while self.engine._core.has_work:
+        while self.engine.core.has_work:
             assert time.monotonic() < deadline, "requests stayed in the engine"
             time.sleep(0.005)
 
@@ -168,7 +168,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(served: Served) -> 
         client.stream("POST", f"{served.url}/v1/completions", json=body) as reply,
     ):
         next(reply.iter_lines())
-        assert served.engine._core.has_work
+        assert served.engine.core.has_work
     served.until_idle()
     counts = served.pool.counts()
     assert counts["committed"] == counts["draft"] == 0
