@@ -11,6 +11,8 @@ from drafters.nasd import NasdDrafter, NasdOneLevelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.none import NoneDrafter
 from drafters.prediction import PredictionDrafter
+from drafters.recycling import RecyclingDrafter
+from drafters.stand import StandDrafter
 
 
 class DrafterUnavailableError(ValueError):
@@ -23,12 +25,16 @@ class DrafterContext(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def stand_template(self) -> str | None: ...
+
 
 class PlainContext:
     """An engine that has no models to lend: enough for drafters that need none."""
 
     def __init__(self, vocab_size: int = 0) -> None:
         self.vocab_size = vocab_size
+        self.stand_template: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise DrafterUnavailableError(f"needs {name.replace('_', ' ')}, and there is none here")
@@ -47,6 +53,8 @@ _FACTORIES: dict[str, Callable[[DrafterContext], Drafter]] = {
     "nasd_one_level": lambda _: NasdOneLevelDrafter(),
     "nasd": lambda _: NasdDrafter(),
     "prediction": lambda _: PredictionDrafter(),
+    "stand": lambda context: StandDrafter(context.stand_template),
+    "recycling": lambda _: RecyclingDrafter(),
     "auto": _auto,
 }
 

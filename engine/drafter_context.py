@@ -14,3 +14,4 @@ class EngineContext(PlainContext):
         super().__init__(vocab_size)
         self.runner = runner
         self.config = config
+        self.stand_template = config.stand_template

@@ -36,6 +36,7 @@ BLOCK_COUNTER = 1 << 40
 """Counters of blocks start here, counters of tokens at 0: no vocabulary reaches it."""
 MANTISSA_BITS = 52
 UNIT = 2.0**-MANTISSA_BITS
+_FLOAT32 = struct.Struct("f")
 
 
 def signed(value: int) -> int:
@@ -64,16 +65,20 @@ def request_key(seed: int, choice_index: int) -> int:
 
 def gumbel_scalar(key: int, position: int, token_id: int) -> float:
     """The noise, to float32 precision. Non-negative ``position`` and ``token_id``."""
+    return _gumbel(_draw_int(key & MASK, position), token_id)
+
+
+def gumbel_list(key: int, position: int, token_ids: Sequence[int]) -> list[float]:
+    """The noise of several tokens at one position: for drafters that share it."""
     state = _draw_int(key & MASK, position)
+    return [_gumbel(state, token_id) for token_id in token_ids]
+
+
+def _gumbel(state: int, token_id: int) -> float:
     block = (token_id // TILE_TOKENS) * BLOCK_TOKENS + token_id % BLOCK_TOKENS
     bits = _draw_int(state, block + BLOCK_COUNTER)
     arrival = -math.log1p(-_unit_float(bits)) / BLOCK_TOKENS
     if bits % BLOCK_TOKENS != (token_id // BLOCK_TOKENS) % BLOCK_TOKENS:
         arrival -= math.log1p(-_unit_float(_draw_int(state, token_id)))
-    rounded: float = struct.unpack("f", struct.pack("f", -math.log(arrival)))[0]
+    rounded: float = _FLOAT32.unpack(_FLOAT32.pack(-math.log(arrival)))[0]
     return rounded
-
-
-def gumbel_list(key: int, position: int, token_ids: Sequence[int]) -> list[float]:
-    """The noise of several tokens at one position: for drafters that share it."""
-    return [gumbel_scalar(key, position, token_id) for token_id in token_ids]

@@ -16,6 +16,7 @@ from pydantic_settings import SettingsError
 from engine.errors import EngineError
 from server.app import build_app
 from server.settings import Settings, add_flags, load_settings
+from server.template_command import add_template_command
 from server.version import server_version
 
 logger = logging.getLogger("slipstream")
@@ -55,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=_HelpFormatter,
     )
     serve.set_defaults(run=_serve, flags=add_flags(serve))
+    add_template_command(commands)
     return parser
 
 

@@ -127,6 +127,11 @@ class Settings(BaseSettings):
     )
 
     drafters: list[str] | None = Field(default=None, description="Drafters to load; default: all.")
+    stand_template: str | None = Field(
+        default=_ENGINE.stand_template,
+        description="File with the stand drafter's static tree, as slipstream stand-template "
+        "writes it; default: the one shipped.",
+    )
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: SpeculativeCaps = SpeculativeCaps()
 

@@ -116,6 +116,7 @@ CHANGED = {
     "max_num_nodes": 9,
     "enable_prefix_cache": False,
     "drafters": ["none", "ngram"],
+    "stand_template": "tree.json",
     "num_threads": 2,
     "trust_remote_code": True,
     "revision": "abc",

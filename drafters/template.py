@@ -1,0 +1,186 @@
+"""Static draft trees: which ranks to draft, decided once; which tokens they are, at every step.
+
+A node is the path of ranks that leads to it: ``(0, 2)`` is the third likeliest child of the
+likeliest child of the root. A template lists its nodes likeliest first, so that its first n nodes
+are the template for n nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from drafters.base import DraftShape
+from drafters.tree import ROOT, DraftTree
+
+RankPath: TypeAlias = tuple[int, ...]
+
+MAX_TEMPLATE_NODES = 256
+MAX_RANK = 15
+
+
+class TemplateNode(NamedTuple):
+    """``parent`` is 0 for the root and ``i + 1`` for node ``i``; ``on_spine``: all ranks are 0."""
+
+    parent: int
+    rank: int
+    on_spine: bool
+
+
+class DraftTemplate:
+    """Rank paths in an order in which a parent and a node's left sibling come before it.
+
+    Raises ValueError for paths that are not such an order.
+    """
+
+    def __init__(self, paths: Sequence[RankPath]) -> None:
+        if not 1 <= len(paths) <= MAX_TEMPLATE_NODES:
+            raise ValueError(f"a template has 1 to {MAX_TEMPLATE_NODES} paths, not {len(paths)}")
+        known: set[RankPath] = {()}
+        for path in paths:
+            if path in known or not all(0 <= rank <= MAX_RANK for rank in path):
+                raise ValueError(f"path {list(path)} is repeated or has a rank beyond {MAX_RANK}")
+            if path[:-1] not in known:
+                raise ValueError(f"path {list(path)} comes before its parent")
+            if path[-1] and (*path[:-1], path[-1] - 1) not in known:
+                raise ValueError(f"path {list(path)} comes before its left sibling")
+            known.add(path)
+        self.paths = tuple(paths)
+        self._within: dict[tuple[int, int], list[TemplateNode]] = {}
+        self._width = 1 + max(path[-1] for path in paths)
+        self._depth = max(map(len, paths))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def within(self, shape: DraftShape) -> list[TemplateNode]:
+        """The nodes that fit into the shape, likeliest first."""
+        key = (min(shape.width, self._width), min(shape.depth, self._depth))
+        nodes = self._within.get(key)
+        if nodes is None:
+            nodes = self._within[key] = self._cut(*key)
+        return nodes
+
+    def _cut(self, width: int, depth: int) -> list[TemplateNode]:
+        index_of: dict[RankPath, int] = {(): 0}
+        nodes = []
+        for path in self.paths:
+            if len(path) <= depth and max(path) < width:
+                index_of[path] = len(index_of)
+                nodes.append(TemplateNode(index_of[path[:-1]], path[-1], not any(path)))
+        return nodes
+
+    def save(self, path: Path, note: str = "") -> None:
+        """Write the file that ``load_template`` reads."""
+        lines = ",\n    ".join(json.dumps(list(each)) for each in self.paths)
+        note = json.dumps(note)
+        path.write_text(f'{{\n  "note": {note},\n  "paths": [\n    {lines}\n  ]\n}}\n', "utf-8")
+
+
+def load_template(path: Path) -> DraftTemplate:
+    """Raises ValueError that names the file, also where there is none."""
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the template {path}: {error}") from error
+    paths = content.get("paths") if isinstance(content, dict) else None
+    if not isinstance(paths, list) or not all(
+        isinstance(each, list) and each and all(type(rank) is int for rank in each)
+        for each in paths
+    ):
+        raise ValueError(f"the template {path} needs `paths`, a list of lists of ranks")
+    try:
+        return DraftTemplate([tuple(each) for each in paths])
+    except ValueError as error:
+        raise ValueError(f"the template {path} does not hold together: {error}") from error
+
+
+def best_first_paths(max_depth: int, shares: Sequence[float]) -> Iterator[RankPath]:
+    """All paths of up to ``max_depth`` ranks, the largest product of ``shares[rank]`` first.
+
+    ``shares`` descend, so parents and left siblings come first.
+    """
+    waiting: list[tuple[float, RankPath]] = [(-shares[0], (0,))]
+    while waiting:
+        weight, path = heapq.heappop(waiting)
+        yield path
+        rank = path[-1]
+        if rank + 1 < len(shares):
+            sibling = weight / shares[rank] * shares[rank + 1]
+            heapq.heappush(waiting, (sibling, (*path[:-1], rank + 1)))
+        if len(path) < max_depth:
+            heapq.heappush(waiting, (weight * shares[0], (*path, 0)))
+
+
+class Children(NamedTuple):
+    """A node's possible children by rank. ``draft_probs``: what they were drawn from, if drawn."""
+
+    token_ids: Sequence[int] = ()
+    features: Sequence[int] = ()
+    draft_probs: Mapping[int, float] | None = None
+
+
+NO_CHILDREN = Children()
+State = TypeVar("State")
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A template node that found its token. ``index`` is its place among the tree's nodes."""
+
+    state: Any
+    index: int
+    children: Children | None = None
+
+
+def grow(
+    nodes: Sequence[TemplateNode],
+    max_nodes: int,
+    root: State,
+    expand: Callable[[State], Children],
+    advance: Callable[[State, int], State],
+) -> DraftTree:
+    """Fill in a template: ``expand`` a state into its children, ``advance`` it by a token.
+
+    Nodes whose rank has no token, and those below them, stay out. Only nodes that some
+    chosen node hangs under are expanded. The spine comes first in the tree.
+    """
+    placed: list[_Placed | None] = [None] * (len(nodes) + 1)
+    placed[0] = _Placed(root, ROOT)
+    spine: list[tuple[_Placed, int]] = []  # (parent, rank)
+    others: list[tuple[_Placed, int]] = []
+    for position, node in enumerate(nodes, start=1):
+        if len(spine) + len(others) >= max_nodes:
+            break
+        parent = placed[node.parent]
+        if parent is None:
+            continue
+        if parent.children is None:
+            parent.children = expand(parent.state)
+        if node.rank >= len(parent.children.token_ids):
+            continue
+        state = advance(parent.state, parent.children.token_ids[node.rank])
+        chosen = spine if node.on_spine else others
+        placed[position] = _Placed(state, len(chosen) if node.on_spine else -2 - len(chosen))
+        chosen.append((parent, node.rank))
+    return _tree([*spine, *others], len(spine))
+
+
+def _tree(chosen: Sequence[tuple[_Placed, int]], num_spine: int) -> DraftTree:
+    token_ids, parents, features = [], [], []
+    draft_probs: dict[int, Mapping[int, float]] = {}
+    for parent, rank in chosen:
+        children = parent.children
+        assert children is not None
+        # Off the spine a placeholder counts down from -2: the length of the spine was not known.
+        index = parent.index if parent.index >= ROOT else num_spine - 2 - parent.index
+        token_ids.append(children.token_ids[rank])
+        features.append(children.features[rank])
+        parents.append(index)
+        if children.draft_probs is not None:
+            draft_probs[index] = children.draft_probs
+    return DraftTree(token_ids, parents, features, draft_probs)

@@ -1,0 +1,119 @@
+"""Merged distributions per context: the published example, and a table kept naively."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.packing import pack
+from drafters.prob_tables import ProbTable, levels
+
+WHO, AM, BOB, MARY, TOM, SUE = range(6)
+
+
+def table(max_contexts: int = 1024) -> ProbTable:
+    return ProbTable(max_contexts)
+
+
+def known(found: ProbTable, *context: int, longest: int = 4, shortest: int = 2) -> dict[int, float]:
+    hit = found.find(pack(context), levels(longest, shortest))
+    assert hit is not None
+    return dict(zip(hit[1].token_ids, hit[1].probs, strict=True))
+
+
+def test_two_visits_merge_as_in_the_published_example() -> None:
+    both = table()
+    both.learn(pack([WHO, AM]), levels(4, 2), [BOB, MARY, TOM], [0.7, 0.2, 0.05])
+    both.learn(pack([WHO, AM]), levels(4, 2), [MARY, BOB, SUE], [0.6, 0.3, 0.05])
+    merged = known(both, WHO, AM)
+    assert list(merged) == [BOB, MARY, TOM, SUE]
+    assert list(merged.values()) == pytest.approx([0.5, 0.4, 0.025, 0.025])
+
+
+def test_a_third_visit_weighs_a_third() -> None:
+    three = table()
+    for prob in (0.9, 0.9, 0.3):
+        three.learn(pack([WHO, AM]), levels(2, 2), [BOB], [prob])
+    assert known(three, WHO, AM)[BOB] == pytest.approx(0.7)
+
+
+def test_only_the_ten_likeliest_stay() -> None:
+    wide = table()
+    wide.learn(pack([1, 2]), levels(2, 2), list(range(10)), [0.1 - 0.001 * i for i in range(10)])
+    wide.learn(pack([1, 2]), levels(2, 2), [77], [0.9])
+    merged = known(wide, 1, 2)
+    assert list(merged) == [77, *range(9)]
+
+
+def test_the_longest_known_context_answers() -> None:
+    text = table()
+    text.learn(pack([1, 2, 3, 4]), levels(4, 2), [5], [1.0])
+    text.learn(pack([9, 9, 3, 4]), levels(4, 2), [6], [1.0])
+    for context, length in (([1, 2, 3, 4], 4), ([8, 2, 3, 4], 3), ([8, 8, 3, 4], 2)):
+        hit = text.find(pack(context), levels(4, 2))
+        assert hit is not None
+        assert hit[0] == length
+    assert known(text, 8, 8, 3, 4) == {5: 0.5, 6: 0.5}
+    assert text.find(pack([8, 4]), levels(4, 2)) is None
+
+
+def test_a_text_that_is_shorter_than_a_context_does_not_reach_it() -> None:
+    short = table()
+    short.learn(pack([3]), levels(4, 2), [5], [1.0])
+    assert len(short) == 0
+    assert short.find(pack([3]), levels(4, 2)) is None
+
+
+def test_the_targets_first_word_replaces_the_prompts_and_later_prompts_do_not_count() -> None:
+    mixed = table()
+    for token in (7, 8, 7, 7):
+        mixed.learn_text(pack([1, 2]), levels(2, 2), token)
+    assert known(mixed, 1, 2) == pytest.approx({7: 0.75, 8: 0.25})
+    mixed.learn(pack([1, 2]), levels(2, 2), [5, 7], [0.6, 0.4])
+    mixed.learn_text(pack([1, 2]), levels(2, 2), 7)
+    assert known(mixed, 1, 2) == {5: 0.6, 7: 0.4}
+
+
+def test_contexts_are_bounded_and_those_in_use_stay() -> None:
+    small, rng = table(64), random.Random(0)
+    for step in range(500):
+        small.learn(pack([1, 2]), levels(2, 2), [3], [1.0])
+        small.learn(pack([10 + step, rng.randrange(9)]), levels(2, 2), [4], [1.0])
+        assert len(small) <= 64
+    assert known(small, 1, 2) == {3: pytest.approx(1.0)}
+    assert small.find(pack([10, 0]), levels(2, 2)) is None
+
+
+DISTRIBUTIONS = st.dictionaries(st.integers(0, 15), st.floats(0.01, 1), min_size=1, max_size=10)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), DISTRIBUTIONS), max_size=25))
+def test_equals_a_table_kept_naively(visits: list[tuple[int, int, dict[int, float]]]) -> None:
+    """The naive one keeps running means as nested dictionaries, straight from the definition."""
+    incremental = table()
+    naive: dict[tuple[int, ...], tuple[int, dict[int, float]]] = {}
+    text = [0, 1]
+    for a, b, distribution in visits:
+        text += [a, b]
+        best = sorted(distribution, key=lambda token: -distribution[token])
+        incremental.learn(pack(text[-4:]), levels(4, 2), best, [distribution[t] for t in best])
+        for length in (4, 3, 2):
+            key = tuple(text[-length:])
+            k, old = naive.get(key, (0, {}))
+            new = {
+                t: k / (k + 1) * old.get(t, 0) + distribution.get(t, 0) / (k + 1)
+                for t in old | distribution
+            }
+            kept = sorted(new, key=lambda token: -new[token])[:10]
+            if len(new) > 10 and new[kept[9]] - sorted(new.values())[-11] < 1e-9:
+                return  # a tie at the border: either choice is right
+            naive[key] = (k + 1, {t: new[t] for t in kept})
+    for key, (k, expected) in naive.items():
+        hit = incremental.find(pack(key), levels(len(key), len(key)))
+        assert hit is not None
+        assert hit[1].num_visits == k
+        assert dict(zip(hit[1].token_ids, hit[1].probs, strict=True)) == pytest.approx(expected)
+        assert list(hit[1].probs) == sorted(hit[1].probs, reverse=True)
