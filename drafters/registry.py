@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from drafters.auto import AutoDrafter
 from drafters.base import Drafter
+from drafters.jacobi import JacobiDrafter
+from drafters.lookahead import LookaheadDrafter
 from drafters.nasd import NasdDrafter, NasdOneLevelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.none import NoneDrafter
@@ -52,6 +54,8 @@ _FACTORIES: dict[str, Callable[[DrafterContext], Drafter]] = {
     "ngram": lambda _: NgramDrafter(),
     "nasd_one_level": lambda _: NasdOneLevelDrafter(),
     "nasd": lambda _: NasdDrafter(),
+    "jacobi": lambda _: JacobiDrafter(),
+    "lookahead": lambda _: LookaheadDrafter(),
     "prediction": lambda _: PredictionDrafter(),
     "stand": lambda context: StandDrafter(context.stand_template),
     "recycling": lambda _: RecyclingDrafter(),

@@ -244,6 +244,7 @@ class Speculation:
             tree,
             drafting.acceptance.survivals(tree),
             limits[0],
+            whole=drafting.drafter.info.needs.whole_trees,
         )
 
     def _propose(

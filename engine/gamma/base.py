@@ -25,7 +25,8 @@ class DraftCandidate:
 
     ``survivals[i]``: estimated probability that node i and all its ancestors are accepted.
     ``max_nodes`` holds what tokens left, model length and KV allow, and ``cap_reason`` which of
-    them it was.
+    them it was. ``whole``: the drafter's rows are of use only together (``DrafterNeeds``), so that
+    all of the tree is granted or nothing.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class DraftCandidate:
     survivals: Sequence[float]
     max_nodes: int
     cap_reason: Reason = "client_cap"
+    whole: bool = False
 
 
 class Grant(NamedTuple):
@@ -96,6 +98,8 @@ def grant_first(candidate: DraftCandidate, gamma: int, num_spare: int, bound: Re
     """
     num_offered = len(candidate.tree)
     kept = min(num_offered, gamma, candidate.max_nodes, num_spare)
+    if candidate.whole and kept < num_offered:
+        return Grant(candidate.request_id, (), _why(candidate, kept, gamma, bound))
     return Grant(candidate.request_id, range(kept), _why(candidate, kept, gamma, bound))
 
 

@@ -42,20 +42,35 @@ class DraftingPrice:
         verify_seconds: float,
     ) -> None:
         """Settle one step: ``expected_gain`` tokens for the draft's and its rows' time."""
-        account = self._accounts.get(candidate.request_id)
-        if account is not None and account.num_resting_steps > 0:
-            account.num_resting_steps -= 1
+        if self.pass_rest(candidate.request_id):
             return
         price = tokens_per_second * self._cost.draft_seconds(candidate.drafter)
         pays = expected_gain >= price + tokens_per_second * verify_seconds
         if price <= _FREE_TOKENS or pays or candidate.params.min_tokens > 0:
-            if account is not None:
-                account.num_losses = 0
-            return
-        if account is None:
-            account = self._accounts[candidate.request_id] = _Account()
+            self.win(candidate.request_id)
+        else:
+            self.lose(candidate.request_id)
+
+    def pass_rest(self, request_id: str) -> bool:
+        """Whether the request rested in this step, which is then over."""
+        account = self._accounts.get(request_id)
+        if account is None or account.num_resting_steps == 0:
+            return False
+        account.num_resting_steps -= 1
+        return True
+
+    def win(self, request_id: str) -> None:
+        """A draft paid: the next loss is the first again."""
+        account = self._accounts.get(request_id)
+        if account is not None:
+            account.num_losses = 0
+
+    def lose(self, request_id: str, num_steps: int = 1) -> None:
+        """A draft, or a trial over ``num_steps`` of them, did not pay; the rest is in proportion."""
+        account = self._accounts.setdefault(request_id, _Account())
         account.num_losses += 1
-        account.num_resting_steps = min(2 ** (account.num_losses - 1), _LONGEST_REST) - 1
+        rest = min(2 ** (account.num_losses - 1), _LONGEST_REST)
+        account.num_resting_steps = rest * num_steps - 1
 
     def forget(self, request_id: str) -> None:
         self._accounts.pop(request_id, None)

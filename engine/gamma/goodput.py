@@ -28,6 +28,7 @@ from engine.gamma.base import (
     why_nothing_offered,
 )
 from engine.gamma.drafting_price import DraftingPrice
+from engine.gamma.whole_drafts import WholeDrafts
 from engine.params import SpeculativeParams
 
 
@@ -51,7 +52,9 @@ class _Choice(NamedTuple):
 class GoodputPolicy:
     """Between ``min_tokens`` (granted whatever it costs) and ``max_tokens`` per request; ``num_tokens``
     is the most until a draft of the request has been verified. With a ``target_acceptance_rate``, the
-    mean survival of what a request is granted never falls below it.
+    mean survival of what a request is granted never falls below it. Whole drafts are granted last, at
+    the price of the rows that are left, by what they gain on average (``WholeDrafts``); their drafter
+    has fitted them to ``max_tokens``.
 
     Hysteresis: the last allocation is remembered as the survival down to which it went. It is kept
     while the best one gains no more than ``hysteresis`` on the tokens of the requests it would
@@ -63,6 +66,7 @@ class GoodputPolicy:
         self._hysteresis = hysteresis
         self._held_survival: float | None = None
         self._price = DraftingPrice(cost)
+        self._whole = WholeDrafts(cost, self._price)
         self._verified: set[str] = set()
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
@@ -79,9 +83,14 @@ class GoodputPolicy:
         counts = floors
         for node in islice(pool, choice.num_nodes):
             counts[node.rank] += 1
+        left = _with_chosen(load, pool, choice.num_nodes)
         judge = _Judge(self._cost, load, self._hysteresis)
         grants = []
         for candidate, offer, count in zip(candidates, offers, counts, strict=True):
+            if candidate.whole and candidate.tree.token_ids:
+                grant, left = self._whole.grant(candidate, left)
+                grants.append(grant)
+                continue
             nodes = sorted(node.node for node in offer[:count])
             reason = self._why(candidate, offer, count, judge)
             grants.append(Grant(candidate.request_id, nodes, reason))
@@ -94,15 +103,18 @@ class GoodputPolicy:
         self,
         request_id: str,
         num_granted: int,
-        num_accepted: int,  # noqa: ARG002
+        num_accepted: int,
     ) -> None:
-        """Acceptance reaches this policy through the survivals; only the first draft is news."""
+        """Acceptance of nodes reaches this policy through the survivals; only the first draft is
+        news, and what whole drafts gained."""
         if num_granted:
             self._verified.add(request_id)
+            self._whole.observe(request_id, num_accepted)
 
     def forget(self, request_id: str) -> None:
         self._verified.discard(request_id)
         self._price.forget(request_id)
+        self._whole.forget(request_id)
 
     def _most(self, candidate: DraftCandidate) -> int:
         params = candidate.params
@@ -193,7 +205,7 @@ class _Judge:
 def _likeliest(candidate: DraftCandidate, rank: int, most: int) -> list[_Node]:
     """The nodes that the request's own bounds allow, as granted: each prefix is closed under
     parents."""
-    if most <= 0 or not candidate.tree.token_ids:
+    if most <= 0 or candidate.whole or not candidate.tree.token_ids:
         return []
     survivals: list[float] = []
     depths: list[int] = []
@@ -258,6 +270,15 @@ def _with_floors(load: Load, offers: Sequence[Sequence[_Node]], floors: Sequence
         num_rows=load.num_rows + num_nodes,
         num_spare_rows=load.num_spare_rows - num_nodes,
         expected_tokens=load.expected_tokens + gain,
+    )
+
+
+def _with_chosen(load: Load, pool: Sequence[_Node], num_nodes: int) -> Load:
+    return load._replace(
+        num_rows=load.num_rows + num_nodes,
+        num_spare_rows=load.num_spare_rows - num_nodes,
+        expected_tokens=load.expected_tokens
+        - sum(node.negative_survival for node in islice(pool, num_nodes)),
     )
 
 

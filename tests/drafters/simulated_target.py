@@ -57,12 +57,11 @@ def decode(
         (tree,) = drafter.propose([DraftRequest(request_id, run.token_ids, max_nodes, shape)])
         check_tree(tree, max_nodes, shape)
         path, emitted = verify_step(tree, run.token_ids, target)
-        row_token_ids = [run.token_ids[-1], *tree.token_ids]
+        contexts = [_row_context(tree, row, run.token_ids) for row in range(len(tree) + 1)]
+        row_token_ids = [target(context) for context in contexts]
         top_token_ids = None
         if top_tokens is not None:
-            top_token_ids = [
-                top_tokens(_row_context(tree, r, run.token_ids)) for r in range(len(tree) + 1)
-            ]
+            top_token_ids = [top_tokens(context) for context in contexts]
         run.token_ids.extend(emitted)
         drafter.observe(
             [
