@@ -16,7 +16,6 @@ from drafters.base import HiddenRows, Observation
 from engine.cost_model import CostModel
 from engine.events import ErrorEvent, StepStats, TokenEvent
 from engine.input_batch import BatchRequest, InputBatch, build_batch, slot_of
-from engine.logits import choose_tokens
 from engine.logprobs import top_probs, top_tokens
 from engine.params import GenerationRequest
 from engine.report import StepClock, finish_info, read_prompt_logprobs, token_event
@@ -33,7 +32,8 @@ from engine.speculation_stats import (
     StepStatsBuilder,
     estimate_baseline,
 )
-from engine.verifier import Outcome, verify
+from engine.verification import verify_step
+from engine.verifier import Outcome
 from kvpool.block_pool import BlockPool
 
 
@@ -238,7 +238,7 @@ class EngineCore:
             RowGroup(each.request.sampling, each.anchor_row, each.draft.tree) for each in sampling
         ]
         if groups:
-            outcomes = verify(groups, choose_tokens(logits, groups))
+            outcomes = verify_step(logits, groups)
             for each, outcome in zip(sampling, outcomes, strict=True):
                 each.outcome = outcome
 

@@ -35,11 +35,7 @@ def choose_tokens(logits: Tensor, groups: Sequence[RowGroup]) -> list[int]:
 
 
 def _choose(logits: Tensor, groups: Sequence[RowGroup]) -> list[int]:
-    edited = [group for group in groups if group.state.edits_logits]
-    values = logits.float()
-    if edited:
-        values = logits.clone() if values is logits else values
-        _edit(values, logits, edited)
+    values = edited_logits(logits, groups)
     greedy = [g for g in groups if g.state.is_greedy]
     sampled = [g for g in groups if not g.state.is_greedy]
     chosen = [_NO_TOKEN] * len(logits)
@@ -50,6 +46,17 @@ def _choose(logits: Tensor, groups: Sequence[RowGroup]) -> list[int]:
         rows = _rows_of(sampled)
         _assign(chosen, rows, sampled_tokens(_sampled_rows(_select(values, rows), sampled)))
     return chosen
+
+
+def edited_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    """Float32 logits after penalties, bias, bad words and ``min_tokens``, each row by the state after
+    its path: ``logits`` itself where nothing changes, else a copy. Same shape."""
+    edited = [group for group in groups if group.state.edits_logits]
+    values = logits.float()
+    if edited:
+        values = logits.clone() if values is logits else values
+        _edit(values, logits, edited)
+    return values
 
 
 def _rows_of(groups: Sequence[RowGroup]) -> list[int]:

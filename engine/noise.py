@@ -4,6 +4,11 @@ The noise is a pure function of a request's key, the absolute position of the to
 token id, so a draft, a retry or a different batch cannot shift it (ALGORITHMS 2.4, 2.5, 2.7). It is
 stream 0, the target's; drafters that share it call :func:`gumbel_scalar`.
 
+Rejection verification has three streams of its own: what drafts are drawn with, what accepts them,
+and what the token after them is drawn with. A position may be drafted again in a later step after a
+rejection, so they are keyed by (request, stream, step) and never used twice; and they are separate,
+since a draw that shares noise with the decision it depends on is biased (ALGORITHMS 2.6).
+
 Tokens are grouped in blocks of 32. By the memorylessness of the exponential law, 32 independent
 Exp(1) arrival times are one minimum ~ Exp(32) at a uniformly drawn member, and minimum + Exp(1) for
 the others; ``g = -log(arrival)`` is then exactly standard Gumbel, independent over tokens. The
@@ -34,6 +39,9 @@ MIX1 = 0xBF58476D1CE4E5B9
 MIX2 = 0x94D049BB133111EB
 BLOCK_COUNTER = 1 << 40
 """Counters of blocks start here, counters of tokens at 0: no vocabulary reaches it."""
+STREAM_COUNTER = 1 << 41
+"""Counters of a request's further streams start here: no position reaches it."""
+DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2, 3
 MANTISSA_BITS = 52
 UNIT = 2.0**-MANTISSA_BITS
 _FLOAT32 = struct.Struct("f")
@@ -61,6 +69,19 @@ def _unit_float(bits: int) -> float:
 def request_key(seed: int, choice_index: int) -> int:
     """The key of one choice of a request, as a signed 64-bit integer. Any integer seed will do."""
     return signed(_draw_int(_mix_int(seed & MASK), choice_index))
+
+
+def step_key(key: int, stream: int, step: int) -> int:
+    """The key of one of a request's further streams in one of its steps, as ``request_key``'s.
+
+    ``step`` counts the steps in which the request emitted, from 0.
+    """
+    return signed(_draw_int(_draw_int(key & MASK, STREAM_COUNTER + stream), step))
+
+
+def uniform_scalar(key: int, counter: int) -> float:
+    """Uniform in (0, 1), neither end included."""
+    return _unit_float(_draw_int(key & MASK, counter))
 
 
 def gumbel_scalar(key: int, position: int, token_id: int) -> float:

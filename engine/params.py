@@ -9,7 +9,7 @@ from typing import Literal
 from drafters.base import DraftShape, OptionValue
 
 GammaPolicyName = Literal["fixed", "target_rate", "goodput"]
-VerificationName = Literal["match"]
+VerificationName = Literal["match", "rejection", "block"]
 
 
 @dataclass(frozen=True, slots=True)

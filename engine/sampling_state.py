@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from drafters.base import GREEDY, DraftSampling
 from drafters.tree import EMPTY, DraftTree
 from engine.errors import RequestError
-from engine.noise import gumbel_list, request_key
-from engine.params import GenerationRequest, SamplingParams
+from engine.noise import DRAFT_STREAM, gumbel_list, request_key, step_key
+from engine.params import GenerationRequest, SamplingParams, VerificationName
 
 
 class TokenCounts:
@@ -57,7 +57,8 @@ class SamplingState:
     """Per-request plan, made once at admission, and the little that changes with every token.
 
     ``stop_token_ids`` are the tokens that end the request: its own and, unless it ignores them, the
-    model's EOS tokens. ``max_num_tokens`` bounds prompt plus output.
+    model's EOS tokens. ``max_num_tokens`` bounds prompt plus output. ``num_steps`` counts the steps
+    that emitted something, the same whether or not the request was preempted between them.
     Raises RequestError for token ids outside the vocabulary.
     """
 
@@ -74,6 +75,11 @@ class SamplingState:
         self.key = request_key(params.seed, params.choice_index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_output_tokens = 0
+        # Greedy rows have one possible token: every verification then comes to equality.
+        self.verification: VerificationName = (
+            "match" if self.is_greedy else request.speculative.verification
+        )
+        self.num_steps = 0
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
@@ -104,19 +110,24 @@ class SamplingState:
     def is_greedy(self) -> bool:
         return self.params.temperature == 0
 
-    def draft_sampling(self, verification: str = "match") -> DraftSampling:
-        """What a drafter has to know in order to draw as the verifier does."""
-        params = self.params
+    def draft_sampling(self) -> DraftSampling:
+        """What a drafter has to know in order to draw in the coming step.
+
+        Under "match" the noise is the verifier's, else stream 1 of this step and no other.
+        """
+        params, key = self.params, self.key
         if self.is_greedy:
             return GREEDY
+        if self.verification != "match":
+            key = step_key(key, DRAFT_STREAM, self.num_steps)
         return DraftSampling(
             params.temperature,
             params.top_k,
             params.top_p,
             params.min_p,
-            partial(gumbel_list, self.key),
-            self.key,
-            verification,
+            partial(gumbel_list, key),
+            key,
+            self.verification,
         )
 
     @property
@@ -133,6 +144,7 @@ class SamplingState:
     def append(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that a step emitted."""
         self.num_output_tokens += len(token_ids)
+        self.num_steps += bool(token_ids)
         if self.counts is not None:
             self.counts.add(token_ids, 1)
         self._tail = self._last([*self._tail, *token_ids])

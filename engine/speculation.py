@@ -12,18 +12,17 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from drafters.base import (
-    GREEDY,
     Drafter,
     DraftRequest,
-    DraftSampling,
     DraftShape,
     HiddenDrafter,
     HiddenRows,
     Observation,
     ReferenceDrafter,
 )
-from drafters.estimator import AcceptanceEstimator, RequestAcceptance
+from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree
+from engine.acceptance import Acceptance, check_drawn, new_acceptance
 from engine.cost_model import CostModel
 from engine.gamma.base import DraftCandidate, Reason
 from engine.gamma.controller import GammaController
@@ -52,8 +51,7 @@ class _Drafting:
     """What the engine keeps per request that drafts."""
 
     drafter: Drafter
-    acceptance: RequestAcceptance
-    sampling: DraftSampling = GREEDY
+    acceptance: Acceptance
     num_failures: int = 0
     is_open: bool = True
     """False: the drafter could not start the request."""
@@ -120,9 +118,8 @@ class Speculation:
         if wanted.drafter == NO_DRAFTER:
             return
         drafter = self.drafters[wanted.drafter]
-        sampling = request.sampling.draft_sampling(wanted.verification)
-        acceptance = self._estimator.for_request(wanted.drafter)
-        drafting = _Drafting(drafter, acceptance, sampling)
+        acceptance = new_acceptance(self._estimator, wanted.drafter, request.sampling.verification)
+        drafting = _Drafting(drafter, acceptance)
         self._drafting[request.request_id] = drafting
         try:
             drafter.open(request.request_id, request.token_ids, wanted.options, request.spec.salt)
@@ -177,7 +174,7 @@ class Speculation:
             if drafting is None or not drafting.is_asked:
                 continue
             draft = round_.drafts.get(seen.request_id, NO_DRAFT)
-            drafting.acceptance.label_against(draft.proposal, seen.emitted_token_ids)
+            drafting.acceptance.observe(draft.proposal, seen)
             # What was verified, which a shortage of blocks may have made less than the grant.
             self._gamma.observe(seen.request_id, len(seen.tree), accepted)
             by_drafter.setdefault(drafting.drafter.info.name, []).append(seen)
@@ -278,7 +275,7 @@ class Speculation:
             request.token_ids,
             num_nodes,
             DraftShape(request.spec.speculative.shape.width, depth),
-            drafting.sampling,
+            request.sampling.draft_sampling(),
             request.num_committed,
             self._slots.block_table(request.request_id),
         )
@@ -322,6 +319,7 @@ class Speculation:
                 raise ValueError("a proposed token is not in the vocabulary")
             if max(tree.depths()) > ask.shape.depth:
                 raise ValueError(f"a proposed path is deeper than {ask.shape.depth}")
+            check_drawn(tree, ask.sampling.verification, self._vocab_size)
         return trees
 
     def _each_or_all(self, items: Sequence[_Item], call: Callable[[Sequence[_Item]], None]) -> int:

@@ -261,11 +261,16 @@ class _Search:
         return torch.zeros_like(index).index_add_(0, local, masses)
 
     def _weights_(self, values: Tensor, owners: Tensor) -> Tensor:
-        """Probabilities relative to the row's largest, scaled so that they become integers: sums of
-        integers have the same bits in any order and any batch. In place."""
-        values.sub_(_column(self.top, owners))
-        values.div_(_column(self.rows.temperatures, owners).float())
-        return values.exp_().mul_(_WEIGHT_SCALE)
+        return probability_weights(
+            values, _column(self.top, owners), _column(self.rows.temperatures, owners)
+        )
+
+
+def probability_weights(values: Tensor, top: Tensor, temperatures: Tensor) -> Tensor:
+    """Probabilities relative to the row's largest logit ``top``, scaled so that they become integers:
+    sums of integers have the same bits in any order and any batch. In place; ``values`` float32
+    ``[num_rows, k]``, the others ``[num_rows, 1]``."""
+    return values.sub_(top).div_(temperatures.float()).exp_().mul_(_WEIGHT_SCALE)
 
 
 def _best(scores: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:

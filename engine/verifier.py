@@ -1,4 +1,4 @@
-"""Sample-and-match verification and the trimming of what it emits: plain Python over lists.
+"""Sample-and-match verification, and the trimming of what any verification emits: plain Python.
 
 The target's token at every row is already chosen (``engine/logits.py``); the walk descends from the
 anchor to the child that carries the target's token until there is none (ALGORITHMS 2.4). A chain is
@@ -21,12 +21,12 @@ class Outcome:
     """What a step did for one request.
 
     ``row_token_ids[r]`` is the target's token at the request's row ``r`` (0: the anchor, ``i + 1``:
-    node i). ``path`` are the rows whose KV is kept: the anchor's, then those of accepted nodes that
-    are emitted. ``emitted_token_ids`` are the tokens at the path's rows 1.. and the target's last
-    one, unless the run was trimmed. A stop token (EOS, a stop id) ends the run and belongs to none
-    of it: it is not emitted, not billed, not cached. ``num_accepted`` counts verified drafts that
-    equal the target's token, whatever is trimmed; ``num_emitted_drafts`` those of them that are
-    emitted.
+    node i); verification by rejection chooses one on the accepted path only and leaves -1 elsewhere.
+    ``path`` are the rows whose KV is kept: the anchor's, then those of accepted nodes that are
+    emitted. ``emitted_token_ids`` are the tokens at the path's rows 1.. and the target's last one,
+    unless the run was trimmed. A stop token (EOS, a stop id) ends the run and belongs to none of it:
+    it is not emitted, not billed, not cached. ``num_accepted`` counts verified drafts that were
+    accepted, whatever is trimmed; ``num_emitted_drafts`` those of them that are emitted.
     """
 
     row_token_ids: tuple[int, ...]
@@ -57,11 +57,15 @@ def verify(groups: Sequence[RowGroup], row_token_ids: Sequence[int]) -> list[Out
 
 def _verify(group: RowGroup, row_token_ids: Sequence[int]) -> Outcome:
     own = tuple(row_token_ids[group.first_row : group.first_row + group.num_rows])
-    path = _accepted_path(group.tree, own)
-    target = [own[row] for row in path]
-    num_kept, finish_reason, stop_token_id = _trim(group.state, target)
+    return trimmed(group.state, own, _accepted_path(group.tree, own))
+
+
+def trimmed(state: SamplingState, row_token_ids: tuple[int, ...], path: Sequence[int]) -> Outcome:
+    """The outcome of a walk along the rows ``path``, cut where the request ends."""
+    target = [row_token_ids[row] for row in path]
+    num_kept, finish_reason, stop_token_id = _trim(state, target)
     return Outcome(
-        row_token_ids=own,
+        row_token_ids=row_token_ids,
         path=tuple(path[: 1 + min(num_kept, len(path) - 1)]),
         emitted_token_ids=tuple(target[:num_kept]),
         num_accepted=len(path) - 1,

@@ -1,0 +1,118 @@
+"""What a request's verification says about its drafts, for the gamma policies: plain Python.
+
+Under "match" a draft is accepted if it equals the text, so any proposal can be judged, and survivals
+may use whatever the drafter says of its tokens. Drafts that were drawn and are accepted with a
+probability differ in both (ALGORITHMS 2.6): equality with the text is not acceptance; and whether a
+token is verified may depend on everything but itself, or its law is biased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from drafters.base import Observation
+from drafters.estimator import AcceptanceEstimator
+from drafters.tree import DraftTree
+from engine.params import VerificationName
+
+_MAX_RANK = 15
+_PATIENCE = 8
+"""Proposals in a row of which nothing was verified, before one is believed in as at the start."""
+
+
+class Acceptance(Protocol):
+    """One request's estimates and their labels."""
+
+    def survivals(self, tree: DraftTree) -> list[float]:
+        """Per node, the probability that it and its ancestors are accepted; never above the
+        parent's."""
+
+    def observe(self, proposal: DraftTree, seen: Observation) -> None:
+        """Learn from a step: all that was proposed, and what came of the verified part."""
+
+
+class MatchAcceptance:
+    """Judges whole proposals by the text."""
+
+    def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
+        self._estimates = estimator.for_request(drafter)
+
+    def survivals(self, tree: DraftTree) -> list[float]:
+        return self._estimates.survivals(tree)
+
+    def observe(self, proposal: DraftTree, seen: Observation) -> None:
+        self._estimates.label_against(proposal, seen.emitted_token_ids)
+
+
+class DrawnAcceptance:
+    """Judges verified nodes by the accepted path, and knows nodes by depth and rank among their
+    siblings only.
+
+    Siblings never rise in survival, so that what a policy grants is, under each parent, the first
+    of those that were drawn.
+    """
+
+    def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
+        self._estimator = estimator
+        self._estimates = estimator.for_request(drafter)
+        self._num_unverified = 0
+
+    def survivals(self, tree: DraftTree) -> list[float]:
+        ranked = _ranked(tree)
+        if self._num_unverified >= _PATIENCE:
+            return [self._estimator.initial**depth for depth in ranked.depths()]
+        survivals = self._estimates.survivals(ranked)
+        least: dict[int, float] = {}
+        for node, parent in enumerate(tree.parents):
+            bound = min(least.get(parent, 1.0), survivals[parent] if parent >= 0 else 1.0)
+            least[parent] = survivals[node] = min(survivals[node], bound)
+        return survivals
+
+    def observe(self, proposal: DraftTree, seen: Observation) -> None:
+        if seen.tree.token_ids:
+            self._num_unverified = 0
+        elif proposal.token_ids:
+            self._num_unverified = self._num_unverified % _PATIENCE + 1
+        # Of a run that was trimmed it is not known what would have been accepted after it.
+        if len(seen.emitted_token_ids) == len(seen.path):
+            self._estimates.update(_ranked(seen.tree), seen.path)
+
+
+def new_acceptance(
+    estimator: AcceptanceEstimator, drafter: str, verification: VerificationName
+) -> Acceptance:
+    """Estimates of one request. Different verifications share no counts."""
+    if verification == "match":
+        return MatchAcceptance(estimator, drafter)
+    return DrawnAcceptance(estimator, f"{drafter} {verification}")
+
+
+def check_drawn(tree: DraftTree, verification: str, vocab_size: int) -> None:
+    """Raises ValueError where the verification could not use the tree, or its ``draft_probs``."""
+    if verification == "match":
+        return
+    if verification == "block" and not tree.is_chain():
+        raise ValueError("block verification is for chains, and a tree was proposed")
+    for parent, probs in tree.draft_probs.items():
+        if not -1 <= parent < len(tree):
+            raise ValueError(f"draft_probs of node {parent}, which does not exist")
+        shape: Sequence[int] | None = getattr(probs, "shape", None)
+        if shape is not None:
+            if tuple(shape) != (vocab_size,):
+                raise ValueError(f"draft_probs of node {parent} have shape {tuple(shape)}")
+        elif min(probs.values()) < 0 or abs(sum(probs.values()) - 1) > 1e-3:
+            raise ValueError(f"draft_probs of node {parent} are no distribution")
+        elif not 0 <= min(probs) <= max(probs) < vocab_size:
+            raise ValueError(f"draft_probs of node {parent} name a token out of the vocabulary")
+
+
+def _ranked(tree: DraftTree) -> DraftTree:
+    """The same nodes, each with its rank among its siblings for a feature."""
+    num_siblings: dict[int, int] = {}
+    ranks = []
+    for parent in tree.parents:
+        rank = num_siblings.get(parent, 0)
+        num_siblings[parent] = rank + 1
+        ranks.append(min(rank, _MAX_RANK))
+    return DraftTree(tree.token_ids, tree.parents, ranks)
