@@ -15,6 +15,7 @@ from drafters.none import NoneDrafter
 from drafters.prediction import PredictionDrafter
 from drafters.recycling import RecyclingDrafter
 from drafters.stand import StandDrafter
+from drafters.suffix import SuffixDrafter
 
 
 class DrafterUnavailableError(ValueError):
@@ -54,6 +55,7 @@ _FACTORIES: dict[str, Callable[[DrafterContext], Drafter]] = {
     "ngram": lambda _: NgramDrafter(),
     "nasd_one_level": lambda _: NasdOneLevelDrafter(),
     "nasd": lambda _: NasdDrafter(),
+    "suffix": lambda _: SuffixDrafter(),
     "jacobi": lambda _: JacobiDrafter(),
     "lookahead": lambda _: LookaheadDrafter(),
     "prediction": lambda _: PredictionDrafter(),

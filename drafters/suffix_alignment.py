@@ -1,0 +1,244 @@
+"""Which part of which text is being copied, where copying broke off, and where it may go on.
+
+Owned by the ``suffix`` drafter. An edit is a copy with interruptions: after the changed tokens it
+goes on near where it broke off, so places there are tried first, and on little evidence, while
+a place anywhere else has to show a longer match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from drafters.suffix_history import TenantHistory
+from drafters.suffix_index import MAX_MATCH_LENGTH, SuffixIndex, match_length
+from drafters.suffix_weights import (
+    AHEAD_TOKENS,
+    BEHIND_TOKENS,
+    EARLIER_TOKENS,
+    FAR_AHEAD_TOKENS,
+    NEAR_TOKENS,
+    WEIGHTS,
+    Place,
+    unmatched_weight,
+)
+
+TRUSTED_LENGTH = 6
+SETTLED_LENGTH = 16
+_MAX_CANDIDATES = 16
+_MAX_REMEMBERED = 4
+_ENDS_APART = 16
+_MAX_OCCURRENCES_AHEAD = 4
+_INDEXED_BEFORE_BREAK = 8
+MAX_INDEXED_TOKENS = 32_768
+
+
+class Candidate(NamedTuple):
+    """The continuation at ``text[position]``; ``match_length`` tokens before it agree."""
+
+    text: Sequence[int]
+    position: int
+    match_length: int
+    place: Place
+    weight: float
+
+
+class Alignment:
+    """One request's text, its index, and what is being copied.
+
+    Text that is being copied from a place already indexed is not indexed again, but for the last
+    tokens before the copy breaks off: its contexts lead to the original. So a step costs next to
+    nothing while a long copy lasts.
+
+    Memory: 8 bytes per token of text, and the index over at most ``MAX_INDEXED_TOKENS`` tokens;
+    beyond that it starts again from the last half of them.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int], history: TenantHistory | None) -> None:
+        self.token_ids = list(prompt_token_ids)
+        self.num_lost_tokens = 0
+        """Tokens since a trusted copy broke off; 0 while there is one."""
+        self.source: list[int] | None = None
+        self.position = 0
+        self.length = 0
+        """``token_ids`` ends with the ``length`` tokens before ``source[position]``."""
+        self._num_prompt_tokens = len(self.token_ids)
+        self._history = history
+        self._index = SuffixIndex()
+        self._first_indexed = 0
+        self._trusted = False
+        self._ends: list[tuple[list[int], int]] = []
+        self._index_up_to(len(self.token_ids))
+
+    @property
+    def has_copied(self) -> bool:
+        """Whether there ever was a copy long enough to be trusted."""
+        return bool(self._ends)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a copy is under way that is too long for anything else to be likelier."""
+        return (
+            self.source is not None
+            and self.length >= SETTLED_LENGTH
+            and self.position < len(self.source)
+        )
+
+    def size(self) -> int:
+        """Contexts held."""
+        return len(self._index)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Follow what ``token_ids`` has beyond what is known."""
+        text = self.token_ids
+        position = len(text)
+        text.extend(token_ids[position:])
+        end = len(text)
+        while position < end:
+            if self.source is None and position > 0:
+                self._take_best(position)
+            position += self._follow(position, end)
+        if not self.is_settled:
+            self._index_up_to(end)
+
+    def candidates(self) -> list[Candidate]:
+        """Places to copy from, the likeliest continuation of the text; takes the best as its own
+        where no trusted copy is under way."""
+        if not self.token_ids:
+            return []
+        found = self._candidates(len(self.token_ids))
+        if not self._trusted:
+            self._take(found)
+        return found
+
+    def _follow(self, position: int, end: int) -> int:
+        """Walk the copy along ``token_ids[position:end]``; how many tokens were dealt with."""
+        source, start, text = self.source, self.position, self.token_ids
+        num_tokens = end - position
+        num_same = 0
+        if source is not None:
+            if source[start : start + num_tokens] == text[position:end]:
+                num_same = num_tokens
+            else:
+                limit = min(num_tokens, len(source) - start)
+                while num_same < limit and source[start + num_same] == text[position + num_same]:
+                    num_same += 1
+            self.position += num_same
+            self.length += num_same
+            self._remember()
+        if num_same == num_tokens:
+            self.num_lost_tokens = 0 if self._trusted else self.num_lost_tokens + num_same
+            return num_same
+        was_trusted = self._trusted
+        self.source, self.length, self._trusted = None, 0, False
+        self.num_lost_tokens = 1 if was_trusted else self.num_lost_tokens + num_same + 1
+        self._index_up_to(position + num_same + 1)
+        return num_same + 1
+
+    def _remember(self) -> None:
+        """Keep the end of a trusted copy, and of the last few before it that lie elsewhere."""
+        if self.source is None or self.length < TRUSTED_LENGTH:
+            return
+        source, position = self.source, self.position
+        if not self._trusted:
+            self._trusted = True
+            self._ends = [
+                (text, end)
+                for text, end in self._ends
+                if text is not source or abs(end - position) > _ENDS_APART
+            ][: _MAX_REMEMBERED - 1]
+            self._ends.insert(0, (source, position))
+        self._ends[0] = (source, position)
+
+    def _take_best(self, end: int) -> None:
+        self._take(self._candidates(end))
+
+    def _take(self, found: Sequence[Candidate]) -> None:
+        best = max(found, key=lambda candidate: candidate.weight, default=None)
+        if best is None or best.match_length == 0:
+            return
+        self.source = best.text  # type: ignore[assignment]
+        self.position = best.position
+        self.length = best.match_length
+        self._remember()
+        if self._trusted:
+            self.num_lost_tokens = 0
+
+    def _candidates(self, end: int) -> list[Candidate]:
+        text = self.token_ids
+        own: dict[int, None] = {}
+        found: list[Candidate] = []
+        if self.source is not None and self._trusted and self.position < len(self.source):
+            length = min(self.length, MAX_MATCH_LENGTH)
+            weight = WEIGHTS[Place.CURRENT][length]
+            found.append(Candidate(self.source, self.position, length, Place.CURRENT, weight))
+        own.update(dict.fromkeys(self._index.find(text, end, _MAX_CANDIDATES)))
+        elsewhere = self._around_ends(end, own)
+        for position in own:
+            if position < end and not (found and found[0][:2] == (text, position)):
+                found.append(self._candidate(text, position, end))
+        if self._history is not None:
+            elsewhere += self._history.find(text, end, _MAX_CANDIDATES)
+        for other, position in elsewhere:
+            if not any(c.text is other and c.position == position for c in found):
+                found.append(self._candidate(other, position, end))
+        return [candidate for candidate in found if candidate.weight > 0.0]
+
+    def _around_ends(self, end: int, own: dict[int, None]) -> list[tuple[list[int], int]]:
+        """Places near where copies broke off: into ``own`` those in the text itself."""
+        elsewhere: list[tuple[list[int], int]] = []
+        last_token_id = self.token_ids[end - 1]
+        for rank, (source, broke_off) in enumerate(self._ends):
+            is_own = source is self.token_ids
+            limit = min(end - 1 if is_own else len(source) - 1, broke_off + FAR_AHEAD_TOKENS)
+            places: list[int] = []
+            start = broke_off
+            while len(places) < _MAX_OCCURRENCES_AHEAD and start < limit:
+                try:
+                    start = source.index(last_token_id, start, limit) + 1
+                except ValueError:
+                    break
+                places.append(start)
+            num_unmatched = NEAR_TOKENS + 1 if rank == 0 else 1
+            places += range(broke_off, min(broke_off + num_unmatched, limit + 1))
+            if is_own:
+                own.update(dict.fromkeys(places))
+            else:
+                elsewhere += [(source, position) for position in places]
+        return elsewhere
+
+    def _candidate(self, text: list[int], position: int, end: int) -> Candidate:
+        length = match_length(text, position, self.token_ids, end)
+        place = self._place(text, position)
+        if length:
+            weight = WEIGHTS[place][length]
+        elif place in (Place.NEAR, Place.EARLIER):
+            weight = unmatched_weight(self.num_lost_tokens)
+        else:
+            weight = 0.0
+        return Candidate(text, position, length, place, weight)
+
+    def _place(self, text: list[int], position: int) -> Place:
+        ends = self._ends
+        ahead = position - ends[0][1] if ends and ends[0][0] is text else FAR_AHEAD_TOKENS + 1
+        if 0 <= ahead <= AHEAD_TOKENS:
+            return Place.NEAR if ahead <= NEAR_TOKENS else Place.AHEAD
+        for source, end in ends[1:]:
+            if source is text and 0 <= position - end <= EARLIER_TOKENS:
+                return Place.EARLIER
+        if -BEHIND_TOKENS <= ahead <= FAR_AHEAD_TOKENS:
+            return Place.BEHIND if ahead < 0 else Place.FAR_AHEAD
+        if text is not self.token_ids:
+            return Place.HISTORY
+        return Place.PROMPT if position < self._num_prompt_tokens else Place.OUTPUT
+
+    def _index_up_to(self, end: int) -> None:
+        """Index the text's tokens before ``end``, but for the inner part of a long copy."""
+        start = self._index.num_indexed
+        if end - self._first_indexed > MAX_INDEXED_TOKENS:
+            self._index.clear()
+            start = self._first_indexed = end - MAX_INDEXED_TOKENS // 2
+        elif start >= self._num_prompt_tokens and end - start > 2 * _INDEXED_BEFORE_BREAK:
+            start = end - _INDEXED_BEFORE_BREAK
+        if end > start:
+            self._index.extend(self.token_ids, start, end)
