@@ -31,6 +31,7 @@ from bench.tables import cell_tables
 from bench.workloads import PromptSource, load_prompts
 from drafters.registry import drafter_names
 from engine.config import EngineConfig
+from engine.demo_model import bundled_path
 from engine.params import SpeculativeParams
 
 
@@ -68,15 +69,27 @@ def bench_model(name: str, options: Options) -> dict[str, Any]:
 
 
 def engine_config(options: Options) -> EngineConfig:
-    """No prefix cache: a repeated prompt has to cost what a new one costs."""
+    """No prefix cache unless asked for: a repeated prompt has to cost what a new one costs."""
+    wanted = _wanted_drafters(options)
+    drafts_small = "small_model" in wanted
     return EngineConfig(
+        drafters=wanted,
+        draft_model=options.draft_model or (str(bundled_path("draft")) if drafts_small else None),
+        prefix_layers=options.prefix_layers,
+        quantized=options.quantized,
         device=options.device,
         dtype=options.dtype,
         determinism=options.determinism,
         max_num_seqs=max(options.batch_sizes),
         max_num_rows=options.max_num_rows,
-        enable_prefix_cache=False,
+        enable_prefix_cache=options.prefix_cache,
     )
+
+
+def _wanted_drafters(options: Options) -> tuple[str, ...]:
+    """Only those that are measured: a model that is not should take no memory."""
+    names = [parse_drafter(text, drafter_names())[1].drafter for text in options.drafters]
+    return ("none", *dict.fromkeys(names))
 
 
 def make_contenders(model: BenchModel, options: Options) -> list[Contender]:

@@ -5,8 +5,10 @@ The engine's core is driven synchronously, step after step: no server, no event 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,6 +20,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from drafters.base import DraftShape
+from drafters.registry import DrafterUnavailableError, build_drafters
 from engine.core import EngineCore
 from engine.events import FinishInfo, StepStats, TokenEvent
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
@@ -39,6 +43,7 @@ class Sampling:
 SAMPLINGS = {
     "greedy": Sampling("greedy"),
     "sampled": Sampling("sampled", temperature=0.7, top_p=0.9),
+    "hot": Sampling("hot", temperature=1.0),
 }
 
 
@@ -215,6 +220,7 @@ class EngineContender:
         return None
 
     def run(self, job: Job) -> Run:
+        self._forget()
         recorder = _Recorder(job)
         requests = self._requests(job)
         start = time.perf_counter()
@@ -224,6 +230,13 @@ class EngineContender:
             result = self._core.step()
             recorder.take(result.events, result.stats, time.perf_counter())
         return recorder.run([request.request_id for request in requests], start)
+
+    def _forget(self) -> None:
+        """A fresh drafter for every run: some learn from finished requests, and would have seen this
+        very text before. Those with a model have nothing to forget and stay."""
+        name = self._speculative.drafter
+        with suppress(DrafterUnavailableError):
+            self._core.speculation.drafters[name] = build_drafters([name])[name]
 
     def _requests(self, job: Job) -> list[GenerationRequest]:
         self._num_runs += 1
@@ -309,17 +322,25 @@ class _Recorder:
 
 
 def parse_drafter(text: str, known: Sequence[str]) -> tuple[str, SpeculativeParams]:
-    """``ngram`` drafts as its policy (goodput) grants; ``ngram:4`` always has 4 tokens verified.
+    """``ngram`` drafts chains as its policy (goodput) grants, ``ngramx3`` trees of width 3; ``ngram:4``
+    always has 4 tokens verified.
 
     Returns a name for tables and the parameters. Raises ValueError for what is not known.
     """
-    drafter, _, gamma = text.partition(":")
+    shaped, colon, gamma = text.partition(":")
+    found = re.fullmatch(r"(.+?)x(\d+)", shaped)
+    drafter, width = (found[1], int(found[2])) if found else (shaped, 1)
     if drafter not in known or drafter == "none":
         usable = ", ".join(name for name in known if name != "none")
         raise ValueError(f"unknown drafter {drafter!r}; known: {usable}")
-    if not gamma:
-        return drafter, SpeculativeParams(drafter=drafter)
+    if width < 1:
+        raise ValueError(f"{text!r}: after the x comes a number of children per node")
+    shape = DraftShape(width, 16)
+    name = drafter if width == 1 else f"{drafter} tree {width}"
+    if not colon:
+        most = 16 if width == 1 else 32
+        return name, SpeculativeParams(drafter=drafter, max_tokens=most, shape=shape)
     if not gamma.isdigit() or int(gamma) < 1:
         raise ValueError(f"{text!r}: after the colon comes a number of draft tokens")
-    fixed = SpeculativeParams(drafter=drafter, policy="fixed", num_tokens=int(gamma))
-    return f"{drafter} fixed {gamma}", fixed
+    fixed = SpeculativeParams(drafter=drafter, policy="fixed", num_tokens=int(gamma), shape=shape)
+    return f"{name} fixed {gamma}", fixed

@@ -6,16 +6,17 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from bench.contenders import SAMPLINGS
 from bench.workloads import DATA, workload_names
-from engine.config import Determinism
+from engine.config import Determinism, Quantization
 
 _DESCRIPTION = """\
 Measure transformers' generate, transformers with prompt look-up (batch 1, all it allows), and the
 engine at gamma 0 and with each drafter, in one process and in turns. Every contender writes the same
-number of tokens for the same prompts; end-of-text is ignored and the prefix cache is off. The
+number of tokens for the same prompts; end-of-text is ignored and the prefix cache is off
+unless asked for. The
 engine's core is stepped synchronously: no server and no event loop is in the figures."""
 _QUICK_ROWS = 128
 
@@ -36,6 +37,10 @@ class Options:
     num_threads: int | None
     max_num_rows: int
     with_transformers: bool
+    prefix_cache: bool
+    draft_model: str | None
+    prefix_layers: str | None
+    quantized: Quantization | None
     data: Path
     output: Path | None
 
@@ -65,6 +70,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         num_threads=args.threads,
         max_num_rows=_QUICK_ROWS if args.quick else 1024,
         with_transformers=not args.skip_transformers,
+        prefix_cache=args.prefix_cache,
+        draft_model=args.draft_model,
+        prefix_layers=args.prefix_layers,
+        quantized=args.quantized,
         data=args.data,
         output=args.output,
     )
@@ -81,15 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batch", nargs="+", type=_positive, help="batch sizes (1 4 16)")
     parser.add_argument(
-        "--workload", nargs="+", choices=workload_names(), default=list(workload_names())
+        "--workload", nargs="+", choices=workload_names(), default=["code", "edit", "random"]
     )
-    parser.add_argument("--sampling", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
+    parser.add_argument(
+        "--sampling", nargs="+", choices=list(SAMPLINGS), default=["greedy", "sampled"]
+    )
     parser.add_argument(
         "--drafters",
         nargs="+",
         default=["ngram", "nasd_one_level", "nasd"],
-        metavar="NAME[:GAMMA]",
-        help="drafters under goodput; NAME:4 always verifies 4 tokens",
+        metavar="NAME[xWIDTH][:GAMMA]",
+        help="drafters under goodput; NAMEx3 drafts trees; NAME:4 always verifies 4 tokens",
     )
     parser.add_argument("--rounds", type=_positive, help="repeats of everything (3)")
     parser.add_argument("--new-tokens", type=_positive, help="tokens per prompt (96)")
@@ -101,6 +112,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=_positive, help="torch's threads, for all contenders")
     parser.add_argument("--skip-transformers", action="store_true", help="measure only the engine")
+    parser.add_argument(
+        "--prefix-cache",
+        action="store_true",
+        help="keep prompts between runs, so that next to nothing but decoding is measured",
+    )
+    parser.add_argument("--draft-model", help="for small_model; default: the bundled draft")
+    parser.add_argument("--prefix-layers", help="layers for prefix_layers, as the server's flag")
+    parser.add_argument("--quantized", choices=get_args(Quantization), help="as the server's flag")
     parser.add_argument(
         "--quick", action="store_true", help="few short runs, to see that everything works"
     )

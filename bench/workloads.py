@@ -1,6 +1,6 @@
-"""Prompts to measure on: code to continue, edits to write out, noise.
+"""Prompts to measure on: code to continue, edits to write out, a conversation, samples, noise.
 
-The first two come from files that the bundled model never trained on (``bench/data``, written by
+All but the last come from files that the bundled model never trained on (``bench/data``, written by
 ``training.bench_data``).
 """
 
@@ -73,6 +73,32 @@ def _edit(source: PromptSource, count: int) -> list[tuple[int, ...]]:  # noqa: A
     return prompts
 
 
+_FOLLOW_UP = "Repeat the code."
+_NUM_SAMPLES = 8
+
+
+def _chat(source: PromptSource, count: int) -> list[tuple[int, ...]]:  # noqa: ARG001
+    """The second turn of a conversation about one of the edits."""
+    tokenizer = source.tokenizer
+    if tokenizer.chat_template is None:
+        raise ValueError("workload chat needs a tokenizer with a chat template")
+    prompts = []
+    for line in _read(source.data / EDITS_FILE):
+        messages = [
+            *line["messages"],
+            {"role": "assistant", "content": line["completion"]},
+            {"role": "user", "content": _FOLLOW_UP},
+        ]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompts.append(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return prompts
+
+
+def _samples(source: PromptSource, count: int) -> list[tuple[int, ...]]:
+    """Eight samples of each prompt of ``code``, as a request with ``n = 8`` asks for."""
+    return [prompt for prompt in _code(source, count) for _ in range(_NUM_SAMPLES)]
+
+
 def _random(source: PromptSource, count: int) -> list[tuple[int, ...]]:
     rng = random.Random(2026)
     special = set(source.tokenizer.all_special_ids)
@@ -89,5 +115,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 _LOADERS: dict[str, Callable[[PromptSource, int], Sequence[tuple[int, ...]]]] = {
     "code": _code,
     "edit": _edit,
+    "chat": _chat,
+    "samples": _samples,
     "random": _random,
 }

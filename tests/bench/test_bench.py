@@ -10,6 +10,8 @@ import torch
 from tiny_bench_model import save_tiny_model
 
 from bench.__main__ import equality_holds, main
+from bench.contenders import parse_drafter
+from bench.summary import summarise
 
 CONTENDERS = ["transformers", "transformers lookup 10", "gamma 0", "ngram", "nasd fixed 3"]
 
@@ -120,3 +122,43 @@ def test_a_changed_text_fails_the_command_where_exactness_is_promised(
 def test_an_unknown_drafter_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ValueError, match="unknown drafter 'oracle'"):
         main(["--model", "no such folder", "--drafters", "oracle"])
+
+
+def test_the_summary_has_a_row_per_drafter_and_a_column_per_workload(
+    written: dict[str, Any],
+) -> None:
+    told = summarise(written)
+    assert told.count("### ") == 4  # two batch sizes, two samplings
+    header = next(line for line in told.splitlines() if line.startswith("| drafter"))
+    assert [cell.strip() for cell in header.strip("|").split("|")] == [
+        "drafter",
+        "code",
+        "edit",
+        "random",
+    ]
+    cell = written["models"][0]["cells"][0]
+    row = next(row for row in cell["contenders"] if row["name"] == "nasd fixed 3")
+    assert f"{row['decode_ratio']:.2f}x / {row['tokens_per_step']:.2f} / " in told
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "width", "policy", "num_tokens"),
+    [
+        ("ngram", "ngram", 1, "goodput", 8),
+        ("ngramx3", "ngram tree 3", 3, "goodput", 8),
+        ("nasd:5", "nasd fixed 5", 1, "fixed", 5),
+        ("nasdx2:5", "nasd tree 2 fixed 5", 2, "fixed", 5),
+    ],
+)
+def test_drafters_are_named_with_shape_and_gamma(
+    text: str, name: str, width: int, policy: str, num_tokens: int
+) -> None:
+    told, params = parse_drafter(text, ["none", "ngram", "nasd"])
+    assert told == name
+    assert (params.shape.width, params.policy, params.num_tokens) == (width, policy, num_tokens)
+
+
+@pytest.mark.parametrize("text", ["none", "ngramx0", "ngram:", "ngram:x", "ngram:0", "other"])
+def test_what_names_no_drafting_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="drafter|after the"):
+        parse_drafter(text, ["none", "ngram"])

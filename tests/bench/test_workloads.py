@@ -10,6 +10,8 @@ import pytest
 from tiny_bench_model import tiny_tokenizer
 
 from bench.workloads import CODE_FILE, DATA, EDITS_FILE, PromptSource, load_prompts, workload_names
+from engine.demo_model import bundled_path
+from engine.loader import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +86,28 @@ def test_no_room_for_any_prompt_is_an_error(source: PromptSource) -> None:
 
 
 def test_an_unknown_workload_is_an_error(source: PromptSource) -> None:
-    with pytest.raises(ValueError, match="unknown workload 'poems'; known: code, edit, random"):
+    with pytest.raises(
+        ValueError, match="unknown workload 'poems'; known: code, edit, chat, samples, random"
+    ):
         load_prompts("poems", source, 1)
 
 
 def test_missing_held_out_files_are_an_error(tmp_path: Path, source: PromptSource) -> None:
     with pytest.raises(FileNotFoundError):
         load_prompts("code", PromptSource(source.tokenizer, 512, 4000, tmp_path), 1)
+
+
+def test_samples_are_eight_of_each_prompt(source: PromptSource) -> None:
+    prompts = load_prompts("samples", source, 16)
+    assert prompts[:8] == [prompts[0]] * 8
+    assert prompts[8:] == [prompts[8]] * 8
+    assert prompts[8] != prompts[0]
+
+
+def test_a_chat_is_an_edit_with_its_answer_and_a_second_request() -> None:
+    tokenizer = load_tokenizer(str(bundled_path("target")))
+    source = PromptSource(tokenizer, len(tokenizer), 1900)
+    edit, chat = load_prompts("edit", source, 1)[0], load_prompts("chat", source, 1)[0]
+    assert chat[: len(edit)] == edit
+    assert len(chat) > 1.5 * len(edit)
+    assert tokenizer.decode(chat).rstrip().endswith("<|assistant|>")
