@@ -6,10 +6,11 @@ the committed past and to their own ancestors. Rows reach a model's attention mo
 ``slipstream_step`` keyword, which transformers hands down untouched, so no modeling code is copied.
 
 Exactness. A kernel gives a row the same bits whenever it is called with the same *shapes*; what
-changes bits is a different number of rows or keys. So in exact mode rows are dealt into tiles of a
-fixed number of rows, and keys, in the order of the text, are padded to multiples of 512, the split of
-torch's CPU flash kernel.
+changes bits is a different number of rows or keys. So in exact mode the fused kernel gets its rows in
+tiles of a fixed number of rows, and keys, in the order of the text, padded to multiples of 512, the
+split of torch's CPU flash kernel.
 (Measured on AVX-512 without AMX: 0 of 27,540 rows differed in bf16 and fp32; without tiles 10-90 %.)
+Where attention is written out as products, a probe at load asks whether shapes matter at all.
 """
 
 from __future__ import annotations
@@ -22,19 +23,13 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from engine.attention_groups import AttentionGroup, GroupedRows
+from engine.attention_products import AttentionOptions, attend_by_products
 from kvpool.store import KVStore
 
 IMPLEMENTATION = "slipstream"
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """What a layer asks for besides plain attention. ``softcap``: Gemma 2; ``sinks``: GPT-OSS."""
-
-    scaling: float | None
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None  # [num_heads]
+_LARGEST_KEY = 2.0**60
+"""Beyond all use, and far enough from the largest float for sums of products to stay finite."""
 
 
 class Step(Protocol):
@@ -58,6 +53,8 @@ class AttentionStep:
     store: KVStore
     slots: torch.Tensor  # [num_rows] int64
     rows: GroupedRows
+    fused: bool = True
+    """False: torch's fused kernel is not used even where it has all that a layer asks for."""
 
     def attend(
         self,
@@ -67,11 +64,17 @@ class AttentionStep:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        # A masked key weighs 0, but 0 times NaN is NaN: what one request overflows must not reach those
-        # who read its blocks masked, beside it or after it.
+        # A masked key weighs 0, but 0 times NaN is NaN, and so is a product's infinity less infinity:
+        # what one request overflows must not reach those who read its blocks masked, beside it or
+        # after it.
         key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
+        largest = min(_LARGEST_KEY, torch.finfo(key.dtype).max)
+        key = key.clamp_(-largest, largest)
         self.store.write(layer, self.slots, key, value)
-        outputs = [_attend(self.store, group, layer, query, options) for group in self.rows.groups]
+        fused = self.fused and options.softcap is None and options.sinks is None
+        outputs = [
+            _attend(self.store, group, layer, query, options, fused) for group in self.rows.groups
+        ]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output if self.rows.order is None else output.index_select(0, self.rows.order)
 
@@ -82,9 +85,11 @@ def _mask(
     share: int,
     num_kv_heads: int,
     like: torch.Tensor,
+    additive: bool,
 ) -> torch.Tensor:
-    """Additive mask in the shape the kernel call takes (see ``_attend``); once per step and kind."""
-    key = (window, share, num_kv_heads)
+    """What rows may see, in the shape of the kernel's call (see ``_attend``): to be added to scores, or
+    their limits (see ``attend_by_products``). Once per step and kind."""
+    key = (window, share, num_kv_heads, additive)
     mask = group.masks.get(key)
     if mask is not None:
         return mask
@@ -94,7 +99,8 @@ def _mask(
         visible = visible & (distance < window)
     requests, rows, keys = visible.shape
     tiles, tile = group.num_tiles, group.tile_rows
-    mask = torch.zeros((requests, rows, 1, keys), dtype=like.dtype)
+    seen = 0.0 if additive else float("inf")
+    mask = torch.full((requests, rows, 1, keys), seen, dtype=like.dtype if additive else None)
     mask.masked_fill_(torch.from_numpy(~visible).unsqueeze(2), float("-inf"))
     mask = mask.to(like.device, non_blocking=True)
     mask = mask.expand(-1, -1, share, -1).reshape(requests, tiles, tile * share, keys)
@@ -144,9 +150,12 @@ def _attend(
     layer: int,
     query: torch.Tensor,  # [num_rows, num_heads, head_dim]
     options: AttentionOptions,
+    fused: bool,
 ) -> torch.Tensor:
     """One group's attention: ``[group_rows, num_heads, value_dim]``."""
     keys, values = _gather(store, group, layer)
+    if store.dtype.itemsize == 1:  # a draft model's; the kernels know no 8-bit floats
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
     num_kv_heads = keys.shape[1]
     num_heads, head_dim = query.shape[1], query.shape[2]
     share = num_heads // num_kv_heads
@@ -160,12 +169,12 @@ def _attend(
     # The heads that share a key head become rows of one product: [requests, kv_heads * tiles, ...].
     mine = mine.view(requests, rows, num_kv_heads, share, head_dim).permute(0, 2, 1, 3, 4)
     mine = mine.reshape(requests, num_kv_heads * tiles, tile * share, head_dim)
-    mask = _mask(group, options.window, share, num_kv_heads, query)
+    mask = _mask(group, options.window, share, num_kv_heads, query, additive=fused)
     if requests == 1 and tiles > 1:
         # One request: its tiles are a batch over the same keys, and heads share the mask.
         mine = mine.view(num_kv_heads, tiles, tile * share, head_dim).transpose(0, 1)
         keys, values = keys.expand(tiles, -1, -1, -1), values.expand(tiles, -1, -1, -1)
-    if options.softcap is None and options.sinks is None:
+    if fused:
         output = F.scaled_dot_product_attention(
             mine,
             keys,
@@ -175,7 +184,9 @@ def _attend(
             enable_gqa=mine.shape[1] != keys.shape[1],
         )
     else:
-        output = _eager(mine, keys, values, mask, share, options)
+        output = attend_by_products(
+            mine, keys, values, mask, share, options, in_pieces=not group.is_tiled
+        )
     if requests == 1 and tiles > 1:
         output = output.transpose(0, 1)
     output = output.reshape(requests, num_kv_heads, rows, share, -1).permute(0, 2, 1, 3, 4)
@@ -201,38 +212,6 @@ def _gather(store: KVStore, group: AttentionGroup, layer: int) -> tuple[torch.Te
         keys.view(*shape, *keys.shape[2:]).transpose(1, 2),
         values.view(*shape, *values.shape[2:]).transpose(1, 2),
     )
-
-
-def _eager(
-    query: torch.Tensor,  # [batch, q_heads, tile * share, head_dim]
-    keys: torch.Tensor,  # [batch, kv_heads, num_keys, head_dim]
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    share: int,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Attention with what the fused kernel lacks: soft-capped scores, sinks."""
-    repeats = query.shape[1] // keys.shape[1]
-    if repeats > 1:
-        keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
-    scale = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
-    scores = torch.matmul(query, keys.transpose(2, 3)) * scale
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
-    scores = torch.where(mask == 0, scores, mask)
-    if options.sinks is not None:
-        scores = torch.cat([scores, _sink_column(options.sinks, scores, share)], dim=-1)
-    probs = torch.softmax(scores, dim=-1, dtype=torch.float32)
-    return torch.matmul(probs[..., : keys.shape[2]].to(query.dtype), values)
-
-
-def _sink_column(sinks: torch.Tensor, scores: torch.Tensor, share: int) -> torch.Tensor:
-    """Each query row's sink logit, in the row order of ``_attend``: ``[batch, q_heads, rows, 1]``."""
-    kv_heads = sinks.shape[0] // share
-    batch, q_heads, rows, _ = scores.shape
-    column = sinks.view(kv_heads, 1, share).expand(-1, rows // share, -1).reshape(kv_heads, rows)
-    column = column.repeat_interleave(q_heads // kv_heads, 0)
-    return column[None, :, :, None].expand(batch, -1, -1, 1).to(scores.dtype)
 
 
 AttentionInterface.register(IMPLEMENTATION, slipstream_attention)

@@ -1,6 +1,7 @@
 """Which rows of a step attend together, and what each of them may see.
 
-Requests with about as many rows share a kernel call, padded to the longest; long prompt chunks go alone.
+Requests with about as many rows and keys share a kernel call, padded to the longest; long prompt chunks
+go alone.
 Visibility is worked out once per step for all layers, windows aside.
 
 A fast step masks a draft tree: each node sees its ancestors where they lie. Skipped keys between them
@@ -21,7 +22,10 @@ import torch
 EXACT_KEY_MULTIPLE = 512
 # Query rows (times the heads that share a key head) of a tile: enough to fill the kernel's registers.
 EXACT_TILE_ROWS = 8
-_FEW_ROWS = 4
+FREE_KEY_MULTIPLE = 128
+"""What keys are padded to where nothing depends on it: few shapes, since a kernel is made for each."""
+_CALL_PAIRS = 4096
+"""A kernel call costs about as much as so many pairs of a row and a key: 2-8 thousand on a CPU."""
 NUM_ROWS_ALONE = 32
 """Requests with more rows than this in a step (prompt chunks) attend by themselves: padding every
 decoding neighbour to their length would cost more than a second call."""
@@ -30,17 +34,28 @@ decoding neighbour to their length would cost more than a second call."""
 @dataclass(frozen=True, slots=True)
 class RequestRows:
     """One request's rows of a step: ``num_known`` tokens in a chain (prompt chunk or anchor), then
-    draft nodes. ``parents`` as in DraftTree: -1 is the last known row."""
+    draft nodes. ``parents`` as in DraftTree: -1 is the last known row.
+
+    The first ``num_stored`` nodes have no rows: they are in the store from steps before, as a draft
+    model that grows its tree level by level leaves them. Then there are no known rows, and -1 is the
+    token before ``base``.
+    """
 
     first_row: int
     num_known: int
     base: int
     parents: Sequence[int]
     block_table: Sequence[int]
+    num_stored: int = 0
 
     @property
     def num_rows(self) -> int:
-        return self.num_known + len(self.parents)
+        return self.num_known + len(self.parents) - self.num_stored
+
+    @property
+    def end(self) -> int:
+        """The slot after the last row's."""
+        return self.base + self.num_known + len(self.parents)
 
     def depths(self) -> list[int]:
         depths: list[int] = []
@@ -49,7 +64,9 @@ class RequestRows:
         return depths
 
     def is_chain(self) -> bool:
-        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+        return not self.num_stored and all(
+            parent == index - 1 for index, parent in enumerate(self.parents)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +80,27 @@ class Strand:
     rows: Sequence[int]
     shape: RequestRows
     path_slots: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShapes:
+    """Which shapes a kernel call may have. ``tile_rows``: rows come in tiles of exactly so many; None:
+    as they are. ``in_strands``: draft trees are taken apart."""
+
+    tile_rows: int | None = None
+    key_multiple: int = FREE_KEY_MULTIPLE
+    in_strands: bool = False
+
+
+MASKED = GroupShapes()
+"""Fast: trees as they lie."""
+FREE_STRANDS = GroupShapes(in_strands=True)
+"""Exact where a row's bits do not depend on shapes."""
+
+
+def exact_tiles(tile_rows: int) -> GroupShapes:
+    """Exact where they do."""
+    return GroupShapes(tile_rows, EXACT_KEY_MULTIPLE, in_strands=True)
 
 
 @dataclass(slots=True)
@@ -86,8 +124,14 @@ class AttentionGroup:
     visible: np.ndarray[Any, Any]  # [num_requests, rows_per_request, num_keys] bool, no window
     query_positions: np.ndarray[Any, Any]  # [num_requests, rows_per_request]
     key_positions: np.ndarray[Any, Any]  # [num_requests, num_keys]
-    masks: dict[tuple[int | None, int, int], torch.Tensor] = field(default_factory=dict)
-    """By (window, heads per key head, key heads)."""
+    shapes: GroupShapes
+    masks: dict[tuple[int | None, int, int, bool], torch.Tensor] = field(default_factory=dict)
+    """By (window, heads per key head, key heads, to be added)."""
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether exactly these rows have to share a call."""
+        return self.shapes.tile_rows is not None
 
     @property
     def num_tiles(self) -> int:
@@ -112,36 +156,66 @@ class GroupedRows:
 def group_rows(
     requests: Sequence[RequestRows],
     block_size: int,
-    tile_rows: int | None,
+    shapes: GroupShapes,
     device: torch.device,
 ) -> GroupedRows:
-    """Long chunks alone, others with their like. ``tile_rows`` None: fast mode, no tiles, no strands."""
+    """Long chunks alone, others with their like."""
     strands = [
         strand
         for request in requests
-        for strand in (_whole(request) if tile_rows is None else _strands(request, block_size))
+        for strand in (_strands(request, block_size) if shapes.in_strands else _whole(request))
     ]
-    batches = _batches(strands)
-    groups = [_build_group(batch, block_size, tile_rows, device) for batch in batches]
+    batches = _batches(strands, shapes)
+    groups = [_build_group(batch, block_size, shapes, device) for batch in batches]
     lying = np.array([row for batch in batches for strand in batch for row in strand.rows])
     if np.all(lying[1:] > lying[:-1]):
         return GroupedRows(groups, None)
     return GroupedRows(groups, torch.from_numpy(np.argsort(lying)).to(device, non_blocking=True))
 
 
-def _batches(strands: Sequence[Strand]) -> list[list[Strand]]:
+def _batches(strands: Sequence[Strand], shapes: GroupShapes) -> list[list[Strand]]:
     """Long strands alone, then the others by length, trunks before branches. All of a call are padded
-    to its longest: a request with a deep draft must not make its plain neighbours pay for as many rows.
+    to its longest: a request with a deep draft or a long past must not make its neighbours pay for it.
     """
     alone: list[list[Strand]] = []
-    alike: dict[tuple[bool, int], list[Strand]] = {}
+    alike: dict[bool, list[Strand]] = {False: [], True: []}
     for strand in strands:
         if len(strand.rows) > NUM_ROWS_ALONE:
             alone.append([strand])
         else:
-            size = (len(strand.rows) - 1).bit_length() if len(strand.rows) > _FEW_ROWS else 0
-            alike.setdefault((bool(strand.path_slots), size), []).append(strand)
-    return alone + [alike[kind] for kind in sorted(alike)]
+            alike[bool(strand.path_slots)].append(strand)
+    return [*alone, *_cut(alike[False], shapes), *_cut(alike[True], shapes)]
+
+
+def _cut(strands: Sequence[Strand], shapes: GroupShapes) -> list[list[Strand]]:
+    """In order of keys and rows, cut where calls of their own cost less than padding: the cheapest cuts
+    of that order, by dynamic programming over the (few) different sizes."""
+    by_size: dict[tuple[int, int], list[Strand]] = {}
+    for strand in strands:
+        keys = _round_up(strand.shape.base + len(strand.rows), shapes.key_multiple)
+        by_size.setdefault((keys, _round_up(len(strand.rows), shapes.tile_rows or 1)), []).append(
+            strand
+        )
+    sizes = sorted(by_size)
+    # Of the first n sizes: the least cost, and where the last call of it begins.
+    best: list[tuple[int, int]] = [(0, 0)]
+    for end in range(1, len(sizes) + 1):
+        num_strands = most_rows = 0
+        options = []
+        for start in range(end - 1, -1, -1):
+            num_strands += len(by_size[sizes[start]])
+            most_rows = max(most_rows, sizes[start][1])
+            # Half a pair more per key: it has to be gathered, whatever number of rows read it.
+            pairs = num_strands * sizes[end - 1][0] * (2 * most_rows + 1) // 2
+            options.append((best[start][0] + _CALL_PAIRS + pairs, start))
+        best.append(min(options))
+    batches: list[list[Strand]] = []
+    end = len(sizes)
+    while end:
+        start = best[end][1]
+        batches.append([strand for size in sizes[start:end] for strand in by_size[size]])
+        end = start
+    return batches[::-1]
 
 
 def _whole(request: RequestRows) -> list[Strand]:
@@ -151,6 +225,8 @@ def _whole(request: RequestRows) -> list[Strand]:
 def _strands(request: RequestRows, block_size: int) -> list[Strand]:
     """The request's chains: known rows with the nodes that lie as their text does, then branch after
     branch, each as deep as it goes."""
+    if request.num_stored:
+        raise ValueError("exact mode takes whole draft trees only")
     parents, table = request.parents, request.block_table
     lead = next((i for i, parent in enumerate(parents) if parent != i - 1), len(parents))
     if lead == len(parents):
@@ -185,16 +261,15 @@ def _strands(request: RequestRows, block_size: int) -> list[Strand]:
 def _build_group(
     strands: Sequence[Strand],
     block_size: int,
-    tile_rows: int | None,
+    shapes: GroupShapes,
     device: torch.device,
 ) -> AttentionGroup:
     requests = [strand.shape for strand in strands]
     num_requests = len(requests)
     rows = max(request.num_rows for request in requests)
-    rows = rows if tile_rows is None else _round_up(rows, tile_rows)
-    num_keys = max(request.base + request.num_rows for request in requests)
-    multiple = block_size if tile_rows is None else math.lcm(block_size, EXACT_KEY_MULTIPLE)
-    num_keys = _round_up(num_keys, multiple)
+    rows = _round_up(rows, shapes.tile_rows or 1)
+    num_keys = max(request.end for request in requests)
+    num_keys = _round_up(num_keys, math.lcm(block_size, shapes.key_multiple))
     num_blocks = num_keys // block_size
 
     # Tables shorter than the longest are padded with block 0: whatever it holds is masked.
@@ -212,7 +287,7 @@ def _build_group(
         num_rows=sum(request.num_rows for request in requests),
         num_requests=num_requests,
         rows_per_request=rows,
-        tile_rows=rows if tile_rows is None else tile_rows,
+        tile_rows=shapes.tile_rows or rows,
         block_ids=torch.from_numpy(block_ids.reshape(-1)).to(device, non_blocking=True),
         contiguous_from=_contiguous_from(strands, num_blocks),
         path_slots=path_slots,
@@ -220,6 +295,7 @@ def _build_group(
         visible=visible,
         query_positions=query_positions,
         key_positions=key_positions,
+        shapes=shapes,
     )
 
 
@@ -293,15 +369,15 @@ def _visibility(
         if not key_positions.flags.writeable:
             key_positions = key_positions.copy()
         anchor = request.base + request.num_known - 1
-        count = len(request.parents)
+        count, stored = len(request.parents), request.num_stored
         positions = anchor + np.array(request.depths(), dtype=np.int64)
-        query_positions[index, request.num_known : request.num_known + count] = positions
+        query_positions[index, request.num_known : request.num_rows] = positions[stored:]
         key_positions[index, anchor + 1 : anchor + 1 + count] = positions
         seen = np.eye(count, dtype=bool)
         for node, parent in enumerate(request.parents):
             if parent >= 0:
                 seen[node] |= seen[parent]
-        tail = visible[index, request.num_known : request.num_known + count]
+        tail = visible[index, request.num_known : request.num_rows]
         tail[:, anchor + 1 :] = False
-        tail[:, anchor + 1 : anchor + 1 + count] = seen
+        tail[:, anchor + 1 : anchor + 1 + count] = seen[stored:]
     return visible, query_positions, key_positions

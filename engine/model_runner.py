@@ -11,8 +11,18 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionStep
-from engine.attention_groups import exact_tile_rows, group_rows
+from engine.attention_groups import (
+    FREE_KEY_MULTIPLE,
+    FREE_STRANDS,
+    MASKED,
+    GroupShapes,
+    exact_tile_rows,
+    exact_tiles,
+    group_rows,
+)
+from engine.attention_products import products_keep_bits
 from engine.input_batch import BatchRequest, InputBatch, build_batch
+from engine.linear import can_pack
 from engine.loader import KVShape
 from kvpool.store import KVStore
 
@@ -28,11 +38,7 @@ class ModelRunner:
         self.device = model.device
         self.exact = exact
         self.hidden: torch.Tensor | None = None  # [num_rows, hidden_size], where a batch wanted it
-        self._tile_rows = (
-            min(exact_tile_rows(shape.num_heads, shape.num_kv_heads) for shape in shapes)
-            if exact
-            else None
-        )
+        self._fused, self._shapes = _attention_calls(model, shapes, exact)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:
@@ -41,8 +47,8 @@ class ModelRunner:
         Keys and values of all rows are in the store afterwards, and in ``hidden`` what the output
         head reads, if the batch wants it.
         """
-        rows = group_rows(batch.requests, self.store.block_size, self._tile_rows, self.device)
-        step = AttentionStep(self.store, self._tensor(batch.slots), rows)
+        rows = group_rows(batch.requests, self.store.block_size, self._shapes, self.device)
+        step = AttentionStep(self.store, self._tensor(batch.slots), rows, self._fused)
         with self._hidden_kept(batch.wants_hidden):
             output = self.model(
                 input_ids=self._tensor(batch.token_ids)[None],
@@ -105,3 +111,21 @@ class ModelRunner:
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
+
+
+def _attention_calls(
+    model: PreTrainedModel, shapes: Sequence[KVShape], exact: bool
+) -> tuple[bool, GroupShapes]:
+    """Whether attention uses the fused kernel, and what shapes its calls may have."""
+    products = can_pack(model.device, model.dtype)
+    if not exact:
+        return not products, MASKED
+    kinds = {
+        (shape.num_heads // shape.num_kv_heads, shape.key_dim, shape.value_dim) for shape in shapes
+    }
+    if products and all(
+        products_keep_bits(*kind, FREE_KEY_MULTIPLE, model.dtype) for kind in sorted(kinds)
+    ):
+        return False, FREE_STRANDS
+    tile = min(exact_tile_rows(shape.num_heads, shape.num_kv_heads) for shape in shapes)
+    return True, exact_tiles(tile)

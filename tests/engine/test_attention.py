@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import path_to, scattered_table
 
 from engine.attention import AttentionOptions, AttentionStep, slipstream_attention
 from engine.attention_groups import (
     EXACT_KEY_MULTIPLE,
+    FREE_STRANDS,
+    MASKED,
     NUM_ROWS_ALONE,
     GroupedRows,
+    GroupShapes,
     RequestRows,
     exact_tile_rows,
+    exact_tiles,
     group_rows,
 )
 from engine.input_batch import BatchRequest, InputBatch, build_batch
@@ -86,11 +93,11 @@ def run(
     for text in texts:
         fill(store, text)
     batch = build_batch([text.request for text in texts], SIZE)
-    tile_rows = exact_tile_rows(HEADS, KV_HEADS) if exact else None
+    shapes = exact_tiles(exact_tile_rows(HEADS, KV_HEADS)) if exact else MASKED
     step = AttentionStep(
         store,
         torch.tensor(batch.slots),
-        group_rows(batch.requests, SIZE, tile_rows, CPU),
+        group_rows(batch.requests, SIZE, shapes, CPU),
     )
     lying = sorted(range(len(texts)), key=lambda index: batch.first_logit_row[index])
     query, key, value = (
@@ -177,19 +184,62 @@ def rows_of(*requests: BatchRequest) -> InputBatch:
 
 
 def test_long_chunks_attend_alone_and_others_with_their_like() -> None:
-    """Rows 1, 12, 7, 7 next to two chunks: one deep draft must not pad everybody to its length."""
+    """Rows 1, 12, 7, 7 next to two chunks, over short pasts: one call for all four costs least."""
     texts = [draw(seed, **kind) for seed, kind in enumerate(MIXTURE)]  # type: ignore[arg-type]
     batch = rows_of(*(text.request for text in texts))
-    groups = group_rows(batch.requests, SIZE, None, CPU).groups
-    assert [group.num_requests for group in groups] == [1, 1, 1, 2, 1]
-    assert [group.num_rows for group in groups] == [41, 33, 1, 7 + 7, 12]
-    assert [group.rows_per_request for group in groups] == [41, 33, 1, 7, 12]
+    groups = group_rows(batch.requests, SIZE, MASKED, CPU).groups
+    assert [group.num_requests for group in groups] == [1, 1, 4]
+    assert [group.num_rows for group in groups] == [41, 33, 1 + 12 + 7 + 7]
+    assert [group.rows_per_request for group in groups] == [41, 33, 12]
+
+
+def lying(base: int, num_rows: int) -> BatchRequest:
+    table = range(-(-(base + num_rows) // SIZE))
+    return BatchRequest([0] * num_rows, 1, base, tuple(range(-1, num_rows - 2)), table, num_rows)
+
+
+@pytest.mark.parametrize("shapes", [MASKED, FREE_STRANDS, exact_tiles(4)])
+def test_deep_drafts_and_long_pasts_do_not_pad_everybody(shapes: GroupShapes) -> None:
+    """Eight plain requests beside two deep drafts, and beside two long pasts."""
+    plain = [lying(400 + 3 * index, 1) for index in range(8)]
+    for others in ([lying(380, 13), lying(410, 16)], [lying(2010, 1), lying(2030, 2)]):
+        batch = rows_of(*plain[:4], *others, *plain[4:])
+        rows = group_rows(batch.requests, SIZE, shapes, CPU)
+        assert [group.num_requests for group in rows.groups] == [8, 2]
+        assert rows.order is not None
+        outputs = [0, 1, 2, 3, *range(4 + others[0].num_logit_rows + others[1].num_logit_rows, 99)]
+        assert rows.order.argsort()[:8].tolist() == outputs[:8]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 32)), min_size=1, max_size=9))
+def test_no_other_cuts_of_the_order_cost_less(sizes: list[tuple[int, int]]) -> None:
+    batch = rows_of(*(lying(*size) for size in sizes))
+    groups = group_rows(batch.requests, SIZE, MASKED, CPU).groups
+    padded = sorted((-(-(base + rows) // 128) * 128, rows) for base, rows in sizes)
+
+    def cost(calls: Sequence[Sequence[tuple[int, int]]]) -> float:
+        return sum(
+            4096 + len(call) * call[-1][0] * (max(rows for _, rows in call) + 0.5) for call in calls
+        )
+
+    cheapest = min(
+        cost([padded[start:end] for start, end in pairwise((0, *cuts, len(padded)))])
+        for count in range(len(padded))
+        for cuts in combinations(range(1, len(padded)), count)
+    )
+    shapes = [
+        (group.num_requests, group.visible.shape[2], group.rows_per_request) for group in groups
+    ]
+    assert sum(count for count, _, _ in shapes) == len(sizes)
+    total = sum(4096 + count * keys * (rows + 0.5) for count, keys, rows in shapes)
+    assert total == pytest.approx(cheapest)
 
 
 def test_exact_mode_takes_a_tree_apart_into_strands_in_the_order_of_their_text() -> None:
     """Trunk: the known rows and nodes 0, 1; then 2-3 under node 0, 4 under 2, 5 under the root."""
     text = draw(1, 21, 2, (-1, 0, 0, 2, 2, -1), table=(7, 5))
-    rows = group_rows(rows_of(text.request).requests, SIZE, 4, CPU)
+    rows = group_rows(rows_of(text.request).requests, SIZE, exact_tiles(4), CPU)
     trunk, branches = rows.groups
     assert (trunk.num_requests, branches.num_requests) == (1, 3)
     assert trunk.path_slots is None
@@ -214,7 +264,7 @@ def test_exact_mode_fixes_the_shapes_that_a_kernel_sees() -> None:
     for kinds in (MIXTURE, MIXTURE[:1], MIXTURE[3:]):
         texts = [draw(seed, **kind) for seed, kind in enumerate(kinds)]  # type: ignore[arg-type]
         batch = rows_of(*(text.request for text in texts))
-        for group in group_rows(batch.requests, SIZE, tile, CPU).groups:
+        for group in group_rows(batch.requests, SIZE, exact_tiles(tile), CPU).groups:
             assert group.tile_rows == tile
             assert group.rows_per_request % tile == 0
             assert group.visible.shape[2] == EXACT_KEY_MULTIPLE
@@ -289,7 +339,9 @@ def test_blocks_that_lie_together_are_read_in_place_and_give_the_same() -> None:
         torch.testing.assert_close(exact.double(), naive(text), rtol=0, atol=1e-5)
     store = KVStore(1, NUM_BLOCKS, SIZE, KV_HEADS, DIM_K, DIM_V, torch.float32, CPU)
     lying = [
-        group_rows(rows_of(draw(2, 61, 3, table=table).request).requests, SIZE, None, CPU).groups[0]
+        group_rows(rows_of(draw(2, 61, 3, table=table).request).requests, SIZE, MASKED, CPU).groups[
+            0
+        ]
         for table in (range(3, 8), (9, 3, 40, 7, 1))
     ]
     assert [group.contiguous_from for group in lying] == [3, None]

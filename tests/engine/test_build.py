@@ -154,10 +154,10 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
     prompts = [random_ids(1, 11), random_ids(2, 30), random_ids(3, 5)]
     plain = build_engine_for(model(), None, EngineConfig(**SMALL))
     assert (plain.info.dtype, plain.info.exact_verified) == ("bfloat16", True)
-    layers = plain._core.runner.model.modules()
+    layers = plain.core.runner.model.modules()
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
     assert len(packed) == 2 * 7 + 1
-    assert all(layer.slice_rows or layer.tile_rows for layer in packed)
+    assert all(layer.span is not None for layer in packed)
     assert "differing bits" not in caplog.text
     expected, _ = write_all(plain, prompts, 20)
     texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine import linear as linear_module
-from engine.linear import PackedLinear, can_pack, pack_linears, safe_rows
+from engine.linear import TILES, PackedLinear, RowSpan, can_pack, pack_linears, stable_rows
 
 torch.set_num_threads(1)
 
@@ -60,9 +60,7 @@ def test_packed_products_equal_f_linear(in_features: int, out_features: int, bia
     )
     own = F.linear(inputs, linear.weight, linear.bias)
     for exact in (False, True):
-        packed = PackedLinear(linear)
-        if exact:
-            packed.make_exact(safe_rows(in_features, out_features, 64))
+        packed = PackedLinear(linear, stable_rows(in_features, out_features, 64) if exact else None)
         output = packed(inputs)
         assert output.shape == (2, 9, out_features)
         assert output.dtype == torch.bfloat16
@@ -77,8 +75,8 @@ def test_packed_products_equal_f_linear(in_features: int, out_features: int, bia
 def test_an_exact_layer_gives_a_row_the_same_bits_alone_and_among_600(
     in_features: int, out_features: int
 ) -> None:
-    layer = PackedLinear(make_linear(in_features, out_features))
-    layer.make_exact(safe_rows(in_features, out_features, MOST_ROWS))
+    span = stable_rows(in_features, out_features, MOST_ROWS)
+    layer = PackedLinear(make_linear(in_features, out_features), span)
     rows = cancelling_rows(MOST_ROWS, in_features)
     assert rows.unique(dim=0).shape[0] == MOST_ROWS
     alone = torch.cat([layer(rows[index : index + 1]) for index in range(MOST_ROWS)])
@@ -88,13 +86,13 @@ def test_an_exact_layer_gives_a_row_the_same_bits_alone_and_among_600(
             assert torch.equal(among, alone[first : first + count]), (count, first)
 
 
-def fussy_kernel(limit: int) -> Callable[[PackedLinear, torch.Tensor], torch.Tensor]:
-    """A kernel that sums in another order from ``limit`` rows on, as oneDNN's do."""
+def fussy_kernel(*limits: int) -> Callable[[PackedLinear, torch.Tensor], torch.Tensor]:
+    """A kernel that sums in another order from each of these row counts on, as oneDNN's do."""
 
     def apply(self: PackedLinear, inputs: torch.Tensor) -> torch.Tensor:
         rows = inputs.reshape(-1, self.in_features)
         assert rows.shape[0] > 0
-        shift = 0.0 if rows.shape[0] < limit else 1.0
+        shift = float(sum(rows.shape[0] >= limit for limit in limits))
         result = rows.sum(-1, keepdim=True).expand(-1, self.out_features) + shift
         return result.to(inputs.dtype).reshape(*inputs.shape[:-1], self.out_features)
 
@@ -104,44 +102,48 @@ def fussy_kernel(limit: int) -> Callable[[PackedLinear, torch.Tensor], torch.Ten
 @needs_bf16
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("limit", "safe", "slice_rows", "tile_rows"),
-    [(2, 1, None, 4), (13, 12, None, 4), (33, 32, 32, None), (10_000, 600, 600, None)],
+    ("limits", "most", "span"),
+    [
+        ((2,), MOST_ROWS, (2, MOST_ROWS)),
+        ((2, 33), MOST_ROWS, (2, 32)),
+        ((3,), MOST_ROWS, (4, MOST_ROWS)),
+        ((2, 3, 5), MOST_ROWS, TILES),
+        ((13,), MOST_ROWS, TILES),
+        ((33,), MOST_ROWS, (1, 32)),
+        ((10_000,), MOST_ROWS, (1, MOST_ROWS)),
+        ((10_000,), 8, (1, 8)),
+        ((2,), 1, (1, 1)),
+    ],
 )
-def test_the_probe_finds_where_bits_change_and_the_layer_stays_below(
-    monkeypatch: pytest.MonkeyPatch,
-    limit: int,
-    safe: int,
-    slice_rows: int | None,
-    tile_rows: int | None,
+def test_the_probe_finds_which_row_counts_share_bits_and_the_layer_stays_among_them(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ...], most: int, span: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(PackedLinear, "_apply_packed", fussy_kernel(limit))
-    assert safe_rows(64, 8, MOST_ROWS) == safe
-    layer = PackedLinear(make_linear(64, 8))
-    layer.make_exact(safe)
-    assert (layer.slice_rows, layer.tile_rows) == (slice_rows, tile_rows)
+    monkeypatch.setattr(PackedLinear, "_apply_packed", fussy_kernel(*limits))
+    assert stable_rows(64, 8, most) == span
+    layer = PackedLinear(make_linear(64, 8), RowSpan(*span))
     rows = cancelling_rows(70, 64)
     alone = torch.cat([layer(row[None]) for row in rows])
-    assert torch.equal(layer(rows), alone)
+    for count in (1, 2, 3, 4, 5, 33, 65, 70):
+        assert torch.equal(layer(rows[:count]), alone[:count])
 
 
 @needs_bf16
 @torch.inference_mode()
 def test_tiles_have_one_shape_however_many_rows_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, ...]] = []
+    seen: list[int] = []
 
     def apply(self: PackedLinear, inputs: torch.Tensor) -> torch.Tensor:
-        seen.append(tuple(inputs.shape))
-        return inputs[:, :1].expand(-1, self.out_features)
+        seen.append(inputs.numel() // self.in_features)
+        return inputs[..., :1].expand(*inputs.shape[:-1], self.out_features)
 
     monkeypatch.setattr(PackedLinear, "_apply_packed", apply)
-    layer = PackedLinear(make_linear(64, 8))
-    layer.make_exact(3)
+    layer = PackedLinear(make_linear(64, 8), TILES)
     for count in (1, 4, 7, 600):
         inputs = torch.arange(count, dtype=torch.bfloat16)[None, :, None].expand(1, count, 64)
         output = layer(inputs)
         assert output.shape == (1, count, 8)
         assert torch.equal(output[0, :, 0], inputs[0, :, 0])
-    assert set(seen) == {(4, 64)}
+    assert set(seen) == {4}
 
 
 class Toy(nn.Module):
@@ -174,11 +176,11 @@ def test_packing_replaces_every_linear_and_leaves_the_tied_embedding(
     embedding = toy.embedding.weight.clone()
     probed: list[tuple[int, int]] = []
 
-    def probe(in_features: int, out_features: int, most: int) -> int:
+    def probe(in_features: int, out_features: int, most: int) -> RowSpan:
         probed.append((in_features, out_features))
-        return safe_rows(in_features, out_features, most)
+        return stable_rows(in_features, out_features, most)
 
-    monkeypatch.setattr(linear_module, "safe_rows", probe)
+    monkeypatch.setattr(linear_module, "stable_rows", probe)
     assert pack_linears(toy, 64, exact=True) == 3
     assert sorted(probed) == [(64, 50), (64, 64)]  # once per shape
     kinds = [type(module) for module in toy.modules()]
@@ -195,17 +197,17 @@ def test_a_vocabulary_sized_head_is_probed_for_few_rows_and_kept_to_them(
 ) -> None:
     asked: list[int] = []
 
-    def probe(in_features: int, out_features: int, most: int) -> int:  # noqa: ARG001
+    def probe(in_features: int, out_features: int, most: int) -> RowSpan:  # noqa: ARG001
         asked.append(most)
-        return most
+        return RowSpan(1, most)
 
-    monkeypatch.setattr(linear_module, "safe_rows", probe)
+    monkeypatch.setattr(linear_module, "stable_rows", probe)
     monkeypatch.setattr(linear_module, "_LARGE_WEIGHT", 64 * 50)
     toy = nn.ModuleDict({"small": nn.Linear(64, 50), "large": nn.Linear(64, 51)})
     toy.to(torch.bfloat16)
     pack_linears(toy, 1024, exact=True)
     assert asked == [1024, 64]
-    assert [layer.slice_rows for layer in toy.values()] == [1024, 64]
+    assert [layer.span for layer in toy.values()] == [(1, 1024), (1, 64)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
