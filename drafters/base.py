@@ -67,6 +67,8 @@ class DraftRequest:
     anchor); read it, never keep or change it. ``max_nodes`` bounds the tree. ``num_committed``
     tokens have their keys and values in the target's store. ``block_table`` is live too; for drafters
     that need ``draft_slots`` it covers the slots of ``max_nodes`` nodes after the known tokens.
+    ``tokens_per_second``: what the engine would write in this step without drafts, all requests
+    together, so that a drafter can weigh its time; 0 where the request's policy does not.
     """
 
     request_id: str
@@ -76,6 +78,7 @@ class DraftRequest:
     sampling: DraftSampling = GREEDY
     num_committed: int = 0
     block_table: Sequence[int] = ()
+    tokens_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

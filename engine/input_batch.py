@@ -11,7 +11,9 @@ from engine.attention_groups import NUM_ROWS_ALONE, RequestRows
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """A request's part in a step: ``token_ids`` are its known tokens from ``base`` on, then its draft
-    nodes; ``num_logit_rows`` of its last rows get logits (anchor and nodes when it samples)."""
+    nodes; ``num_logit_rows`` of its last rows get logits (anchor and nodes when it samples).
+
+    ``num_stored``: so many of the first nodes have no row, as in ``RequestRows``."""
 
     token_ids: Sequence[int]
     num_known: int
@@ -19,6 +21,7 @@ class BatchRequest:
     parents: Sequence[int]
     block_table: Sequence[int]
     num_logit_rows: int
+    num_stored: int = 0
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class InputBatch:
 
     @property
     def num_kv_tokens(self) -> int:
-        return sum(request.base + request.num_rows for request in self.requests)
+        return sum(request.end for request in self.requests)
 
 
 def build_batch(requests: Sequence[BatchRequest], block_size: int) -> InputBatch:
@@ -61,6 +64,7 @@ def build_batch(requests: Sequence[BatchRequest], block_size: int) -> InputBatch
             request.base,
             request.parents,
             request.block_table,
+            request.num_stored,
         )
         num_rows = len(request.token_ids)
         end = rows.first_row + num_rows
@@ -68,8 +72,9 @@ def build_batch(requests: Sequence[BatchRequest], block_size: int) -> InputBatch
         batch.token_ids.extend(request.token_ids)
         batch.positions.extend(range(request.base, request.base + request.num_known))
         anchor = request.base + request.num_known - 1
-        batch.positions.extend(anchor + depth for depth in rows.depths())
-        batch.slots.extend(_slots(request.block_table, request.base, num_rows, block_size))
+        batch.positions.extend(anchor + depth for depth in rows.depths()[request.num_stored :])
+        first_slot = request.base + request.num_stored
+        batch.slots.extend(_slots(request.block_table, first_slot, num_rows, block_size))
         batch.first_row[index] = rows.first_row
         batch.first_logit_row[index] = len(batch.logit_rows)
         batch.logit_rows.extend(range(end - request.num_logit_rows, end))

@@ -146,7 +146,7 @@ class Speculation:
         if not turns:
             return round_
         limits = [self._limits(each.request) for each in turns]
-        proposals = self._propose(turns, limits, round_)
+        proposals = self._propose(turns, limits, round_, self._plain_rate(plan))
         candidates = [
             self._candidate(each.request, tree, limit)
             for each, tree, limit in zip(turns, proposals, limits, strict=True)
@@ -249,6 +249,7 @@ class Speculation:
         turns: Sequence[ScheduledRequest],
         limits: Sequence[tuple[int, int]],
         round_: DraftRound,
+        plain_rate: float,
     ) -> list[DraftTree]:
         trees = [EMPTY] * len(turns)
         by_drafter: dict[str, list[int]] = {}
@@ -258,13 +259,21 @@ class Speculation:
                 by_drafter.setdefault(name, []).append(index)
         for name, indices in by_drafter.items():
             start = time.perf_counter()
-            asks = [self._ask(turns[index].request, *limits[index]) for index in indices]
+            asks = [
+                self._ask(turns[index].request, *limits[index], plain_rate) for index in indices
+            ]
             for index, tree in zip(indices, self._ask_all(name, asks, round_), strict=True):
                 trees[index] = tree
             round_.seconds_by_drafter[name] = time.perf_counter() - start
         return trees
 
-    def _ask(self, request: Request, num_nodes: int, depth: int) -> DraftRequest:
+    def _plain_rate(self, plan: Plan) -> float:
+        """Tokens per second that this step would write without drafts."""
+        num_kv_tokens = sum(each.request.num_committed for each in plan.scheduled)
+        seconds = self._cost.step_seconds(plan.num_rows, num_kv_tokens)
+        return sum(each.samples for each in plan.scheduled) / seconds
+
+    def _ask(self, request: Request, num_nodes: int, depth: int, plain_rate: float) -> DraftRequest:
         drafting = self._drafting[request.request_id]
         if drafting.drafter.info.needs.draft_slots:
             num_known = len(request.token_ids)
@@ -278,6 +287,7 @@ class Speculation:
             request.sampling.draft_sampling(),
             request.num_committed,
             self._slots.block_table(request.request_id),
+            plain_rate if self._gamma.weighs_cost(request.spec.speculative) else 0.0,
         )
 
     def _ask_all(

@@ -93,8 +93,15 @@ class KVStore:
     ) -> None:
         """Put one layer's new rows into their slots; other dtypes are converted to the store's."""
         key_rows, value_rows = self._rows[layer]
-        key_rows.index_copy_(0, slots, _copyable(key.to(self.dtype)))
-        value_rows.index_copy_(0, slots, _copyable(value.to(self.dtype)))
+        key_rows.index_copy_(0, slots, _copyable(self._converted(key)))
+        value_rows.index_copy_(0, slots, _copyable(self._converted(value)))
+
+    def _converted(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.dtype.itemsize == 1 and self.dtype.is_floating_point:
+            # Out of an 8-bit float's range is NaN, and one NaN would spoil every later row.
+            most = torch.finfo(self.dtype).max
+            rows = rows.clamp(-most, most)
+        return rows.to(self.dtype)
 
     def gather_blocks(
         self,

@@ -33,6 +33,10 @@ class GammaController:
         policy = self._policy_of[request_id] = self._policies[params.policy]
         return policy.num_to_propose(request_id, params)
 
+    def weighs_cost(self, params: SpeculativeParams) -> bool:
+        """Whether the request's policy asks what drafting costs; then a drafter should, too."""
+        return isinstance(self._policies[params.policy], GoodputPolicy)
+
     def grant(
         self,
         candidates: Sequence[DraftCandidate],

@@ -1,0 +1,110 @@
+"""Which rows of a draft model's own store hold which text.
+
+A store addressed by the target's block ids is filled by one drafter and read through tables that
+change hands: blocks are shared through the prefix cache, freed, reused, handed back after preemption,
+and most are filled for requests that never used this drafter. So validity is no state of a request.
+It is remembered per block what was written there, down to the token and with a digest of everything
+before it, and whoever gets the block compares. What is equal is valid, whoever wrote it; nothing else
+is. Acceptance needs no rule either: rows of accepted drafts are found to be the text's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+
+def _digest(before: bytes, token_ids: Sequence[int]) -> bytes:
+    return blake2b(before + array("q", token_ids).tobytes(), digest_size=32).digest()
+
+
+class TextDigests:
+    """A request's growing text, named block by block: ``digests[i]`` stands for its first i blocks
+    and the tenant."""
+
+    def __init__(self, salt: str, block_size: int) -> None:
+        self._block_size = block_size
+        self.digests = [blake2b(salt.encode(), digest_size=32).digest()]
+
+    @property
+    def root(self) -> bytes:
+        return self.digests[0]
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Take in what was appended; earlier tokens do not change."""
+        size = self._block_size
+        for start in range((len(self.digests) - 1) * size, len(token_ids) - size + 1, size):
+            self.digests.append(_digest(self.digests[-1], token_ids[start : start + size]))
+
+
+@dataclass(slots=True)
+class _Block:
+    """Rows from the block's start on; ``before`` names everything before it."""
+
+    before: bytes
+    token_ids: list[int] = field(default_factory=list)
+
+
+class BlockContents:
+    """At most one record per block of the pool."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._blocks: dict[int, _Block] = {}
+        self._digests: dict[int, bytes] = {}
+        """Of full blocks: their text and everything before it."""
+
+    def num_valid(
+        self, block_table: Sequence[int], text: TextDigests, token_ids: Sequence[int], most: int
+    ) -> int:
+        """How many of the first ``most`` tokens have their rows in these blocks, without a gap."""
+        num_full = most // self._size
+        held = list(map(self._digests.get, block_table[:num_full]))
+        wanted = text.digests[1 : num_full + 1]
+        if held != wanted:
+            pairs = zip(held, wanted, strict=False)
+            num_full = next((i for i, (have, want) in enumerate(pairs) if have != want), len(held))
+        start = num_full * self._size
+        block = self._blocks.get(block_table[num_full]) if num_full < len(block_table) else None
+        if block is None or block.before != text.digests[num_full]:
+            return start
+        num_equal = 0
+        for have, want in zip(block.token_ids, token_ids[start:most], strict=False):
+            if have != want:
+                break
+            num_equal += 1
+        return start + num_equal
+
+    def forget(self, block_table: Sequence[int], first: int, count: int) -> None:
+        """Rows at positions ``first .. first + count - 1`` are about to be overwritten."""
+        if count < 1:
+            return
+        for index in range(first // self._size, (first + count - 1) // self._size + 1):
+            block_id = block_table[index]
+            block = self._blocks.get(block_id)
+            kept = max(0, first - index * self._size)
+            if block is not None and len(block.token_ids) > kept:
+                del block.token_ids[kept:]
+                self._digests.pop(block_id, None)
+
+    def write(
+        self, block_table: Sequence[int], root: bytes, first: int, token_ids: Sequence[int]
+    ) -> None:
+        """Rows from position ``first`` on hold these tokens, and saw the valid rows before them."""
+        for position, token_id in enumerate(token_ids, first):
+            index, offset = divmod(position, self._size)
+            block_id = block_table[index]
+            if offset == 0:
+                before = root if index == 0 else self._digests[block_table[index - 1]]
+                self._digests.pop(block_id, None)
+                self._blocks[block_id] = _Block(before)
+            block = self._blocks[block_id]
+            del block.token_ids[offset:]
+            assert len(block.token_ids) == offset, "a row was written after a gap"
+            block.token_ids.append(token_id)
+            if len(block.token_ids) == self._size:
+                self._digests[block_id] = _digest(block.before, block.token_ids)
+            else:
+                self._digests.pop(block_id, None)
