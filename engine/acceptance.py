@@ -101,7 +101,7 @@ def check_drawn(tree: DraftTree, verification: str, vocab_size: int) -> None:
         if shape is not None:
             if tuple(shape) != (vocab_size,):
                 raise ValueError(f"draft_probs of node {parent} have shape {tuple(shape)}")
-        elif min(probs.values()) < 0 or abs(sum(probs.values()) - 1) > 1e-3:
+        elif min(probs.values(), default=-1) < 0 or abs(sum(probs.values()) - 1) > 1e-3:
             raise ValueError(f"draft_probs of node {parent} are no distribution")
         elif not 0 <= min(probs) <= max(probs) < vocab_size:
             raise ValueError(f"draft_probs of node {parent} name a token out of the vocabulary")

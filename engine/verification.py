@@ -155,7 +155,7 @@ def _laws(probs: Tensor, trees: Sequence[DraftTree]) -> list[TensorLaws]:
             [TensorProbs(probs[row], at_hand[row]) for row in range(first, end)],
             _drafts(tree, probs),
         )
-        for tree, first, end in zip(trees, firsts, firsts[1:], strict=True)
+        for tree, first, end in zip(trees, firsts[:-1], firsts[1:], strict=True)
     ]
 
 
