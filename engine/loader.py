@@ -18,7 +18,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from engine.attention import IMPLEMENTATION, AttentionOptions
+from engine.attention import IMPLEMENTATION
+from engine.attention_products import AttentionOptions
 from engine.errors import UnsupportedModelError
 
 BUNDLED = Path(__file__).parent / "bundled"

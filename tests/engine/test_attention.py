@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import path_to, scattered_table
 
-from engine.attention import AttentionOptions, AttentionStep, slipstream_attention
+from engine.attention import AttentionStep, slipstream_attention
 from engine.attention_groups import (
     EXACT_KEY_MULTIPLE,
     FREE_STRANDS,
@@ -26,6 +26,7 @@ from engine.attention_groups import (
     exact_tiles,
     group_rows,
 )
+from engine.attention_products import AttentionOptions
 from engine.input_batch import BatchRequest, InputBatch, build_batch
 from kvpool.store import KVStore
 
