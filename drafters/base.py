@@ -163,7 +163,8 @@ class DrafterOption:
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """The public face of a drafter. ``drafts_trees``: has several continuations to offer."""
+    """The public face of a drafter. ``drafts_trees``: has several continuations to offer,
+    within the width that a request names."""
 
     name: str
     description: str

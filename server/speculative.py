@@ -336,7 +336,7 @@ class SpeculativeResolver:
         given = asked.given()
         if tree and not info.drafts_trees:
             if asked.tree_strategy == "tree":
-                raise _refuse("tree_strategy", f"drafter {info.name!r} drafts chains only")
+                raise _refuse("tree_strategy", f"drafter {info.name!r} takes no tree shape")
             tree = False
         if not tree:
             for name in ("tree_width", "tree_depth"):

@@ -98,7 +98,18 @@ def _setup(
 def speculations() -> st.SearchStrategy[SpeculativeParams]:
     return st.builds(
         _speculation,
-        st.sampled_from(["ngram", "nasd", "nasd_one_level", "nasd_filler", "nasd_random", "none"]),
+        st.sampled_from(
+            [
+                "ngram",
+                "nasd",
+                "nasd_one_level",
+                "nasd_filler",
+                "nasd_random",
+                "jacobi",
+                "lookahead",
+                "none",
+            ]
+        ),
         st.sampled_from(["fixed", "target_rate", "goodput"]),
         st.sampled_from([0, 1, 3, 8]),
         st.integers(0, 2),
@@ -115,6 +126,8 @@ def _speculation(
         options = {"ngram_min": 1}
     elif variant == "filler":
         drafter, options = "nasd", {"filler_top_k": 2}
+    elif drafter == "lookahead":
+        options = {"window": 2, "ngram": 3, "guesses": 2}  # fits into eight nodes
     elif variant == "random":
         drafter, options = "nasd", {"stop_if_unknown": False}
     return SpeculativeParams(

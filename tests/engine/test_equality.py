@@ -31,7 +31,7 @@ SAMPLINGS = {
     "t07_top_p": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, top_p=0.9),
     "t13": SamplingParams(max_tokens=NUM_TOKENS, temperature=1.3),
 }
-DRAFTERS = ("none", "ngram", "nasd_one_level", "nasd")
+DRAFTERS = ("none", "ngram", "nasd_one_level", "nasd", "stand", "recycling", "jacobi", "lookahead")
 WIDTHS = {"chain": 1, "tree": 3}
 
 

@@ -46,6 +46,9 @@ SPECULATIONS = [
     drafting("nasd", num_tokens=12, width=4, filler_top_k=3),
     drafting("nasd", num_tokens=6, stop_if_unknown=False),
     drafting("nasd", "goodput", width=2),
+    drafting("stand", num_tokens=12, width=3, share=True),
+    drafting("recycling", num_tokens=12, width=3, share=True),
+    drafting("lookahead", num_tokens=48, window=5, guesses=5),
 ]
 
 
