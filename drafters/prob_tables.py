@@ -7,7 +7,7 @@ lengths never have the same key. Keys of a text that is shorter than a context d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -18,11 +18,7 @@ NUM_TOKENS_KEPT = 10
 
 
 class Entry(NamedTuple):
-    """``num_visits`` distributions of the target merged; tokens likeliest first.
-
-    Negative: the target was not asked here yet, and the entry counts ``-num_visits`` tokens of a
-    prompt. The target's first word replaces them.
-    """
+    """``num_visits`` distributions merged; tokens likeliest first."""
 
     num_visits: int
     token_ids: tuple[int, ...]
@@ -45,23 +41,28 @@ def levels(longest: int, shortest: int) -> list[Level]:
     ]
 
 
-def merged(entry: Entry, token_ids: Sequence[int], probs: Sequence[float], count: int) -> Entry:
-    """``count`` distributions seen before weigh ``count / (count + 1)``, the new one the rest."""
+def merged(entry: Entry, token_ids: Sequence[int], probs: Sequence[float]) -> Entry:
+    """What ``num_visits`` distributions said before weighs ``num_visits / (num_visits + 1)``, the new
+    one the rest."""
+    count = entry.num_visits
     old, new = count / (count + 1), 1 / (count + 1)
     mass = {
         token_id: old * prob for token_id, prob in zip(entry.token_ids, entry.probs, strict=True)
     }
     for token_id, prob in zip(token_ids, probs, strict=True):
         mass[token_id] = mass.get(token_id, 0.0) + new * prob
+    return _entry(count + 1, mass)
+
+
+def _entry(num_visits: int, mass: Mapping[int, float]) -> Entry:
     best = sorted(mass.items(), key=itemgetter(1), reverse=True)[:NUM_TOKENS_KEPT]
-    visits = count + 1 if entry.num_visits > 0 else -count - 1
-    return Entry(visits, *zip(*best, strict=True))
+    return Entry(num_visits, tuple([each[0] for each in best]), tuple([each[1] for each in best]))
 
 
 class ProbTable:
     """Entries by context, at most ``max_contexts``; the least recently written are dropped.
 
-    Memory: about 1.1 kB per context once it holds ten tokens that no other entry holds.
+    Memory: about 950 bytes per context once its ten tokens are in no other entry.
     """
 
     __slots__ = ("_entries",)
@@ -71,6 +72,9 @@ class ProbTable:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def get(self, key: int) -> Entry | None:
+        return self._entries.get(key)
 
     def learn(
         self,
@@ -86,35 +90,71 @@ class ProbTable:
         first = Entry(1, tuple(token_ids[:NUM_TOKENS_KEPT]), tuple(probs[:NUM_TOKENS_KEPT]))
         for _, mask, smallest in context_levels:
             key = window & mask
-            if key < smallest:
-                continue
-            entry = entries.get(key)
-            if entry is None or entry.num_visits < 0:
-                entries.put(key, first)
-            else:
-                entries.put(key, merged(entry, first.token_ids, first.probs, entry.num_visits))
+            if key >= smallest:
+                entry = entries.get(key)
+                if entry is not None:
+                    entries.put(key, merged(entry, first.token_ids, first.probs))
+                else:
+                    entries.put(key, first)
 
-    def learn_text(self, window: int, context_levels: Sequence[Level], token_id: int) -> None:
-        """Count a token of a prompt, where the target has not spoken yet."""
+
+class TextTable:
+    """What followed each context in a text that the target was not asked about: counts.
+
+    At most ``max_contexts`` contexts and ``_MAX_SUCCESSORS`` tokens each, the first seen dropped first.
+    Most contexts are seen once: their token stands for itself, without a dictionary.
+    """
+
+    __slots__ = ("_entries",)
+    _MAX_SUCCESSORS = 32
+
+    def __init__(self, max_contexts: int) -> None:
+        self._entries: Generations[int | dict[int, int]] = Generations(max_contexts)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: int) -> Entry | None:
+        found = self._entries.get(key)
+        if found is None:
+            return None
+        if isinstance(found, int):
+            return Entry(1, (found,), (1.0,))
+        total = sum(found.values())
+        # Newest first among equals: sorting is stable.
+        return _entry(total, {each: found[each] / total for each in reversed(found)})
+
+    def learn(self, window: int, context_levels: Sequence[Level], token_id: int) -> None:
+        """Count the token after every complete context that ends in ``window``."""
         entries = self._entries
-        first = Entry(-1, (token_id,), (1.0,))
         for _, mask, smallest in context_levels:
             key = window & mask
             if key < smallest:
                 continue
-            entry = entries.get(key)
-            if entry is None:
-                entries.put(key, first)
-            elif entry.num_visits < 0:
-                entries.put(key, merged(entry, first.token_ids, first.probs, -entry.num_visits))
+            found = entries.get(key)
+            if found is None:
+                entries.put(key, token_id)
+                continue
+            if isinstance(found, int):
+                found = {found: 1}
+            found[token_id] = found.pop(token_id, 0) + 1
+            if len(found) > self._MAX_SUCCESSORS:
+                del found[next(iter(found))]
+            entries.put(key, found)
 
-    def find(self, window: int, context_levels: Sequence[Level]) -> tuple[int, Entry] | None:
-        """(tokens of context, entry) of the longest known ending of ``window``."""
-        get = self._entries.get
-        for num_tokens, mask, smallest in context_levels:
-            key = window & mask
-            if key >= smallest:
-                entry = get(key)
-                if entry is not None:
-                    return num_tokens, entry
-        return None
+
+def find(
+    window: int, context_levels: Sequence[Level], table: ProbTable, text: TextTable
+) -> tuple[int, bool, Entry] | None:
+    """(tokens of context, whether only the text knew, entry) of the longest known ending of
+    ``window``; at equal length the target's word counts and not the text's."""
+    for num_tokens, mask, smallest in context_levels:
+        key = window & mask
+        if key >= smallest:
+            entry = table.get(key)
+            if entry is not None:
+                return num_tokens, False, entry
+            entry = text.get(key)
+            if entry is not None:
+                return num_tokens, True, entry
+    return None

@@ -7,6 +7,7 @@ that an optimiser found (``drafters.template_search``), children by Gumbel-top-k
 - the Gumbel noise is the verifier's, so a draft is the target's own choice wherever the stored
   distribution is right; candidates are tempered and truncated as the request asks;
 - tokens of the prompt stand in until the target has spoken about a context;
+- contexts go down to one token ("2-gram" can be read so, and misses get fewer);
 - contexts are bounded, and shared only within a tenant that asks for it.
 """
 
@@ -31,7 +32,7 @@ from drafters.base import (
 )
 from drafters.drawing import drawn_probs, in_drawn_order
 from drafters.packing import TOKEN_BITS, pack, window_mask
-from drafters.prob_tables import NUM_TOKENS_KEPT, ProbTable, levels
+from drafters.prob_tables import NUM_TOKENS_KEPT, ProbTable, TextTable, find, levels
 from drafters.template import NO_CHILDREN, Children, DraftTemplate, grow, load_template
 from drafters.tenant_tables import SHARE_OPTION, SharingDrafter
 from drafters.tree import EMPTY, DraftTree
@@ -63,11 +64,12 @@ INFO = StandInfo(
     drafts_trees=True,
     options=(
         DrafterOption("max_ctx", 4, "Longest context looked up, in tokens.", 1, 8),
-        DrafterOption("min_ctx", 2, "Shortest context looked up, in tokens.", 1, 8),
+        DrafterOption("min_ctx", 1, "Shortest context looked up, in tokens.", 1, 8),
         DrafterOption(
             "max_contexts",
             32_768,
-            "Contexts remembered; the least recently seen go first. A shared table has its own bound.",
+            "Contexts remembered, of the output and of the prompt each; the least recently seen go "
+            "first. A shared table has its own bound.",
             1_024,
             1e6,
         ),
@@ -110,10 +112,11 @@ class StandState:
         self._mask = window_mask(self._max_ctx)
         self._levels = levels(self._max_ctx, int(options["min_ctx"]))
         self._table = table
+        self._prompt = TextTable(int(options["max_contexts"]))
         self._template = template
         window = 0
         for token_id in token_ids:
-            table.learn_text(window, self._levels, token_id)
+            self._prompt.learn(window, self._levels, token_id)
             window = self.advanced(window, token_id)
 
     def window(self, token_ids: Sequence[int]) -> int:
@@ -152,11 +155,11 @@ class StandState:
 
     def children(self, window: int, position: int, sampling: DraftSampling = GREEDY) -> Children:
         """What may follow ``window`` at an absolute position, in drafting order."""
-        found = self._table.find(window, self._levels)
+        found = find(window, self._levels, self._table, self._prompt)
         if found is None:
             return NO_CHILDREN
-        num_tokens, (num_visits, token_ids, probs) = found
-        source = _FROM_PROMPT if num_visits < 0 else min(max(num_tokens, 2), 4) - 2
+        num_tokens, from_prompt, (_, token_ids, probs) = found
+        source = _FROM_PROMPT if from_prompt else min(num_tokens, 3) - 1
         if sampling.temperature == 0:
             scores = [math.log(prob) if prob > 0 else -math.inf for prob in probs]
             return Children(token_ids, _margin_features(source, scores))
@@ -197,8 +200,8 @@ class StandState:
 def _margin_features(source: int, scores: Sequence[float]) -> list[int]:
     """Buckets of (source, distance in score to the best rival): 0..63.
 
-    ``source``: 0 to 2 for contexts of up to 2, of 3 and of 4 or more tokens, 3 for the prompt's
-    word. The first child leads by its margin; each other one trails by its own.
+    ``source``: 0 to 2 for contexts of 1, of 2 and of more tokens, 3 for the prompt's word. The
+    first child leads by its margin; each other one trails by its own.
     """
     first = source * _FEATURES_PER_SOURCE
     if len(scores) == 1:

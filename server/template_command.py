@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from drafters.prob_tables import NUM_TOKENS_KEPT
+from drafters.template import MAX_TEMPLATE_NODES
 from drafters.template_search import FIRST_NODES, search
 
 _DESCRIPTION = """Find the static draft tree of the `stand` drafter for a model and texts like yours.
@@ -21,7 +22,7 @@ often are kept. Serve with --stand-template FILE."""
 def add_template_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
 ) -> None:
-    """Raises nothing; the command refuses by exit status 2."""
+    """Add the subcommand; it explains what it cannot do in one line and exits with status 2."""
     parser = commands.add_parser(
         "stand-template",
         help="find the stand drafter's static tree for your texts",
@@ -43,11 +44,12 @@ def _run(arguments: argparse.Namespace) -> int:
     # Imported late: torch takes seconds to load, and --help needs none of it.
     import torch
 
+    from engine.errors import EngineError
     from engine.loader import BUNDLED, load_model, load_tokenizer
     from engine.replay_texts import read_log, replay_texts
 
-    if not 1 <= arguments.nodes <= 256:
-        return _refuse("--nodes must be from 1 to 256")
+    if not 1 <= arguments.nodes <= MAX_TEMPLATE_NODES:
+        return _refuse(f"--nodes must be from 1 to {MAX_TEMPLATE_NODES}")
     path = arguments.model or str(BUNDLED / "target")
     how = (arguments.revision, arguments.trust_remote_code)
     try:
@@ -56,10 +58,9 @@ def _run(arguments: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(path, *how)
         rows = replay_texts(model, tokenizer, texts, NUM_TOKENS_KEPT)
         template, per_step = search(rows, arguments.nodes)
-        template.save(
-            arguments.out, f"from {len(texts)} texts of {arguments.model or 'the bundled model'}"
-        )
-    except (ValueError, OSError, RuntimeError) as error:
+        note = f"from {len(texts)} texts for {arguments.model or 'the bundled model'}"
+        template.save(arguments.out, note)
+    except (EngineError, ValueError, OSError) as error:
         return _refuse(str(error))
     depth = max(map(len, template.paths))
     sys.stdout.write(

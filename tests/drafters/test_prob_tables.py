@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.packing import pack
-from drafters.prob_tables import ProbTable, levels
+from drafters.prob_tables import Entry, ProbTable, TextTable, find, levels
 
 WHO, AM, BOB, MARY, TOM, SUE = range(6)
 
@@ -18,10 +18,14 @@ def table(max_contexts: int = 1024) -> ProbTable:
     return ProbTable(max_contexts)
 
 
-def known(found: ProbTable, *context: int, longest: int = 4, shortest: int = 2) -> dict[int, float]:
-    hit = found.find(pack(context), levels(longest, shortest))
+def lookup(found: ProbTable, *context: int) -> tuple[int, bool, Entry] | None:
+    return find(pack(context), levels(4, 2), found, TextTable(8))
+
+
+def known(found: ProbTable, *context: int) -> dict[int, float]:
+    hit = lookup(found, *context)
     assert hit is not None
-    return dict(zip(hit[1].token_ids, hit[1].probs, strict=True))
+    return dict(zip(hit[2].token_ids, hit[2].probs, strict=True))
 
 
 def test_two_visits_merge_as_in_the_published_example() -> None:
@@ -53,28 +57,64 @@ def test_the_longest_known_context_answers() -> None:
     text.learn(pack([1, 2, 3, 4]), levels(4, 2), [5], [1.0])
     text.learn(pack([9, 9, 3, 4]), levels(4, 2), [6], [1.0])
     for context, length in (([1, 2, 3, 4], 4), ([8, 2, 3, 4], 3), ([8, 8, 3, 4], 2)):
-        hit = text.find(pack(context), levels(4, 2))
+        hit = lookup(text, *context)
         assert hit is not None
         assert hit[0] == length
     assert known(text, 8, 8, 3, 4) == {5: 0.5, 6: 0.5}
-    assert text.find(pack([8, 4]), levels(4, 2)) is None
+    assert lookup(text, 8, 4) is None
 
 
 def test_a_text_that_is_shorter_than_a_context_does_not_reach_it() -> None:
-    short = table()
+    short, prompt = table(), TextTable(8)
     short.learn(pack([3]), levels(4, 2), [5], [1.0])
-    assert len(short) == 0
-    assert short.find(pack([3]), levels(4, 2)) is None
+    prompt.learn(pack([3]), levels(4, 2), 5)
+    assert len(short) == len(prompt) == 0
+    assert find(pack([3]), levels(4, 2), short, prompt) is None
 
 
-def test_the_targets_first_word_replaces_the_prompts_and_later_prompts_do_not_count() -> None:
-    mixed = table()
+def test_the_prompt_answers_until_the_target_has_spoken_or_where_it_knows_more_context() -> None:
+    target, prompt = table(), TextTable(1024)
     for token in (7, 8, 7, 7):
-        mixed.learn_text(pack([1, 2]), levels(2, 2), token)
-    assert known(mixed, 1, 2) == pytest.approx({7: 0.75, 8: 0.25})
-    mixed.learn(pack([1, 2]), levels(2, 2), [5, 7], [0.6, 0.4])
-    mixed.learn_text(pack([1, 2]), levels(2, 2), 7)
-    assert known(mixed, 1, 2) == {5: 0.6, 7: 0.4}
+        prompt.learn(pack([0, 1, 2]), levels(3, 2), token)
+
+    def answer(*context: int) -> tuple[int, bool, dict[int, float]]:
+        hit = find(pack(context), levels(3, 2), target, prompt)
+        assert hit is not None
+        return hit[0], hit[1], dict(zip(hit[2].token_ids, hit[2].probs, strict=True))
+
+    assert answer(9, 1, 2) == (2, True, {7: 0.75, 8: 0.25})
+    target.learn(pack([1, 2]), levels(2, 2), [5, 7], [0.6, 0.4])
+    assert answer(9, 1, 2) == (2, False, {5: 0.6, 7: 0.4})
+    assert answer(0, 1, 2) == (3, True, {7: 0.75, 8: 0.25})
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=120))
+def test_a_text_is_counted_newest_first_among_equals(pairs: list[tuple[int, int]]) -> None:
+    counted = TextTable(1024)
+    for context, token in pairs:
+        counted.learn(pack([context]), levels(1, 1), token)
+    for context in range(4):
+        seen = [token for each, token in pairs if each == context]
+        entry = counted.get(pack([context]))
+        if len(set(seen)) > 32:
+            continue
+        assert (entry is None) == (not seen)
+        if entry is not None:
+            order = sorted(set(seen), key=lambda t: (-seen.count(t), seen[::-1].index(t)))
+            assert list(entry.token_ids) == order[:10]
+            assert entry.probs == pytest.approx([seen.count(t) / len(seen) for t in order[:10]])
+
+
+def test_a_texts_tables_are_bounded() -> None:
+    counted, rng = TextTable(64), random.Random(0)
+    for step in range(3000):
+        counted.learn(pack([step % 7]), levels(1, 1), step)
+        counted.learn(pack([rng.randrange(10**6)]), levels(1, 1), step)
+        assert len(counted) <= 64
+    newest = counted.get(pack([2999 % 7]))
+    assert newest is not None
+    assert newest.num_visits == 32
+    assert newest.token_ids[0] == 2999
 
 
 def test_contexts_are_bounded_and_those_in_use_stay() -> None:
@@ -84,7 +124,7 @@ def test_contexts_are_bounded_and_those_in_use_stay() -> None:
         small.learn(pack([10 + step, rng.randrange(9)]), levels(2, 2), [4], [1.0])
         assert len(small) <= 64
     assert known(small, 1, 2) == {3: pytest.approx(1.0)}
-    assert small.find(pack([10, 0]), levels(2, 2)) is None
+    assert all(lookup(small, 10, token) is None for token in range(9))
 
 
 DISTRIBUTIONS = st.dictionaries(st.integers(0, 15), st.floats(0.01, 1), min_size=1, max_size=10)
@@ -112,8 +152,8 @@ def test_equals_a_table_kept_naively(visits: list[tuple[int, int, dict[int, floa
                 return  # a tie at the border: either choice is right
             naive[key] = (k + 1, {t: new[t] for t in kept})
     for key, (k, expected) in naive.items():
-        hit = incremental.find(pack(key), levels(len(key), len(key)))
-        assert hit is not None
-        assert hit[1].num_visits == k
-        assert dict(zip(hit[1].token_ids, hit[1].probs, strict=True)) == pytest.approx(expected)
-        assert list(hit[1].probs) == sorted(hit[1].probs, reverse=True)
+        entry = incremental.get(pack(key))
+        assert entry is not None
+        assert entry.num_visits == k
+        assert dict(zip(entry.token_ids, entry.probs, strict=True)) == pytest.approx(expected)
+        assert list(entry.probs) == sorted(entry.probs, reverse=True)

@@ -68,7 +68,9 @@ def test_context_lengths_are_options() -> None:
     assert list(propose(taught({"min_ctx": 3}), [5, 1, 2]).token_ids) == []
     assert list(propose(taught({"min_ctx": 3}), [9, 1, 2]).token_ids) == [3, 6]
     assert list(propose(taught({"min_ctx": 1, "max_ctx": 1}), [7, 7, 2]).token_ids) == [3, 6]
-    assert list(propose(taught(), [7, 7, 2]).token_ids) == []
+    assert list(propose(taught({"min_ctx": 2}), [7, 7, 2]).token_ids) == []
+    assert INFO.defaults()["max_ctx"] == 4
+    assert INFO.defaults()["min_ctx"] == 1
     with pytest.raises(ValueError, match="min_ctx"):
         taught({"min_ctx": 5})
 
@@ -248,7 +250,7 @@ def test_a_template_file_decides_the_tree(tmp_path: Path) -> None:
     drafter = StandDrafter(str(tmp_path / "t.json"))
     drafter.open("r", [1, 2, 3, 9, 1, 2, 4, 8, 1, 2], {}, "")
     tree = propose(drafter, [1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 9, DraftShape(4, 9))
-    assert nodes(tree) == {(3,), (4,), (4, 8)}
+    assert nodes(tree) == {(4,), (3,), (3, 9)}  # of equal counts, the newer one first
     with pytest.raises(ValueError, match=r"none\.json"):
         StandDrafter(str(tmp_path / "none.json"))
 
@@ -256,5 +258,10 @@ def test_a_template_file_decides_the_tree(tmp_path: Path) -> None:
 def test_contexts_are_bounded() -> None:
     drafter = StandDrafter()
     drafter.open("r", list(range(4000)), {"max_contexts": 1024}, "")
-    table = drafter._states["r"]._table  # type: ignore[attr-defined]
-    assert 512 <= len(table) <= 1024
+    for token in range(4000):
+        text = [token, token + 1, token + 2, 0]
+        seen = Observation("r", text, EMPTY, [0], [0], [0], [[1]], [[1.0]])
+        drafter.observe([seen])
+    state = drafter._states["r"]
+    assert 512 <= len(state._prompt) <= 1024  # type: ignore[attr-defined]
+    assert 512 <= len(state._table) <= 1024  # type: ignore[attr-defined]
