@@ -24,7 +24,10 @@ class DraftTree:
 
     ``draft_probs[parent]`` is the distribution that the parent's children were drawn from, in their
     order and without replacement; absent where they were not drawn but chosen. Two forms: a tensor
-    ``[vocab_size]``, or a mapping of token ids to probabilities that sum to 1.
+    ``[vocab_size]``, or a mapping of token ids to probabilities that sum to 1. Whether a drawn node
+    is offered must not depend on its token, nor on anything drawn after it; how many children a
+    node gets, and how far a chain goes on below it, may. In a tree of several branches the shape as a
+    whole should not depend on tokens, since policies grant by it.
     """
 
     token_ids: Sequence[int] = ()

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from drafters.base import Observation
 from drafters.estimator import AcceptanceEstimator
-from drafters.tree import DraftTree
+from drafters.tree import DraftTree, chain
 from engine.params import VerificationName
 
 _MAX_RANK = 15
@@ -23,6 +23,9 @@ _PATIENCE = 8
 
 class Acceptance(Protocol):
     """One request's estimates and their labels."""
+
+    def granted_from(self, proposal: DraftTree, num_nodes: int) -> DraftTree:
+        """The tree that a policy is shown for a proposal of which ``num_nodes`` were asked."""
 
     def survivals(self, tree: DraftTree) -> list[float]:
         """Per node, the probability that it and its ancestors are accepted; never above the
@@ -38,6 +41,10 @@ class MatchAcceptance:
     def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
         self._estimates = estimator.for_request(drafter)
 
+    def granted_from(self, proposal: DraftTree, num_nodes: int) -> DraftTree:
+        del num_nodes
+        return proposal
+
     def survivals(self, tree: DraftTree) -> list[float]:
         return self._estimates.survivals(tree)
 
@@ -50,13 +57,20 @@ class DrawnAcceptance:
     siblings only.
 
     Siblings never rise in survival, so that what a policy grants is, under each parent, the first
-    of those that were drawn.
+    of those that were drawn. A chain may have ended early for what its last token is, so policies
+    see it as long as was asked for. Trees they see as they are: there the drafter has to draw a shape
+    that does not depend on its tokens (``DraftTree``).
     """
 
     def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
         self._estimator = estimator
         self._estimates = estimator.for_request(drafter)
         self._num_unverified = 0
+
+    def granted_from(self, proposal: DraftTree, num_nodes: int) -> DraftTree:
+        if not proposal.token_ids or not proposal.is_chain():
+            return proposal
+        return chain([0] * num_nodes)
 
     def survivals(self, tree: DraftTree) -> list[float]:
         ranked = _ranked(tree)

@@ -158,10 +158,12 @@ class Speculation:
             num_kv_tokens=sum(each.request.num_committed for each in plan.scheduled),
             num_spare_rows=plan.spare_rows,
         )
-        for candidate in candidates:
+        for candidate, tree in zip(candidates, proposals, strict=True):
             grant = grants[candidate.request_id]
-            granted = candidate.tree.subtree(list(grant.nodes))
-            round_.drafts[candidate.request_id] = Draft(candidate.tree, granted, grant.reason)
+            nodes = [node for node in grant.nodes if node < len(tree)]
+            reason: Reason = "" if 0 < len(tree) == len(nodes) else grant.reason
+            draft = Draft(tree, tree.subtree(nodes), reason)
+            round_.drafts[candidate.request_id] = draft
         return round_
 
     def observe(
@@ -234,6 +236,7 @@ class Speculation:
         self, request: Request, tree: DraftTree, limits: tuple[int, int]
     ) -> DraftCandidate:
         drafting = self._drafting[request.request_id]
+        tree = drafting.acceptance.granted_from(tree, min(limits))
         return DraftCandidate(
             request.request_id,
             drafting.drafter.info.name,

@@ -103,6 +103,7 @@ def catalogue_router(info: EngineInfo, resolver: SpeculativeResolver, model_name
                 "tree_width": defaults["tree_width"],
                 "tree_depth": defaults["tree_depth"],
                 "options": defaults["options"],
+                "verification": defaults["verification"],
                 "return_drafted": defaults["return_drafted"],
             },
             "caps": {

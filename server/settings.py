@@ -38,8 +38,8 @@ class SpeculativeDefaults(SpeculativeField):
     adaptive_depth: bool | Literal["fixed", "target_rate", "goodput"] | None = Field(
         default=None, description="true, false, fixed, target_rate or goodput."
     )
-    verification: Literal["match"] | None = Field(
-        default=None, description="match is the only one."
+    verification: Literal["match", "rejection", "block"] | None = Field(
+        default=None, description="match, or for drafters that draw, rejection or block."
     )
     options: dict[str, bool | int | float | str] | None = Field(
         default=None, description="The drafter's own options, as GET /v1/drafters lists them."

@@ -16,13 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from drafters.base import DrafterInfo, DraftShape, OptionValue
 from engine.info import EngineInfo
-from engine.params import GammaPolicyName, SpeculativeParams
+from engine.params import GammaPolicyName, SpeculativeParams, VerificationName
 from server.errors import ApiError, bad_request
 from server.wire import Wire
 
 POLICIES: tuple[GammaPolicyName, ...] = ("fixed", "target_rate", "goodput")
 TREE_STRATEGIES = ("none", "linear", "tree")
-VERIFICATIONS = ("match",)
+VERIFICATIONS: tuple[VerificationName, ...] = ("match", "rejection", "block")
 NO_DRAFTER = "none"
 PREFERRED_DRAFTER = "ngram"
 PREDICTION_DRAFTER = "prediction"
@@ -98,7 +98,11 @@ class SpeculativeField(Wire):
     tree_depth: int | None = Field(default=None, ge=1, description="Longest path, for trees.")
     verification: Annotated[
         Any, PlainValidator(_parse_verification), _either_schema("string", "null")
-    ] = Field(default=None, description="match: emit what the target alone would have.")
+    ] = Field(
+        default=None,
+        description="match: emit what the target alone would have, token for token. rejection, and "
+        "block for chains: its distribution, for drafters that draw.",
+    )
     options: Annotated[Any, PlainValidator(_parse_options), _either_schema("object", "null")] = (
         Field(
             default=None, description="The drafter's own options, as GET /v1/drafters lists them."
@@ -143,6 +147,7 @@ class Defaults:
     tree_width: int
     tree_depth: int
     return_drafted: bool
+    verification: VerificationName = "match"
     options: Mapping[str, OptionValue] = field(default_factory=dict)
 
 
@@ -193,6 +198,7 @@ class SpeculativeResolver:
             )
         policy = self._policy(asked)
         num_tokens, min_tokens, max_tokens = self._depth(asked, policy)
+        shape = self._shape(asked, info, max_tokens)
         return SpeculativeParams(
             drafter=info.name,
             policy=policy,
@@ -200,8 +206,9 @@ class SpeculativeResolver:
             min_tokens=min_tokens,
             max_tokens=max_tokens,
             target_acceptance_rate=self._rate(asked, policy),
-            shape=self._shape(asked, info, max_tokens),
+            shape=shape,
             options=options,
+            verification=self._verification(asked, info, shape),
         )
 
     def returns_drafted(self, asked: SpeculativeField | None) -> bool:
@@ -248,6 +255,7 @@ class SpeculativeResolver:
             tree_width=default.tree_width or base.tree_width,
             tree_depth=default.tree_depth or base.tree_depth,
             return_drafted=bool(default.return_drafted),
+            verification=params.verification,
             options=dict(default.options or {}),
         )
 
@@ -333,6 +341,8 @@ class SpeculativeResolver:
 
     def _shape(self, asked: SpeculativeField, info: DrafterInfo, max_tokens: int) -> DraftShape:
         tree = self.defaults.tree if asked.tree_strategy is None else asked.tree_strategy == "tree"
+        if asked.tree_strategy is None and asked.verification == "block":
+            tree = False
         given = asked.given()
         if tree and not info.drafts_trees:
             if asked.tree_strategy == "tree":
@@ -352,6 +362,22 @@ class SpeculativeResolver:
         width = asked.tree_width or self.defaults.tree_width
         depth = asked.tree_depth or min(self.defaults.tree_depth, max(1, max_tokens))
         return DraftShape(width=width, depth=depth)
+
+    def _verification(
+        self, asked: SpeculativeField, info: DrafterInfo, shape: DraftShape
+    ) -> VerificationName:
+        """What was given is refused where it cannot be; the server's default gives way."""
+        wanted: VerificationName = asked.verification or self.defaults.verification
+        possible: VerificationName = wanted
+        why = ""
+        if wanted != "match" and not info.draws:
+            possible = "match"
+            why = f"drafter {info.name!r} does not draw from a distribution of its own"
+        elif wanted == "block" and shape.width > 1:
+            possible, why = "rejection", "'block' is for chains"
+        if possible != wanted and asked.verification is not None:
+            raise _refuse("verification", f"must be {possible!r} for this request: {why}")
+        return possible
 
 
 def _refuse(name: str, message: str) -> ApiError:

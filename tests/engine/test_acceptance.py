@@ -184,3 +184,14 @@ def test_unsound_distributions_do_not(draft_probs: dict[int, object], part: str)
 def test_blocks_are_chains() -> None:
     with pytest.raises(ValueError, match="block verification is for chains"):
         check_drawn(FORK, "block", 4)
+
+
+def test_a_chain_that_ended_early_is_granted_as_if_it_had_not() -> None:
+    acceptance = drawn()
+    shown = [acceptance.granted_from(chain([7] * length), 4) for length in (1, 2, 4)]
+    assert shown == [shown[0]] * 3
+    assert len(shown[0]) == 4
+    assert acceptance.granted_from(EMPTY, 4) == EMPTY
+    assert acceptance.granted_from(FORK, 4) is FORK
+    matched = new_acceptance(AcceptanceEstimator(), "fake", "match")
+    assert matched.granted_from(chain([7]), 4) == chain([7])

@@ -235,3 +235,13 @@ def test_closing_forgets_and_tells_the_failures() -> None:
 def test_an_unknown_drafter_is_the_callers_error() -> None:
     with pytest.raises(KeyError):
         World(fake()).open("r", SpeculativeParams("nobody"))
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_how_much_of_a_drawn_chain_is_granted_does_not_depend_on_its_end(length: int) -> None:
+    """A step of two spare rows grants two of four; a chain that ended after one has nothing cut."""
+    world = World(fake(propose=lambda _: chain([5] * length)))
+    request = world.open("r", replace(FIXED, verification="rejection"))
+    draft = world.draft(request, spare_rows=2).of(request)
+    assert (len(draft.proposal), len(draft.tree)) == (length, min(length, 2))
+    assert draft.reason == ("overload" if length > 2 else "")

@@ -110,6 +110,7 @@ def engine_info(**changes: Any) -> EngineInfo:
             ),
         ),
         DrafterInfo("prediction", "Predicted.", drafts_trees=True, takes_reference=True),
+        DrafterInfo("sampler", "Draws.", drafts_trees=True, draws=True),
     )
     values: dict[str, Any] = {
         "model": "test/scripted",

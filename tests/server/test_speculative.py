@@ -184,6 +184,54 @@ def test_the_impossible_and_the_ineffective_are_refused_by_name(
     assert name in refused.value.message
 
 
+SAMPLER = {"draft_strategy": "sampler"}
+SAMPLER_TREE = SAMPLER | {"tree_strategy": "tree"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "verification"),
+    [
+        (SAMPLER, "match"),
+        (SAMPLER | {"verification": "rejection"}, "rejection"),
+        (SAMPLER | {"verification": "block"}, "block"),
+        (SAMPLER_TREE | {"verification": "rejection"}, "rejection"),
+        (SAMPLER_TREE | {"tree_width": 1, "verification": "block"}, "block"),
+        ({"verification": "match"}, "match"),
+    ],
+)
+def test_drafters_that_draw_can_be_verified_by_rejection(
+    fields: dict[str, Any], verification: str
+) -> None:
+    assert resolve(fields).verification == verification
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"verification": "rejection"}, "must be 'match' .* 'ngram' does not draw"),
+        ({"draft_strategy": "nasd", "verification": "block"}, "must be 'match'"),
+        ({"draft_strategy": "none", "verification": "rejection"}, "no effect"),
+        (SAMPLER_TREE | {"verification": "block"}, "must be 'rejection' .* for chains"),
+    ],
+)
+def test_a_verification_that_cannot_be_is_refused(fields: dict[str, Any], part: str) -> None:
+    with pytest.raises(ApiError, match=part) as refused:
+        resolve(fields)
+    assert refused.value.param == "speculative.verification"
+
+
+def test_a_default_verification_gives_way_to_what_a_request_names() -> None:
+    block = SAMPLER | {"verification": "block"}
+    assert resolve({}, block).verification == "block"
+    assert resolve({"draft_strategy": "nasd"}, block).verification == "match"
+    assert resolve({"tree_strategy": "tree"}, block).verification == "rejection"
+    assert resolve({"verification": "match"}, block).verification == "match"
+    chain = resolve({"verification": "block"}, SAMPLER_TREE)
+    assert (chain.verification, chain.shape.width) == ("block", 1)
+    with pytest.raises(ValueError, match="must be 'rejection'"):
+        resolver(SAMPLER_TREE | {"verification": "block"})
+
+
 def test_an_unknown_drafter_is_answered_with_those_there_are() -> None:
     with pytest.raises(ApiError, match="none, ngram, nasd"):
         resolve({"draft_strategy": "eagle"})
@@ -194,7 +242,7 @@ def test_an_unknown_drafter_is_answered_with_those_there_are() -> None:
     [
         ({"adaptive_depth": "often"}, "true, false, or one of: fixed, target_rate, goodput"),
         ({"adaptive_depth": 1}, "true, false"),
-        ({"verification": "rejection"}, "must be one of: match"),
+        ({"verification": "typical"}, "must be one of: match, rejection, block"),
         ({"tree_strategy": "bush"}, "'none', 'linear' or 'tree'"),
         ({"options": {"a": None}}, "booleans, numbers and strings"),
         ({"options": [1]}, "must be an object"),
