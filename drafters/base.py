@@ -88,10 +88,11 @@ class Observation:
     Row 0 is the anchor, row ``i + 1`` is node ``i`` of ``tree`` (the part that was verified; empty
     at gamma 0). ``path`` holds the rows whose token was emitted, starting with row 0; the target's
     token at the last of them is the last of ``emitted_token_ids``, unless the run was trimmed by a
-    stop. ``top_token_ids[r]`` are the target's likeliest tokens at row ``r``, best first,
-    zero-probability ones left out, if the drafter's ``num_top_tokens`` asked for them, and
-    ``top_probs[r]`` their probabilities at temperature 1, before any truncation, for drafters that
-    need ``top_probs``.
+    stop. Where drafts are not verified by match, ``row_token_ids`` is -1 at rows off the path.
+    ``top_token_ids[r]`` are the target's likeliest tokens at row ``r``, best first, zero-
+    probability ones left out, if the drafter's ``num_top_tokens`` asked for them, and
+    ``top_probs[r]`` their probabilities at temperature 1, before any truncation, for drafters
+    that need ``top_probs``.
     """
 
     request_id: str

@@ -20,11 +20,13 @@ MAY_IMPORT = {
 WEB = {"fastapi", "starlette", "pydantic", "pydantic_settings", "prometheus_client", "uvicorn"}
 MODEL = {"torch", "transformers", "safetensors"}
 PLAIN = [
+    "engine.acceptance",
     "engine.config",
     "engine.cost_model",
     "engine.gamma",
     "engine.noise",
     "engine.params",
+    "engine.rejection",
     "engine.request",
     "engine.scheduler",
     "engine.speculation",
