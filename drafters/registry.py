@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 from drafters.auto import AutoDrafter
 from drafters.base import Drafter
+from drafters.draft_model import DraftModel
 from drafters.jacobi import JacobiDrafter
 from drafters.lookahead import LookaheadDrafter
+from drafters.model_drafter import prefix_layers, quantized, small_model
 from drafters.nasd import NasdDrafter, NasdOneLevelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.none import NoneDrafter
@@ -30,6 +32,9 @@ class DrafterContext(Protocol):
 
     @property
     def stand_template(self) -> str | None: ...
+
+    @property
+    def draft_model(self) -> Callable[[str], DraftModel]: ...
 
 
 class PlainContext:
@@ -62,6 +67,9 @@ _FACTORIES: dict[str, Callable[[DrafterContext], Drafter]] = {
     "stand": lambda context: StandDrafter(context.stand_template),
     "recycling": lambda _: RecyclingDrafter(),
     "auto": _auto,
+    "small_model": lambda context: small_model(context.draft_model),
+    "quantized": lambda context: quantized(context.draft_model),
+    "prefix_layers": lambda context: prefix_layers(context.draft_model),
 }
 
 

@@ -15,6 +15,7 @@ from engine.attention import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.core import EngineCore, ModelLimits
 from engine.cost_model import CostModel, measure
+from engine.draft_models import DraftModels, prepare_drafts, with_bundled_draft
 from engine.drafter_context import EngineContext
 from engine.info import EngineInfo
 from engine.linear import can_pack, pack_linears
@@ -52,7 +53,7 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     device = torch.device(config.device)
     model = load_model(path, device, config.dtype, config.revision, config.trust_remote_code)
     tokenizer = load_tokenizer(path, config.revision, config.trust_remote_code)
-    return build_engine_for(model, tokenizer, config, name), tokenizer
+    return build_engine_for(model, tokenizer, with_bundled_draft(config), name), tokenizer
 
 
 def build_engine_for(
@@ -71,10 +72,11 @@ def build_engine_for(
     eos = eos_token_ids(model, tokenizer)
     vocab_size = int(model.get_output_embeddings().out_features)
     reference = reference_logits(model)
+    drafts = prepare_drafts(model, tokenizer, config)
     shapes = adopt(model)
     if can_pack(model.device, model.dtype):
         pack_linears(model, config.max_num_rows, exact)
-    store, max_model_len = _build_store(model, shapes, config)
+    store, max_model_len = _build_store(model, shapes, config, drafts.bytes_per_block())
     runner = ModelRunner(model, shapes, store, exact)
     check_logits(runner, reference)
     exact_verified = check_exact(runner) if exact else None
@@ -82,7 +84,8 @@ def build_engine_for(
         logger.warning(
             "determinism=exact was asked for, but the start-up probe found differing bits"
         )
-    core = _build_core(runner, config, ModelLimits(vocab_size, max_model_len, eos))
+    drafts.attach(runner, shapes, vocab_size, max_model_len)
+    core = _build_core(runner, config, ModelLimits(vocab_size, max_model_len, eos), drafts)
     info = EngineInfo(
         model=name,
         vocab_size=vocab_size,
@@ -108,9 +111,10 @@ def _usual_determinism(device: torch.device) -> str:
 
 
 def _build_store(
-    model: PreTrainedModel, shapes: list[KVShape], config: EngineConfig
+    model: PreTrainedModel, shapes: list[KVShape], config: EngineConfig, draft_bytes: int
 ) -> tuple[KVStore, int]:
-    """The KV store, and how long a request may grow in it."""
+    """The KV store, and how long a request may grow in it. ``draft_bytes``: what a block costs in the
+    stores of draft models besides."""
     layout = (
         [shape.num_kv_heads for shape in shapes],
         [shape.key_dim for shape in shapes],
@@ -119,7 +123,7 @@ def _build_store(
     wanted_len = min(config.max_model_len or max_position(model.config), max_position(model.config))
     num_blocks = config.num_blocks
     if num_blocks is None:
-        per_block = KVStore.bytes_per_block(
+        per_block = draft_bytes + KVStore.bytes_per_block(
             len(shapes), config.block_size, *layout, dtype=model.dtype
         )
         affordable = int(free_bytes(model.device) * config.kv_memory_fraction) // per_block
@@ -129,7 +133,9 @@ def _build_store(
     return store, min(wanted_len, num_blocks * config.block_size)
 
 
-def _build_core(runner: ModelRunner, config: EngineConfig, limits: ModelLimits) -> EngineCore:
+def _build_core(
+    runner: ModelRunner, config: EngineConfig, limits: ModelLimits, drafts: DraftModels
+) -> EngineCore:
     most = min(config.max_num_rows, limits.max_model_len, runner.store.num_slots)
     far = min(512, max(0, limits.max_model_len - 64))
     cost = CostModel(measure(runner.time_step, most, repeats=3, contexts=(0, far)))
@@ -137,7 +143,7 @@ def _build_core(runner: ModelRunner, config: EngineConfig, limits: ModelLimits) 
     scheduler = Scheduler(
         pool, config.block_size, config.max_num_seqs, config.max_num_rows, config.prefill_chunk
     )
-    context = EngineContext(runner, config, limits.vocab_size)
+    context = EngineContext(runner, config, limits.vocab_size, drafts)
     drafters = build_drafters(config.drafters, context)
     speculation = Speculation(drafters, cost, limits.vocab_size, config.max_num_nodes, pool)
     return EngineCore(runner, pool, scheduler, speculation, cost, limits, config.check_integrity)

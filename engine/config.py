@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Determinism = Literal["exact", "fast"]
+Quantization = Literal["int8", "int4", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,10 @@ class EngineConfig:
     ``kv_memory_fraction``: share of the memory that is free once the model is loaded.
     ``stand_template``: file with the static tree of the ``stand`` drafter; None: the one shipped.
     ``max_num_rows``: token budget of a step, prompt rows and draft nodes included.
+    ``draft_model``: folder or hub id of a small model with the target's tokenizer; None: none, beside
+    the bundled target its own. ``draft_kv_dtype``: "fp8" halves its keys and values. ``quantized``:
+    make a copy of ``quantized_model`` with such weights. ``prefix_layers``: a number of first layers, or
+    the numbers of layers, that draft ("3", "0,1,4,5").
     """
 
     model: str | None = None
@@ -35,6 +40,11 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     drafters: tuple[str, ...] | None = None
     stand_template: str | None = None
+    draft_model: str | None = None
+    draft_kv_dtype: Literal["auto", "fp8"] = "auto"
+    quantized: Quantization | None = None
+    quantized_model: Literal["target", "draft"] = "target"
+    prefix_layers: str | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
     revision: str | None = None

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from drafters.registry import PlainContext
+from drafters.draft_model import DraftModel
+from drafters.registry import DrafterUnavailableError, PlainContext
 from engine.config import EngineConfig
+from engine.draft_models import DraftModels
 from engine.model_runner import ModelRunner
 
 
 class EngineContext(PlainContext):
     """See ``drafters.registry.DrafterContext``. Only while the engine is being built."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, vocab_size: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        vocab_size: int,
+        draft_models: DraftModels | None = None,
+    ) -> None:
         super().__init__(vocab_size)
         self.runner = runner
         self.config = config
         self.stand_template = config.stand_template
+        self._draft_models = draft_models
+
+    def draft_model(self, name: str) -> DraftModel:
+        """Raises DrafterUnavailableError with the reason where there is none for this drafter."""
+        if self._draft_models is None:
+            raise DrafterUnavailableError("needs a draft model, and there is none here")
+        return self._draft_models.get(name)

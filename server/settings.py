@@ -177,6 +177,27 @@ class Settings(BaseSettings):
     enable_prefix_cache: bool = Field(
         default=_ENGINE.enable_prefix_cache, description="Reuse the KV of prompts that begin alike."
     )
+    draft_model: str | None = Field(
+        default=_ENGINE.draft_model,
+        description="Folder or hub id of a small model with the same tokenizer, for the small_model "
+        "drafter; default: the bundled model's.",
+    )
+    draft_kv_dtype: Literal["auto", "fp8"] = Field(
+        default=_ENGINE.draft_kv_dtype,
+        description="Type of the draft model's KV; fp8 halves it and may cost acceptance.",
+    )
+    quantized: Literal["int8", "int4", "fp8"] | None = Field(
+        default=_ENGINE.quantized,
+        description="Make a copy with such weights for the quantized drafter (needs torchao).",
+    )
+    quantized_model: Literal["target", "draft"] = Field(
+        default=_ENGINE.quantized_model, description="Which model the quantized drafter copies."
+    )
+    prefix_layers: str | None = Field(
+        default=_ENGINE.prefix_layers,
+        description="Layers of the target for the prefix_layers drafter: how many of the first "
+        "(3), or which (0,1,4,5).",
+    )
     num_threads: int | None = Field(
         default=_ENGINE.num_threads,
         ge=1,
