@@ -27,10 +27,11 @@ from drafters.base import (
     DrafterOption,
     DraftRequest,
     DraftSampling,
+    DraftShape,
     Observation,
     OptionValue,
 )
-from drafters.drawing import drawn_probs, in_drawn_order
+from drafters.drawing import LEAST_SHARE, drawn_probs, in_drawn_order
 from drafters.packing import TOKEN_BITS, pack, window_mask
 from drafters.prob_tables import NUM_TOKENS_KEPT, ProbTable, TextTable, find, levels
 from drafters.template import NO_CHILDREN, Children, DraftTemplate, grow, load_template
@@ -43,6 +44,8 @@ SHARED_CONTEXTS = 32_768
 _MARGINS = (0.25, 0.5, 1.0, 1.5, 2.5, 4.0, 6.0)
 _FEATURES_PER_SOURCE = 16
 _FROM_PROMPT = 3
+_FILLER_TOKENS = 64
+"""How far back drawn trees look for tokens that complete a node's children."""
 
 
 class StandInfo(DrafterInfo):
@@ -149,12 +152,32 @@ class StandState:
         root = (self.window(request.token_ids), len(request.token_ids))
         if request.shape.width == 1:
             return self._chain(root, request)
-        nodes = self._template.within(request.shape)
-        expand = partial(self._expand, request.sampling)
+        shape, sampling = request.shape, request.sampling
+        fillers: Sequence[int] = ()
+        if sampling.verification != "match" and sampling.temperature > 0:
+            # Policies grant by the shape of a tree. If it depended on what was drawn, so would which
+            # draws are verified, and the output's law with it. So every node gets all its children.
+            recent = dict.fromkeys(reversed(request.token_ids[-_FILLER_TOKENS:]))
+            fillers = list(recent)[: shape.width]
+            shape = DraftShape(len(fillers), shape.depth)
+        expand = partial(self._expand, sampling, fillers)
+        nodes = self._template.within(shape)
         return grow(nodes, request.max_nodes, root, expand, self._advance)
 
-    def children(self, window: int, position: int, sampling: DraftSampling = GREEDY) -> Children:
-        """What may follow ``window`` at an absolute position, in drafting order."""
+    def children(
+        self,
+        window: int,
+        position: int,
+        sampling: DraftSampling = GREEDY,
+        fillers: Sequence[int] = (),
+    ) -> Children:
+        """What may follow ``window`` at an absolute position, in drafting order.
+
+        ``fillers`` are drawn with a small probability where fewer tokens are known than fillers are
+        given; only for sampling that draws.
+        """
+        if fillers:
+            return self._filled(window, position, sampling, fillers)
         found = find(window, self._levels, self._table, self._prompt)
         if found is None:
             return NO_CHILDREN
@@ -164,13 +187,24 @@ class StandState:
             scores = [math.log(prob) if prob > 0 else -math.inf for prob in probs]
             return Children(token_ids, _margin_features(source, scores))
         drawn = drawn_probs(probs, sampling)
+        if sampling.verification != "match":
+            return _drawn(token_ids[: len(drawn)], drawn, position, sampling)
         order, scores = in_drawn_order(token_ids, drawn, position, sampling)
-        if sampling.verification == "match":
-            return Children(order, _margin_features(source, scores))
-        # Which draws are verified must not depend on what was drawn, so features tell ranks only.
-        first = source * _FEATURES_PER_SOURCE
-        features = [first + min(rank, _FEATURES_PER_SOURCE - 1) for rank in range(len(order))]
-        return Children(order, features, dict(zip(token_ids, drawn, strict=False)))
+        return Children(order, _margin_features(source, scores))
+
+    def _filled(
+        self, window: int, position: int, sampling: DraftSampling, fillers: Sequence[int]
+    ) -> Children:
+        found = find(window, self._levels, self._table, self._prompt)
+        if found is None:
+            return _drawn(fillers, [1 / len(fillers)] * len(fillers), position, sampling)
+        token_ids, probs = found[2].token_ids, drawn_probs(found[2].probs, sampling)
+        known = token_ids[: len(probs)]
+        added = [each for each in fillers if each not in known][: max(0, len(fillers) - len(known))]
+        weights = [*probs, *[LEAST_SHARE] * len(added)]
+        total = sum(weights)
+        drawn = [weight / total for weight in weights]
+        return _drawn([*known, *added], drawn, position, sampling)
 
     def _chain(self, root: tuple[int, int], request: DraftRequest) -> DraftTree:
         """The first draw at every depth, as deep as the request allows."""
@@ -189,12 +223,23 @@ class StandState:
             window = self.advanced(window, token_ids[-1])
         return DraftTree(token_ids, range(-1, len(token_ids) - 1), features, draft_probs)
 
-    def _expand(self, sampling: DraftSampling, state: tuple[int, int]) -> Children:
-        return self.children(*state, sampling)
+    def _expand(
+        self, sampling: DraftSampling, fillers: Sequence[int], state: tuple[int, int]
+    ) -> Children:
+        return self.children(*state, sampling, fillers)
 
     def _advance(self, state: tuple[int, int], token_id: int) -> tuple[int, int]:
         window, position = state
         return self.advanced(window, token_id), position + 1
+
+
+def _drawn(
+    token_ids: Sequence[int], probs: Sequence[float], position: int, sampling: DraftSampling
+) -> Children:
+    """Children with what they were drawn from; features tell ranks, never tokens."""
+    order, _ = in_drawn_order(token_ids, probs, position, sampling)
+    features = [min(rank, _FEATURES_PER_SOURCE - 1) for rank in range(len(order))]
+    return Children(order, features, dict(zip(token_ids, probs, strict=True)))
 
 
 def _margin_features(source: int, scores: Sequence[float]) -> list[int]:

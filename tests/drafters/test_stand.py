@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -179,35 +181,46 @@ def test_a_second_sample_of_a_prompt_drafts_better_with_what_the_first_learned()
     assert steps_of_second(True) < 0.8 * steps_of_second(False)
 
 
-def test_when_another_verifier_asks_the_distribution_drawn_from_is_attached() -> None:
+REJECTION = DraftSampling(0.8, noise=noise_of(4), verification="rejection")
+
+
+def test_when_another_verifier_asks_the_distributions_drawn_from_are_attached() -> None:
     assert INFO.draws
-    sampling = DraftSampling(0.8, noise=noise_of(4), verification="rejection")
-    tree = propose(taught(), [5, 1, 2], 16, DraftShape(3, 4), sampling)
-    expected = {
-        (): dict(zip([3, 4, 5], drawn_probs(A, sampling), strict=True)),
-        (3,): dict(zip([6, 7], drawn_probs(B, sampling), strict=True)),
-        (4,): {8: 1.0},
-    }
-    order = {
-        path: choose_order({token: {3: A[0], 4: A[1], 5: A[2], 6: B[0], 7: B[1], 8: 1.0}[token]
-                            for token in probs}, 3 + len(path), sampling)
-        for path, probs in expected.items()
-    }  # fmt: skip
-    paths = [*sorted(nodes(tree), key=len)]
-    assert len(paths) == len(tree) == 6
-    ordered: list[tuple[int, ...]] = []
+    tree = propose(taught(), [1, 5, 1, 2], 40, DraftShape(3, 4), REJECTION)
+    paths: list[tuple[int, ...]] = []
+    children: dict[int, list[int]] = {}
     for token, parent in zip(tree.token_ids, tree.parents, strict=True):
-        ordered.append((*(() if parent == ROOT else ordered[parent]), token))
+        paths.append((*(() if parent == ROOT else paths[parent]), token))
+        children.setdefault(parent, []).append(token)
+    assert set(tree.draft_probs) == set(children)
     for parent, probs in tree.draft_probs.items():
-        path = () if parent == ROOT else ordered[parent]
-        children = [
-            token
-            for token, above in zip(tree.token_ids, tree.parents, strict=True)
-            if above == parent
-        ]
-        assert probs == pytest.approx(expected[path])
-        assert children == order[path][: len(children)]
-    assert {() if p == ROOT else ordered[p] for p in tree.draft_probs} == set(expected)
+        depth = 0 if parent == ROOT else len(paths[parent])
+        assert sum(probs.values()) == pytest.approx(1)
+        assert children[parent] == drawn_order(probs, 4 + depth)[: len(children[parent])]
+    root = dict(zip([3, 4, 5], drawn_probs(A, REJECTION), strict=True))
+    assert tree.draft_probs[ROOT] == pytest.approx(root)
+    three = tree.draft_probs[paths.index((3,))]  # 6 and 7 are known; a recent token completes them
+    assert set(three) == {6, 7, 2}
+    assert three[2] < 0.001 < three[7] < three[6]
+
+
+def drawn_order(probs: Mapping[int, float], position: int) -> list[int]:
+    """Gumbel-top-k from the definition; the probabilities are tempered already."""
+    noise = dict(zip(probs, REJECTION.noise(position, list(probs)), strict=True))
+    return sorted(probs, key=lambda token: -(math.log(probs[token]) + noise[token]))
+
+
+def test_a_drawn_trees_shape_does_not_depend_on_what_was_drawn() -> None:
+    """Policies grant by the shape; if it knew the draw, rejection would be biased."""
+    shapes, tokens = set(), set()
+    for seed in range(40):
+        sampling = DraftSampling(1.0, noise=noise_of(seed), verification="rejection")
+        tree = propose(taught(), [1, 5, 1, 2], 24, DraftShape(3, 4), sampling)
+        shapes.add((tuple(tree.parents), tuple(tree.features)))
+        tokens.add(tuple(tree.token_ids))
+        assert len(tree) == 24
+    assert len(shapes) == 1
+    assert len(tokens) > 20
 
 
 def test_a_drawn_chain_attaches_its_distributions_too() -> None:
@@ -215,16 +228,6 @@ def test_a_drawn_chain_attaches_its_distributions_too() -> None:
     tree = propose(taught(), [5, 1, 2], 8, DraftShape(), sampling)
     assert set(tree.draft_probs) == set(range(-1, len(tree) - 1))
     assert all(tree.token_ids[at + 1] in probs for at, probs in tree.draft_probs.items())
-
-
-def test_features_of_drawn_nodes_do_not_depend_on_the_draw() -> None:
-    """Else which drafts are verified would, and rejection sampling would be biased."""
-    features = set()
-    for seed in range(30):
-        sampling = DraftSampling(1.0, noise=noise_of(seed), verification="rejection")
-        tree = propose(taught(), [5, 1, 2], 3, DraftShape(3, 1), sampling)
-        features.add(tuple(tree.features))
-    assert len(features) == 1
 
 
 def test_greedy_requests_choose_and_do_not_draw() -> None:
