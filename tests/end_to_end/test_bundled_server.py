@@ -116,6 +116,33 @@ def test_an_edit_streams_the_same_text_with_and_without_drafts(
     assert usages[0].completion_tokens == usages[1].completion_tokens
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"adaptive_depth": False, "num_speculative_tokens": 5},
+        {"adaptive_depth": False, "tree_strategy": "tree", "tree_width": 2, "tree_depth": 5},
+    ],
+)
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 4}])
+def test_the_bundled_draft_model_drafts_what_the_target_then_writes(
+    served: Served, sampling: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    replies = [
+        served.client().completions.create(
+            model="slipstream-bundled",
+            prompt=CODE,
+            max_tokens=64,
+            extra_body={"ignore_eos": True, "speculative": speculative},
+            **sampling,
+        )
+        for speculative in (PLAIN["speculative"], {"draft_strategy": "small_model"} | shape)
+    ]
+    assert replies[0].choices[0].text == replies[1].choices[0].text
+    account = replies[1].usage.model_extra["speculative"]  # type: ignore[union-attr, index]
+    assert account["tokens_per_step"] > 1.5
+    assert account["acceptance_rate"] > 0.15
+
+
 def test_requests_side_by_side_write_what_they_write_alone(served: Served) -> None:
     """Different drafters, shapes and samplings share the batch; nobody's text may move."""
     bodies: list[dict[str, Any]] = [
