@@ -31,7 +31,19 @@ SAMPLINGS = {
     "t07_top_p": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, top_p=0.9),
     "t13": SamplingParams(max_tokens=NUM_TOKENS, temperature=1.3),
 }
-DRAFTERS = ("none", "ngram", "nasd_one_level", "nasd", "stand", "recycling", "jacobi", "lookahead")
+DRAFTERS = (
+    "none",
+    "ngram",
+    "nasd_one_level",
+    "nasd",
+    "suffix",
+    "stand",
+    "recycling",
+    "jacobi",
+    "lookahead",
+    "prediction",
+    "auto",
+)
 WIDTHS = {"chain": 1, "tree": 3}
 
 
@@ -44,15 +56,23 @@ def gammas(drafter: str, width: int) -> list[SpeculativeParams]:
     return [*fixed, *rates, drafting(drafter, "goodput", 8, width)]
 
 
-def subjects(drafter: str, sampling: SamplingParams) -> list[GenerationRequest]:
-    """A request for every shape and gamma, over a few prompts and seeds."""
+def partly_right(text: Sequence[int]) -> tuple[int, ...]:
+    """A prediction of the text with every seventh token wrong."""
+    return tuple(t ^ 1 if index % 7 == 6 else t for index, t in enumerate(text))
+
+
+def subjects(
+    drafter: str, sampling: SamplingParams, expected: Sequence[Sequence[int]]
+) -> list[GenerationRequest]:
+    """A request for every shape and gamma, over a few prompts and seeds; ``expected`` are the texts of
+    these."""
     variants = [params for width in WIDTHS.values() for params in gammas(drafter, width)]
     return [
         request(
             f"subject-{index}",
             circle_prompt(index % NUM_PROMPTS),
             replace(sampling, seed=index % NUM_PROMPTS),
-            params,
+            replace(params, reference_token_ids=partly_right(expected[index % NUM_PROMPTS])),
         )
         for index, params in enumerate(variants)
     ]
@@ -68,7 +88,7 @@ def neighbours(num: int, prefix: str = "neighbour") -> list[GenerationRequest]:
             SamplingParams(
                 max_tokens=rng.randrange(4, 20), temperature=index % 2 * 0.8, seed=index
             ),
-            drafting(DRAFTERS[index % 4], "fixed", 5, 1 + index % 3),
+            drafting(DRAFTERS[index % len(DRAFTERS)], "fixed", 5, 1 + index % 3),
         )
         for index in range(num)
     ]
@@ -209,10 +229,11 @@ def test_drafting_changes_no_token(
     drafter: str,
     plain_streams: dict[tuple[str, int], list[int]],
 ) -> None:
-    requests = subjects(drafter, SAMPLINGS[sampling])
+    texts = [plain_streams[sampling, index] for index in range(NUM_PROMPTS)]
+    requests = subjects(drafter, SAMPLINGS[sampling], texts)
     driver = SITUATIONS[situation](tiny_target, requests)
     for index, each in enumerate(requests):
-        expected = plain_streams[sampling, index % NUM_PROMPTS]
+        expected = texts[index % NUM_PROMPTS]
         assert driver.token_ids[each.request_id] == expected, each.speculative
         assert driver.finishes[each.request_id].reason == "length"
     accounts = [driver.finishes[each.request_id].speculative for each in requests]
