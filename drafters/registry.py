@@ -8,8 +8,10 @@ from typing import Any, Protocol
 from drafters.auto import AutoDrafter
 from drafters.base import Drafter
 from drafters.draft_model import DraftModel
+from drafters.eagle import EagleDrafter, FeatureModel
 from drafters.jacobi import JacobiDrafter
 from drafters.lookahead import LookaheadDrafter
+from drafters.medusa import MedusaDrafter, PredictionHeads
 from drafters.model_drafter import prefix_layers, quantized, small_model
 from drafters.nasd import NasdDrafter, NasdOneLevelDrafter
 from drafters.ngram import NgramDrafter
@@ -35,6 +37,12 @@ class DrafterContext(Protocol):
 
     @property
     def draft_model(self) -> Callable[[str], DraftModel]: ...
+
+    @property
+    def medusa_heads(self) -> Callable[[], PredictionHeads]: ...
+
+    @property
+    def eagle_head(self) -> Callable[[], FeatureModel]: ...
 
 
 class PlainContext:
@@ -70,6 +78,8 @@ _FACTORIES: dict[str, Callable[[DrafterContext], Drafter]] = {
     "small_model": lambda context: small_model(context.draft_model),
     "quantized": lambda context: quantized(context.draft_model),
     "prefix_layers": lambda context: prefix_layers(context.draft_model),
+    "medusa": lambda context: MedusaDrafter(context.medusa_heads()),
+    "eagle": lambda context: EagleDrafter(context.eagle_head()),
 }
 
 

@@ -15,6 +15,7 @@ from engine.attention import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.core import EngineCore, ModelLimits
 from engine.cost_model import CostModel, measure
+from engine.draft_heads import DraftHeads, prepare_heads
 from engine.draft_models import DraftModels, prepare_drafts, with_bundled_draft
 from engine.drafter_context import EngineContext
 from engine.info import EngineInfo
@@ -70,13 +71,15 @@ def build_engine_for(
     exact = (config.determinism or _usual_determinism(model.device)) == "exact"
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     eos = eos_token_ids(model, tokenizer)
-    vocab_size = int(model.get_output_embeddings().out_features)
+    heads = prepare_heads(model, config)
+    vocab_size = heads.facts.vocab_size
     reference = reference_logits(model)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = adopt(model)
     if can_pack(model.device, model.dtype):
         pack_linears(model, config.max_num_rows, exact)
-    store, max_model_len = _build_store(model, shapes, config, drafts.bytes_per_block())
+    draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
+    store, max_model_len = _build_store(model, shapes, config, draft_bytes)
     runner = ModelRunner(model, shapes, store, exact)
     check_logits(runner, reference)
     exact_verified = check_exact(runner) if exact else None
@@ -85,7 +88,8 @@ def build_engine_for(
             "determinism=exact was asked for, but the start-up probe found differing bits"
         )
     drafts.attach(runner, shapes, vocab_size, max_model_len)
-    core = _build_core(runner, config, ModelLimits(vocab_size, max_model_len, eos), drafts)
+    limits = ModelLimits(vocab_size, max_model_len, eos)
+    core = _build_core(runner, config, limits, drafts, heads)
     info = EngineInfo(
         model=name,
         vocab_size=vocab_size,
@@ -114,7 +118,7 @@ def _build_store(
     model: PreTrainedModel, shapes: list[KVShape], config: EngineConfig, draft_bytes: int
 ) -> tuple[KVStore, int]:
     """The KV store, and how long a request may grow in it. ``draft_bytes``: what a block costs in the
-    stores of draft models besides."""
+    stores of draft models and heads besides."""
     layout = (
         [shape.num_kv_heads for shape in shapes],
         [shape.key_dim for shape in shapes],
@@ -134,7 +138,11 @@ def _build_store(
 
 
 def _build_core(
-    runner: ModelRunner, config: EngineConfig, limits: ModelLimits, drafts: DraftModels
+    runner: ModelRunner,
+    config: EngineConfig,
+    limits: ModelLimits,
+    drafts: DraftModels,
+    heads: DraftHeads,
 ) -> EngineCore:
     most = min(config.max_num_rows, limits.max_model_len, runner.store.num_slots)
     far = min(512, max(0, limits.max_model_len - 64))
@@ -143,7 +151,7 @@ def _build_core(
     scheduler = Scheduler(
         pool, config.block_size, config.max_num_seqs, config.max_num_rows, config.prefill_chunk
     )
-    context = EngineContext(runner, config, limits.vocab_size, drafts)
+    context = EngineContext(runner, config, limits.vocab_size, drafts, heads)
     drafters = build_drafters(config.drafters, context)
     speculation = Speculation(drafters, cost, limits.vocab_size, config.max_num_nodes, pool)
     return EngineCore(runner, pool, scheduler, speculation, cost, limits, config.check_integrity)

@@ -22,6 +22,7 @@ class EngineConfig:
     the bundled target its own. ``draft_kv_dtype``: "fp8" halves its keys and values. ``quantized``:
     make a copy of ``quantized_model`` with such weights. ``prefix_layers``: a number of first layers, or
     the numbers of layers, that draft ("3", "0,1,4,5").
+    ``medusa_heads``, ``eagle_head``: folders of trained heads; None: those of the bundled target.
     """
 
     model: str | None = None
@@ -45,6 +46,8 @@ class EngineConfig:
     quantized: Quantization | None = None
     quantized_model: Literal["target", "draft"] = "target"
     prefix_layers: str | None = None
+    medusa_heads: str | None = None
+    eagle_head: str | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
     revision: str | None = None

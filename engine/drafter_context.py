@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from drafters.draft_model import DraftModel
+from drafters.eagle import FeatureModel
+from drafters.medusa import PredictionHeads
 from drafters.registry import DrafterUnavailableError, PlainContext
 from engine.config import EngineConfig
+from engine.draft_heads import DraftHeads
 from engine.draft_models import DraftModels
 from engine.model_runner import ModelRunner
 
@@ -18,15 +21,29 @@ class EngineContext(PlainContext):
         config: EngineConfig,
         vocab_size: int,
         draft_models: DraftModels | None = None,
+        heads: DraftHeads | None = None,
     ) -> None:
         super().__init__(vocab_size)
         self.runner = runner
         self.config = config
         self.stand_template = config.stand_template
         self._draft_models = draft_models
+        self._heads = heads
 
     def draft_model(self, name: str) -> DraftModel:
         """Raises DrafterUnavailableError with the reason where there is none for this drafter."""
         if self._draft_models is None:
             raise DrafterUnavailableError("needs a draft model, and there is none here")
         return self._draft_models.get(name)
+
+    def medusa_heads(self) -> PredictionHeads:
+        """Raises DrafterUnavailableError with the reason where there are none."""
+        if self._heads is None:
+            raise DrafterUnavailableError("needs trained heads, and there are none here")
+        return self._heads.medusa(self.runner)
+
+    def eagle_head(self) -> FeatureModel:
+        """Raises DrafterUnavailableError with the reason where there is none."""
+        if self._heads is None:
+            raise DrafterUnavailableError("needs a trained head, and there is none here")
+        return self._heads.eagle(self.runner)

@@ -198,6 +198,14 @@ class Settings(BaseSettings):
         description="Layers of the target for the prefix_layers drafter: how many of the first "
         "(3), or which (0,1,4,5).",
     )
+    medusa_heads: str | None = Field(
+        default=_ENGINE.medusa_heads,
+        description="Folder of heads for the medusa drafter; default: the bundled model's.",
+    )
+    eagle_head: str | None = Field(
+        default=_ENGINE.eagle_head,
+        description="Folder of the head for the eagle drafter; default: the bundled model's.",
+    )
     num_threads: int | None = Field(
         default=_ENGINE.num_threads,
         ge=1,

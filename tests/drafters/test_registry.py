@@ -73,7 +73,7 @@ def test_no_room_means_no_draft(name):
             assert len(drafter.propose([request])[0]) == 0
 
 
-@pytest.mark.parametrize("name", sorted(set(drafter_names()) - {"none"}))
+@pytest.mark.parametrize("name", sorted(set(FREE) - {"none"}))
 def test_opening_twice_is_refused(name):
     drafter = build_drafters([name])[name]
     drafter.open("r", TEXT, {}, "")
