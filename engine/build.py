@@ -146,7 +146,15 @@ def _build_core(
 ) -> EngineCore:
     most = min(config.max_num_rows, limits.max_model_len, runner.store.num_slots)
     far = min(512, max(0, limits.max_model_len - 64))
-    cost = CostModel(measure(runner.time_step, most, repeats=3, contexts=(0, far)))
+    cost = CostModel(
+        measure(
+            runner.time_step,
+            most,
+            repeats=3,
+            far_context=far,
+            max_kv_tokens=runner.store.num_slots,
+        )
+    )
     pool = BlockPool(runner.store.num_blocks, config.block_size, config.enable_prefix_cache)
     scheduler = Scheduler(
         pool, config.block_size, config.max_num_seqs, config.max_num_rows, config.prefill_chunk

@@ -328,8 +328,14 @@ class EngineCore:
             num_base_rows=plan.num_rows,
             num_sampling_requests=sum(each.samples for each in rows),
             num_kv_tokens=batch.num_kv_tokens,
+            num_requests=len(rows),
         )
-        self.cost.observe(shape.num_rows, shape.num_kv_tokens, seconds.forward + seconds.verify)
+        self.cost.observe(
+            shape.num_rows,
+            shape.num_kv_tokens,
+            shape.num_requests,
+            seconds.forward + seconds.verify,
+        )
         self.cost.observe_overhead(seconds.other)
         baseline = estimate_baseline(self.cost, shape, seconds.step, seconds.draft)
         builder = StepStatsBuilder()

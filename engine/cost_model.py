@@ -1,14 +1,15 @@
-"""What a step costs: measured at start-up over a few row counts, corrected by every step that runs.
+"""What a step costs: measured at start-up over a few sizes, corrected by every step that runs.
 
 The gamma policies ask it what more rows would cost; the statistics ask it what a step at gamma 0
 would have cost. Knows nothing of models: whoever builds it brings a callable that runs rows.
 Seconds throughout.
 
-    step = overhead + scale * (curve(num_rows) + context_slope * num_kv_tokens)
+    step = overhead + machine * (curve(num_rows) + kv_slope * num_kv_tokens + pair_slope * num_pairs)
 
-``curve`` is piecewise linear between knots and never falls. Online, ``scale`` follows the machine's
-speed (clocks, neighbours), and a residual per knot follows what start-up got wrong about the
-curve's shape.
+``curve`` is piecewise linear between knots and never falls. ``num_kv_tokens`` is the context summed
+over the step's requests, which has to be read whatever reads it; ``num_pairs`` are pairs of a row and
+a token of context, about ``num_rows`` times the mean context: what makes a draft row dear in a batch
+of long texts. Online, ``machine`` and a factor per knot are learnt (``cost_correction.py``).
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from statistics import median
+from statistics import median_low
 from typing import NamedTuple
 
-_SCALE_RATE = 0.08
-_RESIDUAL_RATE = 0.03
-_LEAK = 0.004
-"""What a knot's residual hands to ``scale`` per visit: where a machine slows down as a whole, row
-counts that are not visited meanwhile must not come to look cheap."""
+import numpy as np
+
+from engine.cost_correction import Correction
+
 _EMA_RATE = 0.1
 _LARGEST_SURPRISE = 0.15
-"""Relative error beyond which an observation counts no more (Huber): a neighbour that makes one
-step three times slower moves the model by one per cent, a machine that stays slower is learnt in
-100 steps."""
-_PATIENCE = 256
-_FORGETTING = 0.005
-"""A knot unseen for ``_PATIENCE`` steps drifts back to its start-up value. Without that, a few slow
-steps at high row counts would be believed for ever, since gamma then never goes there again."""
+"""Relative error of an overhead beyond which it counts no more (Huber)."""
 _SMALLEST_SECONDS = 1e-9
 _MOST_CHOSEN_ROWS = 64
+_FAR_REQUESTS = 8
+_FAR_ROWS = 4
+"""Rows of each of the ``_FAR_REQUESTS`` requests that are measured side by side."""
 
 
 class Measurement(NamedTuple):
     num_rows: int
     num_kv_tokens: int
     seconds: float
+    num_requests: int = 1
+
+    @property
+    def num_pairs(self) -> float:
+        return self.num_rows * self.num_kv_tokens / self.num_requests
 
 
 def bucket_row_counts(max_rows: int) -> list[int]:
@@ -52,51 +54,71 @@ def bucket_row_counts(max_rows: int) -> list[int]:
 
 
 def measure(
-    run: Callable[[int, int], float],
+    run: Callable[[int, int, int], float],
     max_rows: int,
     repeats: int = 5,
-    contexts: tuple[int, int] = (0, 512),
-    budget_seconds: float = 2.0,
+    far_context: int = 512,
+    max_kv_tokens: int | None = None,
+    budget_seconds: float = 3.0,
 ) -> list[Measurement]:
-    """Measure ``run(num_rows, num_kv_tokens) -> seconds``.
+    """Measure ``run(num_rows, num_kv_tokens, num_requests) -> seconds``.
 
     Row counts that gamma chooses among, up to 64, count with the median of ``repeats`` runs after an
-    untimed one; one and eight rows at the second context too. Rounds go over all of them in turn, so
-    that a slow spell of the machine hits all alike, and end early once ``budget_seconds`` are spent.
-    Larger counts, which only prompts reach, run twice, the better counts; those that would take more
-    than a quarter of the budget are left to ``CostModel``, which goes on as steeply.
+    untimed one; so do one and eight rows over ``far_context`` tokens, and one row or a few of each of
+    up to eight requests with as many tokens each, ``max_kv_tokens`` in all. Rounds go over all of them
+    in turn, so that a slow spell of the machine hits all alike, and end early once ``budget_seconds``
+    are spent. Larger counts, which only prompts reach, run twice, the better counts; those that would
+    take more than an eighth of the budget are left to ``CostModel``, which goes on as steeply.
     """
-    near, far = contexts
     counts = bucket_row_counts(max_rows)
-    points = [(count, near) for count in counts if count <= _MOST_CHOSEN_ROWS]
-    if far > near:
-        points += [(count, far) for count in (1, 8) if count <= max_rows]
+    points = [(count, 0, 1) for count in counts if count <= _MOST_CHOSEN_ROWS]
+    points += _far_points(max_rows, far_context, max_kv_tokens)
     spent = sum(run(*point) for point in points)
-    seconds: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    seconds: dict[tuple[int, int, int], list[float]] = {point: [] for point in points}
     for _ in range(repeats):
         for point in points:
             seconds[point].append(run(*point))
         spent += sum(values[-1] for values in seconds.values())
         if spent > budget_seconds:
             break
-    measured = [Measurement(*point, median(values)) for point, values in seconds.items()]
-    last = max((each for each in measured if each.num_kv_tokens == near), key=itemgetter(0))
+    measured = [
+        Measurement(rows, kv_tokens, median_low(values), requests)
+        for (rows, kv_tokens, requests), values in seconds.items()
+    ]
+    last = max((each for each in measured if not each.num_kv_tokens), key=itemgetter(0))
     for count in counts:
         if count > last.num_rows:
-            if last.seconds * count / last.num_rows > budget_seconds / 4:
+            if last.seconds * count / last.num_rows > budget_seconds / 8:
                 break
-            last = Measurement(count, near, min(run(count, near), run(count, near)))
+            last = Measurement(count, 0, min(run(count, 0, 1), run(count, 0, 1)))
             measured.append(last)
     return measured
 
 
+def _far_points(
+    max_rows: int, context: int, max_kv_tokens: int | None
+) -> list[tuple[int, int, int]]:
+    """Rows, tokens of context and requests of the steps that tell what context costs."""
+    if context < 1:
+        return []
+    points = [(count, context, 1) for count in (1, 8) if count <= max_rows]
+    requests = min(_FAR_REQUESTS, max_rows // _FAR_ROWS)
+    if max_kv_tokens is not None:
+        requests = min(requests, max_kv_tokens // (context + _FAR_ROWS))
+    if requests > 1:
+        points += [(rows * requests, context * requests, requests) for rows in (1, _FAR_ROWS)]
+    return points
+
+
 class CostModel:
-    """Step cost by rows and context, draft cost by drafter. The engine thread is the only
-    caller."""
+    """Step cost by rows and context, draft cost by drafter. The engine thread is the only caller.
+
+    A measurement: rows, tokens of context over all requests, seconds, requests (1).
+    """
 
     def __init__(
         self,
-        measurements: Iterable[tuple[int, int, float]],
+        measurements: Iterable[tuple[int, int, float] | tuple[int, int, float, int]],
         overhead_seconds: float = 0.0,
     ) -> None:
         """Raises ValueError where there is no measurement, or one of no rows or no time."""
@@ -107,50 +129,41 @@ class CostModel:
             if point.num_rows < 1 or not 0 < point.seconds < math.inf:
                 raise ValueError(f"not a measured step: {point}")
         self.overhead_seconds = overhead_seconds
-        self.context_slope = _fit_context_slope(points)
-        self._rows, self._start = self._fit_curve(points)
-        self._scale = 1.0
-        self._residuals = [1.0] * len(self._rows)
-        self._last_seen = [0] * len(self._rows)
-        self._num_observed = 0
+        self._rows, self._start, (self.kv_slope, self.pair_slope) = _fit(points)
+        self._correction = Correction(len(self._rows))
         self._draft_seconds: dict[str, float] = {}
+        self._machine = 1.0
         self._values: list[float] = []
         self._slopes: list[float] = []
         self._redraw()
 
-    def step_seconds(self, num_rows: int, num_kv_tokens: int) -> float:
-        """A whole step; ``num_kv_tokens`` is the context summed over the step's requests."""
-        context = self.context_slope * num_kv_tokens
-        return self.overhead_seconds + self._scale * (self._curve(num_rows) + context)
+    def step_seconds(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float:
+        """A whole step; ``num_kv_tokens`` is the context summed over its ``num_requests`` requests."""
+        return self.overhead_seconds + self._forward(num_rows, num_kv_tokens, num_requests)
 
-    def step_seconds_table(self, num_rows: int, num_extra: int, num_kv_tokens: int) -> list[float]:
-        """``[k]`` is ``step_seconds(num_rows + k, num_kv_tokens)``, for k up to ``num_extra``."""
-        rows, scale = self._rows, self._scale
-        fixed = self.overhead_seconds + scale * self.context_slope * num_kv_tokens
+    def step_seconds_table(
+        self, num_rows: int, num_extra: int, num_kv_tokens: int, num_requests: int
+    ) -> list[float]:
+        """``[k]`` is ``step_seconds(num_rows + k, ..)``, for k up to ``num_extra``."""
+        rows, machine = self._rows, self._machine
+        fixed = self.overhead_seconds + machine * self.kv_slope * num_kv_tokens
+        pairs = self.pair_slope * num_kv_tokens / max(1, num_requests)
         table: list[float] = []
         last = num_rows + num_extra
         while num_rows <= last:
             knot = max(bisect_right(rows, num_rows) - 1, 0)
             end = min(rows[knot + 1] - 1, last) if knot + 1 < len(rows) else last
-            slope = scale * self._slopes[knot]
-            start = fixed + scale * self._values[knot] - slope * rows[knot]
+            slope = machine * (self._slopes[knot] + pairs)
+            start = fixed + machine * (self._values[knot] - self._slopes[knot] * rows[knot])
             table += [start + slope * count for count in range(num_rows, end + 1)]
             num_rows = end + 1
         return table
 
-    def observe(self, num_rows: int, num_kv_tokens: int, seconds: float) -> None:
+    def observe(self, num_rows: int, num_kv_tokens: int, num_requests: int, seconds: float) -> None:
         """Learn from a step: ``seconds`` of all that grows with rows (forward and verification)."""
-        predicted = self._scale * (self._curve(num_rows) + self.context_slope * num_kv_tokens)
-        surprise = _bounded(seconds / predicted - 1.0)
-        self._scale *= 1.0 + _SCALE_RATE * surprise
-        self._num_observed += 1
-        self._forget_stale()
-        for knot, weight in self._nearest(num_rows):
-            residual = self._residuals[knot] * (1.0 + _RESIDUAL_RATE * surprise * weight)
-            kept = residual - _LEAK * weight * (residual - 1.0)
-            self._scale *= residual / kept
-            self._residuals[knot] = kept
-            self._last_seen[knot] = self._num_observed
+        predicted = self._forward(num_rows, num_kv_tokens, num_requests)
+        surprise = math.log(max(seconds, _SMALLEST_SECONDS) / predicted)
+        self._correction.observe(self._nearest(num_rows), surprise)
         self._redraw()
 
     def observe_overhead(self, seconds: float) -> None:
@@ -174,17 +187,10 @@ class CostModel:
         """One request's share of a call of ``drafter``; 0 while it was never timed."""
         return self._draft_seconds.get(drafter, 0.0)
 
-    def _fit_curve(self, points: Sequence[Measurement]) -> tuple[list[int], list[float]]:
-        by_rows: dict[int, list[float]] = {}
-        for point in points:
-            context = self.context_slope * point.num_kv_tokens
-            by_rows.setdefault(point.num_rows, []).append(point.seconds - context)
-        rows = sorted(by_rows)
-        seconds = [max(median(by_rows[count]), _SMALLEST_SECONDS) for count in rows]
-        if rows[0] > 1:
-            # Fewer rows than were ever measured: nothing says that they are cheaper.
-            rows, seconds = [1, *rows], [seconds[0], *seconds]
-        return rows, _never_falling(seconds)
+    def _forward(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float:
+        pairs = num_rows * num_kv_tokens / max(1, num_requests)
+        context = self.kv_slope * num_kv_tokens + self.pair_slope * pairs
+        return self._machine * (self._curve(num_rows) + context)
 
     def _curve(self, num_rows: int) -> float:
         knot = max(bisect_right(self._rows, num_rows) - 1, 0)
@@ -199,21 +205,14 @@ class CostModel:
         right_weight = (num_rows - low) / (high - low)
         return [(left, 1.0 - right_weight), (left + 1, right_weight)]
 
-    def _forget_stale(self) -> None:
-        oldest = self._num_observed - _PATIENCE
-        for knot, seen in enumerate(self._last_seen):
-            if seen < oldest:
-                self._residuals[knot] += _FORGETTING * (1.0 - self._residuals[knot])
-
     def _redraw(self) -> None:
         """Values and slopes of the curve as now believed; beyond the last knot it goes on as
         steeply as just before it, but never flatter than its mean slope over half of its rows."""
         rows = self._rows
+        self._machine = self._correction.machine
+        factors = self._correction.knots
         values = _never_falling(
-            [
-                seconds * residual
-                for seconds, residual in zip(self._start, self._residuals, strict=True)
-            ]
+            [seconds * factor for seconds, factor in zip(self._start, factors, strict=True)]
         )
         slopes = [
             (values[i + 1] - values[i]) / (rows[i + 1] - rows[i]) for i in range(len(rows) - 1)
@@ -227,18 +226,51 @@ class CostModel:
         self._values, self._slopes = values, slopes
 
 
-def _fit_context_slope(points: Sequence[Measurement]) -> float:
-    """Median over row counts of the slope between the shortest and the longest context measured."""
-    by_rows: dict[int, list[Measurement]] = {}
+def _fit(points: Sequence[Measurement]) -> tuple[list[int], list[float], tuple[float, float]]:
+    """Knots, their seconds without context, and the slopes of context and of pairs."""
+    least = min(point.num_kv_tokens for point in points)
+    near: dict[int, list[Measurement]] = {}
     for point in points:
-        by_rows.setdefault(point.num_rows, []).append(point)
-    slopes = []
-    for group in by_rows.values():
-        near = min(group, key=lambda point: point.num_kv_tokens)
-        far = max(group, key=lambda point: point.num_kv_tokens)
-        if far.num_kv_tokens > near.num_kv_tokens:
-            slopes.append((far.seconds - near.seconds) / (far.num_kv_tokens - near.num_kv_tokens))
-    return max(0.0, median(slopes)) if slopes else 0.0
+        if point.num_kv_tokens == least:
+            near.setdefault(point.num_rows, []).append(point)
+    base = {count: median_low(each.seconds for each in near[count]) for count in sorted(near)}
+    rows, seconds = list(base), list(base.values())
+    slopes = _fit_slopes(
+        [
+            (
+                point.num_kv_tokens - least,
+                point.num_pairs - point.num_rows * least,
+                point.seconds - float(np.interp(point.num_rows, rows, seconds)),
+            )
+            for point in points
+            if point.num_kv_tokens > least
+        ]
+    )
+    context = [slopes[0] * least + slopes[1] * count * least for count in rows]
+    seconds = [max(a - b, _SMALLEST_SECONDS) for a, b in zip(seconds, context, strict=True)]
+    if rows[0] > 1:
+        # Fewer rows than were ever measured: nothing says that they are cheaper.
+        rows, seconds = [1, *rows], [seconds[0], *seconds]
+    return rows, _never_falling(seconds), slopes
+
+
+def _fit_slopes(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Least squares of seconds by (tokens, pairs), neither slope below 0."""
+    if not points:
+        return 0.0, 0.0
+    tokens, pairs, seconds = np.array(points, dtype=np.float64).T
+    both, _, rank, _ = np.linalg.lstsq(np.stack([tokens, pairs], 1), seconds, rcond=None)
+    if rank == 2 and both.min() >= 0.0:
+        return float(both[0]), float(both[1])
+    singly = [
+        max(0.0, float(each @ seconds) / max(float(each @ each), _SMALLEST_SECONDS))
+        for each in (tokens, pairs)
+    ]
+    errors = [
+        float(np.square(slope * each - seconds).sum())
+        for slope, each in zip(singly, (tokens, pairs), strict=True)
+    ]
+    return (singly[0], 0.0) if errors[0] <= errors[1] else (0.0, singly[1])
 
 
 def _never_falling(values: Sequence[float]) -> list[float]:

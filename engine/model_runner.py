@@ -89,20 +89,25 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def time_step(self, num_rows: int, num_kv_tokens: int) -> float:
-        """Seconds of one forward over ``num_rows`` rows of one request after ``num_kv_tokens`` tokens;
-        for the cost model. Overwrites the store's first blocks: only while it is unused."""
+    def time_step(self, num_rows: int, num_kv_tokens: int, num_requests: int = 1) -> float:
+        """Seconds of one forward of ``num_requests`` requests with ``num_rows`` rows after
+        ``num_kv_tokens`` tokens between them, in equal shares; for the cost model. Overwrites the
+        store's first blocks: only while it is unused."""
         block_size = self.store.block_size
-        num_blocks = -(-(num_kv_tokens + num_rows) // block_size)
-        request = BatchRequest(
-            token_ids=[0] * num_rows,
-            num_known=num_rows,
-            base=num_kv_tokens,
-            parents=(),
-            block_table=range(num_blocks),
-            num_logit_rows=min(num_rows, 64),
-        )
-        batch = build_batch([request], block_size)
+        rows, base = num_rows // num_requests, num_kv_tokens // num_requests
+        num_blocks = -(-(base + rows) // block_size)
+        requests = [
+            BatchRequest(
+                token_ids=[0] * rows,
+                num_known=rows,
+                base=base,
+                parents=(),
+                block_table=range(first, first + num_blocks),
+                num_logit_rows=min(rows, 64),
+            )
+            for first in range(0, num_requests * num_blocks, num_blocks)
+        ]
+        batch = build_batch(requests, block_size)
         self.synchronize()
         start = time.perf_counter()
         self.forward(batch)

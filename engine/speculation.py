@@ -156,6 +156,7 @@ class Speculation:
             num_base_rows=plan.num_rows,
             num_sampling_requests=sum(each.samples for each in plan.scheduled),
             num_kv_tokens=sum(each.request.num_committed for each in plan.scheduled),
+            num_requests=len(plan.scheduled),
             num_spare_rows=plan.spare_rows,
         )
         for candidate, tree in zip(candidates, proposals, strict=True):
@@ -273,7 +274,7 @@ class Speculation:
     def _plain_rate(self, plan: Plan) -> float:
         """Tokens per second that this step would write without drafts."""
         num_kv_tokens = sum(each.request.num_committed for each in plan.scheduled)
-        seconds = self._cost.step_seconds(plan.num_rows, num_kv_tokens)
+        seconds = self._cost.step_seconds(plan.num_rows, num_kv_tokens, len(plan.scheduled))
         return sum(each.samples for each in plan.scheduled) / seconds
 
     def _ask(self, request: Request, num_nodes: int, depth: int, plain_rate: float) -> DraftRequest:

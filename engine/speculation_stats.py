@@ -41,17 +41,18 @@ class Baseline(NamedTuple):
 
 
 class StepSecondsModel(Protocol):
-    def step_seconds(self, num_rows: int, num_kv_tokens: int) -> float: ...
+    def step_seconds(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float: ...
 
 
 class StepShape(NamedTuple):
     """What ran: ``num_rows`` with draft nodes, ``num_base_rows`` without; ``num_kv_tokens`` over
-    all requests of the step."""
+    all ``num_requests`` requests of the step."""
 
     num_rows: int
     num_base_rows: int
     num_sampling_requests: int
     num_kv_tokens: int
+    num_requests: int
 
 
 def estimate_baseline(
@@ -60,10 +61,11 @@ def estimate_baseline(
     """What the step, measured at ``step_seconds`` of which ``draft_seconds`` drafting, stands
     for."""
     measured = max(0.0, step_seconds - draft_seconds)
-    as_run = cost.step_seconds(shape.num_rows, shape.num_kv_tokens)
-    first = cost.step_seconds(shape.num_base_rows, shape.num_kv_tokens)
+    context = (shape.num_kv_tokens, shape.num_requests)
+    as_run = cost.step_seconds(shape.num_rows, *context)
+    first = cost.step_seconds(shape.num_base_rows, *context)
     num_plain_rows = max(1, min(shape.num_sampling_requests, shape.num_base_rows))
-    plain = cost.step_seconds(num_plain_rows, shape.num_kv_tokens)
+    plain = cost.step_seconds(num_plain_rows, *context)
     return Baseline(measured * first / as_run, measured * plain / as_run)
 
 

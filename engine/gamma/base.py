@@ -55,7 +55,8 @@ class Load(NamedTuple):
     """The step as it stands before a policy's turn: what runs whatever the policy grants.
 
     ``expected_tokens``: one per sampling request plus the survivals of nodes granted so far.
-    ``num_rows`` counts those nodes too. ``draft_seconds`` has been spent on drafting already.
+    ``num_rows`` counts those nodes too. ``num_kv_tokens`` is the context of the step's
+    ``num_requests`` requests, prompts included. ``draft_seconds`` has been spent on drafting already.
     """
 
     num_rows: int
@@ -63,6 +64,7 @@ class Load(NamedTuple):
     num_sampling_requests: int
     expected_tokens: float
     num_kv_tokens: int
+    num_requests: int
     draft_seconds: float
 
 
@@ -70,7 +72,7 @@ class StepCost(Protocol):
     """The part of the cost model that policies use; all seconds, never falling in rows."""
 
     def step_seconds_table(
-        self, num_rows: int, num_extra: int, num_kv_tokens: int
+        self, num_rows: int, num_extra: int, num_kv_tokens: int, num_requests: int
     ) -> Sequence[float]: ...
     def draft_seconds(self, drafter: str) -> float: ...
 

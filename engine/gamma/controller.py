@@ -44,11 +44,13 @@ class GammaController:
         num_sampling_requests: int,
         num_kv_tokens: int,
         num_spare_rows: int = _UNLIMITED,
+        num_requests: int | None = None,
     ) -> dict[str, Grant]:
         """A grant for every candidate; give them oldest first, that is who wins ties.
 
         ``num_base_rows``: anchors and prompt rows. ``num_kv_tokens``: context of all the step's
-        requests. ``num_spare_rows``: how many nodes the step has room for.
+        ``num_requests`` requests (those that sample, if not told). ``num_spare_rows``: how many
+        nodes the step has room for.
         """
         by_policy: dict[str, list[DraftCandidate]] = {}
         draft_seconds = 0.0
@@ -61,6 +63,7 @@ class GammaController:
             num_sampling_requests,
             float(num_sampling_requests),
             num_kv_tokens,
+            num_sampling_requests if num_requests is None else num_requests,
             draft_seconds,
         )
         granted: dict[str, Grant] = {}

@@ -124,7 +124,9 @@ class GoodputPolicy:
 
     def _choose(self, pool: Sequence[_Node], load: Load) -> _Choice:
         limit = min(len(pool), load.num_spare_rows)
-        table = self._cost.step_seconds_table(load.num_rows, limit, load.num_kv_tokens)
+        table = self._cost.step_seconds_table(
+            load.num_rows, limit, load.num_kv_tokens, load.num_requests
+        )
         tokens, spent = load.expected_tokens, load.draft_seconds
         rates = [tokens / (spent + table[0])]
         best, best_rate = 0, rates[0]
@@ -190,8 +192,8 @@ class _Judge:
     def _gamma_alone(self, offer: Sequence[_Node]) -> int:
         """What the same policy would grant if the request had the engine to itself."""
         if len(self._alone) <= len(offer):
-            context = self._load.num_kv_tokens // max(1, self._load.num_sampling_requests)
-            self._alone = self._cost.step_seconds_table(1, len(offer), context)
+            context = self._load.num_kv_tokens // max(1, self._load.num_requests)
+            self._alone = self._cost.step_seconds_table(1, len(offer), context, 1)
         tokens = 1.0
         best, best_rate = 0, self._enough / self._alone[0]
         for num_nodes, node in enumerate(offer, 1):

@@ -122,19 +122,22 @@ class WholeDrafts:
     def _pays(self, candidate: DraftCandidate, load: Load, gain: float) -> bool:
         """Whether the batch is no slower with draft and rows than with neither."""
         num_nodes = len(candidate.tree)
-        table = self._cost.step_seconds_table(load.num_rows, num_nodes, load.num_kv_tokens)
+        table = self._cost.step_seconds_table(
+            load.num_rows, num_nodes, load.num_kv_tokens, load.num_requests
+        )
         saved = min(load.draft_seconds, self._cost.draft_seconds(candidate.drafter))
         without = load.expected_tokens / (load.draft_seconds - saved + table[0])
         return (load.expected_tokens + gain) / (load.draft_seconds + table[num_nodes]) >= without
 
     def _alone(self, candidate: DraftCandidate, load: Load) -> Load:
         """The request by itself, with its share of the context."""
-        context = load.num_kv_tokens // max(1, load.num_sampling_requests)
+        context = load.num_kv_tokens // max(1, load.num_requests)
         return Load(
             num_rows=1,
             num_spare_rows=load.num_spare_rows,
             num_sampling_requests=1,
             expected_tokens=1.0,
             num_kv_tokens=context,
+            num_requests=1,
             draft_seconds=self._cost.draft_seconds(candidate.drafter),
         )

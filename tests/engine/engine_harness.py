@@ -41,8 +41,8 @@ class DictatedCost(CostModel):
         super().__init__([(1, 0, 1.0), (64, 0, 1.0 + 63 * row_seconds)])
         self._draft_seconds.update(drafting or {})
 
-    def observe(self, num_rows: int, num_kv_tokens: int, seconds: float) -> None:
-        assert num_rows > 0
+    def observe(self, num_rows: int, num_kv_tokens: int, num_requests: int, seconds: float) -> None:
+        assert num_rows >= num_requests > 0
         assert num_kv_tokens >= 0
         assert seconds >= 0
 

@@ -21,9 +21,10 @@ class DictatedCost:
     drafting: dict[str, float] = field(default_factory=dict)
 
     def step_seconds_table(
-        self, num_rows: int, num_extra: int, num_kv_tokens: int
+        self, num_rows: int, num_extra: int, num_kv_tokens: int, num_requests: int
     ) -> Sequence[float]:
         assert num_kv_tokens >= 0
+        assert num_requests > 0
         return [self.seconds(num_rows + k) for k in range(num_extra + 1)]
 
     def draft_seconds(self, drafter: str) -> float:
@@ -45,7 +46,7 @@ def chain_candidate(
 
 def load_of(num_requests: int, num_rows: int | None = None, num_spare_rows: int = 1000) -> Load:
     rows = num_requests if num_rows is None else num_rows
-    return Load(rows, num_spare_rows, num_requests, float(num_requests), 0, 0.0)
+    return Load(rows, num_spare_rows, num_requests, float(num_requests), 0, num_requests, 0.0)
 
 
 def is_parent_closed(tree: DraftTree, nodes: Sequence[int]) -> bool:

@@ -105,8 +105,8 @@ def test_timing_leaves_no_trace_that_matters(exact: bool) -> None:
     clean = make_runner(reference_model("mistral"), exact)
     expected = run_chunks(clean, text, (11, 1, 18), table)
     runner = make_runner(reference_model("mistral"), exact)
-    for num_rows, num_kv_tokens in ((1, 0), (40, 0), (8, 60), (100, 7)):
-        assert runner.time_step(num_rows, num_kv_tokens) > 0
+    for size in ((1, 0, 1), (40, 0, 1), (8, 60, 1), (100, 7, 1), (8, 80, 4), (4, 40, 4)):
+        assert runner.time_step(*size) > 0
     assert torch.equal(run_chunks(runner, text, (11, 1, 18), table), expected)
 
 

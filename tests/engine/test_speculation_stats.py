@@ -18,8 +18,9 @@ from engine.speculation_stats import (
 class LinearCost:
     """One second and a tenth per row."""
 
-    def step_seconds(self, num_rows: int, num_kv_tokens: int) -> float:
+    def step_seconds(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float:
         assert num_kv_tokens >= 0
+        assert num_requests > 0
         return 1.0 + 0.1 * num_rows
 
 
@@ -127,13 +128,17 @@ def test_a_trimmed_run_counts_what_was_emitted() -> None:
 
 
 def test_a_step_without_drafts_is_its_own_baseline() -> None:
-    shape = StepShape(num_rows=4, num_base_rows=4, num_sampling_requests=4, num_kv_tokens=100)
+    shape = StepShape(
+        num_rows=4, num_base_rows=4, num_sampling_requests=4, num_kv_tokens=100, num_requests=4
+    )
     baseline = estimate_baseline(LinearCost(), shape, step_seconds=0.7, draft_seconds=0.0)
     assert baseline.seconds(1) == pytest.approx(0.7)
 
 
 def test_the_baseline_takes_away_draft_rows_and_drafting() -> None:
-    shape = StepShape(num_rows=20, num_base_rows=5, num_sampling_requests=5, num_kv_tokens=0)
+    shape = StepShape(
+        num_rows=20, num_base_rows=5, num_sampling_requests=5, num_kv_tokens=0, num_requests=5
+    )
     # A machine twice as slow as the model thinks: 6 seconds for the rows' 3.
     baseline = estimate_baseline(LinearCost(), shape, step_seconds=6.5, draft_seconds=0.5)
     assert baseline.seconds(1) == pytest.approx(3.0)
@@ -141,7 +146,9 @@ def test_the_baseline_takes_away_draft_rows_and_drafting() -> None:
 
 
 def test_prompt_rows_are_charged_to_the_first_token_only() -> None:
-    shape = StepShape(num_rows=50, num_base_rows=42, num_sampling_requests=2, num_kv_tokens=0)
+    shape = StepShape(
+        num_rows=50, num_base_rows=42, num_sampling_requests=2, num_kv_tokens=0, num_requests=2
+    )
     baseline = estimate_baseline(LinearCost(), shape, step_seconds=6.0, draft_seconds=0.0)
     assert baseline == pytest.approx((5.2, 1.2))
     assert baseline.seconds(3) == pytest.approx(5.2 + 2 * 1.2)
@@ -149,7 +156,9 @@ def test_prompt_rows_are_charged_to_the_first_token_only() -> None:
 
 
 def test_a_step_of_prompts_alone_gains_and_loses_nothing() -> None:
-    shape = StepShape(num_rows=64, num_base_rows=64, num_sampling_requests=0, num_kv_tokens=0)
+    shape = StepShape(
+        num_rows=64, num_base_rows=64, num_sampling_requests=0, num_kv_tokens=0, num_requests=1
+    )
     baseline = estimate_baseline(LinearCost(), shape, step_seconds=2.0, draft_seconds=0.0)
     stats = StepStatsBuilder().build(shape, StepSeconds(0, 2, 0, 2), baseline, StepGauges())
     assert stats.baseline_seconds == pytest.approx(stats.step_seconds)
@@ -164,7 +173,9 @@ def test_a_steps_numbers_are_kept_by_drafter() -> None:
     builder.add_request("nasd", gamma=0, num_accepted=0, num_emitted=1)
     builder.add_draft_failure()
     stats = builder.build(
-        StepShape(num_rows=24, num_base_rows=15, num_sampling_requests=5, num_kv_tokens=9),
+        StepShape(
+            num_rows=24, num_base_rows=15, num_sampling_requests=5, num_kv_tokens=9, num_requests=5
+        ),
         StepSeconds(draft=0.1, forward=1.0, verify=0.2, step=1.5),
         Baseline(first_seconds=0.8, next_seconds=0.5),
         StepGauges(
