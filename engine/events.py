@@ -82,7 +82,8 @@ class FinishInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one step emitted for one request. ``drafted[i]``: token i was an accepted draft.
+    """What one step emitted for one request. ``drafted[i]``: token i was an accepted draft;
+    ``num_draft_tokens``: drafts that the step verified for the request, its gamma.
 
     A stop token (EOS or a stop id) that ended the request is not part of ``token_ids``.
     """
@@ -93,6 +94,7 @@ class TokenEvent:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish: FinishInfo | None = None
+    num_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ def token_event(
         logprobs=_emitted_logprobs(request, outcome, first_row, logits),
         prompt_logprobs=_take_prompt_logprobs(request),
         finish=finish,
+        num_draft_tokens=len(outcome.row_token_ids) - 1,
     )
 
 

@@ -71,7 +71,9 @@ class ChoiceEnd:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one step added to a choice. ``first``: its first delta; ``end``: comes with the last."""
+    """What a step added to a choice, or several whose text was held back. ``first``: its first
+    delta; ``end``: comes with the last. ``num_draft_tokens``: drafts verified in ``num_steps`` steps.
+    """
 
     index: int
     first: bool
@@ -79,6 +81,8 @@ class ChoiceDelta:
     tokens: tuple[ReplyToken, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     end: ChoiceEnd | None = None
+    num_steps: int = 0
+    num_draft_tokens: int = 0
 
 
 class TextAssembler:
@@ -197,9 +201,12 @@ class ChoiceSource:
         assembler = self._assembler(plan)
         match: StopMatch | None = None
         first = True
+        num_steps = num_draft_tokens = 0
         async with aclosing(self._engine.generate(plan.request)) as events:
             async for event in events:
                 if match is None:
+                    num_steps += 1
+                    num_draft_tokens += event.num_draft_tokens
                     match = _take_tokens(assembler, event)
                     if match is not None and event.finish is None:
                         self._engine.abort(plan.request.request_id)
@@ -208,8 +215,11 @@ class ChoiceSource:
                 if event.finish is not None:
                     end = _end(plan, event.finish, match, assembler.num_kept)
                 if first or text or tokens or end:
-                    yield ChoiceDelta(plan.index, first, text, tokens, event.prompt_logprobs, end)
-                    first = False
+                    prompt = event.prompt_logprobs
+                    yield ChoiceDelta(
+                        plan.index, first, text, tokens, prompt, end, num_steps, num_draft_tokens
+                    )
+                    first, num_steps, num_draft_tokens = False, 0, 0
 
     def _assembler(self, plan: ChoicePlan) -> TextAssembler:
         skip = plan.text.skip_special_tokens

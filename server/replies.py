@@ -1,8 +1,9 @@
 """The replies of both endpoints, in OpenAI's shape plus our own fields.
 
 Own fields: ``usage.speculative``, ``seed`` (the one used: sending it again reproduces the reply),
-and per choice ``stop_reason``, ``token_ids``, ``prompt_token_ids`` and ``tokens``. A field that
-was not asked for is left out.
+and per choice ``stop_reason``, ``token_ids``, ``prompt_token_ids`` and ``tokens``. With ``tokens`` come
+``num_steps``, the steps that a chunk tells of, and ``num_draft_tokens``, the drafts they verified. A
+field that was not asked for is left out.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     tokens: list[DraftedToken] | None = None
+    num_steps: int | None = None
+    num_draft_tokens: int | None = None
 
 
 class Completion(BaseModel):
@@ -143,6 +146,8 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     tokens: list[DraftedToken] | None = None
+    num_steps: int | None = None
+    num_draft_tokens: int | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -154,6 +159,8 @@ class ChatChunkChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     tokens: list[DraftedToken] | None = None
+    num_steps: int | None = None
+    num_draft_tokens: int | None = None
 
 
 class ChatCompletion(BaseModel):

@@ -22,10 +22,14 @@ class FoldedChoice:
     tokens: list[ReplyToken] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     end: ChoiceEnd | None = None
+    num_steps: int = 0
+    num_draft_tokens: int = 0
 
     def add(self, delta: ChoiceDelta) -> None:
         self.text += delta.text
         self.tokens += delta.tokens
+        self.num_steps += delta.num_steps
+        self.num_draft_tokens += delta.num_draft_tokens
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.end is not None:
@@ -39,7 +43,14 @@ def fold(deltas: Iterable[ChoiceDelta], num_choices: int) -> list[ChoiceDelta]:
         folded[delta.index].add(delta)
     return [
         ChoiceDelta(
-            index, True, choice.text, tuple(choice.tokens), choice.prompt_logprobs, choice.end
+            index,
+            True,
+            choice.text,
+            tuple(choice.tokens),
+            choice.prompt_logprobs,
+            choice.end,
+            choice.num_steps,
+            choice.num_draft_tokens,
         )
         for index, choice in enumerate(folded)
     ]
@@ -73,6 +84,8 @@ def extras(plan: RequestPlan, delta: ChoiceDelta) -> dict[str, Any]:
             DraftedToken(id=token.token_id, text=token.text, drafted=token.drafted)
             for token in delta.tokens
         ]
+        fields["num_steps"] = delta.num_steps
+        fields["num_draft_tokens"] = delta.num_draft_tokens
     return fields
 
 

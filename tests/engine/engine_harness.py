@@ -207,6 +207,7 @@ class Driver:
         self.core = core
         self.token_ids: dict[str, list[int]] = {}
         self.drafted: dict[str, list[bool]] = {}
+        self.num_draft_tokens: dict[str, int] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[tuple[TokenLogprobs | None, ...]]] = {}
         self.finishes: dict[str, FinishInfo] = {}
@@ -220,6 +221,7 @@ class Driver:
         for each in requests:
             self.token_ids[each.request_id] = []
             self.drafted[each.request_id] = []
+            self.num_draft_tokens[each.request_id] = 0
             self.logprobs[each.request_id] = []
             self.prompt_logprobs[each.request_id] = []
             self._submitted[each.request_id] = self.num_steps
@@ -252,6 +254,7 @@ class Driver:
         self.first_step.setdefault(name, self.num_steps - self._submitted[name])
         self.token_ids[name] += event.token_ids
         self.drafted[name] += event.drafted
+        self.num_draft_tokens[name] += event.num_draft_tokens
         if event.logprobs is not None:
             assert len(event.logprobs) == len(event.token_ids)
             self.logprobs[name] += event.logprobs

@@ -69,6 +69,7 @@ def test_account_holds_its_identities() -> None:
         assert account.num_emitted_tokens == account.num_accepted_tokens + account.num_steps
         assert account.num_emitted_tokens == finish.num_output_tokens == GREEDY.max_tokens
         assert sum(driver.drafted[name]) == account.num_accepted_tokens
+        assert driver.num_draft_tokens[name] == account.num_draft_tokens
         assert sum(account.acceptance_histogram) == account.num_steps
         assert sum(account.accepted_per_position) == account.num_accepted_tokens
         assert account.tokens_per_step == account.num_emitted_tokens / account.num_steps

@@ -137,7 +137,8 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
 
 
 class ScriptedEngine:
-    """Writes ``script(request)`` in steps of ``group_sizes`` tokens, all but a step's last drafted.
+    """Writes ``script(request)`` in steps of ``group_sizes`` tokens, all but a step's last drafted,
+    and one draft in each step refused.
 
     Ends like the engine: at EOS, at a stop id, at ``max_tokens``. ``gate`` holds back every event
     while it is clear; ``break_after`` raises ``error`` after so many events; ``capacity`` bounds
@@ -266,6 +267,7 @@ class ScriptedEngine:
             logprobs,
             prompt_logprobs,
             None if end is None else self._finish(request, end, stop_id),
+            max(1, len(token_ids)),
         )
 
     def _finish(

@@ -99,6 +99,8 @@ async def test_a_stream_adds_up_to_the_whole_reply(
         assert "".join(part["text"] for part in parts) == choice["text"]
         assert [each for part in parts for each in part["token_ids"]] == choice["token_ids"]
         assert [each for part in parts for each in part["tokens"]] == choice["tokens"]
+        for key in ("num_steps", "num_draft_tokens"):
+            assert sum(part[key] for part in parts) == choice[key] > 0
         for key, column in choice["logprobs"].items():
             assert [each for part in parts for each in part["logprobs"][key]] == column
         assert parts[-1]["finish_reason"] == choice["finish_reason"] == "stop"
@@ -259,6 +261,18 @@ async def test_drafted_tokens_are_told_on_request(connect: Connect) -> None:
         {"id": 172, "text": "€", "drafted": False},
         {"id": 98, "text": "b", "drafted": False},
     ]
+    assert reply["choices"][0]["num_steps"] == 2
+    assert reply["choices"][0]["num_draft_tokens"] == 4 + 1
+
+
+async def test_a_chunk_tells_of_the_steps_whose_text_was_held_back(connect: Connect) -> None:
+    """Two steps each write a half of a character: one chunk, with both steps' drafts."""
+    body = {"prompt": "x", "stream": True, "speculative": {"return_drafted": True}}
+    async with connect(ScriptedEngine("aé!", group_sizes=(1,))) as client:
+        *chunks, _ = events((await client.post("/completions", json=body)).text)
+    first, second = (chunk["choices"][0] for chunk in chunks[-2:])
+    assert (first["text"], first["num_steps"], first["num_draft_tokens"]) == ("é", 2, 2)
+    assert (second["text"], second["num_steps"]) == ("!", 1)
 
 
 async def test_text_that_ends_inside_a_character_is_still_given_out(connect: Connect) -> None:
