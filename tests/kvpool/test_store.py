@@ -224,3 +224,12 @@ def test_a_gpu_store_holds_the_same_bits() -> None:
     there.move(source.cuda(), destination.cuda())
     for a, b in zip(here.key + here.value, there.key + there.value, strict=True):
         assert _bits(a) == _bits(b.cpu())
+
+
+def test_what_an_8_bit_store_cannot_hold_becomes_its_largest_number() -> None:
+    store = _store(torch.float8_e4m3fn)
+    key = torch.full((1, HEADS, DIM_K), 1e6)
+    store.write(0, torch.tensor([3]), key, -torch.ones(1, HEADS, DIM_V) * 1e6)
+    most = torch.finfo(torch.float8_e4m3fn).max
+    assert set(store.key[0][3].float().flatten().tolist()) == {most}
+    assert set(store.value[0][3].float().flatten().tolist()) == {-most}
