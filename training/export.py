@@ -102,8 +102,18 @@ def measurements(measured: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def export(name: str, run: Path, tokenizer: Path, out: Path, sources: list[dict[str, Any]]) -> None:
-    """Write one model folder; measurements are taken from `<run>/<name>.eval.json` if there."""
+def export(
+    name: str,
+    run: Path,
+    tokenizer: Path,
+    out: Path,
+    sources: list[dict[str, Any]],
+    before: tuple[float, float, float],
+) -> None:
+    """Write one model folder; measurements are taken from `<run>/<name>.eval.json` if there.
+
+    `before` is what the run that this one continued had done: million tokens, minutes, steps.
+    """
     data = run / f"{name}.eval.json"
     model: Any = LlamaForCausalLM.from_pretrained(run / name, dtype=torch.bfloat16)
     tok: Any = AutoTokenizer.from_pretrained(tokenizer)
@@ -130,9 +140,9 @@ def export(name: str, run: Path, tokenizer: Path, out: Path, sources: list[dict[
         vocab=config.vocab_size,
         context=config.max_position_embeddings,
         megabytes=(folder / "model.safetensors").stat().st_size / 1e6,
-        tokens=state["tokens"] / 1e6,
-        minutes=round(state["active"] / 60),
-        steps=state["step"],
+        tokens=before[0] + state["tokens"] / 1e6,
+        minutes=round(before[1] + state["active"] / 60),
+        steps=round(before[2] + state["step"]),
         abilities=ABILITIES[name],
         measurements=measurements(measured),
         packages=len(sources) - 1,
@@ -148,10 +158,18 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("engine/bundled"))
+    parser.add_argument(
+        "--before",
+        nargs=3,
+        type=float,
+        default=(0.0, 0.0, 0.0),
+        metavar=("MTOKENS", "MINUTES", "STEPS"),
+        help="what was done by the run whose weights this one started from",
+    )
     args = parser.parse_args()
     sources = json.loads((args.corpus / "sources.json").read_text())
     for name in ("target", "draft"):
-        export(name, args.run, args.tokenizer, args.out, sources)
+        export(name, args.run, args.tokenizer, args.out, sources, tuple(args.before))
         print(f"{args.out / name}: {sum(f.stat().st_size for f in (args.out / name).iterdir())} B")
 
 

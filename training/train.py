@@ -3,7 +3,8 @@
 The budget is counted in active minutes: the time of each step, capped, so that a paused
 process does not lose training.  The learning rate is constant after a warm-up and decays
 linearly to zero over the last part of the budget.  Writing a number of minutes into
-`<out>/decay` starts the decay at once and sets its length.
+`<out>/decay` starts the decay at once and sets its length; writing another number later plans
+the rest of it anew, from the rate reached by then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import random
 import statistics
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +169,30 @@ def held_out_loss(learner: Learner, samples: list[Sample]) -> float:
     return total / count
 
 
-def schedule(step: int, active: float, budget: float, decay: tuple[float, float] | None) -> float:
-    """Return the learning-rate factor; `decay` is (active second of its start, its length)."""
-    start, length = decay or (budget * (1 - DECAY_SHARE), budget * DECAY_SHARE)
-    return min(1.0, (step + 1) / WARMUP_STEPS, max(0.0, 1 - (active - start) / length))
+@dataclass(frozen=True)
+class Decay:
+    """A linear decay of the learning-rate factor to zero, in active seconds."""
+
+    start: float
+    length: float
+    factor: float = 1.0
+    asked: str = ""  # what the `decay` file held that asked for it
+
+    def at(self, active: float) -> float:
+        """Return the factor at a time, full before the start."""
+        return self.factor * min(1.0, max(0.0, 1 - (active - self.start) / self.length))
+
+    @property
+    def end(self) -> float:
+        """The active second at which training is done."""
+        return self.start + self.length
+
+    def replan(self, path: Path, active: float) -> Decay:
+        """Return the decay that the file asks for, from the factor reached so far, else this."""
+        asked = path.read_text().strip() if path.exists() else ""
+        if not asked or asked == self.asked:
+            return self
+        return Decay(active, float(asked) * 60, self.at(active), asked)
 
 
 def save(out: Path, tok: Any, learners: list[Learner], state: dict[str, Any]) -> None:
@@ -228,10 +250,11 @@ def main() -> None:
     ]
     args.out.mkdir(parents=True, exist_ok=True)
     budget, active, step, tokens = args.minutes * 60, 0.0, 0, 0
-    decay: tuple[float, float] | None = None
+    decay = Decay(budget * (1 - DECAY_SHARE), budget * DECAY_SHARE)
     if (args.out / "state.pt").exists():
         state = torch.load(args.out / "state.pt", weights_only=True)
-        active, step, tokens, decay = (state[k] for k in ("active", "step", "tokens", "decay"))
+        active, step, tokens = (state[k] for k in ("active", "step", "tokens"))
+        decay = Decay(**state["decay"])
         for learner in learners:
             learner.restore(state[learner.name])
     for learner in learners:
@@ -246,12 +269,11 @@ def main() -> None:
     while True:
         began = time.monotonic()
         progress = active / budget
-        if decay is None and (args.out / "decay").exists():
-            decay = (active, float((args.out / "decay").read_text()) * 60)
+        decay = decay.replan(args.out / "decay", active)
         if len(queue) < MICRO_PER_STEP:
             # Seeding by step keeps a resumed run from seeing the same documents again.
             rng = random.Random(args.seed * 1_000_003 + step)
-            decaying = active >= (decay[0] if decay else budget * (1 - DECAY_SHARE))
+            decaying = active >= decay.start
             mix = Mix.at(1.0 if args.init else progress, decaying)
             share = PLAIN_SHARE if decaying else 0.0
             pool = [
@@ -281,15 +303,14 @@ def main() -> None:
                     if chosen.numel():
                         sums.setdefault(f"{learner.name}_{kind}", []).append(chosen.mean().item())
             tokens += sum(len(s.ids) for s in part)
-        factor = schedule(step, active, budget, decay)
+        factor = min(1.0, (step + 1) / WARMUP_STEPS) * decay.at(active)
         for learner in learners:
             learner.step(factor)
         step += 1
         took = time.monotonic() - began
         times = [*times[-50:], took]
         active += min(took, 3 * statistics.median(times))
-        end = decay[0] + decay[1] if decay else budget
-        finished = active >= end
+        finished = active >= decay.end
         if step % 20 == 0:
             row: dict[str, Any] = {
                 "step": step,
@@ -303,7 +324,7 @@ def main() -> None:
             sums = {}
         if finished or active - last_save > args.save_every * 60:
             last_save = active
-            state = {"active": active, "step": step, "tokens": tokens, "decay": decay}
+            state = {"active": active, "step": step, "tokens": tokens, "decay": asdict(decay)}
             save(args.out, tok, learners, state)
             row = {"step": step, "tokens": tokens, "active": round(active)}
             for learner in learners:

@@ -225,6 +225,20 @@ def test_the_draft_learns_least_loss_where_it_equals_its_teacher() -> None:
     assert train.token_losses(teacher, ids).tolist() == [-teacher[0, 2], -teacher[1, 1]]
 
 
+def test_a_decay_is_planned_anew_when_the_file_changes(tmp_path: Path) -> None:
+    asked = tmp_path / "decay"
+    planned = train.Decay(start=100.0, length=50.0)
+    assert planned.replan(asked, 80.0) is planned, "nothing was asked for"
+    assert [planned.at(second) for second in (0.0, 100.0, 125.0, 150.0, 200.0)] == [1, 1, 0.5, 0, 0]
+    asked.write_text("2\n")
+    first = planned.replan(asked, 10.0)
+    assert (first.at(10.0), first.at(70.0), first.end) == (1.0, 0.5, 130.0)
+    assert first.replan(asked, 70.0) is first, "the same file asks only once"
+    asked.write_text("10")
+    longer = first.replan(asked, 70.0)
+    assert (longer.at(70.0), longer.at(370.0), longer.end) == (0.5, 0.25, 670.0)
+
+
 def test_a_card_shows_what_was_measured_and_nothing_else() -> None:
     table = export.measurements({"code_loss": 2.1, "code_agree": 0.723})
     assert table.splitlines() == [
