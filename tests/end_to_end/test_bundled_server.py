@@ -259,7 +259,7 @@ def test_what_cannot_be_is_refused_by_name(served: Served) -> None:
         client.completions.create(
             model="slipstream-bundled",
             prompt="x",
-            extra_body={"speculative": {"draft_strategy": "eagle"}},
+            extra_body={"speculative": {"draft_strategy": "telepathy"}},
         )
     assert refused.value.param == "speculative.draft_strategy"
     assert "ngram" in refused.value.message
