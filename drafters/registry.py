@@ -56,7 +56,7 @@ class PlainContext:
         raise DrafterUnavailableError(f"needs {name.replace('_', ' ')}, and there is none here")
 
 
-_MEMBERS_OF_AUTO = ("prediction", "ngram", "nasd")
+_MEMBERS_OF_AUTO = ("prediction", "ngram", "suffix", "stand", "recycling")
 
 
 def _auto(context: DrafterContext) -> Drafter:
