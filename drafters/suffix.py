@@ -13,7 +13,13 @@ from collections.abc import Mapping, Sequence
 
 from drafters.base import DrafterInfo, DrafterOption, DraftRequest, Observation, OptionValue
 from drafters.suffix_alignment import Alignment
-from drafters.suffix_draft import DraftBuilder, chain_of_one, copied
+from drafters.suffix_draft import (
+    CHAIN_CORRECTION,
+    TREE_CORRECTION,
+    DraftBuilder,
+    chain_of_one,
+    copied,
+)
 from drafters.suffix_history import Histories, TenantHistory
 from drafters.suffix_weights import NOTHING_COPYING, NOTHING_LOST
 from drafters.tree import EMPTY, DraftTree
@@ -108,17 +114,18 @@ class SuffixState:
             return EMPTY
         is_chain = shape.width == 1 or request.max_nodes == 1
         if alignment.is_settled and (is_chain or depth == request.max_nodes):
-            return self._settled(depth)
-        candidates = alignment.candidates()
+            min_share = CHAIN_CORRECTION if is_chain else TREE_CORRECTION
+            # In the midst of a long copy only what it got wrong before is worth a node.
+            assert alignment.source is not None
+            run = copied(
+                alignment.source, alignment.position, depth, alignment.source is alignment.token_ids
+            )
+            if not alignment.corrections.any_in(alignment.token_ids[-1], run, min_share):
+                return chain_of_one(run, alignment.length)
+            candidates = [alignment.current()]
+        else:
+            candidates = alignment.candidates()
         is_copying = alignment.num_lost_tokens == 0 and alignment.has_copied
         nothing = NOTHING_COPYING if is_copying else NOTHING_LOST
-        builder = DraftBuilder(alignment.token_ids, candidates, nothing, depth)
+        builder = DraftBuilder(alignment, candidates, nothing, depth)
         return builder.chain() if is_chain else builder.tree(request.max_nodes, shape.width)
-
-    def _settled(self, depth: int) -> DraftTree:
-        """In the midst of a long copy no alternative is worth a node."""
-        alignment = self._alignment
-        assert alignment.source is not None
-        is_own = alignment.source is alignment.token_ids
-        run = copied(alignment.source, alignment.position, depth, is_own)
-        return chain_of_one(run, alignment.length)

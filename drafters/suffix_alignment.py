@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from drafters.suffix_corrections import Corrections
 from drafters.suffix_history import TenantHistory
 from drafters.suffix_index import MAX_MATCH_LENGTH, SuffixIndex, match_length
 from drafters.suffix_weights import (
@@ -29,6 +30,9 @@ _MAX_CANDIDATES = 16
 _MAX_REMEMBERED = 4
 _ENDS_APART = 16
 _MAX_OCCURRENCES_AHEAD = 4
+_MAX_AFTER_PATH = 8
+_MAX_AHEAD_AFTER_PATH = 2
+_MAX_ENDS_AFTER_PATH = 2
 _INDEXED_BEFORE_BREAK = 8
 MAX_INDEXED_TOKENS = 32_768
 
@@ -62,6 +66,7 @@ class Alignment:
         self.position = 0
         self.length = 0
         """``token_ids`` ends with the ``length`` tokens before ``source[position]``."""
+        self.corrections = Corrections()
         self._num_prompt_tokens = len(self.token_ids)
         self._history = history
         self._index = SuffixIndex()
@@ -111,6 +116,33 @@ class Alignment:
             self._take(found)
         return found
 
+    def current(self) -> Candidate:
+        """The copy under way; there has to be one."""
+        assert self.source is not None
+        length = min(self.length, MAX_MATCH_LENGTH)
+        weight = WEIGHTS[Place.CURRENT][length]
+        return Candidate(self.source, self.position, length, Place.CURRENT, weight)
+
+    def candidates_after(self, path: Sequence[int]) -> list[Candidate]:
+        """Places in the text that may go on if ``path`` comes next, a few of the best."""
+        text = self.token_ids
+        ending = text[-MAX_MATCH_LENGTH:] + list(path)
+        end = len(ending)
+        places = dict.fromkeys(self._index.find(ending, end, _MAX_AFTER_PATH))
+        for source, broke_off in self._ends[:_MAX_ENDS_AFTER_PATH]:
+            if source is text:
+                limit = min(len(text) - 1, broke_off + FAR_AHEAD_TOKENS)
+                places.update(
+                    dict.fromkeys(_after(text, path[-1], broke_off, limit, _MAX_AHEAD_AFTER_PATH))
+                )
+        found = []
+        for position in places:
+            length = match_length(text, position, ending, end) if position < len(text) else 0
+            if length:
+                place = self._place(text, position)
+                found.append(Candidate(text, position, length, place, WEIGHTS[place][length]))
+        return found
+
     def _follow(self, position: int, end: int) -> int:
         """Walk the copy along ``token_ids[position:end]``; how many tokens were dealt with."""
         source, start, text = self.source, self.position, self.token_ids
@@ -123,6 +155,8 @@ class Alignment:
                 limit = min(num_tokens, len(source) - start)
                 while num_same < limit and source[start + num_same] == text[position + num_same]:
                     num_same += 1
+            if self._trusted and num_same:
+                self.corrections.confirm(text[position - 1], text[position : position + num_same])
             self.position += num_same
             self.length += num_same
             self._remember()
@@ -130,9 +164,12 @@ class Alignment:
             self.num_lost_tokens = 0 if self._trusted else self.num_lost_tokens + num_same
             return num_same
         was_trusted = self._trusted
+        end = position + num_same
+        if source is not None and was_trusted and self.position < len(source):
+            self.corrections.learn(text[end - 1], source[self.position], text[end])
         self.source, self.length, self._trusted = None, 0, False
         self.num_lost_tokens = 1 if was_trusted else self.num_lost_tokens + num_same + 1
-        self._index_up_to(position + num_same + 1)
+        self._index_up_to(end + 1)
         return num_same + 1
 
     def _remember(self) -> None:
@@ -169,9 +206,7 @@ class Alignment:
         own: dict[int, None] = {}
         found: list[Candidate] = []
         if self.source is not None and self._trusted and self.position < len(self.source):
-            length = min(self.length, MAX_MATCH_LENGTH)
-            weight = WEIGHTS[Place.CURRENT][length]
-            found.append(Candidate(self.source, self.position, length, Place.CURRENT, weight))
+            found.append(self.current())
         own.update(dict.fromkeys(self._index.find(text, end, _MAX_CANDIDATES)))
         elsewhere = self._around_ends(end, own)
         for position in own:
@@ -191,14 +226,7 @@ class Alignment:
         for rank, (source, broke_off) in enumerate(self._ends):
             is_own = source is self.token_ids
             limit = min(end - 1 if is_own else len(source) - 1, broke_off + FAR_AHEAD_TOKENS)
-            places: list[int] = []
-            start = broke_off
-            while len(places) < _MAX_OCCURRENCES_AHEAD and start < limit:
-                try:
-                    start = source.index(last_token_id, start, limit) + 1
-                except ValueError:
-                    break
-                places.append(start)
+            places = _after(source, last_token_id, broke_off, limit, _MAX_OCCURRENCES_AHEAD)
             num_unmatched = NEAR_TOKENS + 1 if rank == 0 else 1
             places += range(broke_off, min(broke_off + num_unmatched, limit + 1))
             if is_own:
@@ -242,3 +270,15 @@ class Alignment:
             start = end - _INDEXED_BEFORE_BREAK
         if end > start:
             self._index.extend(self.token_ids, start, end)
+
+
+def _after(token_ids: list[int], token_id: int, start: int, end: int, max_places: int) -> list[int]:
+    """The first places in ``start + 1 .. end`` that follow a ``token_id``."""
+    places: list[int] = []
+    while len(places) < max_places and start < end:
+        try:
+            start = token_ids.index(token_id, start, end) + 1
+        except ValueError:
+            break
+        places.append(start)
+    return places

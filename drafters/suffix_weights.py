@@ -68,8 +68,11 @@ def _table(log_weights: tuple[float, ...]) -> tuple[float, ...]:
 WEIGHTS = tuple(_table(_LOG_WEIGHTS[place]) for place in Place)
 """``WEIGHTS[place][match_length]``, lengths 0..``MAX_MATCH_LENGTH``; 0 where nothing matches."""
 
-NOTHING_COPYING = math.exp(-0.9)
-NOTHING_LOST = math.exp(-1.5)
+NOTHING_COPYING = 0.4
+NOTHING_LOST = 0.3
+LEADING_FACTOR = 0.3
+"""Inside a draft, the place with the longest match weighs this much of what it would if it had been
+copied from so far."""
 
 
 def unmatched_weight(num_lost_tokens: int) -> float:

@@ -111,17 +111,19 @@ def replay(
     isolate: bool = False,
     advance: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = perf_counter,
+    build: Callable[[str], Drafter] = build_replayable,
 ) -> ReplayResult:
     """Replay all lines in order; one request is open at a time.
 
     What a drafter learns from finished requests serves later ones of the same salt, as when
     serving; ``isolate`` starts every line with a fresh drafter. ``advance`` is called after each.
+    ``build`` makes a case's drafter of its name.
     """
     result = ReplayResult(case, step_cost.seconds(1))
-    drafter = build_replayable(case.drafter)
+    drafter = build(case.drafter)
     for line in lines:
         if isolate:
-            drafter = build_replayable(case.drafter)
+            drafter = build(case.drafter)
         _Replay(case, drafter, line, step_cost, result, clock).run()
         advance()
     return result

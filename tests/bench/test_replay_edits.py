@@ -1,0 +1,147 @@
+"""The comparison on edits: which files it takes, and that its contenders are what they say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench import replay_edits
+from bench.replay_edits import ARCTIC, ARCTIC_WHOLE, changed_files, compare, edit_lines, main
+from server.replay import ReplayCase, replay
+from server.replay_cost import StepCost
+from server.replay_log import LogLine
+
+
+class Letters:
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
+        assert not add_special_tokens
+        assert not verbose
+        return [ord(letter) for letter in text]
+
+
+def put(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def releases(tmp_path: Path) -> tuple[Path, Path]:
+    before, after = tmp_path / "before", tmp_path / "after"
+    lines = [f"value_{index} = {index * index}\n" for index in range(150)]
+    text = "".join(lines)
+    changed = "".join([*lines[:60], "new = True\n", *lines[61:]])
+    rewritten = "".join(f"other_{index}()\n" for index in range(200))
+    for name, old, new in (
+        ("a/edited.py", text, changed),
+        ("a/same.py", text, text),
+        ("a/rewritten.py", text, rewritten),
+        ("a/short.py", "x = 1\n", "x = 2\n"),
+        ("b/edited.py", text, changed),
+    ):
+        put(before, name, old)
+        put(after, name, new)
+    put(before, "a/gone.py", text)
+    return before, after
+
+
+def test_edits_are_files_that_changed_and_were_not_rewritten(releases: tuple[Path, Path]) -> None:
+    found = [path for path, _, _ in changed_files(*releases)]
+    assert found == ["a/edited.py", "b/edited.py"]
+    (line,) = edit_lines(*releases, Letters(), max_files=1)
+    assert "new = True" in "".join(map(chr, line.completion_token_ids))
+    assert "new = True" not in "".join(map(chr, line.prompt_token_ids))
+
+
+def test_without_arctic_ours_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    results = compare([LogLine(1, [1, 2, 3, 1, 2, 3], [1, 2, 3] * 4)], [5])
+    assert [(result.case.drafter, result.case.shape) for result in results] == [
+        (name, shape) for name in ("ngram", "suffix") for shape in ("chain", "tree")
+    ]
+    assert all(result.tokens_per_step == 6.0 for result in results)
+    assert "left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [ARCTIC, ARCTIC_WHOLE])
+def test_arctic_is_called_as_a_drafter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    class Cache:
+        """Drafts the next two numbers, as its counterpart would be asked to."""
+
+        max_tree_depth = 4
+
+        def __init__(self, max_cached_requests: int) -> None:
+            assert max_cached_requests == 0
+            self.text: list[int] = []
+
+        def start_request(self, request_id: str, token_ids: Any) -> None:
+            calls.append(("start", request_id))
+            self.text = list(token_ids)
+
+        def speculate(
+            self,
+            request_id: str,
+            context: Any,
+            max_spec_tokens: int,
+            use_tree_spec: bool,
+            **more: Any,
+        ) -> SimpleNamespace:
+            assert request_id == "line 1"
+            assert list(context) == self.text[-4:]
+            assert not use_tree_spec
+            assert bool(more) is (name == ARCTIC_WHOLE)
+            last = int(context[-1])
+            token_ids = [last + 1, last + 2][:max_spec_tokens]
+            return SimpleNamespace(token_ids=token_ids, parents=[-1, 0][:max_spec_tokens])
+
+        def add_active_response(self, request_id: str, token_ids: Any) -> None:
+            assert request_id == "line 1"
+            self.text += list(token_ids)
+
+        def stop_request(self, request_id: str) -> None:
+            calls.append(("stop", request_id))
+
+    calls: list[tuple[str, str]] = []
+    module = ModuleType("arctic_inference.suffix_decoding")
+    module.SuffixDecodingCache = Cache  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "arctic_inference", ModuleType("arctic_inference"))
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", module)
+    line = LogLine(1, [10, 11, 12], list(range(13, 22)))
+    result = replay(ReplayCase(name, 1, 2), [line], StepCost(), build=replay_edits.build)
+    assert (result.num_steps, result.num_tokens, result.num_accepted_tokens) == (3, 9, 6)
+    assert calls == [("start", "line 1"), ("stop", "line 1")]
+
+
+def test_the_command_writes_a_log_that_can_be_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    releases: tuple[Path, Path],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(replay_edits, "load_tokenizer", lambda _: Letters())
+    before, after = map(str, releases)
+    log = tmp_path / "edits.jsonl"
+    common = ["--model", "m", "--budgets", "8"]
+    assert main([*common, "--before", before, "--after", after, "--write", str(log)]) == 0
+    first = capsys.readouterr().out
+    assert "2 edits" in first
+    assert set(json.loads(log.read_text().splitlines()[0])) == {"prompt", "completion"}
+    assert main([*common, "--log", str(log)]) == 0
+    assert "2 edits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--before", "x"], ["--log", "x", "--before", "a"]])
+def test_one_source_of_edits_is_asked_for(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "either --log" in capsys.readouterr().err
