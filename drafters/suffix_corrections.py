@@ -17,7 +17,7 @@ class Corrections:
     """Per (previous token, token of the original): what came instead last time, how often a copy
     broke off there, and how often it did not after the first time.
 
-    Memory: about 250 bytes each, the ``MAX_CORRECTIONS`` learnt last.
+    Memory: about 150 bytes each, the ``MAX_CORRECTIONS`` learnt last.
     """
 
     __slots__ = ("_known",)

@@ -25,7 +25,7 @@ class SuffixIndex:
     where its continuation stands. A context keeps its ``MAX_OCCURRENCES`` newest ones (up to twice
     as many before the older half is dropped).
 
-    Memory: about 450 bytes per token of text without repetitions, less for others.
+    Memory: about 150 bytes per token of code, 310 where nothing repeats.
     """
 
     __slots__ = ("_occurrences", "num_indexed")

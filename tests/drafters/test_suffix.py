@@ -335,7 +335,7 @@ def test_the_oldest_texts_make_room():
     history = TenantHistory(max_tokens=200)
     for start in range(0, 1_000, 40):
         history.add(list(range(start, start + 40)))
-        history.advance()
+        history.advance(1_000)
         assert len(history) <= 200
     assert [text[at] for text, at in history.find([990], 1, 9)] == [991]
     assert history.find([10], 1, 9) == []
@@ -362,8 +362,7 @@ def test_texts_are_indexed_a_little_at_a_time():
     assert [text[at] for text, at in history.find([299], 1, 9)] == [300]
 
 
-def test_who_copies_from_a_forgotten_text_is_lost_but_goes_on(monkeypatch):
-    monkeypatch.setattr(suffix_history, "MAX_HISTORY_TOKENS", 100)
+def test_who_copies_from_a_forgotten_text_is_lost_but_goes_on():
     drafter = SuffixDrafter()
     drafter._histories._by_salt["a"] = history = TenantHistory(100)
     finish(drafter, list(range(40)), "a")
@@ -373,7 +372,7 @@ def test_who_copies_from_a_forgotten_text_is_lost_but_goes_on(monkeypatch):
     assert list(drafter.propose([request])[0].token_ids) == [30, 31, 32, 33]
     for start in range(1_000, 1_200, 40):
         history.add(list(range(start, start + 40)))
-        history.advance()
+        history.advance(1_000)
     assert list(drafter.propose([request])[0].token_ids) == []
     drafter.observe([Observation("r", [*text, 30], EMPTY, [29], [0], [30])])
 
@@ -390,6 +389,24 @@ def test_the_tenant_seen_longest_ago_is_forgotten():
     histories.of("b")
     histories.of("c")
     assert len(histories.of("a")) == 0
+
+
+def test_all_tenants_together_are_bounded():
+    histories = Histories(max_tenants=99, max_tokens=100)
+    for salt in "abcde":
+        histories.of(salt).add(list(range(39)))  # 40 with what separates texts
+    assert len(histories) == 3  # the newest came when two fitted
+    histories.of("e")
+    assert list(histories._by_salt) == ["d", "e"]
+
+
+def test_a_step_indexes_a_bounded_part_of_what_waits():
+    histories = Histories()
+    for salt in "ab":
+        histories.of(salt).add(list(range(1_000)))
+    histories.advance()
+    indexed = [len(histories.of(salt)) - histories.of(salt)._num_waiting for salt in "ab"]
+    assert sum(indexed) == suffix_history._INDEXED_PER_STEP
 
 
 def test_closing_forgets_the_request():
