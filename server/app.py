@@ -25,6 +25,7 @@ from server.middleware import (
     RequestIdMiddleware,
 )
 from server.ops import Lifecycle, ops_router
+from server.page import page_router
 from server.routes import catalogue_router, openai_router
 from server.settings import Settings
 from server.speculative import SpeculativeResolver
@@ -68,8 +69,10 @@ def build_app(engine: EngineClient, tokenizer: Any, settings: Settings) -> FastA
     install_error_handlers(app, metrics.count_rejection)
     fingerprint = _fingerprint(info, model_name)
     app.include_router(openai_router(translator, responder, texts, model_name, fingerprint))
-    app.include_router(catalogue_router(info, resolver, model_name))
+    has_chat_template = bool(tokenizer.chat_template)
+    app.include_router(catalogue_router(info, resolver, model_name, has_chat_template))
     app.include_router(ops_router(engine, metrics, lifecycle))
+    app.include_router(page_router())
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     if settings.api_key is not None:

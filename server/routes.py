@@ -46,7 +46,9 @@ def openai_router(
     return router
 
 
-def catalogue_router(info: EngineInfo, resolver: SpeculativeResolver, model_name: str) -> APIRouter:
+def catalogue_router(
+    info: EngineInfo, resolver: SpeculativeResolver, model_name: str, has_chat_template: bool
+) -> APIRouter:
     """``/v1/models`` and ``/v1/drafters``."""
     router = APIRouter(tags=["catalogue"])
     card: dict[str, Any] = {
@@ -59,6 +61,7 @@ def catalogue_router(info: EngineInfo, resolver: SpeculativeResolver, model_name
         "num_parameters": info.num_parameters,
         "determinism": info.determinism,
         "exact_verified": info.exact_verified,
+        "has_chat_template": has_chat_template,
     }
 
     @router.get("/v1/models")

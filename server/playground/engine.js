@@ -1,0 +1,98 @@
+// The running engine, read from /metrics: what any scraper sees, a few times a second.
+
+import { getMetrics } from "./api.js";
+import { byId, element, figures, fixed, percent } from "./dom.js";
+
+const IDLE_MS = 1500;
+const BUSY_MS = 400;
+const STATES = ["committed", "draft", "cached", "free"];
+
+const FIGURES = [
+  ["running", "In the batch"],
+  ["waiting", "In the queue"],
+  ["rate", "Tokens/s", "All requests, since the last look"],
+  ["gamma", "Mean gamma", "Draft tokens per request and step, since the last look"],
+  ["speedup", "Speed-up", "Estimated over gamma 0, over the last 512 steps"],
+  ["hits", "Prefix hits", "Prompt tokens found in the prefix cache, since the start"],
+  ["preemptions", "Preemptions", "Since the start"],
+];
+
+export class EnginePanel {
+  constructor() {
+    this._show = figures(byId("engine-figures"), FIGURES);
+    this._before = null;
+    this._timer = 0;
+    this._parts = new Map(
+      STATES.map((state) => {
+        const part = element("span", { className: state });
+        const number = element("b", {}, "–");
+        byId("kv-bar").append(part);
+        const swatch = element("i", { className: state });
+        byId("kv-states").append(element("li", {}, swatch, `${state} `, number));
+        return [state, { part, number }];
+      }),
+    );
+    this.busy = false;
+    document.addEventListener("visibilitychange", () => this.watch());
+    this.watch();
+  }
+
+  // Look now, and from then on.
+  async watch() {
+    clearTimeout(this._timer);
+    if (document.hidden) return;
+    const turn = (this._turn = (this._turn ?? 0) + 1);
+    try {
+      this._draw(await getMetrics());
+      byId("engine-state").textContent = "";
+    } catch {
+      byId("engine-state").textContent = "no figures: the server cannot be reached";
+      this._before = null;
+    }
+    // A later call has taken over where the number has moved on.
+    if (turn === this._turn) {
+      this._timer = setTimeout(() => this.watch(), this.busy ? BUSY_MS : IDLE_MS);
+    }
+  }
+
+  _draw(values) {
+    const read = (name) => values.get(`slipstream_${name}`) ?? 0;
+    const sum = (name) =>
+      [...values].reduce(
+        (total, [key, value]) => (key.startsWith(`slipstream_${name}{`) ? total + value : total),
+        0,
+      );
+    const now = {
+      time: performance.now(),
+      tokens: read("generation_tokens_total"),
+      steps: sum("spec_gamma_count"),
+      gammas: sum("spec_gamma_sum"),
+    };
+    const before = this._before ?? now;
+    this._before = now;
+    const steps = now.steps - before.steps;
+    const passed = (now.time - before.time) / 1000;
+    this._show("running", String(read("requests_running")));
+    this._show("waiting", String(read("requests_waiting")));
+    this._show("rate", passed > 0 ? fixed((now.tokens - before.tokens) / passed, 0) : "–");
+    this._show("gamma", steps > 0 ? fixed((now.gammas - before.gammas) / steps, 1) : "–");
+    const speedup = read("spec_speedup_ratio");
+    this._show("speedup", speedup > 0 ? `${fixed(speedup, 1)}×` : "–");
+    this._show("hits", percent(read("prefix_cache_hits_total"), read("prefix_cache_queries_total")));
+    this._show("preemptions", String(read("preemptions_total")));
+    this._drawBlocks(values, read("kv_blocks_total"), read("kv_block_size"));
+  }
+
+  _drawBlocks(values, total, size) {
+    byId("kv-total").textContent = total ? `${total} of ${size} tokens each` : "";
+    const known = STATES.some((state) => values.has(`slipstream_kv_blocks{state="${state}"}`));
+    for (const [state, { part, number }] of this._parts) {
+      // Before the first step nothing has been told: all blocks are free.
+      const untold = state === "free" ? total : 0;
+      const blocks = known ? (values.get(`slipstream_kv_blocks{state="${state}"}`) ?? 0) : untold;
+      number.textContent = String(blocks);
+      part.style.flexGrow = String(blocks);
+      part.hidden = blocks === 0;
+    }
+  }
+}

@@ -1,0 +1,165 @@
+// A run: the same request twice, with drafts and without, and what came of it in words.
+
+import { stream } from "./api.js";
+import { byId, count, seconds, times } from "./dom.js";
+
+const SHORTEST_TIMED_MS = 5;
+
+// What both panes send; `speculative` and `prediction` are the drafted one's.
+export function bodies(request, speculative, prediction) {
+  const shared = {
+    ...request,
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+  const drafted = { ...shared, speculative: { ...speculative, return_drafted: true } };
+  if (prediction !== null) drafted.prediction = { type: "content", content: prediction };
+  const plain = { ...shared, speculative: { draft_strategy: "none", return_drafted: true } };
+  return { drafted, plain };
+}
+
+export class Race {
+  // server: the model card of /v1/models, for what equality may be expected.
+  constructor(drafted, plain, server) {
+    this._drafted = drafted;
+    this._plain = plain;
+    this._server = server;
+    this._abort = null;
+  }
+
+  get running() {
+    return this._abort !== null;
+  }
+
+  stop() {
+    this._abort?.abort();
+  }
+
+  // Resolves when both streams have ended, however they did; failures are shown in their panes.
+  async run(path, { drafted, plain }, { apart, verification }) {
+    this._abort = new AbortController();
+    const signal = this._abort.signal;
+    this._verification = verification;
+    this._sharesSteps = !apart;
+    for (const pane of [this._drafted, this._plain]) pane.reset(drafted.max_tokens ?? 0);
+    byId("verdict").textContent = apart
+      ? "First without drafts, then with them: each has the engine to itself."
+      : "Both are written at once and share the engine's steps.";
+    announce("Running.");
+    const ticking = setInterval(() => this._tell(), 150);
+    try {
+      if (apart) {
+        await this._write(this._plain, path, plain, signal);
+        // What no longer runs cannot be compared with: the reason is in its pane.
+        if (this._plain.state === "done") await this._write(this._drafted, path, drafted, signal);
+        else this._drafted.stop();
+      } else {
+        await Promise.all([
+          this._write(this._drafted, path, drafted, signal),
+          this._write(this._plain, path, plain, signal),
+        ]);
+      }
+    } finally {
+      clearInterval(ticking);
+      this._abort = null;
+    }
+    this._conclude();
+  }
+
+  async _write(pane, path, body, signal) {
+    pane.begin();
+    try {
+      for await (const chunk of stream(path, body, signal)) pane.accept(chunk);
+      pane.end();
+    } catch (error) {
+      if (error.name === "AbortError") pane.stop();
+      else pane.fail(error);
+    }
+  }
+
+  // While they write: the ratio of their rates.
+  _tell() {
+    const [fast, slow] = [this._drafted.rate, this._plain.rate];
+    if (fast === null || slow === null) return;
+    this._drafted.speedup(times(fast / slow));
+    this._plain.speedup(times(1));
+    const [ahead, behind] = [this._drafted.tokens.length, this._plain.tokens.length];
+    byId("verdict").textContent =
+      `So far ${count(ahead, "token")} with drafts and ${behind} without; ` +
+      `drafts write ${times(fast / slow)} as fast.`;
+  }
+
+  _conclude() {
+    this._tell();
+    const verdict = this._verdict();
+    byId("verdict").textContent = verdict;
+    byId("verdict").dataset.outcome = this._outcome;
+    announce(verdict);
+  }
+
+  _verdict() {
+    const panes = [this._drafted, this._plain];
+    this._outcome = "none";
+    if (panes.some((pane) => pane.state === "failed")) {
+      this._outcome = "failed";
+      const both = panes.every((pane) => pane.state === "failed");
+      const which = this._drafted.state === "failed" ? "with" : "without";
+      const who = both ? "Both requests" : `The request ${which} drafts`;
+      const { failure } = panes.find((pane) => pane.state === "failed");
+      return `${who} failed: ${failure.message}`;
+    }
+    const index = firstDifference(this._drafted.tokens, this._plain.tokens);
+    if (panes.some((pane) => pane.state === "stopped")) {
+      const shorter = Math.min(...panes.map((pane) => pane.tokens.length));
+      const same = index === null || index >= shorter;
+      if (!shorter) return "Stopped.";
+      return `Stopped. The texts are ${same ? "equal as far as both go" : "different"}.`;
+    }
+    const sentences = [this._equality(index), this._timing()];
+    const estimate = this._drafted.usage?.speculative.estimated_speedup;
+    if (estimate) sentences.push(`The server's own estimate is ${times(estimate)}.`);
+    return sentences.filter(Boolean).join(" ");
+  }
+
+  _equality(index) {
+    if (index === null) {
+      this._outcome = "equal";
+      return `The two texts are equal, all ${count(this._plain.tokens.length, "token")}.`;
+    }
+    this._outcome = "different";
+    for (const pane of [this._drafted, this._plain]) pane.markDifference(index);
+    return `The two texts differ from token ${index + 1} on. ${this._why()}`;
+  }
+
+  _why() {
+    if (this._verification !== "match") {
+      return `${this._verification} keeps the distribution of the text, not its tokens.`;
+    }
+    if (this._server.determinism !== "exact" || this._server.exact_verified === false) {
+      return "This server's kernels round by batch size, so nearly tied tokens may fall either way.";
+    }
+    return "That should not be: this server is exact. Please report it with the request.";
+  }
+
+  _timing() {
+    const [fast, slow] = [this._drafted.writingMs, this._plain.writingMs];
+    if (Math.min(fast, slow) < SHORTEST_TIMED_MS) return "It was too short to be timed.";
+    const took = `Writing took ${seconds(fast)} with drafts and ${seconds(slow)} without`;
+    if (this._outcome !== "equal") return `${took}.`;
+    const shared = this._sharesSteps ? ", in shared steps" : "";
+    return `${took}: ${times(slow / fast)} as fast${shared}.`;
+  }
+}
+
+// The index of the first token that differs; null where there is none.
+function firstDifference(left, right) {
+  const length = Math.max(left.length, right.length);
+  for (let at = 0; at < length; at += 1) {
+    if (left[at]?.id !== right[at]?.id) return at;
+  }
+  return null;
+}
+
+function announce(text) {
+  byId("announce").textContent = text;
+}

@@ -1,0 +1,249 @@
+// The form that edits the `speculative` object, made from what /v1/drafters reports. A field left at
+// the server's default is not sent; one that could have no effect is not shown.
+
+import { byId, element } from "./dom.js";
+
+const FIELDS = {
+  num_speculative_tokens: "Draft tokens per step under fixed; otherwise the most to begin with.",
+  min_speculative_tokens: "Never fewer per step.",
+  max_speculative_tokens: "Never more per step.",
+  target_acceptance_rate: "The acceptance rate to steer to, between 0 and 1.",
+  tree_width: "Children per node of the draft tree.",
+  tree_depth: "Longest path of the draft tree.",
+};
+const POLICIES = {
+  fixed: "always the same number of drafts",
+  target_rate: "moves around an acceptance rate",
+  goodput: "what makes the batch write most per second",
+};
+const TREES = { none: "one continuation", linear: "one continuation", tree: "several continuations" };
+const VERIFICATIONS = {
+  match: "the same text as without drafts",
+  rejection: "the same distribution, not the same text",
+  block: "as rejection, drafts judged together; chains only",
+};
+const DEPTHS = ["num_speculative_tokens", "min_speculative_tokens", "max_speculative_tokens"];
+const LARGEST_EXACT = 2 ** 31;
+
+export class SpeculationForm {
+  constructor(form, catalogue, changed) {
+    this._form = form;
+    this._defaults = catalogue.defaults;
+    this._caps = catalogue.caps;
+    this._catalogue = catalogue;
+    this._drafters = new Map(catalogue.data.map((each) => [each.id, each]));
+    this._hues = new Map([...this._drafters.keys()].map((id, at) => [id, hue(at)]));
+    this._changed = changed;
+    // What was entered, by path ("tree_width", "options.n"), kept while its field is not shown.
+    this._entered = new Map();
+    this._build();
+    form.addEventListener("input", (event) => this._note(event.target));
+  }
+
+  get drafter() {
+    return this._drafters.get(this._entered.get("draft_strategy") ?? this._defaults.draft_strategy);
+  }
+
+  get hue() {
+    return this._hues.get(this.drafter.id);
+  }
+
+  get verification() {
+    return this._shows("verification") ? this._value("verification") : "match";
+  }
+
+  // The text of the `prediction` field, or null where the drafter takes none.
+  get prediction() {
+    return this.drafter.takes_prediction ? this._entered.get("prediction") || null : null;
+  }
+
+  // The object to send: what was entered in fields that are shown.
+  object() {
+    const made = {};
+    for (const field of this._form.querySelectorAll("[data-name]")) {
+      const [name, value] = [field.dataset.name, this._entered.get(field.dataset.name)];
+      if (value === undefined || name === "prediction") continue;
+      if (name.startsWith("options.")) (made.options ??= {})[name.slice(8)] = value;
+      else made[name] = value;
+    }
+    return made;
+  }
+
+  reset() {
+    this._entered.clear();
+    this._build();
+    this._changed();
+  }
+
+  summary() {
+    if (this.drafter.id === "none") return "none";
+    const tree = this._value("tree_strategy") === "tree" && this.drafter.drafts_trees;
+    return `${this.drafter.id}, ${this._value("adaptive_depth")}${tree ? ", tree" : ""}`;
+  }
+
+  _value(name) {
+    return this._entered.get(name) ?? this._defaults[name];
+  }
+
+  _shows(name) {
+    return this._form.querySelector(`[data-name="${name}"]`) !== null;
+  }
+
+  _note(input) {
+    const { name, kind } = input.dataset;
+    if (!name) return;
+    const value = read(input, kind);
+    const initial = name.startsWith("options.") ? this._initial(name.slice(8)) : this._defaults[name];
+    if (value === undefined || value === initial) this._entered.delete(name);
+    else this._entered.set(name, value);
+    // Only selects decide which other fields there are.
+    if (input.tagName === "SELECT") {
+      this._build();
+      byId(input.id).focus();
+    }
+    this._changed();
+  }
+
+  // An option's value where the request says nothing.
+  _initial(name) {
+    const own = this.drafter.options.find((option) => option.name === name);
+    const isDefault = this.drafter.id === this._defaults.draft_strategy;
+    return (isDefault ? this._defaults.options[name] : undefined) ?? own?.default;
+  }
+
+  _build() {
+    const drafter = this.drafter;
+    for (const name of this._entered.keys()) {
+      const option = name.startsWith("options.") && name.slice(8);
+      if (option && !drafter.options.some((each) => each.name === option)) this._entered.delete(name);
+    }
+    const about = [drafter.description, drafter.cost && `Cost: ${drafter.cost}`];
+    const choices = [...this._drafters.keys()].map((id) => [id, ""]);
+    const parts = [this._select("draft_strategy", "Drafter", choices, about.filter(Boolean).join(" "))];
+    if (drafter.id !== "none") parts.push(...this._depthFields(), ...this._shapeFields());
+    if (drafter.takes_prediction) parts.push(this._predictionField());
+    if (drafter.options.length) {
+      const options = drafter.options.map((option) => this._option(option));
+      const legend = element("legend", {}, `Options of ${drafter.id}`);
+      parts.push(element("fieldset", { className: "options" }, legend, ...options));
+    }
+    const reset = element("button", { type: "button", id: "reset" }, "Back to the server's defaults");
+    reset.addEventListener("click", () => {
+      this.reset();
+      byId("reset").focus();
+    });
+    this._form.replaceChildren(...parts, reset);
+  }
+
+  _depthFields() {
+    const policy = this._value("adaptive_depth");
+    const choices = this._catalogue.policies.map((id) => [id, POLICIES[id]]);
+    const names = policy === "fixed" ? DEPTHS.slice(0, 1) : DEPTHS;
+    const most = this._caps.max_speculative_tokens;
+    const numbers = names.map((name) => this._number(name, 0, most));
+    const fields = [
+      this._select("adaptive_depth", "Policy", choices),
+      element("div", { className: "row three" }, ...numbers),
+    ];
+    if (policy !== "fixed") fields.push(this._number("target_acceptance_rate", 0, 1));
+    return fields;
+  }
+
+  _shapeFields() {
+    const { tree_strategies: strategies, verifications } = this._catalogue;
+    const fields = [];
+    if (this.drafter.drafts_trees) {
+      const choices = strategies.map((id) => [id, TREES[id]]);
+      fields.push(this._select("tree_strategy", "Draft shape", choices));
+      if (this._value("tree_strategy") === "tree") {
+        const sizes = [
+          this._number("tree_width", 1, this._caps.max_tree_width),
+          this._number("tree_depth", 1, this._caps.max_tree_depth),
+        ];
+        fields.push(element("div", { className: "row two" }, ...sizes));
+      }
+    }
+    if (this.drafter.draws) {
+      const choices = verifications.map((id) => [id, VERIFICATIONS[id]]);
+      fields.push(this._select("verification", "Verification", choices));
+    }
+    return fields;
+  }
+
+  _select(name, label, choices, help) {
+    const input = element("select");
+    for (const [id, text] of choices) {
+      const isDefault = id === this._defaults[name] ? " (default)" : "";
+      const words = text ? `${id}: ${text}${isDefault}` : `${id}${isDefault}`;
+      input.append(element("option", { value: id }, words));
+    }
+    input.value = this._value(name);
+    return this._field(name, label, input, "text", help);
+  }
+
+  _number(name, low, high) {
+    const given = this._entered.get(name);
+    const input = element("input", { type: "number", min: low, max: high, step: "any" });
+    input.value = given ?? "";
+    input.placeholder = this._defaults[name] ?? "none";
+    const label = name.replaceAll("_", " ").replace("speculative tokens", "drafts");
+    return this._field(name, label, input, "number", `${FIELDS[name]} ${low} to ${high}.`);
+  }
+
+  _predictionField() {
+    const input = element("textarea", { rows: 4, spellcheck: false });
+    input.value = this._entered.get("prediction") ?? "";
+    const help = "What the output is expected to be, for the most part.";
+    return this._field("prediction", "Prediction", input, "text", help);
+  }
+
+  _option(option) {
+    const name = `options.${option.name}`;
+    const initial = this._initial(option.name);
+    const value = this._entered.get(name) ?? initial;
+    const kind = typeof option.default;
+    const input = element("input", { type: { boolean: "checkbox", number: "number" }[kind] ?? "text" });
+    if (kind === "boolean") input.checked = value;
+    else input.value = value;
+    let range = "";
+    if (kind === "number") {
+      input.step = "any";
+      if (option.minimum !== null) input.min = option.minimum;
+      if (option.maximum !== null) input.max = option.maximum;
+      if (option.minimum !== null && option.maximum !== null && option.maximum < LARGEST_EXACT) {
+        range = ` ${option.minimum} to ${option.maximum}.`;
+      }
+    }
+    const help = `${option.description}${range} Default: ${initial}.`;
+    return this._field(name, option.name.replaceAll("_", " "), input, kind, help);
+  }
+
+  _field(name, label, input, kind, help) {
+    input.id = `speculative-${name.replace(".", "-")}`;
+    Object.assign(input.dataset, { name, kind, param: paramOf(name) });
+    const tag = element("label", { htmlFor: input.id }, capital(label));
+    const field = element("div", { className: input.type === "checkbox" ? "field check" : "field" });
+    field.append(...(input.type === "checkbox" ? [input, tag] : [tag, input]));
+    if (help) {
+      const text = element("p", { className: "help", id: `${input.id}-help` }, help);
+      input.setAttribute("aria-describedby", text.id);
+      field.append(text);
+    }
+    return field;
+  }
+}
+
+function paramOf(name) {
+  return name === "prediction" ? "prediction prediction.content" : `speculative.${name}`;
+}
+
+function read(input, kind) {
+  if (kind === "boolean") return input.checked;
+  if (input.value === "") return undefined;
+  return kind === "number" ? Number(input.value) : input.value;
+}
+
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
+// Far apart for neighbours in the list, however long it is: steps of the golden angle.
+const hue = (at) => Math.round(250 + at * 137.5) % 360;
