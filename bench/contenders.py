@@ -5,11 +5,13 @@ The engine's core is driven synchronously, step after step: no server, no event 
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +22,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from drafters.base import DraftShape
+from drafters.base import DraftShape, OptionValue
 from drafters.registry import DrafterUnavailableError, build_drafters
 from engine.core import EngineCore
 from engine.events import FinishInfo, StepStats, TokenEvent
@@ -49,12 +51,16 @@ SAMPLINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A batch to complete: every prompt gets exactly ``num_new_tokens``, end of text or not."""
+    """A batch to complete: every prompt gets exactly ``num_new_tokens``, end of text or not.
+
+    ``expected``: empty, or a prediction of the output for every prompt.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     num_new_tokens: int
     sampling: Sampling
     seed: int
+    expected: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -251,9 +257,11 @@ class EngineContender:
                     ignore_eos=True,
                     seed=job.seed + index,
                 ),
-                speculative=self._speculative,
+                speculative=replace(self._speculative, reference_token_ids=expected),
             )
-            for index, prompt in enumerate(job.prompts)
+            for index, (prompt, expected) in enumerate(
+                zip_longest(job.prompts, job.expected, fillvalue=())
+            )
         ]
 
 
@@ -323,11 +331,12 @@ class _Recorder:
 
 def parse_drafter(text: str, known: Sequence[str]) -> tuple[str, SpeculativeParams]:
     """``ngram`` drafts chains as its policy (goodput) grants, ``ngramx3`` trees of width 3; ``ngram:4``
-    always has 4 tokens verified.
+    always has 4 tokens verified; ``stand+share`` and ``stand+max_contexts=4096`` set its options.
 
     Returns a name for tables and the parameters. Raises ValueError for what is not known.
     """
-    shaped, colon, gamma = text.partition(":")
+    spec, *settings = text.split("+")
+    shaped, colon, gamma = spec.partition(":")
     found = re.fullmatch(r"(.+?)x(\d+)", shaped)
     drafter, width = (found[1], int(found[2])) if found else (shaped, 1)
     if drafter not in known or drafter == "none":
@@ -335,12 +344,25 @@ def parse_drafter(text: str, known: Sequence[str]) -> tuple[str, SpeculativePara
         raise ValueError(f"unknown drafter {drafter!r}; known: {usable}")
     if width < 1:
         raise ValueError(f"{text!r}: after the x comes a number of children per node")
-    shape = DraftShape(width, 16)
-    name = drafter if width == 1 else f"{drafter} tree {width}"
-    if not colon:
-        most = 16 if width == 1 else 32
-        return name, SpeculativeParams(drafter=drafter, max_tokens=most, shape=shape)
-    if not gamma.isdigit() or int(gamma) < 1:
+    if colon and (not gamma.isdigit() or int(gamma) < 1):
         raise ValueError(f"{text!r}: after the colon comes a number of draft tokens")
-    fixed = SpeculativeParams(drafter=drafter, policy="fixed", num_tokens=int(gamma), shape=shape)
-    return f"{name} fixed {gamma}", fixed
+    params = SpeculativeParams(
+        drafter=drafter,
+        max_tokens=16 if width == 1 else 32,
+        shape=DraftShape(width, 16),
+        options=dict(_option(text, each) for each in settings),
+    )
+    if colon:
+        params = replace(params, policy="fixed", num_tokens=int(gamma), max_tokens=16)
+    words = [drafter, "" if width == 1 else f"tree {width}", f"fixed {gamma}" if colon else ""]
+    return " ".join(filter(None, [*words, *settings])), params
+
+
+def _option(text: str, setting: str) -> tuple[str, OptionValue]:
+    name, equals, value = setting.partition("=")
+    if not equals:
+        return name, True
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        raise ValueError(f"{text!r}: {value!r} is no number, true, false or quoted text") from None

@@ -109,7 +109,8 @@ def _source(model: BenchModel, num_new_tokens: int) -> PromptSource:
 
 
 def _compare_model(model: BenchModel, args: argparse.Namespace) -> list[EqualityResult]:
-    prompts = load_prompts("edit", _source(model, args.new_tokens), args.prompts)
+    loaded = load_prompts("edit", _source(model, args.new_tokens), args.prompts)
+    prompts = [prompt.token_ids for prompt in loaded]
     results = []
     for name, sampling in SAMPLINGS.items():
         params = SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p)

@@ -99,8 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         "--drafters",
         nargs="+",
         default=["ngram", "nasd_one_level", "nasd"],
-        metavar="NAME[xWIDTH][:GAMMA]",
-        help="drafters under goodput; NAMEx3 drafts trees; NAME:4 always verifies 4 tokens",
+        metavar="NAME[xWIDTH][:GAMMA][+OPTION[=VALUE]..]",
+        help="drafters under goodput; NAMEx3 drafts trees; NAME:4 always verifies 4 tokens; "
+        "stand+share sets an option",
     )
     parser.add_argument("--rounds", type=_positive, help="repeats of everything (3)")
     parser.add_argument("--new-tokens", type=_positive, help="tokens per prompt (96)")

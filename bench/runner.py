@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.contenders import Contender, Job, Run, Sampling
+from bench.workloads import Prompt
 
 _FIRST_SEED = 1000
 _WARM_UP_TOKENS = 4
@@ -29,14 +30,19 @@ class Measured:
     runs: dict[str, list[list[Run]]]
 
 
-def make_jobs(
-    cell: Cell, prompts: Sequence[tuple[int, ...]], num_new_tokens: int
-) -> tuple[Job, ...]:
+def make_jobs(cell: Cell, prompts: Sequence[Prompt], num_new_tokens: int) -> tuple[Job, ...]:
     """Full batches of the prompts in order; the seed of a request is that of its prompt."""
     size = cell.batch_size
+    starts = range(0, len(prompts) - size + 1, size)
     return tuple(
-        Job(tuple(prompts[at : at + size]), num_new_tokens, cell.sampling, _FIRST_SEED + at)
-        for at in range(0, len(prompts) - size + 1, size)
+        Job(
+            prompts=tuple(prompt.token_ids for prompt in prompts[at : at + size]),
+            num_new_tokens=num_new_tokens,
+            sampling=cell.sampling,
+            seed=_FIRST_SEED + at,
+            expected=tuple(prompt.expected for prompt in prompts[at : at + size]),
+        )
+        for at in starts
     )
 
 
@@ -72,4 +78,4 @@ def measure_cell(
 
 
 def _shortened(job: Job) -> Job:
-    return Job(job.prompts, min(_WARM_UP_TOKENS, job.num_new_tokens), job.sampling, job.seed)
+    return replace(job, num_new_tokens=min(_WARM_UP_TOKENS, job.num_new_tokens))

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -31,8 +31,15 @@ class PromptSource:
     data: Path = DATA
 
 
-def load_prompts(workload: str, source: PromptSource, count: int) -> list[tuple[int, ...]]:
-    """``count`` prompts as token ids, the same ones every time.
+class Prompt(NamedTuple):
+    """Token ids; ``expected`` is what a client could send as the request's ``prediction``."""
+
+    token_ids: tuple[int, ...]
+    expected: tuple[int, ...] = ()
+
+
+def load_prompts(workload: str, source: PromptSource, count: int) -> list[Prompt]:
+    """``count`` prompts, the same ones every time.
 
     Where the data has fewer that fit, they come round again. Raises ValueError for an unknown
     workload or where none fits, FileNotFoundError where the held-out files are missing.
@@ -40,7 +47,9 @@ def load_prompts(workload: str, source: PromptSource, count: int) -> list[tuple[
     if workload not in _LOADERS:
         raise ValueError(f"unknown workload {workload!r}; known: {', '.join(_LOADERS)}")
     prompts = _LOADERS[workload](source, count)
-    fitting = [prompt for prompt in prompts if 0 < len(prompt) <= source.max_prompt_tokens]
+    fitting = [
+        prompt for prompt in prompts if 0 < len(prompt.token_ids) <= source.max_prompt_tokens
+    ]
     if not fitting:
         raise ValueError(
             f"no prompt of workload {workload} fits into {source.max_prompt_tokens} tokens"
@@ -52,12 +61,12 @@ def workload_names() -> tuple[str, ...]:
     return tuple(_LOADERS)
 
 
-def _code(source: PromptSource, count: int) -> list[tuple[int, ...]]:  # noqa: ARG001
+def _code(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
     lines = _read(source.data / CODE_FILE)
-    return [tuple(source.tokenizer(line["prompt"])["input_ids"]) for line in lines]
+    return [Prompt(tuple(source.tokenizer(line["prompt"])["input_ids"])) for line in lines]
 
 
-def _edit(source: PromptSource, count: int) -> list[tuple[int, ...]]:  # noqa: ARG001
+def _edit(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
     tokenizer = source.tokenizer
     prompts = []
     for line in _read(source.data / EDITS_FILE):
@@ -69,15 +78,20 @@ def _edit(source: PromptSource, count: int) -> list[tuple[int, ...]]:  # noqa: A
             )
             # The template writes the start of the text itself.
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        prompts.append(tuple(ids))
+        before = line["messages"][-1]["content"].partition("\n\n")[2]
+        prompts.append(Prompt(tuple(ids), _plain(tokenizer, before)))
     return prompts
+
+
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 _FOLLOW_UP = "Repeat the code."
 _NUM_SAMPLES = 8
 
 
-def _chat(source: PromptSource, count: int) -> list[tuple[int, ...]]:  # noqa: ARG001
+def _chat(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
     """The second turn of a conversation about one of the edits."""
     tokenizer = source.tokenizer
     if tokenizer.chat_template is None:
@@ -90,21 +104,22 @@ def _chat(source: PromptSource, count: int) -> list[tuple[int, ...]]:  # noqa: A
             {"role": "user", "content": _FOLLOW_UP},
         ]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompts.append(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        answer = _plain(tokenizer, line["completion"])
+        prompts.append(Prompt(_plain(tokenizer, text), answer))
     return prompts
 
 
-def _samples(source: PromptSource, count: int) -> list[tuple[int, ...]]:
+def _samples(source: PromptSource, count: int) -> list[Prompt]:
     """Eight samples of each prompt of ``code``, as a request with ``n = 8`` asks for."""
     return [prompt for prompt in _code(source, count) for _ in range(_NUM_SAMPLES)]
 
 
-def _random(source: PromptSource, count: int) -> list[tuple[int, ...]]:
+def _random(source: PromptSource, count: int) -> list[Prompt]:
     rng = random.Random(2026)
     special = set(source.tokenizer.all_special_ids)
     usable = [token_id for token_id in range(source.vocab_size) if token_id not in special]
     length = min(RANDOM_PROMPT_TOKENS, source.max_prompt_tokens)
-    return [tuple(rng.choices(usable, k=length)) for _ in range(count)]
+    return [Prompt(tuple(rng.choices(usable, k=length))) for _ in range(count)]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -112,7 +127,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-_LOADERS: dict[str, Callable[[PromptSource, int], Sequence[tuple[int, ...]]]] = {
+_LOADERS: dict[str, Callable[[PromptSource, int], Sequence[Prompt]]] = {
     "code": _code,
     "edit": _edit,
     "chat": _chat,

@@ -6,6 +6,7 @@ import pytest
 
 from bench.contenders import SAMPLINGS, Job, Run, parse_drafter
 from bench.runner import Cell, make_jobs, measure_cell
+from bench.workloads import Prompt
 from engine.params import SpeculativeParams
 
 
@@ -27,12 +28,13 @@ def cell(batch_size: int) -> Cell:
     return Cell("code", batch_size, SAMPLINGS["greedy"])
 
 
-PROMPTS = [(1,), (2,), (3,), (4,), (5,)]
+PROMPTS = [Prompt((token,), (token, token)) for token in range(1, 6)]
 
 
 def test_jobs_are_full_batches_in_order_with_the_seeds_of_their_prompts() -> None:
     jobs = make_jobs(cell(2), PROMPTS, 8)
     assert [job.prompts for job in jobs] == [((1,), (2,)), ((3,), (4,))]
+    assert [job.expected for job in jobs] == [((1, 1), (2, 2)), ((3, 3), (4, 4))]
     # Request i of a job is seeded ``seed + i``, so a prompt has one seed at every batch size.
     alone = make_jobs(cell(1), PROMPTS, 8)
     assert [job.seed for job in jobs] == [alone[0].seed, alone[2].seed]
@@ -78,6 +80,14 @@ def test_a_drafter_is_named_alone_or_with_a_fixed_gamma() -> None:
         "ngram fixed 4",
         SpeculativeParams("ngram", policy="fixed", num_tokens=4),
     )
+
+
+def test_a_drafters_options_follow_a_plus() -> None:
+    name, params = parse_drafter("standx2+share+max_contexts=64", ["none", "stand"])
+    assert name == "stand tree 2 share max_contexts=64"
+    assert params.options == {"share": True, "max_contexts": 64}
+    with pytest.raises(ValueError, match="'many' is no number"):
+        parse_drafter("stand+max_contexts=many", ["stand"])
 
 
 @pytest.mark.parametrize("text", ["none", "oracle", "oracle:4", ""])

@@ -32,11 +32,11 @@ def lines_of(name: str) -> list[dict[str, Any]]:
 def test_code_prompts_are_the_held_out_prefixes(source: PromptSource) -> None:
     prompts = load_prompts("code", source, 3)
     wanted = [line["prompt"] for line in lines_of(CODE_FILE)[:3]]
-    assert [text_of(source, ids, skip_special=True) for ids in prompts] == wanted
+    assert [text_of(source, ids, skip_special=True) for ids, _ in prompts] == wanted
 
 
 def test_edit_prompts_go_through_the_chat_template(source: PromptSource) -> None:
-    text = text_of(source, load_prompts("edit", source, 1)[0])
+    text = text_of(source, load_prompts("edit", source, 1)[0].token_ids)
     request = lines_of(EDITS_FILE)[0]["messages"][0]["content"]
     assert request in text
     assert text.endswith("<|assistant|>")
@@ -46,7 +46,7 @@ def test_edit_prompts_go_through_the_chat_template(source: PromptSource) -> None
 def test_edit_prompts_without_a_template_are_the_plain_request() -> None:
     bare = PromptSource(tiny_tokenizer(), vocab_size=512, max_prompt_tokens=4000)
     bare.tokenizer.chat_template = None
-    text = text_of(bare, load_prompts("edit", bare, 1)[0], skip_special=True)
+    text = text_of(bare, load_prompts("edit", bare, 1)[0].token_ids, skip_special=True)
     assert text.strip() == lines_of(EDITS_FILE)[0]["messages"][0]["content"].strip()
 
 
@@ -56,7 +56,7 @@ def test_random_prompts_have_no_special_tokens_and_stay_in_the_vocabulary(
     prompts = load_prompts("random", source, 4)
     special = set(source.tokenizer.all_special_ids)
     assert special
-    assert all(0 <= token < 512 and token not in special for ids in prompts for token in ids)
+    assert all(0 <= token < 512 and token not in special for ids, _ in prompts for token in ids)
     assert len(set(prompts)) == 4
 
 
@@ -66,12 +66,12 @@ def test_prompts_are_the_same_every_time(workload: str, source: PromptSource) ->
 
 
 def test_prompts_too_long_for_the_model_are_left_out(source: PromptSource) -> None:
-    lengths = sorted(len(ids) for ids in load_prompts("edit", source, 64))
+    lengths = sorted(len(ids) for ids, _ in load_prompts("edit", source, 64))
     room = lengths[20]
     short = PromptSource(source.tokenizer, 512, room)
     prompts = load_prompts("edit", short, 64)
     assert len(prompts) == 64
-    assert max(len(ids) for ids in prompts) <= room
+    assert max(len(ids) for ids, _ in prompts) <= room
 
 
 def test_more_prompts_than_lines_come_round_again(source: PromptSource) -> None:
@@ -108,6 +108,18 @@ def test_a_chat_is_an_edit_with_its_answer_and_a_second_request() -> None:
     tokenizer = load_tokenizer(str(bundled_path("target")))
     source = PromptSource(tokenizer, len(tokenizer), 1900)
     edit, chat = load_prompts("edit", source, 1)[0], load_prompts("chat", source, 1)[0]
-    assert chat[: len(edit)] == edit
-    assert len(chat) > 1.5 * len(edit)
-    assert tokenizer.decode(chat).rstrip().endswith("<|assistant|>")
+    assert chat.token_ids[: len(edit.token_ids)] == edit.token_ids
+    assert len(chat.token_ids) > 1.5 * len(edit.token_ids)
+    assert tokenizer.decode(chat.token_ids).rstrip().endswith("<|assistant|>")
+
+
+def test_clients_could_predict_an_edit_by_its_file_and_a_repeat_by_the_answer() -> None:
+    tokenizer = load_tokenizer(str(bundled_path("target")))
+    source = PromptSource(tokenizer, len(tokenizer), 1900)
+    edit, chat = load_prompts("edit", source, 1)[0], load_prompts("chat", source, 1)[0]
+    before, answer = tokenizer.decode(edit.expected), tokenizer.decode(chat.expected)
+    assert len(edit.expected) > 50
+    assert before in tokenizer.decode(edit.token_ids)
+    assert answer in tokenizer.decode(chat.token_ids)
+    assert answer != before
+    assert {prompt.expected for prompt in load_prompts("code", source, 3)} == {()}
