@@ -130,7 +130,9 @@ def measure_model(
     for cell in cells:
         count = -(-max(options.num_prompts, cell.batch_size) // cell.batch_size) * cell.batch_size
         prompts = load_prompts(cell.workload, source, count)
-        plans.append((cell, make_jobs(cell, prompts, options.num_new_tokens)))
+        plans.append(
+            (cell, make_jobs(cell, prompts, options.num_new_tokens, steady=options.steady))
+        )
     num_runs = sum(
         len(jobs) * len(contenders_for(cell, contenders)) * options.num_rounds
         for cell, jobs in plans

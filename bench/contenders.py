@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import (
@@ -53,7 +54,8 @@ SAMPLINGS = {
 class Job:
     """A batch to complete: every prompt gets exactly ``num_new_tokens``, end of text or not.
 
-    ``expected``: empty, or a prediction of the output for every prompt.
+    ``expected``: empty, or a prediction of the output for every prompt. ``num_running`` fewer than the
+    prompts: so many run at a time, and what finishes is followed by the next, as on a busy server.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -61,6 +63,7 @@ class Job:
     sampling: Sampling
     seed: int
     expected: tuple[tuple[int, ...], ...] = ()
+    num_running: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -230,11 +233,14 @@ class EngineContender:
         recorder = _Recorder(job)
         requests = self._requests(job)
         start = time.perf_counter()
-        for request in requests:
-            self._core.submit(self._core.prepare(request))
-        while self._core.has_work:
+        waiting = deque(requests)
+        while waiting or self._core.has_work:
+            num_taken_up = len(requests) - len(waiting)
+            room = recorder.num_running - (num_taken_up - recorder.num_finished)
+            for _ in range(min(room, len(waiting))):
+                self._core.submit(self._core.prepare(waiting.popleft()))
             result = self._core.step()
-            recorder.take(result.events, result.stats, time.perf_counter())
+            recorder.take(result.events, result.stats, time.perf_counter(), bool(waiting))
         return recorder.run([request.request_id for request in requests], start)
 
     def _forget(self) -> None:
@@ -265,20 +271,32 @@ class EngineContender:
         ]
 
 
+class _Mark(NamedTuple):
+    time: float
+    num_steps: int
+    num_tokens: int
+
+
 class _Recorder:
-    """Gathers what a run's steps tell, and when every request had its first token."""
+    """Gathers what a run's steps tell. Decoding is timed while as many run as ever will: from when the
+    first of them all had a token until the last prompt was taken up, or the end if all ran at once."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self.num_running = min(job.num_running or len(job.prompts), len(job.prompts))
         self._outputs: dict[str, list[int]] = {}
         self._finished: list[FinishInfo] = []
         self._steps: list[StepStats] = []
-        self._first_decode_step = 0
-        self._first_time = 0.0
-        self._num_before = 0
+        self._marks: list[_Mark] = []
         self._end = 0.0
 
-    def take(self, events: Sequence[object], stats: StepStats | None, now: float) -> None:
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
+    def take(
+        self, events: Sequence[object], stats: StepStats | None, now: float, more_wait: bool
+    ) -> None:
         for event in events:
             if not isinstance(event, TokenEvent):
                 raise RuntimeError(f"a request failed: {event}")
@@ -287,28 +305,32 @@ class _Recorder:
                 self._finished.append(event.finish)
         if stats is not None:
             self._steps.append(stats)
-        if not self._first_time and len(self._outputs) == len(self._job.prompts):
-            self._first_time = now
-            self._first_decode_step = len(self._steps)
-            self._num_before = sum(len(tokens) for tokens in self._outputs.values())
         self._end = now
+        all_at_once = self.num_running == len(self._job.prompts)
+        if len(self._outputs) >= self.num_running and (
+            len(self._marks) < 2 or all_at_once or more_wait
+        ):
+            num_tokens = sum(len(tokens) for tokens in self._outputs.values())
+            mark = _Mark(now, len(self._steps), num_tokens)
+            self._marks = [*self._marks[:1], mark]
 
     def run(self, request_ids: Sequence[str], start: float) -> Run:
         outputs = tuple(tuple(self._outputs[request_id]) for request_id in request_ids)
         if any(len(output) != self._job.num_new_tokens for output in outputs):
             raise RuntimeError("the engine did not write the number of tokens it was asked for")
         account = self._account()
+        first, last = self._marks[0], self._marks[-1]
         return Run(
             output_token_ids=outputs,
             seconds=self._end - start,
-            decode_seconds=self._end - self._first_time,
-            num_decode_tokens=self._job.num_tokens - self._num_before,
+            decode_seconds=last.time - first.time,
+            num_decode_tokens=last.num_tokens - first.num_tokens,
             num_request_steps=account.num_request_steps,
             account=account,
         )
 
     def _account(self) -> Account:
-        decode = self._steps[self._first_decode_step :]
+        decode = self._steps[self._marks[0].num_steps : self._marks[-1].num_steps]
         told = [finish.speculative for finish in self._finished]
         counts = Account(
             num_request_steps=sum(stats.num_steps for stats in told),

@@ -38,6 +38,7 @@ class Options:
     max_num_rows: int
     with_transformers: bool
     prefix_cache: bool
+    steady: bool
     draft_model: str | None
     prefix_layers: str | None
     quantized: Quantization | None
@@ -54,7 +55,10 @@ class Options:
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Exits with a message, as argparse does, on arguments that make no sense."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.steady and not args.skip_transformers:
+        parser.error("--steady needs --skip-transformers: generate's batches cannot be refilled")
     return Options(
         models=tuple(args.model),
         batch_sizes=tuple(args.batch or ((1, 2) if args.quick else (1, 4, 16))),
@@ -71,6 +75,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         max_num_rows=_QUICK_ROWS if args.quick else 1024,
         with_transformers=not args.skip_transformers,
         prefix_cache=args.prefix_cache,
+        steady=args.steady,
         draft_model=args.draft_model,
         prefix_layers=args.prefix_layers,
         quantized=args.quantized,
@@ -117,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         "--prefix-cache",
         action="store_true",
         help="keep prompts between runs, so that next to nothing but decoding is measured",
+    )
+    parser.add_argument(
+        "--steady",
+        action="store_true",
+        help="let the next prompt follow a finished one, as on a busy server, and time decoding while "
+        "the batch is full; with --skip-transformers, which cannot",
     )
     parser.add_argument("--draft-model", help="for small_model; default: the bundled draft")
     parser.add_argument("--prefix-layers", help="layers for prefix_layers, as the server's flag")

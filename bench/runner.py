@@ -30,9 +30,12 @@ class Measured:
     runs: dict[str, list[list[Run]]]
 
 
-def make_jobs(cell: Cell, prompts: Sequence[Prompt], num_new_tokens: int) -> tuple[Job, ...]:
-    """Full batches of the prompts in order; the seed of a request is that of its prompt."""
-    size = cell.batch_size
+def make_jobs(
+    cell: Cell, prompts: Sequence[Prompt], num_new_tokens: int, *, steady: bool = False
+) -> tuple[Job, ...]:
+    """Full batches of the prompts in order; the seed of a request is that of its prompt. ``steady``:
+    one job of all prompts, a batch of them at a time."""
+    size = len(prompts) if steady else cell.batch_size
     starts = range(0, len(prompts) - size + 1, size)
     return tuple(
         Job(
@@ -41,6 +44,7 @@ def make_jobs(cell: Cell, prompts: Sequence[Prompt], num_new_tokens: int) -> tup
             sampling=cell.sampling,
             seed=_FIRST_SEED + at,
             expected=tuple(prompt.expected for prompt in prompts[at : at + size]),
+            num_running=cell.batch_size,
         )
         for at in starts
     )

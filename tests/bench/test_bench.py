@@ -119,6 +119,23 @@ def test_a_changed_text_fails_the_command_where_exactness_is_promised(
     assert ("edit, batch 4, greedy: ngram wrote" in told) is (same_text < 1)
 
 
+def test_a_steady_run_keeps_the_batch_full_and_times_it_while_it_is(tmp_path: Path) -> None:
+    output = tmp_path / "steady.json"
+    arguments = ["--model", str(save_tiny_model(tmp_path / "model")), "--quick", "--threads", "1"]
+    arguments += ["--workload", "random", "--sampling", "greedy", "--drafters", "ngram"]
+    arguments += ["--steady", "--skip-transformers", "--batch", "2", "--prompts", "6"]
+    assert main([*arguments, "--output", str(output)]) == 0
+    (cell,) = json.loads(output.read_text(encoding="utf-8"))["models"][0]["cells"]
+    for row in cell["contenders"]:
+        assert row["same_text"] in (None, 1.0)
+        assert row["decode_ratio"] > 0
+    assert cell["num_prompts"] == 6
+    gamma_0 = cell["contenders"][0]
+    assert gamma_0["tokens_per_step"] == 1.0
+    with pytest.raises(SystemExit, match="2"):
+        main(["--steady"])
+
+
 def test_an_unknown_drafter_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ValueError, match="unknown drafter 'oracle'"):
         main(["--model", "no such folder", "--drafters", "oracle"])

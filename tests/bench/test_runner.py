@@ -40,6 +40,12 @@ def test_jobs_are_full_batches_in_order_with_the_seeds_of_their_prompts() -> Non
     assert [job.seed for job in jobs] == [alone[0].seed, alone[2].seed]
 
 
+def test_a_steady_job_has_all_prompts_and_keeps_a_batch_running() -> None:
+    (job,) = make_jobs(cell(2), PROMPTS, 8, steady=True)
+    assert job.prompts == ((1,), (2,), (3,), (4,), (5,))
+    assert job.num_running == 2
+
+
 def test_contenders_take_turns_and_who_goes_first_changes() -> None:
     log: list[tuple[str, Job]] = []
     contenders = [LoggingContender(name, log, None) for name in ("a", "b")]
