@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from server.markdown import markdown_table
 from server.replay import ReplayResult
 
 SCHEMA_VERSION = 1
@@ -25,15 +26,7 @@ _NUM_TEXT_COLUMNS = 2
 
 def table(results: Sequence[ReplayResult]) -> str:
     """Markdown, readable as it is on a terminal."""
-    rows = [_HEADER, *(_row(result) for result in results)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADER))]
-    lines = [_line(row, widths) for row in rows]
-    rule = [
-        "-" * width if at < _NUM_TEXT_COLUMNS else "-" * (width - 1) + ":"
-        for at, width in enumerate(widths)
-    ]
-    lines.insert(1, _line(rule, widths))
-    return "\n".join(lines)
+    return markdown_table([_HEADER, *map(_row, results)], _NUM_TEXT_COLUMNS)
 
 
 def _row(result: ReplayResult) -> tuple[str, ...]:
@@ -48,14 +41,6 @@ def _row(result: ReplayResult) -> tuple[str, ...]:
         f"{result.median_draft_seconds * 1e6:.0f}",
         f"{result.estimated_speedup:.2f}x",
     )
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [
-        cell.ljust(width) if at < _NUM_TEXT_COLUMNS else cell.rjust(width)
-        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return f"| {' | '.join(padded)} |"
 
 
 def to_json(result: ReplayResult) -> dict[str, Any]:
