@@ -8,6 +8,7 @@ error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -279,14 +280,13 @@ class SpeculativeResolver:
 
     def _options(self, info: DrafterInfo, asked: SpeculativeField) -> dict[str, OptionValue]:
         given: dict[str, Any] = asked.options or {}
-        for name, value in given.items():
-            try:
-                info.resolve({name: value})
-            except ValueError as error:
-                raise _refuse(f"options.{name}", str(error)) from error
         # The server's default options belong to its default drafter and to no other.
         inherited = self.defaults.options if info.name == self.defaults.drafter else {}
-        return info.resolve({**inherited, **given})
+        try:
+            # All at once: whether one fits may hang on another.
+            return info.resolve({**inherited, **given})
+        except ValueError as error:
+            raise _refuse(_first_named(given, str(error)), str(error)) from error
 
     def _policy(self, asked: SpeculativeField) -> GammaPolicyName:
         policy = self.defaults.policy
@@ -382,6 +382,13 @@ class SpeculativeResolver:
 
 def _refuse(name: str, message: str) -> ApiError:
     return bad_request(f"speculative.{name}", f"speculative.{name} {message}")
+
+
+def _first_named(options: Mapping[str, Any], message: str) -> str:
+    """The field of the option that a message names first."""
+    found = [(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message), name) for name in options]
+    places = [(match.start(), name) for match, name in found if match]
+    return f"options.{min(places)[1]}" if places else "options"
 
 
 def _no_effect_if(condition: bool, name: str, where: str) -> None:

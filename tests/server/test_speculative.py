@@ -3,14 +3,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from conftest import Connect
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_engine import engine_info
+from scripted_engine import ScriptedEngine, engine_info
 
 from drafters.base import DraftShape
+from drafters.registry import build_drafters
 from engine.params import SpeculativeParams
 from server.errors import ApiError
 from server.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver
+
+pytestmark = pytest.mark.anyio
 
 
 def resolver(default: dict[str, Any] | None = None, **caps: Any) -> SpeculativeResolver:
@@ -182,6 +186,69 @@ def test_the_impossible_and_the_ineffective_are_refused_by_name(
     assert refused.value.status == 400
     assert refused.value.param == f"speculative.{name}"
     assert name in refused.value.message
+
+
+CORE = engine_info(
+    drafters={name: each.info for name, each in build_drafters().items()}, max_num_nodes=32
+)
+"""An engine with the drafters that need no model, as they are."""
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("nasd", {"n": 6, "min_context": 4}),
+        ("nasd", {"min_context": 4, "n": 6}),
+        ("ngram", {"ngram_min": 9, "ngram_max": 12}),
+        ("stand", {"min_ctx": 6, "max_ctx": 8}),
+    ],
+)
+async def test_options_that_fit_only_together_are_taken(
+    connect: Connect, drafter: str, options: dict[str, int]
+) -> None:
+    engine = ScriptedEngine("x", info=CORE)
+    speculative = {"draft_strategy": drafter, "options": options}
+    async with connect(engine) as client:
+        reply = await client.post(
+            "/completions", json={"prompt": "ab", "max_tokens": 4, "speculative": speculative}
+        )
+    assert reply.status_code == 200, reply.text
+    assert options.items() <= engine.requests[0].speculative.options.items()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "name"),
+    [
+        ("nasd", {"n": 3, "min_context": 3}, "options.min_context"),
+        ("nasd", {"n": 2, "filler_top_k": 2, "min_context": 2}, "options.min_context"),
+        ("nasd", {"n": 9, "min_context": 1}, "options.n"),
+        ("nasd", {"min_context": 2, "a-b": 1}, "options.a-b"),
+        ("ngram", {"ngram_max": 2, "ngram_min": 3}, "options.ngram_min"),
+        ("ngram", {"ngram_max": 1}, "options.ngram_max"),
+        ("stand", {"min_ctx": 5, "share": True}, "options.min_ctx"),
+        ("jacobi", {"window": 4, "first_guess": "none"}, "options.first_guess"),
+    ],
+)
+async def test_options_that_do_not_fit_together_are_refused_by_name(
+    connect: Connect, drafter: str, options: dict[str, Any], name: str
+) -> None:
+    engine = ScriptedEngine("x", info=CORE)
+    speculative = {"draft_strategy": drafter, "options": options}
+    async with connect(engine) as client:
+        reply = await client.post("/completions", json={"prompt": "ab", "speculative": speculative})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == f"speculative.{name}"
+    assert engine.requests == []
+
+
+def test_a_request_answers_for_what_does_not_fit_the_servers_options() -> None:
+    default = SpeculativeField(draft_strategy="nasd", options={"n": 6, "min_context": 4})
+    subject = SpeculativeResolver(CORE, default, SpeculativeCaps())
+    assert subject.resolve(None).options["min_context"] == 4
+    with pytest.raises(ApiError) as refused:
+        subject.resolve(SpeculativeField(options={"n": 4}))
+    assert refused.value.param == "speculative.options.n"
+    assert subject.resolve(SpeculativeField(options={"n": 5})).options["n"] == 5
 
 
 SAMPLER = {"draft_strategy": "sampler"}
