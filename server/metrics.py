@@ -189,6 +189,10 @@ class Metrics:
         )
         self._requests = self._counter("requests", "Choices by how they ended.", "finish_reason")
         self._rejections = self._counter("rejections", "Requests turned away.", "reason")
+        # A rate sees a first event only if the series was there before it; alerts watch these.
+        for outcome in ("stop", "length", "abort", "error", "rejected"):
+            self._requests.labels(outcome)
+        self._rejections.labels("queue_full")
         self._http = self._counter("http_requests", "Answers.", "method", "path", "status")
 
     def _make_static(

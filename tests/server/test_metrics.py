@@ -144,6 +144,14 @@ async def test_rejections_are_counted_by_reason(connect: Connect) -> None:
     assert value(seen, name, reason="context_length_exceeded") == 1
 
 
+async def test_outcomes_that_alerts_watch_are_there_before_the_first(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        samples = await scrape(client)
+    for outcome in ("stop", "length", "abort", "error", "rejected"):
+        assert value(samples, "slipstream_requests_total", finish_reason=outcome) == 0
+    assert value(samples, "slipstream_rejections_total", reason="queue_full") == 0
+
+
 async def test_no_label_grows_with_requests_or_clients(connect: Connect) -> None:
     engine = ScriptedEngine()
 
