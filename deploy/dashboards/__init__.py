@@ -1,0 +1,1 @@
+"""Grafana dashboards as code: ``python -m deploy.dashboards`` writes them, ``--check`` compares."""

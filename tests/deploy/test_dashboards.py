@@ -1,0 +1,118 @@
+"""The committed dashboards are what the code makes, and can be read by who did not write them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from expressions import DASHBOARDS, panels, variable_queries
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from tools import DEPLOY
+
+from deploy.dashboards.__main__ import TARGET, main, stale_files
+
+WANTED = {
+    "speculation": {
+        "slipstream_spec_accepted_tokens_total",
+        "slipstream_spec_accepted_tokens_per_position_total",
+        "slipstream_spec_emitted_tokens_total",
+        "slipstream_spec_gamma_bucket",
+        "slipstream_baseline_seconds_total",
+        "slipstream_spec_draft_seconds_total",
+        "slipstream_spec_verify_seconds_total",
+        "slipstream_spec_disabled_total",
+    },
+    "serving": {
+        "slipstream_time_to_first_token_seconds_bucket",
+        "slipstream_time_per_output_token_seconds_bucket",
+        "slipstream_e2e_seconds_bucket",
+        "slipstream_queue_seconds_bucket",
+        "slipstream_generation_tokens_total",
+        "slipstream_kv_blocks",
+        "slipstream_prefix_cache_hits_total",
+        "slipstream_preemptions_total",
+        "slipstream_requests_total",
+        "slipstream_rejections_total",
+    },
+}
+
+
+def test_the_committed_json_is_current() -> None:
+    assert main(["--check"]) == 0
+
+
+def test_a_changed_a_missing_and_a_foreign_file_are_stale(tmp_path: Path) -> None:
+    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
+    assert stale_files(tmp_path) == []
+    changed = tmp_path / "speculation.json"
+    changed.write_text(changed.read_text().replace("Wasted", "Spent"))
+    (tmp_path / "serving.json").unlink()
+    (tmp_path / "drawn-by-hand.json").write_text("{}")
+    assert stale_files(tmp_path) == ["drawn-by-hand.json", "serving.json", "speculation.json"]
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_grafanas_own_model_reads_the_json(name: str) -> None:
+    read = Dashboard.from_json(DASHBOARDS[name])
+    assert read.uid == f"slipstream-{name}"
+    assert read.title is not None
+    assert len(read.panels or []) == len(DASHBOARDS[name]["panels"])
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_every_panel_says_what_it_shows_and_in_which_unit(name: str) -> None:
+    ids = [panel["id"] for panel in DASHBOARDS[name]["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in panels(DASHBOARDS[name]):
+        assert panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_lie_side_by_side(name: str) -> None:
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARDS[name]["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        own = {
+            (at["x"] + across, at["y"] + down)
+            for across in range(at["w"])
+            for down in range(at["h"])
+        }
+        assert not own & cells, panel["title"]
+        cells |= own
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_what_is_chosen_above_decides_what_is_queried(name: str) -> None:
+    dashboard = DASHBOARDS[name]
+    variables = [each["name"] for each in dashboard["templating"]["list"]]
+    assert variables[:3] == ["datasource", "model", "instance"]
+    narrowed = {where: selector for where, selector, _ in variable_queries()}
+    assert 'model_name=~"$model"' in narrowed[f"{name}: instance"]
+    for panel in panels(dashboard):
+        assert panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            expr = target["expr"]
+            assert expr.count("{") == expr.count('{instance=~"$instance"'), expr
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_the_dashboard_covers_its_subject(name: str) -> None:
+    text = " ".join(
+        target["expr"] for panel in panels(DASHBOARDS[name]) for target in panel["targets"]
+    )
+    assert {metric for metric in WANTED[name] if metric not in text} == set()
+
+
+def test_grafana_finds_source_and_dashboards_where_compose_puts_them() -> None:
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    compose = (DEPLOY / "compose.yaml").read_text()
+    provider = (provisioning / "dashboards" / "slipstream.yaml").read_text()
+    assert "path: /etc/dashboards" in provider
+    assert "./grafana/dashboards:/etc/dashboards:ro" in compose
+    assert "./grafana/provisioning:/etc/grafana/provisioning:ro" in compose
+    source = (provisioning / "datasources" / "prometheus.yaml").read_text()
+    assert "url: http://prometheus:9090" in source
