@@ -1,0 +1,66 @@
+"""Alert rules: promtool reads them, runs their unit tests, and no rule is without one."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from expressions import alerts
+from tools import DEPLOY, debian_tool
+
+FOLDER = DEPLOY / "prometheus"
+CASES = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]
+
+
+def promtool(*arguments: str, folder: Path = FOLDER) -> subprocess.CompletedProcess[str]:
+    command = [debian_tool("promtool"), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_prometheus_takes_the_configuration_and_its_rules() -> None:
+    result = promtool("check", "config", "prometheus.yml")
+    assert result.returncode == 0, result.stderr
+    assert "1 rule files found" in result.stdout
+    result = promtool("check", "rules", "--lint-fatal", "alerts.yml")
+    assert result.returncode == 0, result.stderr
+    assert f"{len(alerts())} rules found" in result.stdout
+
+
+def test_the_rules_unit_tests_pass() -> None:
+    result = promtool("test", "rules", "alerts_test.yml")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_unit_tests_would_see_rules_that_never_fire(tmp_path: Path) -> None:
+    """So that a passing run means something: each rule that is broken fails its own case."""
+    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text())
+    for rule in rules["groups"][0]["rules"]:
+        rule["expr"] = f"({rule['expr']}) and on () vector(1) > 2"
+    (tmp_path / "alerts.yml").write_text(yaml.safe_dump(rules))
+    (tmp_path / "alerts_test.yml").write_text((FOLDER / "alerts_test.yml").read_text())
+    result = promtool("test", "rules", "alerts_test.yml", folder=tmp_path)
+    assert result.returncode != 0
+    said = result.stdout + result.stderr
+    assert [name for name in alerts() if f"alertname: {name}" not in said] == []
+
+
+@pytest.mark.parametrize("name", alerts())
+def test_every_alert_has_a_quiet_and_a_firing_case(name: str) -> None:
+    outcomes = [
+        bool(rule["exp_alerts"])
+        for case in CASES
+        if case["name"] == name
+        for rule in case["alert_rule_test"]
+        if rule["alertname"] == name
+    ]
+    assert sorted(outcomes) == [False, True]
+
+
+@pytest.mark.parametrize("name", alerts())
+def test_every_alert_says_how_grave_it_is_and_what_to_do(name: str) -> None:
+    rule = alerts()[name]
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert "$labels.instance" in rule["annotations"]["summary"]
+    assert rule["annotations"]["description"].endswith(".")
