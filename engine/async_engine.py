@@ -59,7 +59,8 @@ class AsyncEngine:
         return len(self._streams)
 
     def add_step_listener(self, callback: StepListener) -> None:
-        """Call back on the event loop after every step."""
+        """Call back on the event loop after every step, and when aborts have left nothing to run:
+        then with gauges only, and ``num_rows`` 0."""
         self._listeners.append(callback)
 
     async def start(self) -> None:
@@ -165,7 +166,10 @@ class AsyncEngine:
         assert self._loop is not None
         try:
             while self._obey():
-                self._post(self.core.step())
+                result = self.core.step()
+                if result.stats is None and result.events:
+                    result.stats = self._idle_stats()
+                self._post(result)
         except BaseException as error:
             logger.exception("the engine died")
             message = f"the engine died: {type(error).__name__}: {error}"
@@ -187,6 +191,14 @@ class AsyncEngine:
                 return False
             command()
             block = False
+
+    def _idle_stats(self) -> StepStats:
+        """Gauges after aborts that left nothing to run: no step follows that would tell them."""
+        return StepStats(
+            num_running=len(self.core.scheduler.running),
+            num_waiting=len(self.core.scheduler.waiting),
+            blocks=self.core.pool.counts(),
+        )
 
     def _post(self, result: StepResult) -> None:
         if self._loop is not None and (result.events or result.stats is not None):

@@ -224,7 +224,8 @@ class Metrics:
 
     def observe_step(self, stats: StepStats) -> None:
         """The engine's step listener."""
-        self._steps.inc()
+        # Without rows it was no step, only a last look at the gauges.
+        self._steps.inc(stats.num_rows > 0)
         self._rows.inc(stats.num_rows)
         self._prompt_tokens.inc(stats.num_prompt_tokens)
         self._generation_tokens.inc(stats.num_emitted_tokens)

@@ -82,6 +82,29 @@ def test_listeners_hear_of_every_step() -> None:
     run(test)
 
 
+def test_listeners_hear_when_aborts_leave_nothing_to_run() -> None:
+    """Otherwise gauges would go on telling of the request that was the last."""
+
+    async def test() -> None:
+        async with running(Engine(gated=True)) as engine:
+            heard: asyncio.Queue[StepStats] = asyncio.Queue()
+            engine.add_step_listener(heard.put_nowait)
+            reader = asyncio.create_task(collect(engine.generate(asking("r"))))
+            engine.runner.allow(1)
+            stats = await heard.get()
+            assert (stats.num_running, stats.num_rows > 0) == (1, True)
+            # The step that waits for its permit ends; the abort comes before the next.
+            engine.abort("r")
+            engine.runner.open_gate()
+            while stats.num_rows:
+                stats = await heard.get()
+            assert reasons_of(await reader) == ["abort"]
+            assert (stats.num_running, stats.num_waiting) == (0, 0)
+            assert stats.blocks["committed"] == stats.blocks["draft"] == 0
+
+    run(test)
+
+
 def test_a_reader_who_dawdles_delays_nobody() -> None:
     async def test() -> None:
         async with running(Engine()) as engine:

@@ -205,3 +205,13 @@ def test_the_speedup_gauge_forgets_old_steps() -> None:
     for _ in range(512):
         metrics.observe_step(StepStats(baseline_seconds=2.0, step_seconds=1.0))
     assert metrics.registry.get_sample_value("slipstream_spec_speedup_ratio") == 2.0
+
+
+def test_a_last_look_at_the_gauges_is_no_step() -> None:
+    metrics = Metrics(engine_info(), "m", lambda: True)
+    metrics.observe_step(StepStats(num_rows=3, num_running=2, blocks={"free": 5, "committed": 3}))
+    metrics.observe_step(StepStats(blocks={"free": 8, "committed": 0}))
+    read = metrics.registry.get_sample_value
+    assert read("slipstream_steps_total") == 1
+    assert read("slipstream_requests_running") == 0
+    assert read("slipstream_kv_blocks", {"state": "free"}) == 8
