@@ -1,6 +1,6 @@
 # Sourced by the scripts beside it: makes the project's own environment, .venv, and keeps to it.
 #
-#   make_environment serve    what the server needs
+#   make_environment serve    what the server and the terminal client need
 #   make_environment dev      that, and what tests and checks need
 #
 # A stamp says what .venv was made from, so that nothing is done while it is current. It is written last:
@@ -22,9 +22,9 @@ make_environment() {
     fi
     echo "making the environment in .venv; the first time takes a few minutes" >&2
     _make_venv
-    local target=$root
-    if [ "$wanted" = dev ]; then target="$root[dev]"; fi
-    "$python" -m pip install --quiet --editable "$target" </dev/null >&2
+    local extra=client
+    if [ "$wanted" = dev ]; then extra=dev; fi
+    "$python" -m pip install --quiet --editable "$root[$extra]" </dev/null >&2
     # Stamps of another pyproject.toml say nothing any more.
     rm -f "$venv"/made-from-*
     printf '%s\n' "$current" >"$venv/made-from-$wanted"

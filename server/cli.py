@@ -15,6 +15,7 @@ from pydantic_settings import SettingsError
 
 from engine.errors import EngineError
 from server.app import build_app
+from server.client.commands import add_client_commands
 from server.replay_command import add_replay
 from server.settings import Settings, add_flags, load_settings
 from server.template_command import add_template_command
@@ -57,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=_HelpFormatter,
     )
     serve.set_defaults(run=_serve, flags=add_flags(serve))
+    add_client_commands(commands)
     add_replay(commands)
     add_template_command(commands)
     return parser

@@ -116,3 +116,27 @@ def test_files_stay_readable(package: str) -> None:
     }
     assert {path: count for path, count in lengths.items() if count > MAX_LINES} == {}
     assert not {path.name for path in lengths} & {"utils.py", "util.py", "helpers.py", "misc.py"}
+
+
+def test_the_terminal_client_needs_no_engine() -> None:
+    """It talks to servers elsewhere: nothing of the engine, the drafters or the web framework."""
+    files = sources("server/client")
+    assert files
+    found = {
+        path.name: {name for name in names if name.partition(".")[0] in {"engine", "drafters"}}
+        for path in files
+        if (names := set(imported_names(path.read_text(encoding="utf-8"))))
+    }
+    assert {name: names for name, names in found.items() if names} == {}
+    modules = ", ".join(f"server.client.{path.stem}" for path in files if path.stem != "__init__")
+    result = run_without(MODEL | WEB | {"engine", "drafters", "kvpool"}, f"import {modules}")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("missing", ["httpx", "rich"])
+def test_a_missing_client_library_is_named_with_its_extra(missing: str) -> None:
+    code = "from server.cli import main; sys.exit(main(['complete', 'x']))"
+    result = run_without({missing}, code)
+    assert result.returncode == 2
+    assert f"needs {missing}: pip install 'slipstream-llm[client]'" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -45,7 +45,7 @@ def test_every_package_is_listed() -> None:
 
 def test_what_the_packages_import_is_declared() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    wanted = [*PYPROJECT["project"]["dependencies"], *extras["quantized"]]
+    wanted = [*PYPROJECT["project"]["dependencies"], *extras["quantized"], *extras["client"]]
     declared = {normal(each) for each in wanted}
     # pydantic pins the one build of its core that it works with.
     declared |= {"pydantic-core"} if "pydantic" in declared else set()
@@ -257,7 +257,7 @@ def test_an_environment_is_made_once(sandbox: Sandbox) -> None:
     made = sandbox.calls()
     assert len(made) == 2
     assert made[0].endswith(f"-m venv --clear {sandbox.root.resolve()}/.venv")
-    assert made[1].endswith(f"--editable {sandbox.root.resolve()}")
+    assert made[1].endswith(f"--editable {sandbox.root.resolve()}[client]")
     assert sandbox.make("serve") == 0
     assert sandbox.calls() == []
 
