@@ -3,6 +3,7 @@ changed a text where equality is promised."""
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -118,6 +119,9 @@ def _engine_contender(
 def measure_model(
     model: BenchModel, options: Options, contenders: Sequence[Contender]
 ) -> list[CellReport]:
+    # As the server does: a full collection over what was loaded takes longer than several steps.
+    gc.collect()
+    gc.freeze()
     room = model.info.max_model_len - options.num_new_tokens
     source = PromptSource(model.tokenizer, model.info.vocab_size, room, options.data)
     cells = [
