@@ -4,9 +4,13 @@ A chain is a tree of width 1. Each level, the likeliest nodes of the newest leve
 as the tree is wide) are run through the draft model, and what may follow them becomes the next level.
 Where drafts are compared with the target's own tokens, the best nodes of all that came up are kept in
 the end, ranked by survival (EAGLE-2, arXiv 2406.16858, with calibrated acceptance in place of the
-draft's own probability). Where drafts are judged by the distribution they were drawn from, dropping
-nodes for what was drawn would bias the judgement (ALGORITHMS 2.3, 2.6): there, all that was drawn is
-kept, and how much to draw is decided before.
+draft's own probability).
+
+Where drafts are judged by the distribution they were drawn from, dropping nodes for what was drawn
+would bias the judgement (ALGORITHMS 2.3, 2.6): there, all that was drawn is kept, and how much to draw
+is decided before. Trees moreover have a shape that tells nothing of their tokens, since policies grant
+by the shape: a node's survival then comes from the ranks on its path alone, and every node that is
+run gets its full number of children.
 """
 
 from __future__ import annotations
@@ -21,7 +25,14 @@ from drafters.tree import ROOT, DraftTree
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 NUM_LEVELS = len(_EDGES) + 1
 NUM_RANKS = 4
-NUM_FEATURES = NUM_LEVELS * NUM_RANKS
+NUM_FEATURES = (NUM_LEVELS + 1) * NUM_RANKS
+
+_DRAWN = NUM_LEVELS * NUM_RANKS
+"""The first feature of nodes of drawn trees: one per rank, whatever the draft model thought."""
+_DRAWN_CONFIDENCE = 0.7
+"""What is thought of these until they were counted."""
+_NUM_RECENT = 64
+"""How far back to look for tokens that complete a drawn node's children."""
 
 
 def feature_of(confidence: float, rank: int) -> int:
@@ -31,7 +42,7 @@ def feature_of(confidence: float, rank: int) -> int:
 
 
 def is_first_child(feature: int) -> bool:
-    return feature < NUM_LEVELS
+    return feature < NUM_LEVELS or feature == _DRAWN
 
 
 Calibrate = Callable[[int, float], float]
@@ -80,13 +91,18 @@ class DraftGrowth:
         self._depth += 1
         newest: list[int] = []
         for node, each in zip(nodes, candidates, strict=True):
-            room = self.ask.max_nodes - len(self.token_ids)
-            count = min(self.num_candidates, len(each.token_ids))
             if self.is_drawn:
-                count = min(count, room)
-                if count > 0 and each.distribution is not None:
-                    self.distributions[node] = each.distribution
-            newest += self._add_children(node, each, count)
+                newest += self._add_drawn(node, each)
+            else:
+                count = min(self.num_candidates, len(each.token_ids))
+                pairs = zip(each.token_ids[:count], each.confidences, strict=False)
+                newest += self._add_children(
+                    node,
+                    [
+                        (token, feature_of(sure, rank), sure)
+                        for rank, (token, sure) in enumerate(pairs)
+                    ],
+                )
         self._choose_frontier(newest)
 
     def next_rows(self) -> DraftRows:
@@ -117,16 +133,35 @@ class DraftGrowth:
 
     # Inside
 
-    def _add_children(self, node: int, each: Candidates, count: int) -> range:
+    def _add_drawn(self, node: int, each: Candidates) -> range:
+        """All that was drawn, as far as there is room. In trees children are completed by tokens that
+        the draft model rules out: a request's truncation may leave it fewer than the tree is wide."""
+        wanted = min(self.num_candidates, self.ask.max_nodes - len(self.token_ids))
+        tokens = list(each.token_ids[:wanted])
+        if tokens and each.distribution is not None:
+            self.distributions[node] = each.distribution
+        if self.num_candidates == 1:
+            pairs = zip(tokens, each.confidences, strict=False)
+            return self._add_children(node, [(t, feature_of(sure, 0), sure) for t, sure in pairs])
+        recent = self.ask.token_ids[: -_NUM_RECENT - 1 : -1]
+        others = (token for token in (*recent, *range(wanted)) if token not in tokens)
+        while len(tokens) < wanted:
+            tokens.append(next(others))
+        ranks = [min(rank, NUM_RANKS - 1) for rank in range(wanted)]
+        return self._add_children(
+            node,
+            [(t, _DRAWN + r, _DRAWN_CONFIDENCE) for t, r in zip(tokens, ranks, strict=True)],
+        )
+
+    def _add_children(self, node: int, children: Sequence[tuple[int, int, float]]) -> range:
+        """``children``: (token, feature, confidence), best first."""
         first = len(self.token_ids)
         reached = 1.0 if node == ROOT else self.survivals[node]
         acceptance = 1.0
-        for rank in range(count):
-            confidence = each.confidences[rank]
-            feature = feature_of(confidence, rank)
+        for token_id, feature, confidence in children:
             # Never above its elder sibling: the first child then leads the likeliest chain.
             acceptance = min(acceptance, self.calibrate(feature, confidence))
-            self.token_ids.append(each.token_ids[rank])
+            self.token_ids.append(token_id)
             self.parents.append(node)
             self.features.append(feature)
             self.survivals.append(reached * acceptance)

@@ -41,7 +41,7 @@ class Laws(Protocol):
 
     def draft(self, row: int) -> Probs | None:
         """What the row's children were drawn from, in order and without replacement; None where
-        they were chosen without a draw."""
+        they were chosen without a draw. A child that it gives nothing was chosen, too."""
 
 
 class Decision(NamedTuple):
@@ -105,9 +105,9 @@ def reject_block(tree: DraftTree, laws: Laws, accepts: Accepts) -> Decision:
 
 def _acceptance(target: Probs, draft: Probs | None, token_id: int) -> float:
     wanted = target.of(token_id)
-    if draft is None or wanted <= 0:
+    offered = 0.0 if draft is None else draft.of(token_id)
+    if offered <= 0 or wanted <= 0:
         return wanted
-    offered = draft.of(token_id)
     return 1 if wanted >= offered else wanted / offered
 
 
@@ -116,8 +116,8 @@ def _after_refusal(target: Probs, draft: Probs | None, token_id: int) -> tuple[P
 
     Nothing is left where target and draft are equal up to rounding: then the target stands.
     """
-    if draft is None:
-        return target.without(token_id) or target, None
+    if draft is None or draft.of(token_id) <= 0:
+        return target.without(token_id) or target, draft
     _, residual = target.excess(draft)
     return residual or target, draft.without(token_id)
 
