@@ -60,19 +60,21 @@ def measure(
     far_context: int = 512,
     max_kv_tokens: int | None = None,
     budget_seconds: float = 3.0,
+    block_size: int = 1,
 ) -> list[Measurement]:
     """Measure ``run(num_rows, num_kv_tokens, num_requests) -> seconds``.
 
     Row counts that gamma chooses among, up to 64, count with the median of ``repeats`` runs after an
     untimed one; so do one and eight rows over ``far_context`` tokens, and one row or a few of each of
-    up to eight requests with as many tokens each, ``max_kv_tokens`` in all. Rounds go over all of them
-    in turn, so that a slow spell of the machine hits all alike, and end early once ``budget_seconds``
-    are spent. Larger counts, which only prompts reach, run twice, the better counts; those that would
-    take more than an eighth of the budget are left to ``CostModel``, which goes on as steeply.
+    up to eight requests with as many tokens each, ``max_kv_tokens`` in all when every request takes
+    whole blocks of ``block_size``. Rounds go over all of them in turn, so that a slow spell of the
+    machine hits all alike, and end early once ``budget_seconds`` are spent. Larger counts, which only
+    prompts reach, run twice, the better counts; those that would take more than an eighth of the
+    budget are left to ``CostModel``, which goes on as steeply.
     """
     counts = bucket_row_counts(max_rows)
     points = [(count, 0, 1) for count in counts if count <= _MOST_CHOSEN_ROWS]
-    points += _far_points(max_rows, far_context, max_kv_tokens)
+    points += _far_points(max_rows, far_context, max_kv_tokens, block_size)
     spent = sum(run(*point) for point in points)
     seconds: dict[tuple[int, int, int], list[float]] = {point: [] for point in points}
     for _ in range(repeats):
@@ -96,7 +98,7 @@ def measure(
 
 
 def _far_points(
-    max_rows: int, context: int, max_kv_tokens: int | None
+    max_rows: int, context: int, max_kv_tokens: int | None, block_size: int
 ) -> list[tuple[int, int, int]]:
     """Rows, tokens of context and requests of the steps that tell what context costs."""
     if context < 1:
@@ -104,7 +106,8 @@ def _far_points(
     points = [(count, context, 1) for count in (1, 8) if count <= max_rows]
     requests = min(_FAR_REQUESTS, max_rows // _FAR_ROWS)
     if max_kv_tokens is not None:
-        requests = min(requests, max_kv_tokens // (context + _FAR_ROWS))
+        num_blocks = -(-(context + _FAR_ROWS) // block_size)
+        requests = min(requests, max_kv_tokens // (num_blocks * block_size))
     if requests > 1:
         points += [(rows * requests, context * requests, requests) for rows in (1, _FAR_ROWS)]
     return points

@@ -249,6 +249,16 @@ def test_context_is_measured_with_as_many_requests_as_there_is_room_for(
     assert {size[1:] for size in calls} == {(0, 1)}
 
 
+def test_requests_measured_side_by_side_fit_into_the_store_in_whole_blocks() -> None:
+    def run(num_rows: int, num_kv_tokens: int, num_requests: int) -> float:
+        per_request = num_rows // num_requests + num_kv_tokens // num_requests
+        assert num_requests * -(-per_request // 16) * 16 <= 1024
+        return 0.001
+
+    sizes = measure(run, 64, repeats=1, far_context=192, max_kv_tokens=1024, block_size=16)
+    assert max(size.num_requests for size in sizes) == 4
+
+
 def test_measuring_stops_when_its_budget_is_spent_but_covers_every_row_count_that_gamma_chooses() -> (
     None
 ):
