@@ -1,9 +1,10 @@
-"""The drafters there are, by name. A new drafter is one file and one line here."""
+"""The drafters of the core, by name: a new one is one file and one line here. Drafters from outside
+(``drafters.plugins``) are built by the same function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from drafters.auto import AutoDrafter
 from drafters.base import Drafter
@@ -36,6 +37,10 @@ class DrafterContext(Protocol):
     def stand_template(self) -> str | None: ...
 
     @property
+    def encode(self) -> Callable[[str], Sequence[int]]:
+        """The target's token ids of a text, without special tokens."""
+
+    @property
     def draft_model(self) -> Callable[[str], DraftModel]: ...
 
     @property
@@ -63,7 +68,9 @@ def _auto(context: DrafterContext) -> Drafter:
     return AutoDrafter(build_drafters(_MEMBERS_OF_AUTO, context))
 
 
-_FACTORIES: dict[str, Callable[[DrafterContext], Drafter]] = {
+Factory: TypeAlias = Callable[[DrafterContext], Drafter]
+
+_FACTORIES: dict[str, Factory] = {
     "none": lambda _: NoneDrafter(),
     "ngram": lambda _: NgramDrafter(),
     "nasd_one_level": lambda _: NasdOneLevelDrafter(),
@@ -89,20 +96,24 @@ def drafter_names() -> tuple[str, ...]:
 
 
 def build_drafters(
-    names: Iterable[str] | None = None, context: DrafterContext | None = None
+    names: Iterable[str] | None = None,
+    context: DrafterContext | None = None,
+    plugins: Mapping[str, Factory] | None = None,
 ) -> dict[str, Drafter]:
-    """A fresh drafter per name; all that can work in ``context`` when ``names`` is None.
+    """A fresh drafter per name, of the core or of ``plugins``; all that can work in ``context`` when
+    ``names`` is None.
 
     Raises ValueError for an unknown name, listing the known ones, and DrafterUnavailableError for a
     name whose drafter cannot work here.
     """
     context = context or PlainContext()
+    factories = _FACTORIES | dict(plugins or {})
     drafters: dict[str, Drafter] = {}
-    for name in _FACTORIES if names is None else names:
-        if name not in _FACTORIES:
-            raise ValueError(f"unknown drafter {name!r}; known: {', '.join(_FACTORIES)}")
+    for name in factories if names is None else names:
+        if name not in factories:
+            raise ValueError(f"unknown drafter {name!r}; known: {', '.join(factories)}")
         try:
-            drafters[name] = _FACTORIES[name](context)
+            drafters[name] = factories[name](context)
         except DrafterUnavailableError as error:
             if names is not None:
                 raise DrafterUnavailableError(

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafters.base import Drafter
+from drafters.plugins import find_plugins
 from drafters.registry import build_drafters
 from engine.async_engine import AsyncEngine
 from engine.attention import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.core import EngineCore, ModelLimits
 from engine.cost_model import CostModel, measure
-from engine.draft_heads import DraftHeads, prepare_heads
-from engine.draft_models import DraftModels, prepare_drafts, with_bundled_draft
+from engine.draft_heads import prepare_heads
+from engine.draft_models import prepare_drafts, with_bundled_draft
 from engine.drafter_context import EngineContext
 from engine.info import EngineInfo
 from engine.linear import can_pack, pack_linears
@@ -45,8 +48,10 @@ BUNDLED_NAME = "slipstream-bundled"
 def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizerBase]:
     """Load the model and build an engine around it; not yet started.
 
-    Raises UnsupportedModelError with the reason if the model cannot be served, OSError if there is none.
+    Raises UnsupportedModelError with the reason if the model cannot be served, OSError if there is
+    none, DrafterPluginError if an installed drafter plugin is at fault.
     """
+    find_plugins(config.drafter_plugins)  # Refuses wrong names before a model is loaded.
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     path = config.model or str(BUNDLED / "target")
@@ -64,7 +69,8 @@ def build_engine_for(
     name: str = "model",
 ) -> AsyncEngine:
     """An engine around a model that ``prepare_model`` or ``load_model`` gave back, and that is the
-    engine's from then on. Raises UnsupportedModelError, and ValueError for another engine's model."""
+    engine's from then on. Raises UnsupportedModelError, DrafterPluginError, and ValueError for another
+    engine's model."""
     if model.config._attn_implementation == IMPLEMENTATION:
         raise ValueError("the model belongs to another engine; load it once more")
     start = time.perf_counter()
@@ -89,7 +95,9 @@ def build_engine_for(
         )
     drafts.attach(runner, shapes, vocab_size, max_model_len)
     limits = ModelLimits(vocab_size, max_model_len, eos)
-    core = _build_core(runner, config, limits, drafts, heads)
+    context = EngineContext(runner, config, vocab_size, drafts, heads, _encoder(tokenizer))
+    drafters = build_drafters(config.drafters, context, find_plugins(config.drafter_plugins))
+    core = _build_core(runner, config, limits, drafters)
     info = EngineInfo(
         model=name,
         vocab_size=vocab_size,
@@ -112,6 +120,14 @@ def build_engine_for(
 def _usual_determinism(device: torch.device) -> str:
     """Exact where it was shown to be reachable."""
     return "exact" if device.type == "cpu" else "fast"
+
+
+def _encoder(
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Callable[[str], Sequence[int]] | None:
+    if tokenizer is None:
+        return None
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
 def _build_store(
@@ -141,8 +157,7 @@ def _build_core(
     runner: ModelRunner,
     config: EngineConfig,
     limits: ModelLimits,
-    drafts: DraftModels,
-    heads: DraftHeads,
+    drafters: Mapping[str, Drafter],
 ) -> EngineCore:
     most = min(config.max_num_rows, limits.max_model_len, runner.store.num_slots)
     far = min(512, max(0, limits.max_model_len - 64))
@@ -153,13 +168,12 @@ def _build_core(
             repeats=3,
             far_context=far,
             max_kv_tokens=runner.store.num_slots,
+            block_size=config.block_size,
         )
     )
     pool = BlockPool(runner.store.num_blocks, config.block_size, config.enable_prefix_cache)
     scheduler = Scheduler(
         pool, config.block_size, config.max_num_seqs, config.max_num_rows, config.prefill_chunk
     )
-    context = EngineContext(runner, config, limits.vocab_size, drafts, heads)
-    drafters = build_drafters(config.drafters, context)
     speculation = Speculation(drafters, cost, limits.vocab_size, config.max_num_nodes, pool)
     return EngineCore(runner, pool, scheduler, speculation, cost, limits, config.check_integrity)

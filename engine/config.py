@@ -15,6 +15,7 @@ class EngineConfig:
 
     ``determinism`` "exact" routes every row through the same kernels whatever shares its step, so that
     tokens do not depend on batch, chunking or drafts even in bf16; "fast" lets kernels pick.
+    ``drafter_plugins``: names of the drafters that other distributions may bring; None: all, empty: none.
     ``kv_memory_fraction``: share of the memory that is free once the model is loaded.
     ``stand_template``: file with the static tree of the ``stand`` drafter; None: the one shipped.
     ``max_num_rows``: token budget of a step, prompt rows and draft nodes included.
@@ -40,6 +41,7 @@ class EngineConfig:
     max_num_nodes: int = 64
     enable_prefix_cache: bool = True
     drafters: tuple[str, ...] | None = None
+    drafter_plugins: tuple[str, ...] | None = None
     stand_template: str | None = None
     draft_model: str | None = None
     draft_kv_dtype: Literal["auto", "fp8"] = "auto"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from drafters.draft_model import DraftModel
 from drafters.eagle import FeatureModel
 from drafters.medusa import PredictionHeads
@@ -22,6 +24,7 @@ class EngineContext(PlainContext):
         vocab_size: int,
         draft_models: DraftModels | None = None,
         heads: DraftHeads | None = None,
+        encode: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
         super().__init__(vocab_size)
         self.runner = runner
@@ -29,6 +32,13 @@ class EngineContext(PlainContext):
         self.stand_template = config.stand_template
         self._draft_models = draft_models
         self._heads = heads
+        self._encode = encode
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Raises DrafterUnavailableError where the target came without a tokenizer."""
+        if self._encode is None:
+            raise DrafterUnavailableError("needs the target's tokenizer, and there is none here")
+        return self._encode(text)
 
     def draft_model(self, name: str) -> DraftModel:
         """Raises DrafterUnavailableError with the reason where there is none for this drafter."""

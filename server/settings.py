@@ -127,6 +127,10 @@ class Settings(BaseSettings):
     )
 
     drafters: list[str] | None = Field(default=None, description="Drafters to load; default: all.")
+    drafter_plugins: list[str] | None = Field(
+        default=None,
+        description="Drafters that other installed packages may bring; default: all, []: none.",
+    )
     stand_template: str | None = Field(
         default=_ENGINE.stand_template,
         description="File with the stand drafter's static tree, as slipstream stand-template "
@@ -238,7 +242,8 @@ class Settings(BaseSettings):
             for field in fields(EngineConfig)
             if field.name in type(self).model_fields
         }
-        values["drafters"] = None if self.drafters is None else tuple(self.drafters)
+        for name in ("drafters", "drafter_plugins"):
+            values[name] = None if values[name] is None else tuple(values[name])
         return EngineConfig(**values)
 
 

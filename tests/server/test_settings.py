@@ -116,6 +116,7 @@ CHANGED = {
     "max_num_nodes": 9,
     "enable_prefix_cache": False,
     "drafters": ["none", "ngram"],
+    "drafter_plugins": ["phrase_book"],
     "stand_template": "tree.json",
     "draft_model": "small",
     "draft_kv_dtype": "fp8",
@@ -140,6 +141,14 @@ def test_every_engine_setting_reaches_the_engine() -> None:
     for name in names:
         assert getattr(config, name) != getattr(default, name), name
     assert config.drafters == ("none", "ngram")
+    assert config.drafter_plugins == ("phrase_book",)
+
+
+def test_plugins_can_be_turned_off_by_flag_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load().engine_config().drafter_plugins is None
+    assert load("--drafter-plugins", "[]").engine_config().drafter_plugins == ()
+    monkeypatch.setenv("SLIPSTREAM_DRAFTER_PLUGINS", "[]")
+    assert load().engine_config().drafter_plugins == ()
 
 
 def test_without_settings_the_engine_has_its_own_defaults() -> None:

@@ -1,0 +1,149 @@
+"""The example of a drafter from outside: built, installed into a folder, and served."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = "slipstream_phrase_book"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed the example; built from a copy, since builds leave folders behind."""
+    source = tmp_path_factory.mktemp("source") / "plugin_drafter"
+    shutil.copytree(ROOT / "examples" / "plugin_drafter", source)
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", "--disable-pip-version-check", "--target", target, source]
+    subprocess.run(command, check=True, capture_output=True)
+    return target
+
+
+def log_until(path: Path, process: subprocess.Popen[bytes], pattern: str) -> re.Match[str]:
+    deadline = time.monotonic() + 120
+    while not (found := re.search(pattern, path.read_text())):
+        assert process.poll() is None, path.read_text()
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(
+    site: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[httpx.Client, Path]]:
+    """A client of ``slipstream serve`` in a process of its own, and the server's log."""
+    folder = tmp_path_factory.mktemp("server")
+    log = folder / "log"
+    environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0"]
+    command += ["--max-num-rows", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
+    command += ["--drafters", "none,ngram,phrase_book"]
+    command += ["--speculative.draft-strategy", "phrase_book"]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stderr=stream, env=environment, cwd=folder)
+        try:
+            url = log_until(log, process, r"running on (http://[\d.:]+)")[1]
+            with httpx.Client(base_url=url, timeout=60) as client:
+                yield client, log
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def complete(client: httpx.Client, prompt: str, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, **fields}
+    reply = client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def test_the_plugin_is_listed_like_any_other(served: tuple[httpx.Client, Path]) -> None:
+    client, log = served
+    listing = client.get("/v1/drafters").json()
+    assert [each["id"] for each in listing["data"]] == ["none", "ngram", "phrase_book"]
+    card = listing["data"][-1]
+    assert card["cost"]
+    assert [(each["name"], each["minimum"], each["maximum"]) for each in card["options"]] == [
+        ("min_match", 2, 16)
+    ]
+    assert listing["defaults"]["draft_strategy"] == "phrase_book"
+    assert (
+        f"phrase_book comes from slipstream-phrase-book 0.1.0 (entry point phrase_book = {MODULE}"
+        in (log.read_text())
+    )
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.5, "seed": 3}])
+def test_its_drafts_are_accepted_and_change_nothing(
+    served: tuple[httpx.Client, Path], sampling: dict[str, Any]
+) -> None:
+    client, _ = served
+    prompts = [
+        'import sys\n\n\ndef main():\n    print("hello")\n    return 0\n\n\nif __name__ ==',
+        "class Reader(Base):\n    def __init__(self, *args",
+    ]
+    num_accepted = 0
+    for prompt in prompts:
+        drafted = complete(client, prompt, **sampling)
+        plain = complete(client, prompt, speculative={"draft_strategy": "none"}, **sampling)
+        assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
+        account = drafted["usage"]["speculative"]
+        assert account["drafter"] == "phrase_book"
+        assert plain["usage"]["speculative"]["num_draft_tokens"] == 0
+        num_accepted += account["num_accepted_tokens"]
+    assert num_accepted >= 5
+
+
+def test_its_options_are_checked_by_the_server(served: tuple[httpx.Client, Path]) -> None:
+    client, _ = served
+    body = {"prompt": "x", "speculative": {"options": {"min_match": 17}}}
+    reply = client.post("/v1/completions", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "speculative.options.min_match"
+
+
+def test_its_drafts_are_counted_in_the_metrics(served: tuple[httpx.Client, Path]) -> None:
+    client, _ = served
+    complete(client, "class Reader(Base):\n    def __init__(self, *args", temperature=0)
+    text = client.get("/metrics").text
+    counted = re.search(
+        r'^slipstream_\w*accepted\w*_total{[^}]*"phrase_book"[^}]*} (\S+)', text, re.M
+    )
+    assert counted is not None
+    assert float(counted[1]) > 0
+
+
+def test_a_clash_ends_the_start_before_a_model_is_loaded(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    info = next(site.glob("*.dist-info"))
+    copy = tmp_path / info.name
+    shutil.copytree(info, copy)
+    (copy / "entry_points.txt").write_text(
+        f"[slipstream.drafters]\nngram = {MODULE}:make_drafter\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["serve", "no/such/model"]) == 2
+    message = capsys.readouterr().err
+    assert (
+        "slipstream: drafter plugin of slipstream-phrase-book 0.1.0 (entry point ngram" in message
+    )
+    assert "a drafter of the core" in message
+    # Turned off, it is no hindrance any more: the start goes on to the model, which is missing.
+    assert main(["serve", "no/such/model", "--drafter-plugins", "[]"]) == 2
+    assert "plugin" not in capsys.readouterr().err
