@@ -17,7 +17,8 @@ export function setKey(key) {
 
 function headers() {
   const key = sessionStorage.getItem(KEY_NAME);
-  return key ? { authorization: `Bearer ${key}` } : {};
+  // No header can hold other characters, so no server has such a key.
+  return key && /^[\x21-\x7e]+$/.test(key) ? { authorization: `Bearer ${key}` } : {};
 }
 
 async function call(path, init = {}) {

@@ -57,6 +57,8 @@ function setUp(card, catalogue) {
   speculation = new SpeculationForm(byId("speculative"), catalogue, showSpeculation);
   race = new Race(drafted, plain, card);
   showSpeculation();
+  // Not before it is complete: what is filled in later would move.
+  byId("main").hidden = false;
 }
 
 function describe(card) {
@@ -131,6 +133,8 @@ async function run() {
   clearBlame();
   nameDrafter(speculation.drafter.id);
   setRunning(true);
+  // On a phone the panes are below the form.
+  if (!WIDE.matches) byId("output").scrollIntoView({ block: "start" });
   const both = bodies(request(), speculation.object(), speculation.prediction);
   const how = { apart: chosen("timing") === "apart", verification: speculation.verification };
   try {

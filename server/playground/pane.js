@@ -1,23 +1,25 @@
 // One of the two streams: its text, its figures, its steps. Data comes in by `accept` as fast as it
 // likes; what is shown changes once per frame, in boxes whose sizes do not.
 
-import { byId, count, element, figures, fixed, percent, seconds } from "./dom.js";
+import { byId, element, figures, fixed, percent, seconds } from "./dom.js";
 
-const NUM_BARS = 64;
+const NUM_BARS = 48;
 const BAR_WIDTH = 256 / NUM_BARS;
 const BAR_HEIGHT = 32;
 const SVG = "http://www.w3.org/2000/svg";
 
 const FIGURES = [
+  ["speedup", "Speed-up", "Rate of writing over that of the pane without drafts"],
+  ["perStep", "Tokens/step", "The token that ends the text counts here"],
+  ["accepted", "Acceptance", "Accepted over checked draft tokens"],
+  ["gamma", "Gamma", "Draft tokens checked in the last step; in brackets the mean"],
   ["tokens", "Tokens"],
   ["steps", "Steps", "Forward passes of the model that wrote for this request"],
-  ["perStep", "Tokens/step"],
-  ["gamma", "Gamma", "Draft tokens checked in the last step; in brackets the mean"],
-  ["accepted", "Accepted", "Accepted over checked draft tokens"],
   ["rate", "Tokens/s", "After the first ones"],
   ["first", "First token"],
-  ["speedup", "Speed-up", "Rate of writing over that of the pane without drafts"],
 ];
+
+const STATUSES = { stop: "complete", length: "done: max tokens" };
 
 export class Pane {
   constructor(root, title) {
@@ -57,7 +59,7 @@ export class Pane {
     this._text.replaceChildren();
     this._error.textContent = "";
     this.root.classList.remove("failed");
-    this._status.textContent = "waiting for its turn";
+    this._status.textContent = "waiting";
     this._show("speedup", "–");
     this._draw();
   }
@@ -65,12 +67,12 @@ export class Pane {
   begin() {
     this.started = performance.now();
     this.state = "writing";
-    this._status.textContent = "waiting for the first token";
+    this._status.textContent = "reading";
   }
 
   // A chunk of the stream: what one step wrote, or several whose text was held back.
   accept(chunk) {
-    if (chunk.usage) this.usage = chunk.usage;
+    if (chunk.usage) this._settle(chunk.usage);
     const choice = chunk.choices[0];
     if (!choice) return;
     this.finishReason = choice.finish_reason ?? this.finishReason;
@@ -95,16 +97,23 @@ export class Pane {
     if (!this._frame) this._frame = requestAnimationFrame(() => this._draw());
   }
 
+  // The server's account. It has the token that ends the text, which is in no chunk.
+  _settle(usage) {
+    this.usage = usage;
+    const { num_steps, num_draft_tokens, num_accepted_tokens } = usage.speculative;
+    [this.numSteps, this.numDrafted] = [num_steps, num_draft_tokens];
+    this.numAccepted = num_accepted_tokens;
+  }
+
   end() {
     this.state = "done";
-    const why = { stop: "the text was complete", length: "max tokens reached" };
-    this._status.textContent = `done: ${why[this.finishReason] ?? this.finishReason ?? "no text"}`;
+    this._status.textContent = STATUSES[this.finishReason] ?? "done";
     this._draw();
   }
 
   stop() {
     this.state = "stopped";
-    this._status.textContent = `stopped after ${count(this.tokens.length, "token")}`;
+    this._status.textContent = "stopped";
     this._draw();
   }
 
@@ -112,14 +121,10 @@ export class Pane {
     this.state = "failed";
     this.failure = error;
     const written = this.tokens.length;
-    this._status.textContent = written ? `broke off after ${count(written, "token")}` : "failed";
+    this._status.textContent = written ? "broke off" : "failed";
     this._error.textContent = written ? `${error.message} The text is not complete.` : error.message;
     this.root.classList.add("failed");
     this._draw();
-  }
-
-  get text() {
-    return this.tokens.map((token) => token.text).join("");
   }
 
   // Milliseconds from the first chunk to the last.
@@ -178,17 +183,24 @@ export class Pane {
   }
 
   _drawFigures() {
-    const [numTokens, numSteps] = [this.tokens.length, this.numSteps];
+    const numTokens = this.usage?.completion_tokens ?? this.tokens.length;
+    const numSteps = this.numSteps;
     const share = this._maxTokens ? Math.min(1, numTokens / this._maxTokens) : 0;
     this._progress.style.transform = `scaleX(${this.state === "done" ? 1 : share})`;
     const last = this._steps.at(-1);
     this._show("tokens", numTokens ? String(numTokens) : "–");
     this._show("steps", numSteps ? String(numSteps) : "–");
-    this._show("perStep", numSteps ? fixed(numTokens / numSteps, 2) : "–");
-    this._show("gamma", last ? `${last.granted} (${fixed(this.numDrafted / numSteps, 1)})` : "–");
+    const numEnds = this.usage && this.finishReason === "stop" ? 1 : 0;
+    this._show("perStep", numSteps ? fixed((numTokens + numEnds) / numSteps, 2) : "–");
+    this._show("gamma", last ? this._gamma(last.granted) : "–");
     this._show("accepted", percent(this.numAccepted, this.numDrafted));
     this._show("rate", this.rate === null ? "–" : fixed(this.rate, 0));
     this._show("first", this.first === null ? "–" : seconds(this.first - this.started));
+  }
+
+  _gamma(newest) {
+    if (!this.numDrafted) return String(newest);
+    return `${newest} (${fixed(this.numDrafted / this.numSteps, 1)})`;
   }
 
   // The last steps as bars: what was granted as an outline, what was accepted filled in.

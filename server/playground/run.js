@@ -124,7 +124,8 @@ export class Race {
   _equality(index) {
     if (index === null) {
       this._outcome = "equal";
-      return `The two texts are equal, all ${count(this._plain.tokens.length, "token")}.`;
+      const number = this._plain.usage?.completion_tokens ?? this._plain.tokens.length;
+      return `The two texts are equal, all ${count(number, "token")}.`;
     }
     this._outcome = "different";
     for (const pane of [this._drafted, this._plain]) pane.markDifference(index);

@@ -7,14 +7,14 @@ const FIELDS = {
   num_speculative_tokens: "Draft tokens per step under fixed; otherwise the most to begin with.",
   min_speculative_tokens: "Never fewer per step.",
   max_speculative_tokens: "Never more per step.",
-  target_acceptance_rate: "The acceptance rate to steer to, between 0 and 1.",
+  target_acceptance_rate: "The acceptance rate to steer to.",
   tree_width: "Children per node of the draft tree.",
   tree_depth: "Longest path of the draft tree.",
 };
 const POLICIES = {
   fixed: "always the same number of drafts",
-  target_rate: "moves around an acceptance rate",
-  goodput: "what makes the batch write most per second",
+  target_rate: "steers to an acceptance rate",
+  goodput: "fastest for the batch",
 };
 const TREES = { none: "one continuation", linear: "one continuation", tree: "several continuations" };
 const VERIFICATIONS = {
@@ -245,5 +245,6 @@ function read(input, kind) {
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
-// Far apart for neighbours in the list, however long it is: steps of the golden angle.
-const hue = (at) => Math.round(250 + at * 137.5) % 360;
+// Far apart for neighbours in the list, however long it is: steps of the golden ratio, between the
+// hues that stand for errors.
+const hue = (at) => Math.round(60 + 280 * ((0.83 + 0.618 * at) % 1));

@@ -1,0 +1,109 @@
+"""A real server with the bundled model, and a line to it that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from server.app import build_app
+from server.settings import Settings
+
+HANG = 60.0
+
+
+def until(reached: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + HANG
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@contextmanager
+def live_server(api_key: str | None = None) -> Iterator[int]:
+    """Its port on the loopback interface."""
+    engine, tokenizer = build_engine(EngineConfig(max_num_seqs=4))
+    app = build_app(engine, tokenizer, Settings(drain_seconds=1, api_key=api_key))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+        thread.start()
+        until(lambda: server.started, "the server did not start")
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(HANG)
+        assert not thread.is_alive()
+
+
+class Line:
+    """Passes bytes to and from a server until it is cut; then it breaks what is open and refuses."""
+
+    def __init__(self, upstream: int) -> None:
+        self._upstream = upstream
+        self._port = 0
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.mend()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def mend(self) -> None:
+        self._do(self._listen())
+
+    def cut(self) -> None:
+        self._do(self._cut())
+
+    def close(self) -> None:
+        self.cut()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(HANG)
+        self._loop.close()
+
+    def _do(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(HANG)
+
+    async def _listen(self) -> None:
+        if self._server is None:
+            self._server = await asyncio.start_server(self._connect, "127.0.0.1", self._port)
+            self._port = self._server.sockets[0].getsockname()[1]
+
+    async def _cut(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for writer in self._open:
+            writer.transport.abort()
+        while self._open:
+            await asyncio.sleep(0.005)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._upstream)
+        ends = {writer, far_writer}
+        self._open |= ends
+        try:
+            await asyncio.gather(_pass(reader, far_writer), _pass(far_reader, writer))
+        finally:
+            self._open -= ends
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()

@@ -1,0 +1,132 @@
+"""A visit to the playground in Chromium, and what happened behind the visitor's back."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, expect
+
+# The browser's own services call home; without a GPU it need not look for one. Tests run as root
+# in containers, where the sandbox cannot be set up.
+_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+WIDE = {"width": 1280, "height": 900}
+PHONE = {"width": 390, "height": 844}
+# Greedily, the bundled model goes on with this for as long as it may.
+ENDLESS = "x = 0\n" * 30
+_SHIFTS = """
+window.shifts = [];
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries()) window.shifts.push(entry.value);
+}).observe({ type: "layout-shift", buffered: true });
+"""
+
+
+def launch(playwright: Playwright) -> Browser:
+    """Debian's Chromium; without it the test is skipped."""
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("no chromium here: apt-get install --no-install-recommends chromium")
+    expect.set_options(timeout=30_000)
+    return playwright.chromium.launch(executable_path=program, args=_FLAGS)
+
+
+class Visit:
+    """``page`` is the browser's; the lists fill by themselves."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        self.url = url
+        self.requests: list[Request] = []
+        self.complaints: list[str] = []
+        self.expects_failed_requests = False
+        page.on("request", lambda request: self.requests.append(request))
+        page.on("console", self._hear)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def _hear(self, message: ConsoleMessage) -> None:
+        # The browser itself logs every answer of 400 and more, and every broken connection.
+        if self.expects_failed_requests and message.text.startswith("Failed to load resource"):
+            return
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def load(self) -> None:
+        self.page.goto(self.url + "/")
+        expect(self.page.locator("#main")).to_be_visible()
+
+    def ask(self, prompt: str, max_tokens: int, temperature: float = 0) -> None:
+        """Fill the form for a completion."""
+        page = self.page
+        page.get_by_label("Completion", exact=True).check()
+        page.locator("#prompt").fill(prompt)
+        page.locator("#max-tokens").fill(str(max_tokens))
+        page.locator("#temperature").fill(str(temperature))
+
+    def set_speculation(self, name: str, value: str) -> None:
+        """Of a field of the speculative object, ``options.n`` say."""
+        field = self.page.locator(f'[data-name="{name}"]')
+        if field.evaluate("field => field.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+
+    def run(self) -> None:
+        """Returns when both panes have ended."""
+        self.page.locator("#run").click()
+        self.wait()
+
+    def wait(self) -> None:
+        expect(self.page.locator("#output")).to_have_attribute("aria-busy", "false")
+
+    def wait_for_text(self, num_characters: int) -> None:
+        """Returns when the undrafted pane shows some."""
+        shown = re.compile(rf"[\s\S]{{{num_characters}}}")
+        expect(self.page.locator("#plain .text")).to_have_text(shown)
+
+    def text(self, pane: str) -> str:
+        return self.page.locator(f"#{pane} .text").text_content() or ""
+
+    def figure(self, pane: str, label: str) -> str:
+        terms = self.page.locator(f"#{pane} .figures > div", has=self.page.locator("dt"))
+        return terms.filter(has_text=label).locator("dd").inner_text()
+
+    def verdict(self) -> str:
+        return self.page.locator("#verdict").inner_text()
+
+    def shifts(self) -> float:
+        """Layout shifts so far: shares of the window, times how far they moved in it."""
+        two_frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        self.page.evaluate(f"{two_frames}.then(() => new Promise(done => setTimeout(done)))")
+        total: float = self.page.evaluate("window.shifts.reduce((sum, each) => sum + each, 0)")
+        return total
+
+    def bodies(self) -> list[dict[str, Any]]:
+        """What was posted, the drafted request of each run first."""
+        return [each.post_data_json for each in self.requests if each.method == "POST"]
+
+
+@contextmanager
+def visit(browser: Browser, url: str, **context: Any) -> Iterator[Visit]:
+    """Ends with a look at what no visit may do: leave the origin, or fail in the console."""
+    opened = browser.new_context(**({"viewport": WIDE} | context))
+    opened.add_init_script(_SHIFTS)
+    try:
+        made = Visit(opened.new_page(), url)
+        yield made
+        strays = {each.url for each in made.requests if not each.url.startswith(url + "/")}
+        assert strays == set()
+        assert made.complaints == []
+    finally:
+        opened.close()
