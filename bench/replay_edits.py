@@ -12,8 +12,9 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,16 @@ from server.replay_report import table
 
 OURS = ("ngram", "suffix")
 ARCTIC = "arctic"
+ARCTIC_OFFSET = "arctic, offset 8"
 ARCTIC_WHOLE = "arctic, whole budget"
+ARCTIC_LIMITS: dict[str, dict[str, float]] = {
+    ARCTIC: {},  # max_spec_factor 1, max_spec_offset 0, min_token_prob 0.1
+    ARCTIC_OFFSET: {"max_spec_offset": 8.0},
+    ARCTIC_WHOLE: {"max_spec_factor": 1e6, "max_spec_offset": 1e6, "min_token_prob": 1e-4},
+}
+"""What ``speculate`` is told beyond the budget. By default a draft is no longer than the match and
+tokens below a probability of 0.1 are left out; the others draft more on short matches."""
+UNLIMITED = -1
 TREE_WIDTH = 8
 MIN_TOKENS, MAX_TOKENS = 500, 3_000
 MIN_SIMILARITY = 0.5
@@ -38,24 +48,18 @@ SEED = 1
 
 
 class ArcticDrafter:
-    """ArcticInference's suffix decoding as a drafter, without its cache of other requests.
+    """ArcticInference's suffix decoding as a drafter, under one of ``ARCTIC_LIMITS``.
 
-    With its defaults a draft is no longer than the match and tokens below a probability of 0.1 are
-    left out; ``whole_budget`` lifts both, so that as many nodes are drafted as the budget allows.
+    ``keep_finished`` is its global tree of the outputs of all requests, without a limit.
     """
 
-    def __init__(self, whole_budget: bool) -> None:
+    def __init__(self, limits: Mapping[str, float], keep_finished: bool) -> None:
         self.info = DrafterInfo(ARCTIC, "", True)
         self._numpy = import_module("numpy")
         decoding = import_module("arctic_inference.suffix_decoding")
-        self._cache = decoding.SuffixDecodingCache(max_cached_requests=0)
-        self._limits: dict[str, float] = {}
-        if whole_budget:
-            self._limits = {
-                "max_spec_factor": 1e6,
-                "max_spec_offset": 1e6,
-                "min_token_prob": 1e-4,
-            }
+        num_kept = UNLIMITED if keep_finished else 0
+        self._cache = decoding.SuffixDecodingCache(max_cached_requests=num_kept)
+        self._limits = limits
 
     def open(
         self,
@@ -98,14 +102,10 @@ class ArcticDrafter:
         return self._numpy.array(token_ids, dtype=self._numpy.int32)
 
 
-BUILD_ARCTIC: dict[str, Callable[[], ArcticDrafter]] = {
-    ARCTIC: lambda: ArcticDrafter(whole_budget=False),
-    ARCTIC_WHOLE: lambda: ArcticDrafter(whole_budget=True),
-}
-
-
-def build(name: str) -> Drafter:
-    return BUILD_ARCTIC[name]() if name in BUILD_ARCTIC else build_replayable(name)
+def build(name: str, keep_finished: bool = False) -> Drafter:
+    if name in ARCTIC_LIMITS:
+        return ArcticDrafter(ARCTIC_LIMITS[name], keep_finished)
+    return build_replayable(name)
 
 
 def changed_files(before: Path, after: Path) -> Iterator[tuple[str, str, str]]:
@@ -154,12 +154,15 @@ def edit_lines(before: Path, after: Path, tokenizer: Any, max_files: int) -> lis
     return lines
 
 
-def compare(lines: Sequence[LogLine], budgets: Sequence[int]) -> list[ReplayResult]:
-    """Every contender, chain and tree, at every budget; each line by itself."""
+def compare(
+    lines: Sequence[LogLine], budgets: Sequence[int], keep_finished: bool = False
+) -> list[ReplayResult]:
+    """Every contender, chain and tree, at every budget; each line by itself, or after all lines
+    before it, as one tenant's requests."""
     names = list(OURS)
     try:
-        ArcticDrafter(whole_budget=False)
-        names += BUILD_ARCTIC
+        ArcticDrafter(ARCTIC_LIMITS[ARCTIC], keep_finished)
+        names += ARCTIC_LIMITS
     except ImportError:
         print("arctic-inference is not installed: left out\n")
     cases = [
@@ -169,10 +172,12 @@ def compare(lines: Sequence[LogLine], budgets: Sequence[int]) -> list[ReplayResu
         for width in (1, TREE_WIDTH)
     ]
     results = []
+    build_case = partial(build, keep_finished=keep_finished)
     with progress_bar(len(cases)) as bar:
         for case in cases:
             bar.step(f"{case.drafter} {case.shape} {case.num_nodes}")
-            results.append(replay(case, lines, StepCost(), isolate=True, build=build))
+            isolate = not keep_finished
+            results.append(replay(case, lines, StepCost(), isolate=isolate, build=build_case))
     return results
 
 
@@ -184,6 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="whose tokenizer reads texts; default: the bundled model")
     parser.add_argument("--max-files", type=int, default=64)
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument(
+        "--keep-finished", action="store_true", help="draft from the edits before, too"
+    )
     parser.add_argument("--write", type=Path, help="write the edits there, as a log of token ids")
     options = parser.parse_args(arguments)
     folders = [options.before, options.after]
@@ -200,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_log(options.write, lines)
     num_tokens = sum(len(line.completion_token_ids) for line in lines)
     print(f"{len(lines)} edits, {num_tokens} tokens to write\n")
-    print(table(compare(lines, options.budgets)))
+    print(table(compare(lines, options.budgets, options.keep_finished)))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +12,14 @@ from typing import Any
 import pytest
 
 from bench import replay_edits
-from bench.replay_edits import ARCTIC, ARCTIC_WHOLE, changed_files, compare, edit_lines, main
+from bench.replay_edits import (
+    ARCTIC,
+    ARCTIC_LIMITS,
+    changed_files,
+    compare,
+    edit_lines,
+    main,
+)
 from server.replay import ReplayCase, replay
 from server.replay_cost import StepCost
 from server.replay_log import LogLine
@@ -71,15 +79,34 @@ def test_without_arctic_ours_are_compared(
     assert "left out" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [ARCTIC, ARCTIC_WHOLE])
-def test_arctic_is_called_as_a_drafter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_finished_edits_are_drafted_from_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    text = list(range(100, 160))
+    # Twice the same request, nothing of whose output stands in its prompt.
+    lines = [LogLine(number, [1, 2, 3], text) for number in (1, 2)]
+    alone, kept = (
+        {
+            result.case.drafter: result.num_steps
+            for result in compare(lines, [8], keep_finished=keep)
+        }
+        for keep in (False, True)
+    )
+    assert kept["suffix"] < alone["suffix"] == 120
+    assert kept["ngram"] == alone["ngram"]  # has no memory of other requests
+
+
+@pytest.mark.parametrize("keep_finished", [False, True])
+@pytest.mark.parametrize("name", ARCTIC_LIMITS)
+def test_arctic_is_called_as_a_drafter(
+    monkeypatch: pytest.MonkeyPatch, name: str, keep_finished: bool
+) -> None:
     class Cache:
         """Drafts the next two numbers, as its counterpart would be asked to."""
 
         max_tree_depth = 4
 
         def __init__(self, max_cached_requests: int) -> None:
-            assert max_cached_requests == 0
+            assert max_cached_requests == (-1 if keep_finished else 0)
             self.text: list[int] = []
 
         def start_request(self, request_id: str, token_ids: Any) -> None:
@@ -97,7 +124,7 @@ def test_arctic_is_called_as_a_drafter(monkeypatch: pytest.MonkeyPatch, name: st
             assert request_id == "line 1"
             assert list(context) == self.text[-4:]
             assert not use_tree_spec
-            assert bool(more) is (name == ARCTIC_WHOLE)
+            assert bool(more) is (name != ARCTIC)
             last = int(context[-1])
             token_ids = [last + 1, last + 2][:max_spec_tokens]
             return SimpleNamespace(token_ids=token_ids, parents=[-1, 0][:max_spec_tokens])
@@ -115,7 +142,8 @@ def test_arctic_is_called_as_a_drafter(monkeypatch: pytest.MonkeyPatch, name: st
     monkeypatch.setitem(sys.modules, "arctic_inference", ModuleType("arctic_inference"))
     monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", module)
     line = LogLine(1, [10, 11, 12], list(range(13, 22)))
-    result = replay(ReplayCase(name, 1, 2), [line], StepCost(), build=replay_edits.build)
+    build = partial(replay_edits.build, keep_finished=keep_finished)
+    result = replay(ReplayCase(name, 1, 2), [line], StepCost(), build=build)
     assert (result.num_steps, result.num_tokens, result.num_accepted_tokens) == (3, 9, 6)
     assert calls == [("start", "line 1"), ("stop", "line 1")]
 
