@@ -99,11 +99,14 @@ class TinyTarget:
     """
 
     def __init__(self) -> None:
-        self.reference = _tiny_llama()
-        self._model = prepare_model(_tiny_llama(), torch.device("cpu"))
+        self.reference = tiny_llama()
+        self._model = prepare_model(tiny_llama(), torch.device("cpu"))
         self._shapes = adopt(self._model)
 
     def core(self, setup: Setup) -> EngineCore:
+        return build_core(self._runner(setup), TINY_VOCAB, setup)
+
+    def _runner(self, setup: Setup) -> ModelRunner:
         heads, dim = self._shapes[0].num_kv_heads, self._shapes[0].key_dim
         store = KVStore(
             len(self._shapes),
@@ -115,8 +118,7 @@ class TinyTarget:
             torch.float32,
             "cpu",
         )
-        runner = ModelRunner(self._model, self._shapes, store, exact=False)
-        return build_core(runner, TINY_VOCAB, setup)
+        return ModelRunner(self._model, self._shapes, store, exact=False)
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -142,7 +144,7 @@ def circle_prompt(index: int) -> list[int]:
     return phrase * 2
 
 
-def _tiny_llama() -> PreTrainedModel:
+def tiny_llama() -> PreTrainedModel:
     torch.manual_seed(5)
     model = LlamaForCausalLM(
         LlamaConfig(

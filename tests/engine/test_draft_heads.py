@@ -41,13 +41,13 @@ SAMPLINGS = {
 }
 
 
-def medusa() -> Drafter:
+def medusa_heads() -> MedusaHeads:
     """Heads that are often wrong and sometimes right: the next numbers of a circle, roughly."""
     torch.manual_seed(1)
     heads = ResidualHeads(4, 1, HIDDEN_SIZE)
     torch.nn.init.normal_(heads.weight, std=0.2)
     output_head = TARGET.reference.get_output_embeddings()
-    return MedusaDrafter(MedusaHeads(heads.requires_grad_(False), output_head, TINY_VOCAB))
+    return MedusaHeads(heads.requires_grad_(False), output_head, TINY_VOCAB)
 
 
 def eagle_layer() -> FeatureLayer:
@@ -76,7 +76,7 @@ def eagle_model(layer: torch.nn.Module, setup: Setup) -> EagleModel:
 
 
 MAKERS: dict[str, Callable[[Setup], Drafter]] = {
-    "medusa": lambda _: medusa(),
+    "medusa": lambda _: MedusaDrafter(medusa_heads()),
     "eagle": lambda setup: EagleDrafter(eagle_model(eagle_layer(), setup)),
 }
 

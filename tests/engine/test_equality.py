@@ -166,6 +166,7 @@ def aborted_neighbours(target: TinyTarget, requests: Sequence[GenerationRequest]
     for each in doomed:
         driver.step()
         driver.core.abort(each.request_id)
+    driver.step()  # tells of the last abort, even if nothing else is left
     driver.run()
     assert all(driver.finishes[each.request_id].reason == "abort" for each in doomed)
     return driver
