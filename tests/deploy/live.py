@@ -84,8 +84,10 @@ def put_under_load(server: LiveServer) -> dict[int, int]:
         {"draft_strategy": "ngram", "adaptive_depth": "target_rate"},
         {"draft_strategy": "nasd", "adaptive_depth": "fixed", "num_speculative_tokens": 3},
     ]
+    # To full length: a text that ends at once would show nothing of its drafter.
+    whole = {"prompt": CODE, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
     statuses = [
-        server.post("/completions", {"prompt": CODE, "max_tokens": 48, "speculative": speculative})
+        server.post("/completions", whole | {"speculative": speculative})
         for speculative in adaptive
     ]
     prediction = {"type": "content", "content": CODE.replace("rows", "table")}
@@ -94,7 +96,7 @@ def put_under_load(server: LiveServer) -> dict[int, int]:
     statuses.append(server.post("/completions", {"prompt": "x", "temperature": -1}))
     # More at once than run and wait.
     with ThreadPoolExecutor(8) as pool:
-        body = {"prompt": CODE, "max_tokens": 64, "ignore_eos": True, "speculative": adaptive[0]}
+        body = whole | {"max_tokens": 64, "speculative": adaptive[0]}
         futures = [pool.submit(server.post, "/completions", body) for _ in range(8)]
         statuses += [future.result() for future in futures]
     return {status: statuses.count(status) for status in statuses}
