@@ -10,12 +10,10 @@ import logging
 import sys
 from collections.abc import Sequence
 
-import uvicorn
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from engine.errors import EngineError
-from server.app import build_app
 from server.client.commands import add_client_commands
 from server.replay_command import add_replay
 from server.settings import Settings, add_flags, load_settings
@@ -74,8 +72,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    # Imported late: torch takes seconds to load, and --help needs none of it.
+    # Imported late: torch takes seconds to load, the web framework half of one, and --help and the
+    # client's commands need neither.
+    import uvicorn
+
     from engine.build import build_engine
+    from server.app import build_app
 
     try:
         engine, tokenizer = build_engine(config)

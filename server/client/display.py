@@ -13,6 +13,8 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from typing import Literal, Protocol, TextIO
 
 from rich.console import Console, Group
@@ -44,7 +46,11 @@ class Marker:
         self._spans: deque[tuple[int, bool]] = deque()
 
     def add(self, piece: Piece) -> Iterator[tuple[str, bool]]:
-        """The piece's text as (stretch, drafted) pairs."""
+        """The piece's text as (stretch, drafted) pairs, by turns."""
+        for drafted, found in groupby(self._by_token(piece), itemgetter(1)):
+            yield "".join(text for text, _ in found), drafted
+
+    def _by_token(self, piece: Piece) -> Iterator[tuple[str, bool]]:
         self._spans.extend((len(token.text), token.drafted) for token in piece.tokens)
         text = piece.text
         while text:
@@ -169,9 +175,8 @@ class TerminalScreen:
         if self._quiet:
             return
         if self._mark == "auto" and reply.num_accepted_tokens:
-            legend = Text("drafted", DRAFTED_STYLE).append(
-                ": " + LEGEND.partition(": ")[2], "not underline dim"
-            )
+            meaning = LEGEND.partition(": ")[2]
+            legend = Text.assemble(("drafted", DRAFTED_STYLE), (f": {meaning}", "dim"))
             self._console.print(legend)
         for line in summary(reply):
             self._console.print(Text(line, "dim"))

@@ -84,8 +84,8 @@ def explain(answer: Any) -> str:
     if isinstance(error, dict):
         message = error.get("message") or error.get("detail")
         param = error.get("param")
-        if isinstance(message, str):
-            return f"{param}: {message}" if param and str(param) not in message else message
+        if isinstance(message, str) and param and str(param) not in message:
+            return f"{param}: {message}"
         error = message
     if isinstance(error, str) and error:
         return error
