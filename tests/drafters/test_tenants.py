@@ -1,0 +1,118 @@
+"""No draft carries another tenant's tokens: for every drafter that needs no model, those that share
+within a tenant sharing as much as they can. Those with models: ``tests/engine/test_tenants.py``."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from drafters.base import Drafter, DraftRequest, DraftShape, Observation, ReferenceDrafter
+from drafters.registry import build_drafters
+from drafters.suffix_history import MAX_TENANTS as MAX_HISTORIES
+from drafters.tenant_tables import MAX_TENANTS as MAX_TABLES
+from drafters.tree import DraftTree
+
+FREE = tuple(build_drafters())
+ALPHABET = 12
+SEED = [0, 1, 2, 3, 4, 5]
+"""All tenants' texts begin alike, so that contexts agree; what follows is their own."""
+REMEMBERS = {"suffix", "stand", "recycling", "auto"}
+_ids = count()
+
+
+def own(tenant: int) -> range:
+    """The tokens that only this tenant's texts have."""
+    return range(100 + tenant * ALPHABET, 100 + (tenant + 1) * ALPHABET)
+
+
+def serve(drafter: Drafter, tenant: int, salt: str | None = None) -> set[int]:
+    """A request from open to close, with a chain and a tree at every step; the tokens drafted."""
+    name = f"r{next(_ids)}"
+    tokens = own(tenant)
+    options = {option.name: True for option in drafter.info.options if option.name == "share"}
+    text = list(SEED)
+    drafter.open(name, text, options, f"tenant {tenant}" if salt is None else salt)
+    if isinstance(drafter, ReferenceDrafter):
+        drafter.refer(name, [*SEED, *tokens])
+    drafted = set[int]()
+    for step in range(18):
+        for shape in (DraftShape(1, 8), DraftShape(4, 8)):
+            (tree,) = drafter.propose([DraftRequest(name, text, 24, shape)])
+            drafted.update(tree.token_ids)
+        # The start comes back now and then, so that it is followed by the tenant's own again.
+        token = SEED[step % 9] if step % 9 < len(SEED) - 1 else tokens[step % ALPHABET]
+        text.append(token)
+        observe(drafter, name, text, tree, token, tokens)
+    drafter.close(name)
+    return drafted
+
+
+def observe(
+    drafter: Drafter, name: str, text: list[int], tree: DraftTree, token: int, tokens: range
+) -> None:
+    num_rows = len(tree) + 1
+    wanted = drafter.num_top_tokens(name)
+    tops = [token, *(other for other in tokens if other != token)][:wanted]
+    probs = [0.5 / (1 + rank) for rank in range(len(tops))]
+    row_tokens = [token] * num_rows
+    drafter.observe(
+        [
+            Observation(
+                name, text, tree, row_tokens, [0], [token], [tops] * num_rows, [probs] * num_rows
+            )
+        ]
+    )
+
+
+def expect_own(drafted: set[int], tenant: int) -> None:
+    assert drafted <= {*SEED, *own(tenant)}, "another tenant's tokens"
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_no_draft_carries_another_tenants_tokens(name: str) -> None:
+    drafter = build_drafters([name])[name]
+    for tenant in (0, 0, 1, 0, 2, 1):
+        drafted = serve(drafter, tenant)
+        expect_own(drafted, tenant)
+        assert bool(drafted) == (name != "none")
+
+
+@pytest.mark.parametrize("name", sorted(REMEMBERS))
+def test_under_one_salt_it_would(name: str) -> None:
+    drafter = build_drafters([name])[name]
+    serve(drafter, 0, salt="both")
+    assert serve(drafter, 1, salt="both") & set(own(0))
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_nor_does_it_once_tenants_were_forgotten(name: str) -> None:
+    drafter = build_drafters([name])[name]
+    num_tenants = max(MAX_HISTORIES, MAX_TABLES) + 3
+    for tenant in range(num_tenants):
+        expect_own(serve(drafter, tenant), tenant)
+    for tenant in (0, num_tenants - 1):  # forgotten, remembered
+        expect_own(serve(drafter, tenant), tenant)
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_tenant_is_drafted_what_its_own_requests_said_by_drafters_that_remember(
+    name: str,
+) -> None:
+    """That there is something to keep apart. A drafter that is new here says whether it remembers."""
+    drafter = build_drafters([name])[name]
+    for _ in range(3):
+        serve(drafter, 0)
+    at_once = first_draft(drafter, 0)
+    assert bool(at_once & set(own(0))) == (name in REMEMBERS)
+
+
+def first_draft(drafter: Drafter, tenant: int) -> set[int]:
+    """What a new request of the tenant is drafted at once, nothing being predicted."""
+    name = f"r{next(_ids)}"
+    options = {option.name: True for option in drafter.info.options if option.name == "share"}
+    drafter.open(name, SEED, options, f"tenant {tenant}")
+    asks = [DraftRequest(name, SEED, 24, shape) for shape in (DraftShape(1, 8), DraftShape(4, 8))]
+    drafted = {token for ask in asks for token in drafter.propose([ask])[0].token_ids}
+    drafter.close(name)
+    return drafted

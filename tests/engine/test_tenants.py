@@ -1,0 +1,87 @@
+"""What one tenant is drafted does not depend on what other tenants were written: for every drafter in
+the registry, in the engine, over blocks and stores that change hands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_harness import Driver, Setup, circle_prompt, drafting, request
+from every_drafter import EveryDrafterTarget
+
+from drafters.base import DraftRequest
+from drafters.registry import drafter_names
+from drafters.tree import DraftTree
+from engine.params import GenerationRequest, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
+COUNTS_OF_ALL = {"auto"}
+"""Drafters whose choice of draft depends on how often drafts of all requests were right. They may
+draft other tokens, but none that only another tenant's text would bring up."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
+    torch.set_num_threads(1)
+    return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
+
+
+def wanted(
+    target: EveryDrafterTarget, name: str, drafter: str, salt: str
+) -> list[GenerationRequest]:
+    """A tenant's requests, nearly the same twice. Chains as long as asked for: how a draft model's trees
+    branch depends on how often it was right, whoever's text that was."""
+    info = target.core(Setup()).speculation.drafters[drafter].info
+    options = {"share": True, "min_confidence": 0.0}
+    known = {option.name for option in info.options}
+    given = {option: value for option, value in options.items() if option in known}
+    speculative = replace(
+        drafting(drafter, "fixed", 6, **given),
+        reference_token_ids=tuple(circle_prompt(5)),
+    )
+    prompt = circle_prompt(5 if salt == "mine" else 9)
+    return [
+        request(f"{name}-{index}", prompt[index:], GREEDY, speculative, salt=salt)
+        for index in range(2)
+    ]
+
+
+def drafts_of(
+    target: EveryDrafterTarget, drafter: str, before: Sequence[GenerationRequest]
+) -> list[tuple[list[int], list[int], list[int]]]:
+    """What is proposed for a tenant at every step, after others' requests ``before``, in blocks that
+    were theirs."""
+    core = target.core(Setup(num_blocks=16, max_num_seqs=2))
+    driver = Driver(core).run(*before)
+    subject = core.speculation.drafters[drafter]
+    proposed: list[tuple[list[int], list[int], list[int]]] = []
+    propose = subject.propose
+
+    def watched(asks: Sequence[DraftRequest]) -> list[DraftTree]:
+        trees = propose(asks)
+        proposed.extend(
+            (list(ask.token_ids), list(tree.token_ids), list(tree.parents))
+            for ask, tree in zip(asks, trees, strict=True)
+        )
+        return trees
+
+    subject.propose = watched  # type: ignore[method-assign]
+    for each in wanted(target, "subject", drafter, "mine"):
+        driver.run(each)
+    return proposed
+
+
+@pytest.mark.parametrize("drafter", sorted(set(drafter_names()) - {"none"}))
+def test_another_tenants_texts_change_no_draft(target: EveryDrafterTarget, drafter: str) -> None:
+    alone = drafts_of(target, drafter, [])
+    assert any(token_ids for _, token_ids, _ in alone)
+    others = wanted(target, "other", drafter, "theirs") + wanted(target, "third", drafter, "third")
+    beside = drafts_of(target, drafter, others)
+    if drafter not in COUNTS_OF_ALL:
+        assert beside == alone
+    foreign = {token for each in others for token in each.prompt_token_ids}
+    foreign -= {token for text, tokens, _ in alone for token in (*text, *tokens)}
+    assert foreign
+    assert not foreign & {token for _, tokens, _ in beside for token in tokens}
