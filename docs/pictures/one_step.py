@@ -6,8 +6,8 @@ from docs.pictures.svg import Drawing
 from drafters.base import DraftRequest, DraftShape
 from drafters.registry import build_drafters
 
-TEXT = "rows = load ( path ) ; total = sum ( rows ) ; cells = load (".split()
-TARGET = "path ) ; names = load (".split()
+WORDS = "rows = load ( path ) ; total = sum ( rows ) ; cells = load ( path ) ; names = load ("
+TEXT, TARGET = WORDS.split()[:18], WORDS.split()[18:]
 GAMMA = 5
 
 

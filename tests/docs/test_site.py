@@ -173,12 +173,9 @@ def test_pictures_are_what_their_scripts_draw(name: str) -> None:
     assert "http" not in current.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_no_picture_is_left_out() -> None:
-    drawn = set(pictures())
-    made_here = {path.name for path in (DOCS / "pictures").glob("*.svg")} - {"complete.svg"}
-    assert made_here == drawn
+def test_every_picture_is_shown() -> None:
     shown = " ".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert [name for name in drawn if f"pictures/{name}" not in shown] == []
+    assert [name for name in pictures() if f"pictures/{name}" not in shown] == []
 
 
 # --- references ---
