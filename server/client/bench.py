@@ -20,7 +20,7 @@ from typing import Any
 
 from server.client.bench_plot import check_plot, plot
 from server.client.bench_prompts import BenchPrompt, builtin_prompts, read_prompts
-from server.client.bench_report import summarize, table, to_json
+from server.client.bench_report import UNSTEADY, is_unsteady, summarize, table, to_json
 from server.client.connection import Connection
 from server.client.errors import ClientError, FlagError
 from server.client.flags import speculative_object, with_fields
@@ -201,6 +201,8 @@ def _progress(total: int) -> Any:
 def _write(arguments: Namespace, card: Mapping[str, Any] | None, arms: Sequence[Arm]) -> None:
     summaries = summarize(arms)
     sys.stdout.write(table(summaries) + "\n")
+    if any(is_unsteady(each) for each in summaries):
+        sys.stderr.write(f"# {UNSTEADY}\n")
     try:
         if arguments.json is not None:
             document = to_json(card, arguments, arms, summaries)

@@ -12,6 +12,11 @@ from server.markdown import markdown_table
 
 SCHEMA_VERSION = 1
 PERCENTILES = (50, 90, 99)
+UNSTEADY = (
+    "the rounds differ much: something else kept the server's machine busy, or it was still measuring "
+    "its steps; repeat it, or raise --rounds"
+)
+_STEADY_RATIO = 1.5
 _HEADER = (
     "drafter",
     "tokens/s",
@@ -120,6 +125,12 @@ def _num_equal_texts(arm: ArmResult, baseline: ArmResult) -> int:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+def is_unsteady(summary: ArmSummary) -> bool:
+    """Whether its rounds disagree about the speed-up by more than drafting explains."""
+    by_round = summary.speedup_by_round
+    return bool(by_round) and max(by_round) > _STEADY_RATIO * min(by_round)
 
 
 def percentiles(values: Iterable[float | None]) -> dict[str, float]:

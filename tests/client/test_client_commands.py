@@ -12,6 +12,7 @@ import pytest
 from client_servers import OtherServer, ScriptedEngine, listening, slipstream
 
 from server.cli import main
+from server.client.bench_report import UNSTEADY
 
 MARKED = "h⟦el⟧l⟦o⟧ w⟦or⟧ld\n"
 
@@ -244,7 +245,8 @@ def test_a_bench_compares_with_plain_decoding(
     files = ["--json", str(json_path), "--plot", str(plot_path)]
     assert main(["bench", *flags.split(), "--gamma", "4", *files]) == 0
     out, err = capsys.readouterr()
-    assert err == ""
+    # Rounds this short may differ by any amount.
+    assert err in ("", f"# {UNSTEADY}\n")
     assert "| equal texts |" in out
     assert out.count("6 of 6") == 3
     assert "| to the first token |" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.client.account import status_line, summary
-from server.client.bench_report import percentiles
+from server.client.bench_report import is_unsteady, percentiles, summarize
 from server.client.display import Marker
 from server.client.errors import ClientError
 from server.client.stream import Piece, Reply, Token, explain, parse_event
@@ -140,3 +141,39 @@ def test_marks_fall_on_the_same_characters_however_the_text_is_held_back(
 )
 def test_percentiles_are_interpolated(values: list[Any], expected: dict[str, float]) -> None:
     assert percentiles(values) == pytest.approx(expected)
+
+
+@dataclass
+class TimedArm:
+    """Rounds of one request of ten tokens each."""
+
+    seconds: list[float]
+    text: str = "x"
+    name: str = "arm"
+    speculative: dict[str, Any] | None = None
+
+    @property
+    def rounds(self) -> list[list[Reply]]:
+        token = Token(1, self.text, False)
+        replies = [Reply(0.0, text=self.text, tokens=[token] * 10) for _ in self.seconds]
+        return [[reply] for reply in replies]
+
+
+def test_a_speed_up_is_the_baselines_time_per_token_over_the_arms() -> None:
+    base, fast = summarize([TimedArm([2.0, 4.0]), TimedArm([1.0, 2.0], text="y")])
+    assert (base.speedup, base.throughput, base.num_equal_texts) == (1.0, 20 / 6, 2)
+    assert (fast.speedup, fast.speedup_by_round) == (2.0, [2.0, 2.0])
+    assert fast.num_equal_texts == 0
+    assert not is_unsteady(fast)
+
+
+def test_rounds_that_disagree_are_told() -> None:
+    _, arm = summarize([TimedArm([2.0, 4.0]), TimedArm([1.0, 1.0])])
+    assert arm.speedup_by_round == [2.0, 4.0]
+    assert is_unsteady(arm)
+
+
+def test_one_arm_alone_is_compared_with_nothing() -> None:
+    (alone,) = summarize([TimedArm([2.0])])
+    assert (alone.speedup, alone.speedup_by_round, alone.num_equal_texts) == (None, [], None)
+    assert not is_unsteady(alone)
