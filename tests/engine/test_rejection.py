@@ -150,6 +150,21 @@ def test_a_draft_verified_only_if_its_token_is_likely_biases_the_text() -> None:
     assert marginal == [Fraction(55, 100), Fraction(15, 100), Fraction(30, 100)]
 
 
+def test_a_refusal_that_draws_from_the_whole_target_again_biases_the_text() -> None:
+    """As the original n-gram assisted decoding does: the token that refused the draft is thrown away
+    and another one drawn in its place."""
+    target = always(exact(5, 3, 2))
+
+    def drawn_again(tree: DraftTree, laws: ExactLaws, accepts: Accepts) -> Decision:
+        if accepts(1, laws.target(0).of(tree.token_ids[0])):
+            return Decision([0, 1], laws.target(1))
+        return Decision([0], laws.target(0))
+
+    law, _ = emitted_law(drawn_again, iter([(Fraction(1), chain([1]))]), target, None)
+    marginal = [sum(p for text, p in law.items() if text[0] == t) for t in range(3)]
+    assert marginal == [Fraction(35, 100), Fraction(51, 100), Fraction(14, 100)]
+
+
 def test_the_enumeration_tells_draws_with_replacement_from_those_without() -> None:
     """Drawn without, verified as if with: the second sibling is then judged by the wrong law."""
     target, draft = always(exact(4, 4, 1, 1)), always(exact(1, 2, 3, 4))
