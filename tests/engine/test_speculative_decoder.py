@@ -13,8 +13,14 @@ from engine.speculative_config import SpeculativeConfig
 from engine.speculative_decoder import SpeculativeDecoder
 
 TARGET = str(BUNDLED / "target")
+# One thread: two of them wait for each other for a minute where a core is busy otherwise.
 SMALL = EngineConfig(
-    max_num_seqs=1, num_blocks=24, max_num_rows=64, prefill_chunk=64, dtype="float32"
+    max_num_seqs=1,
+    num_blocks=24,
+    max_num_rows=64,
+    prefill_chunk=64,
+    dtype="float32",
+    num_threads=1,
 )
 PROMPT = [0, 40, 41, 42, 43, 40, 41, 42]
 GREEDY = SpeculativeConfig(draft_strategy="ngram", temperature=0.0)
