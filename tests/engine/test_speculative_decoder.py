@@ -13,7 +13,7 @@ from engine.speculative_config import SpeculativeConfig
 from engine.speculative_decoder import SpeculativeDecoder
 
 TARGET = str(BUNDLED / "target")
-# One thread: two of them wait for each other for a minute where a core is busy otherwise.
+# One thread: where another process wants a core, two wait for each other.
 SMALL = EngineConfig(
     max_num_seqs=1,
     num_blocks=24,
