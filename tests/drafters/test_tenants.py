@@ -1,5 +1,5 @@
 """No draft carries another tenant's tokens: for every drafter that needs no model, those that share
-within a tenant sharing as much as they can. Those with models: ``tests/engine/test_tenants_served.py``."""
+within a tenant sharing as much as they can. With models: ``tests/engine/test_tenants_served.py``."""
 
 from __future__ import annotations
 
