@@ -65,10 +65,13 @@ class DraftingPrice:
         if account is not None:
             account.num_losses = 0
 
-    def lose(self, request_id: str, num_steps: int = 1) -> None:
-        """A draft, or a trial over ``num_steps`` of them, did not pay; the rest is in proportion."""
+    def lose(self, request_id: str, num_steps: int = 1, num_losses: int = 1) -> None:
+        """A draft, or a trial over ``num_steps`` of them, did not pay; the rest is in proportion.
+
+        It counts as ``num_losses`` in a row.
+        """
         account = self._accounts.setdefault(request_id, _Account())
-        account.num_losses += 1
+        account.num_losses += num_losses
         rest = min(2 ** (account.num_losses - 1), _LONGEST_REST)
         account.num_resting_steps = rest * num_steps - 1
 

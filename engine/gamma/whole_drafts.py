@@ -5,6 +5,7 @@ so what one draft is expected to gain now says too little. It is worth what such
 lately: accepted tokens per verified draft, a discounted mean over those of all requests with that
 drafter. Where that does not pay for the rows, a few more drafts may show that it could, if it would
 pay at the gain that is hoped for; then the drafter rests, each time twice as long as the time before.
+Where many drafts of other requests did not pay, a new request begins with a rest, and a long one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ _DECAY = 0.95
 _SHARED_DECAY = 0.995
 _TRIAL_DRAFTS = 6
 """In a row, before the result counts: a window needs some steps before it yields n-grams."""
+_KNOWN_WEIGHT = 4.0 * _TRIAL_DRAFTS
+"""Drafts of all requests after which what they gained tells what a trial would."""
+_LOSSES_OF_THE_KNOWN = 3
+"""A new request's first rest is as long as after so many lost trials: four times a trial."""
 
 
 @dataclass(slots=True)
@@ -44,6 +49,7 @@ class _Account:
     gain: _Gain = field(default_factory=_Gain)
     num_trials: int = 0
     """Drafts granted since the last rest although they did not pay."""
+    has_rested: bool = False
 
 
 class WholeDrafts:
@@ -108,16 +114,26 @@ class WholeDrafts:
             self._price.win(candidate.request_id)
             return ""
         hoped = max(gain, _HOPED_GAIN)
-        if account.num_trials < _TRIAL_DRAFTS and self._pays(candidate, load, hoped):
+        may_try = account.num_trials < _TRIAL_DRAFTS and not self._rests_first(account)
+        if may_try and self._pays(candidate, load, hoped):
             account.num_trials += 1
             return ""
         pays_alone = self._pays(candidate, self._alone(candidate, load), gain)
         return self._lose(candidate, account, "overload" if pays_alone else "low_acceptance")
 
     def _lose(self, candidate: DraftCandidate, account: _Account, reason: Reason) -> Reason:
-        self._price.lose(candidate.request_id, max(1, account.num_trials))
+        if self._rests_first(account):
+            self._price.lose(candidate.request_id, _TRIAL_DRAFTS, _LOSSES_OF_THE_KNOWN)
+        else:
+            self._price.lose(candidate.request_id, max(1, account.num_trials))
         account.num_trials = 0
+        account.has_rested = True
         return reason
+
+    def _rests_first(self, account: _Account) -> bool:
+        shared = self._shared.get(account.drafter)
+        is_known = shared is not None and shared.weight >= _KNOWN_WEIGHT
+        return is_known and not account.num_trials and not account.has_rested
 
     def _pays(self, candidate: DraftCandidate, load: Load, gain: float) -> bool:
         """Whether the batch is no slower with draft and rows than with neither."""

@@ -142,10 +142,18 @@ def test_new_requests_start_from_what_others_gained() -> None:
     policy = GoodputPolicy(rows_at(0.05))
     granted(policy, 0, 300, load_of(1))
     policy.forget("r")
-    story = granted(policy, 0, 30, load_of(1))
-    assert story[:6] == "xxxxxx"  # a trial, no more
-    assert story.count("x") <= 18
-    assert granted(GoodputPolicy(rows_at(0.05)), 0, 30, load_of(1)).count("x") > story.count("x")
+    story = granted(policy, 0, 130, load_of(1))
+    runs = [len(run) for run in story.replace("-", ".").split(".") if run]
+    rests = [len(run) for run in story.replace("-", ".").split("x") if run]
+    # They rest before the first trial, and longer before the next.
+    assert not story.startswith("x")
+    assert runs[:2] == [6, 6]
+    assert rests[:2] == [24, 48]
+    # Where others gained, they do not.
+    policy = GoodputPolicy(rows_at(0.05))
+    granted(policy, 1, 300, load_of(1))
+    policy.forget("r")
+    assert granted(policy, 1, 30, load_of(1)) == "x" * 30
 
 
 def test_a_likely_draft_is_granted_whatever_others_gained() -> None:
