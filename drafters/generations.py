@@ -34,5 +34,6 @@ class Generations(Generic[Value]):
             if len(young) >= self._generation_size:
                 self._old = young
                 young = self._young = {}
-            self._old.pop(key, None)
+            if self._old:
+                self._old.pop(key, None)
         young[key] = value

@@ -1,12 +1,13 @@
 """What the target thought would follow a context: merged distributions per n-gram (STAND).
 
-An entry holds how often the target was seen at its context, and the running mean of what it said,
-cut to the likeliest tokens. Contexts are packed windows (``drafters.packing``); those of different
-lengths never have the same key. Keys of a text that is shorter than a context do not exist.
+An entry holds how often the target was seen at its context, and the mean of what it said, cut to the
+likeliest tokens. Contexts are packed windows (``drafters.packing``); those of different lengths
+never have the same key. Keys of a text that is shorter than a context do not exist.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from drafters.generations import Generations
 from drafters.packing import TOKEN_BITS, window_mask
 
 NUM_TOKENS_KEPT = 10
+MAX_WAITING = 1_024
 
 
 class Entry(NamedTuple):
@@ -41,17 +43,17 @@ def levels(longest: int, shortest: int) -> list[Level]:
     ]
 
 
-def merged(entry: Entry, token_ids: Sequence[int], probs: Sequence[float]) -> Entry:
-    """What ``num_visits`` distributions said before weighs ``num_visits / (num_visits + 1)``, the new
-    one the rest."""
+def merged(entry: Entry, rows: Sequence[Entry]) -> Entry:
+    """The mean of all distributions, those merged in ``entry`` and the one in each of ``rows``."""
     count = entry.num_visits
-    old, new = count / (count + 1), 1 / (count + 1)
     mass = {
-        token_id: old * prob for token_id, prob in zip(entry.token_ids, entry.probs, strict=True)
+        token_id: count * prob for token_id, prob in zip(entry.token_ids, entry.probs, strict=True)
     }
-    for token_id, prob in zip(token_ids, probs, strict=True):
-        mass[token_id] = mass.get(token_id, 0.0) + new * prob
-    return _entry(count + 1, mass)
+    for _, token_ids, probs in rows:
+        for token_id, prob in zip(token_ids, probs, strict=True):
+            mass[token_id] = mass.get(token_id, 0.0) + prob
+    count += len(rows)
+    return _entry(count, {token_id: sum_ / count for token_id, sum_ in mass.items()})
 
 
 def _entry(num_visits: int, mass: Mapping[int, float]) -> Entry:
@@ -59,22 +61,50 @@ def _entry(num_visits: int, mass: Mapping[int, float]) -> Entry:
     return Entry(num_visits, tuple([each[0] for each in best]), tuple([each[1] for each in best]))
 
 
+class _Merging:
+    """A context's entry, and what has to be merged into it before it is read."""
+
+    __slots__ = ("_entry", "waiting")
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self.waiting: list[Entry] | None = None
+
+    def entry(self) -> Entry:
+        if self.waiting is not None:
+            self._entry = merged(self._entry, self.waiting)
+            self.waiting = None
+        return self._entry
+
+
 class ProbTable:
     """Entries by context, at most ``max_contexts``; the least recently written are dropped.
 
-    Memory: about 950 bytes per context once its ten tokens are in no other entry.
+    Of the contexts that end at a token, those that are new take in what the target said, and the
+    longest one that is known already. Shorter ones do not: they are read where no longer one is
+    known, so what counts there is what came after contexts that were new (as in Kneser-Ney
+    smoothing and in PPM's update exclusion).
+
+    A distribution waits to be merged until its context is read, since most of them never are; of
+    all distributions, at most ``MAX_WAITING`` wait.
+
+    Memory: about 950 bytes per context once its ten tokens are in no other entry, and 600 per
+    distribution that waits.
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_waiting", "entries")
 
     def __init__(self, max_contexts: int) -> None:
-        self._entries: Generations[Entry] = Generations(max_contexts)
+        # Most contexts are met once: they hold what they were given, which all lengths share.
+        self.entries: Generations[Entry | _Merging] = Generations(max_contexts)
+        self._waiting: deque[_Merging] = deque()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def get(self, key: int) -> Entry | None:
-        return self._entries.get(key)
+        found = self.entries.get(key)
+        return found.entry() if isinstance(found, _Merging) else found
 
     def learn(
         self,
@@ -83,19 +113,33 @@ class ProbTable:
         token_ids: Sequence[int],
         probs: Sequence[float],
     ) -> None:
-        """Merge one distribution of the target into every complete context that ends here."""
+        """Take in one distribution of the target after ``window``: likeliest tokens first."""
         if not token_ids:
             return
-        entries = self._entries
-        first = Entry(1, tuple(token_ids[:NUM_TOKENS_KEPT]), tuple(probs[:NUM_TOKENS_KEPT]))
+        entries = self.entries
+        row = Entry(1, tuple(token_ids[:NUM_TOKENS_KEPT]), tuple(probs[:NUM_TOKENS_KEPT]))
         for _, mask, smallest in context_levels:
             key = window & mask
-            if key >= smallest:
-                entry = entries.get(key)
-                if entry is not None:
-                    entries.put(key, merged(entry, first.token_ids, first.probs))
-                else:
-                    entries.put(key, first)
+            if key < smallest:
+                continue
+            known = entries.get(key)
+            if known is None:
+                entries.put(key, row)
+                continue
+            if not isinstance(known, _Merging):
+                known = _Merging(known)
+            entries.put(key, known)
+            self._let_wait(known, row)
+            return
+
+    def _let_wait(self, context: _Merging, row: Entry) -> None:
+        if context.waiting is None:
+            context.waiting = [row]
+        else:
+            context.waiting.append(row)
+        self._waiting.append(context)
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft().entry()
 
 
 class TextTable:
@@ -105,19 +149,21 @@ class TextTable:
     Most contexts are seen once: their token stands for itself, without a dictionary.
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("entries",)
     _MAX_SUCCESSORS = 32
 
     def __init__(self, max_contexts: int) -> None:
-        self._entries: Generations[int | dict[int, int]] = Generations(max_contexts)
+        self.entries: Generations[int | dict[int, int]] = Generations(max_contexts)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def get(self, key: int) -> Entry | None:
-        found = self._entries.get(key)
-        if found is None:
-            return None
+        found = self.entries.get(key)
+        return None if found is None else self.counted(found)
+
+    def counted(self, found: int | dict[int, int]) -> Entry:
+        """The entry of what ``entries`` holds."""
         if isinstance(found, int):
             return Entry(1, (found,), (1.0,))
         total = sum(found.values())
@@ -126,7 +172,7 @@ class TextTable:
 
     def learn(self, window: int, context_levels: Sequence[Level], token_id: int) -> None:
         """Count the token after every complete context that ends in ``window``."""
-        entries = self._entries
+        entries = self.entries
         for _, mask, smallest in context_levels:
             key = window & mask
             if key < smallest:
@@ -148,13 +194,15 @@ def find(
 ) -> tuple[int, bool, Entry] | None:
     """(tokens of context, whether only the text knew, entry) of the longest known ending of
     ``window``; at equal length the target's word counts and not the text's."""
+    from_target, from_text = table.entries.get, text.entries.get
     for num_tokens, mask, smallest in context_levels:
         key = window & mask
         if key >= smallest:
-            entry = table.get(key)
-            if entry is not None:
+            said = from_target(key)
+            if said is not None:
+                entry = said.entry() if isinstance(said, _Merging) else said
                 return num_tokens, False, entry
-            entry = text.get(key)
-            if entry is not None:
-                return num_tokens, True, entry
+            followed = from_text(key)
+            if followed is not None:
+                return num_tokens, True, text.counted(followed)
     return None

@@ -42,6 +42,7 @@ SHIPPED_TEMPLATE = Path(__file__).parent / "data" / "stand_template.json"
 SHARED_CONTEXTS = 32_768
 
 _MARGINS = (0.25, 0.5, 1.0, 1.5, 2.5, 4.0, 6.0)
+_MARGIN_RATIOS = tuple(map(math.exp, _MARGINS))
 _FEATURES_PER_SOURCE = 16
 _FROM_PROMPT = 3
 _FILLER_TOKENS = 64
@@ -141,16 +142,19 @@ class StandState:
         text, emitted = observation.token_ids, observation.emitted_token_ids
         first = len(text) - len(emitted)
         window = self.window(text[max(0, first - self._max_ctx) : first])
+        learn, context_levels, mask = self._table.learn, self._levels, self._mask
         for index, row in enumerate(observation.path):
             if index:
-                window = self.advanced(window, emitted[index - 1])
-            self.learn(window, top_token_ids[row], top_probs[row])
+                window = ((window << TOKEN_BITS) | (emitted[index - 1] + 1)) & mask
+            learn(window, context_levels, top_token_ids[row], top_probs[row])
 
     def propose(self, request: DraftRequest) -> DraftTree:
         if min(request.max_nodes, request.shape.depth) < 1:
             return EMPTY
         root = (self.window(request.token_ids), len(request.token_ids))
         if request.shape.width == 1:
+            if request.sampling.temperature == 0:
+                return self._greedy_chain(root[0], min(request.max_nodes, request.shape.depth))
             return self._chain(root, request)
         shape, sampling = request.shape, request.sampling
         fillers: Sequence[int] = ()
@@ -192,6 +196,18 @@ class StandState:
         order, scores = in_drawn_order(token_ids, drawn, position, sampling)
         return Children(order, _margin_features(source, scores))
 
+    def _likeliest(self, window: int) -> tuple[int, int] | None:
+        """Token and feature of the first of the greedy ``children``."""
+        found = find(window, self._levels, self._table, self._prompt)
+        if found is None:
+            return None
+        num_tokens, from_prompt, (_, token_ids, probs) = found
+        source = _FROM_PROMPT if from_prompt else min(num_tokens, 3) - 1
+        if len(probs) == 1 or probs[1] == 0:
+            return token_ids[0], source * _FEATURES_PER_SOURCE + len(_MARGINS)
+        lead = bisect(_MARGIN_RATIOS, probs[0] / probs[1])
+        return token_ids[0], source * _FEATURES_PER_SOURCE + lead
+
     def _filled(
         self, window: int, position: int, sampling: DraftSampling, fillers: Sequence[int]
     ) -> Children:
@@ -205,6 +221,20 @@ class StandState:
         total = sum(weights)
         drawn = [weight / total for weight in weights]
         return _drawn([*known, *added], drawn, position, sampling)
+
+    def _greedy_chain(self, window: int, num_nodes: int) -> DraftTree:
+        token_ids: list[int] = []
+        features: list[int] = []
+        mask = self._mask
+        for _ in range(num_nodes):
+            found = self._likeliest(window)
+            if found is None:
+                break
+            token_id, feature = found
+            token_ids.append(token_id)
+            features.append(feature)
+            window = ((window << TOKEN_BITS) | (token_id + 1)) & mask
+        return DraftTree(token_ids, range(-1, len(token_ids) - 1), features)
 
     def _chain(self, root: tuple[int, int], request: DraftRequest) -> DraftTree:
         """The first draw at every depth, as deep as the request allows."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.packing import pack
-from drafters.prob_tables import Entry, ProbTable, TextTable, find, levels
+from drafters.prob_tables import MAX_WAITING, Entry, ProbTable, TextTable, find, levels
 
 WHO, AM, BOB, MARY, TOM, SUE = range(6)
 
@@ -151,9 +151,33 @@ def test_equals_a_table_kept_naively(visits: list[tuple[int, int, dict[int, floa
             if len(new) > 10 and new[kept[9]] - sorted(new.values())[-11] < 1e-9:
                 return  # a tie at the border: either choice is right
             naive[key] = (k + 1, {t: new[t] for t in kept})
+            assert incremental.get(pack(key)) is not None  # merges what waits
+            if k:
+                break  # shorter contexts are read where this one is not known
     for key, (k, expected) in naive.items():
         entry = incremental.get(pack(key))
         assert entry is not None
         assert entry.num_visits == k
         assert dict(zip(entry.token_ids, entry.probs, strict=True)) == pytest.approx(expected)
         assert list(entry.probs) == sorted(entry.probs, reverse=True)
+
+
+def test_what_waits_is_merged_when_it_is_read_or_too_much_waits() -> None:
+    for num_others in (0, MAX_WAITING + 10):
+        kept = table(100_000)
+        rows = [{1: 0.6, 2: 0.4}, {2: 0.8, 3: 0.2}, {2: 1.0}]
+        for row in rows:
+            kept.learn(pack([5, 6]), levels(2, 2), list(row), list(row.values()))
+        for other in range(num_others):
+            kept.learn(pack([7, other % 9]), levels(2, 2), [1], [1.0])
+        assert known(kept, 5, 6) == pytest.approx({2: 2.2 / 3, 1: 0.2, 3: 0.2 / 3})
+        assert known(kept, 5, 6) == pytest.approx({2: 2.2 / 3, 1: 0.2, 3: 0.2 / 3})
+
+
+def test_a_known_context_learns_alone_and_shorter_ones_only_from_what_was_new() -> None:
+    few = table()
+    for _ in range(3):
+        few.learn(pack([1, 2, 3]), levels(3, 1), [4], [1.0])
+    few.learn(pack([9, 2, 3]), levels(3, 1), [5], [1.0])
+    visits = [few.get(pack(context)) for context in ([1, 2, 3], [9, 2, 3], [2, 3], [3])]
+    assert [entry and entry.num_visits for entry in visits] == [3, 1, 2, 1]
