@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from drafters.base import DrafterInfo, DrafterOption, DraftRequest, Observation, OptionValue
-from drafters.suffix_alignment import Alignment
+from drafters.suffix_alignment import FEW_CANDIDATES, MAX_CANDIDATES, Alignment
 from drafters.suffix_draft import (
     CHAIN_CORRECTION,
     TREE_CORRECTION,
@@ -39,7 +39,7 @@ INFO = DrafterInfo(
             "Draft also from the tenant's finished requests, and keep this one for later ones.",
         ),
     ),
-    cost="Per step and request some 6 microseconds while copying, 100 to 200 in between.",
+    cost="Per step and request some 6 microseconds while copying, 40 to 80 in between.",
 )
 
 
@@ -124,7 +124,7 @@ class SuffixState:
                 return chain_of_one(run, alignment.length)
             candidates = [alignment.current()]
         else:
-            candidates = alignment.candidates()
+            candidates = alignment.candidates(FEW_CANDIDATES if is_chain else MAX_CANDIDATES)
         is_copying = alignment.num_lost_tokens == 0 and alignment.has_copied
         nothing = NOTHING_COPYING if is_copying else NOTHING_LOST
         builder = DraftBuilder(alignment, candidates, nothing, depth)

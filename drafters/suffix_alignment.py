@@ -26,7 +26,9 @@ from drafters.suffix_weights import (
 
 TRUSTED_LENGTH = 6
 SETTLED_LENGTH = 16
-_MAX_CANDIDATES = 16
+MAX_CANDIDATES = 16
+FEW_CANDIDATES = 4
+"""Enough to go on with a copy and for chains; trees need to see what is said next to it."""
 _MAX_REMEMBERED = 4
 _ENDS_APART = 16
 _MAX_OCCURRENCES_AHEAD = 4
@@ -106,12 +108,12 @@ class Alignment:
         if not self.is_settled:
             self._index_up_to(end)
 
-    def candidates(self) -> list[Candidate]:
-        """Places to copy from, the likeliest continuation of the text; takes the best as its own
-        where no trusted copy is under way."""
+    def candidates(self, limit: int = MAX_CANDIDATES) -> list[Candidate]:
+        """Places to copy from, ``limit`` of each index and those near to where copies broke off;
+        takes the likeliest as its own where no trusted copy is under way."""
         if not self.token_ids:
             return []
-        found = self._candidates(len(self.token_ids))
+        found = self._candidates(len(self.token_ids), limit)
         if not self._trusted:
             self._take(found)
         return found
@@ -188,7 +190,7 @@ class Alignment:
         self._ends[0] = (source, position)
 
     def _take_best(self, end: int) -> None:
-        self._take(self._candidates(end))
+        self._take(self._candidates(end, FEW_CANDIDATES))
 
     def _take(self, found: Sequence[Candidate]) -> None:
         best = max(found, key=lambda candidate: candidate.weight, default=None)
@@ -201,23 +203,25 @@ class Alignment:
         if self._trusted:
             self.num_lost_tokens = 0
 
-    def _candidates(self, end: int) -> list[Candidate]:
+    def _candidates(self, end: int, limit: int) -> list[Candidate]:
         text = self.token_ids
         own: dict[int, None] = {}
         found: list[Candidate] = []
         if self.source is not None and self._trusted and self.position < len(self.source):
             found.append(self.current())
-        own.update(dict.fromkeys(self._index.find(text, end, _MAX_CANDIDATES)))
+        own.update(dict.fromkeys(self._index.find(text, end, limit)))
         elsewhere = self._around_ends(end, own)
+        if found and found[0].text is text:
+            own.pop(self.position, None)
         for position in own:
-            if position < end and not (found and found[0][:2] == (text, position)):
-                found.append(self._candidate(text, position, end))
+            if position < end:
+                self._add(found, text, position, end)
         if self._history is not None:
-            elsewhere += self._history.find(text, end, _MAX_CANDIDATES)
+            elsewhere += self._history.find(text, end, limit)
         for other, position in elsewhere:
-            if not any(c.text is other and c.position == position for c in found):
-                found.append(self._candidate(other, position, end))
-        return [candidate for candidate in found if candidate.weight > 0.0]
+            if not any(c.position == position and c.text is other for c in found):
+                self._add(found, other, position, end)
+        return found
 
     def _around_ends(self, end: int, own: dict[int, None]) -> list[tuple[list[int], int]]:
         """Places near where copies broke off: into ``own`` those in the text itself."""
@@ -235,16 +239,15 @@ class Alignment:
                 elsewhere += [(source, position) for position in places]
         return elsewhere
 
-    def _candidate(self, text: list[int], position: int, end: int) -> Candidate:
+    def _add(self, found: list[Candidate], text: list[int], position: int, end: int) -> None:
+        """Add the place to ``found`` if it may be worth anything."""
         length = match_length(text, position, self.token_ids, end)
         place = self._place(text, position)
         if length:
-            weight = WEIGHTS[place][length]
-        elif place in (Place.NEAR, Place.EARLIER):
+            found.append(Candidate(text, position, length, place, WEIGHTS[place][length]))
+        elif place is Place.NEAR or place is Place.EARLIER:
             weight = unmatched_weight(self.num_lost_tokens)
-        else:
-            weight = 0.0
-        return Candidate(text, position, length, place, weight)
+            found.append(Candidate(text, position, 0, place, weight))
 
     def _place(self, text: list[int], position: int) -> Place:
         ends = self._ends

@@ -8,6 +8,7 @@ place that is followed for a few tokens is believed more the further it goes.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -32,8 +33,8 @@ TREE_CORRECTION = 0.3
 def suffix_feature(match_length: int, share: float, rank: int) -> int:
     """Bucket of (length of the match before the node, its share of the votes, its rank among
     siblings): 0..59."""
-    length_bucket = sum(match_length >= start for start in _LENGTH_STARTS)
-    share_bucket = sum(share >= start for start in _SHARE_STARTS)
+    length_bucket = bisect_right(_LENGTH_STARTS, match_length)
+    share_bucket = bisect_right(_SHARE_STARTS, share)
     return (length_bucket * _NUM_SHARES + share_bucket) * _NUM_RANKS + min(rank, _NUM_RANKS - 1)
 
 
@@ -122,15 +123,12 @@ class DraftBuilder:
         self._max_depth = depth
         self._min_share = TREE_CORRECTION
         # The longest match leads wherever it takes part: voters stay in this order.
-        voters = [self._voter(candidate, 0) for candidate in candidates]
-        self._voters = sorted(voters, key=_match_length, reverse=True)
+        self._candidates = sorted(candidates, key=_match_length, reverse=True)
 
     def chain(self) -> DraftTree:
         """At each depth the token with most votes. Nothing joins: it would seldom win."""
-        token_ids: list[int] = []
-        features: list[int] = []
-        voters = self._voters
         self._min_share = CHAIN_CORRECTION
+        voters, token_ids, features = self._first_voters()
         while len(token_ids) < self._max_depth:
             depth = len(token_ids)
             if depth and len(voters) == 1 and not self._is_correctable(voters[0], token_ids):
@@ -146,12 +144,41 @@ class DraftBuilder:
             features.append(suffix_feature(voters[0].match_length + depth, share, 0))
         return DraftTree(token_ids, range(-1, len(token_ids) - 1), features)
 
+    def _first_voters(self) -> tuple[list[_Voter], list[int], list[int]]:
+        """The chain's first node, by token and feature, and who voted for it: only their runs are
+        needed. All voters, and no node yet, where a correction may change the vote."""
+        candidates = self._candidates
+        may_correct = candidates and candidates[0].match_length >= TRUSTED_LENGTH
+        if may_correct and self._alignment.corrections:
+            return [self._voter(candidate, 0) for candidate in candidates], [], []
+        weights: dict[int, float] = {}
+        voting: list[tuple[int, Candidate]] = []
+        total = self._nothing
+        own = self._alignment.token_ids
+        for candidate in candidates:
+            text, position, _, _, weight = candidate
+            if position >= len(text):
+                continue
+            token_id = text[position]
+            if token_id == SEPARATOR and text is not own:
+                continue
+            weights[token_id] = weights.get(token_id, 0.0) + weight
+            total += weight
+            voting.append((token_id, candidate))
+        if not voting:
+            return [], [], []
+        best = max(weights, key=weights.__getitem__)
+        voters = [self._voter(candidate, 0) for token_id, candidate in voting if token_id == best]
+        feature = suffix_feature(voters[0].match_length, weights[best] / total, 0)
+        return voters, [best], [feature]
+
     def tree(self, max_nodes: int, width: int) -> DraftTree:
         """Best first by the product of shares along the path; the likeliest chain in front."""
         chosen: list[_Waiting] = []
         paths: list[list[int]] = []
         waiting: list[_Waiting] = []
-        root = _Waiting(-1.0, 0, ROOT, -1, True, 0, _Child(ROOT, 1.0, self._voters))
+        voters = [self._voter(candidate, 0) for candidate in self._candidates]
+        root = _Waiting(-1.0, 0, ROOT, -1, True, 0, _Child(ROOT, 1.0, voters))
         serial = self._queue(waiting, root, ROOT, [], width)
         while waiting and len(chosen) < max_nodes:
             node = heapq.heappop(waiting)

@@ -13,7 +13,7 @@ from drafters.suffix_index import SuffixIndex
 MAX_TENANTS = 64
 MAX_HISTORY_TOKENS = 65_536
 MAX_TOKENS_OF_ALL = 524_288
-_INDEXED_PER_STEP = 128
+_INDEXED_PER_STEP = 64
 SEPARATOR = -1
 """Stands after every text, so that nothing is copied across; no context ends with it."""
 
@@ -77,6 +77,8 @@ class TenantHistory:
         found: list[tuple[list[int], int]] = []
         for generation in (self._young, self._old):
             text = generation.token_ids
+            if not text:
+                continue
             positions = generation.index.find(token_ids, end, limit - len(found))
             found += [
                 (text, position)

@@ -54,10 +54,10 @@ class SuffixIndex:
                 key = window & mask
                 if key < smallest:
                     break  # the text has fewer tokens than the context
-                known = occurrences.get(key)
-                if known is None:
-                    occurrences[key] = after
-                elif isinstance(known, int):
+                known = occurrences.setdefault(key, after)
+                if known is after:  # it is new
+                    continue
+                if isinstance(known, int):
                     occurrences[key] = [known, after]
                 else:
                     known.append(after)
@@ -99,8 +99,10 @@ def _window(token_ids: Sequence[int], end: int) -> int:
 def match_length(token_ids: Sequence[int], position: int, ending: Sequence[int], end: int) -> int:
     """How many tokens before ``position`` equal the last ones of ``ending[:end]``; at most
     ``MAX_MATCH_LENGTH``."""
+    if position <= 0 or end <= 0 or token_ids[position - 1] != ending[end - 1]:
+        return 0
     limit = min(MAX_MATCH_LENGTH, position, end)
-    length = 0
+    length = 1
     while length < limit and token_ids[position - 1 - length] == ending[end - 1 - length]:
         length += 1
     return length

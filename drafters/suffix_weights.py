@@ -57,6 +57,7 @@ _LOG_WEIGHTS = {
     Place.HISTORY: (-3.8, -2.3, -1.5, -0.8, -0.3, 0.1, 0.1, 0.3, 0.6, 1.3, 1.3),
 }
 _UNMATCHED_LOG_WEIGHTS = (-3.7, -5.2)
+_UNMATCHED_WEIGHTS = tuple(map(math.exp, _UNMATCHED_LOG_WEIGHTS))
 _UNMATCHED_SINCE = 4
 
 
@@ -78,4 +79,4 @@ copied from so far."""
 def unmatched_weight(num_lost_tokens: int) -> float:
     """Of the places right where copying broke off, when the last token does not stand before them:
     that token may have been put in or put instead."""
-    return math.exp(_UNMATCHED_LOG_WEIGHTS[num_lost_tokens > _UNMATCHED_SINCE])
+    return _UNMATCHED_WEIGHTS[num_lost_tokens > _UNMATCHED_SINCE]
