@@ -8,7 +8,7 @@ costs no forward, and a request that stopped drafting can find out that drafting
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from drafters.tree import ROOT, DraftTree
@@ -65,7 +65,10 @@ class AcceptanceEstimator:
 
     def label(self, drafter: str, feature: int, accepted: bool) -> None:
         """Count one label towards the prior."""
-        counts = self._counts.setdefault((drafter, feature), _Counts())
+        key = drafter, feature
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = _Counts()
         counts.add(accepted, self._shared_decay)
 
 
@@ -74,9 +77,20 @@ class _Pending:
     """A proposal that the text has followed so far: ``node`` was reached, at ``depth``."""
 
     tree: DraftTree
-    children: dict[int, list[int]]
+    children: Mapping[int, Sequence[int]] | None = None
+    """Nodes under each parent; None for a chain, which needs no list of them."""
     node: int = ROOT
     depth: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.tree.is_chain():
+            self.children = _children(self.tree)
+
+    def under(self, node: int) -> Sequence[int]:
+        """The children of a node."""
+        if self.children is not None:
+            return self.children.get(node, ())
+        return (node + 1,) if node + 1 < len(self.tree.token_ids) else ()
 
 
 class RequestAcceptance:
@@ -95,7 +109,7 @@ class RequestAcceptance:
     def acceptance(self, feature: int, depth: int) -> float:
         """Probability that such a node is accepted, given that its parent was. ``depth`` from 1."""
         prior = self._estimator.prior(self.drafter, feature)
-        counts = self._counts.get((feature, min(depth, MAX_DEPTH)))
+        counts = self._counts.get((feature, depth if depth < MAX_DEPTH else MAX_DEPTH))
         if counts is None:
             return prior
         strength = self._estimator.strength
@@ -140,7 +154,7 @@ class RequestAcceptance:
         if self._pending is not None and not self._follow(self._pending, emitted_token_ids):
             self._pending = None
         if tree.token_ids:
-            newest = _Pending(tree, _children(tree))
+            newest = _Pending(tree)
             if self._follow(newest, emitted_token_ids) and self._pending is None:
                 self._pending = newest
 
@@ -150,7 +164,7 @@ class RequestAcceptance:
         for emitted in emitted_token_ids:
             pending.depth += 1
             reached = None
-            for node in pending.children.get(pending.node, ()):
+            for node in pending.under(pending.node):
                 accepted = token_ids[node] == emitted
                 self._label(features[node], pending.depth, accepted)
                 if accepted:
@@ -158,10 +172,13 @@ class RequestAcceptance:
             if reached is None:
                 return False
             pending.node = reached
-        return pending.node in pending.children
+        return bool(pending.under(pending.node))
 
     def _label(self, feature: int, depth: int, accepted: bool) -> None:
-        counts = self._counts.setdefault((feature, min(depth, MAX_DEPTH)), _Counts())
+        key = feature, depth if depth < MAX_DEPTH else MAX_DEPTH
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = _Counts()
         counts.add(accepted, self._estimator.decay)
         self._estimator.label(self.drafter, feature, accepted)
 

@@ -16,6 +16,17 @@ def overlay_feature(acceptance: float, num_agreeing: int) -> int:
     return value * _MOST_AGREEING + min(num_agreeing, _MOST_AGREEING) - 1
 
 
+def alone(tree: DraftTree, survivals: Sequence[float], depth: int) -> DraftTree:
+    """What ``Overlay.chain`` makes of one chain that nothing else is laid over."""
+    num_nodes = min(depth, len(tree.token_ids))
+    features = []
+    above = 1.0
+    for worth in survivals[:num_nodes]:
+        features.append(overlay_feature(worth / above if above > 0 else 0.0, 1))
+        above = worth
+    return DraftTree(tree.token_ids[:num_nodes], range(-1, num_nodes - 1), features)
+
+
 class Overlay:
     """The union of trees. A node is worth the highest survival that one of its trees gives it.
 

@@ -13,7 +13,7 @@ from drafters.suffix_index import SuffixIndex
 MAX_TENANTS = 64
 MAX_HISTORY_TOKENS = 65_536
 MAX_TOKENS_OF_ALL = 524_288
-_INDEXED_PER_STEP = 64
+_INDEXED_PER_STEP = 96
 SEPARATOR = -1
 """Stands after every text, so that nothing is copied across; no context ends with it."""
 

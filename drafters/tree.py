@@ -40,13 +40,17 @@ class DraftTree:
 
     def depths(self) -> list[int]:
         """Depth of every node; children of the root have depth 1."""
+        if self.is_chain():
+            return list(range(1, len(self.token_ids) + 1))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return depths
 
     def is_chain(self) -> bool:
-        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+        parents = self.parents
+        as_chain = range(-1, len(parents) - 1)
+        return parents == as_chain if isinstance(parents, range) else list(parents) == [*as_chain]
 
     def subtree(self, kept: Sequence[int]) -> DraftTree:
         """The tree of the given nodes (ascending, parent-closed), renumbered."""
@@ -68,6 +72,8 @@ class DraftTree:
         """Raises ValueError where the shape breaks the class's contract."""
         if not len(self.token_ids) == len(self.parents) == len(self.features):
             raise ValueError("token_ids, parents and features differ in length")
+        if self.is_chain():
+            return
         seen: set[tuple[int, int]] = set()
         for index, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
             if not ROOT <= parent < index:

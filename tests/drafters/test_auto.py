@@ -115,7 +115,7 @@ def test_a_failing_member_is_left_out_and_the_others_go_on() -> None:
         raise RuntimeError(f"no after {len(text)}")
 
     broken = Guesser("broken", fails)
-    run = decode(AutoDrafter({"broken": broken, "good": Guesser("good", right)}), [1], target, 90)
+    run = decode(AutoDrafter({"broken": broken, "good": Guesser("good", right)}), [1], target, 900)
     assert broken.num_asked == 4
     assert run.num_emitted[4:] == [9] * len(run.num_emitted[4:])
 
@@ -150,3 +150,25 @@ def test_nothing_known_means_no_draft() -> None:
     auto = AutoDrafter({"silent": Guesser("silent", lambda _: [])})
     auto.open("r", [1], {}, "")
     assert auto.propose([DraftRequest("r", [1], 4, DraftShape())]) == [EMPTY]
+
+
+def test_a_chain_asks_no_further_than_the_member_that_is_certain() -> None:
+    good, late = Guesser("good", right), Guesser("late", right)
+    auto = AutoDrafter({"good": good, "late": late})
+    num_steps = len(decode(auto, [1], target, 900, max_nodes=8).num_emitted)
+    assert good.num_asked == num_steps
+    assert late.num_asked < num_steps / 4
+    asked_before = late.num_asked
+    auto = AutoDrafter({"good": good, "late": late})
+    shape = DraftShape(width=2, depth=8)
+    num_steps = len(decode(auto, [1], target, 90, max_nodes=8, shape=shape).num_emitted)
+    assert late.num_asked == asked_before + num_steps
+
+
+def test_a_member_whose_time_comes_is_noticed() -> None:
+    """The first member is right at first, the second one later."""
+    early = Guesser("early", lambda text: right(text) if len(text) < 600 else [])
+    late = Guesser("late", lambda text: right(text) if len(text) >= 600 else wrong(text))
+    run = decode(AutoDrafter({"early": early, "late": late}), [1], target, 1_500, max_nodes=8)
+    assert run.num_emitted[-50:] == [9] * 50
+    assert late.num_asked < len(run.num_emitted)
