@@ -7,6 +7,7 @@ that an optimiser found (``drafters.template_search``), children by Gumbel-top-k
 - the Gumbel noise is the verifier's, so a draft is the target's own choice wherever the stored
   distribution is right; candidates are tempered and truncated as the request asks;
 - tokens of the prompt stand in until the target has spoken about a context;
+- contexts shorter than one that is known do not learn, since they are not what is read then;
 - contexts go down to one token ("2-gram" can be read so, and misses get fewer);
 - contexts are bounded, and shared only within a tenant that asks for it.
 """
