@@ -23,6 +23,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from drafters.auto import AutoDrafter
 from drafters.base import DraftShape, OptionValue
 from drafters.registry import DrafterUnavailableError, build_drafters
 from engine.core import EngineCore
@@ -245,10 +246,14 @@ class EngineContender:
 
     def _forget(self) -> None:
         """A fresh drafter for every run: some learn from finished requests, and would have seen this
-        very text before. Those with a model have nothing to forget and stay."""
-        name = self._speculative.drafter
+        very text before. Those with a model have nothing to forget and stay, as does what ``auto``
+        and the gamma policies count over all requests."""
+        name, drafters = self._speculative.drafter, self._core.speculation.drafters
         with suppress(DrafterUnavailableError):
-            self._core.speculation.drafters[name] = build_drafters([name])[name]
+            fresh = build_drafters([name])[name]
+            old, drafters[name] = drafters[name], fresh
+            if isinstance(old, AutoDrafter) and isinstance(fresh, AutoDrafter):
+                fresh.estimator = old.estimator
 
     def _requests(self, job: Job) -> list[GenerationRequest]:
         self._num_runs += 1

@@ -84,7 +84,8 @@ class AutoDrafter:
         if any(each.hidden_rows or each.draft_slots or each.whole_trees for each in needs):
             raise ValueError("auto chooses among drafters that need no model and no window")
         self._members = dict(members)
-        self._estimator = AcceptanceEstimator()
+        # Counts of hits and misses, no texts: they serve all requests and tenants.
+        self.estimator = AcceptanceEstimator()
         self._states: dict[str, _State] = {}
         self.info = DrafterInfo(
             name="auto",
@@ -112,7 +113,7 @@ class AutoDrafter:
         members: list[_Member] = []
         self._states[request_id] = _State(members)
         for name, drafter in self._members.items():
-            member = _Member(drafter, self._estimator.for_request(name))
+            member = _Member(drafter, self.estimator.for_request(name))
             members.append(member)
             defaults = drafter.info.defaults()
             if not self._tried(member, drafter.open, request_id, token_ids, defaults, salt):
