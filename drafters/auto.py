@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _FAILURES_BEFORE_SILENCE = 4
 _ASKED_EVERY = 16
-_CERTAIN = 0.75
+_CERTAIN = 0.8
 """Expected share of a chain that is accepted, from which nobody else is asked."""
 _LEAST_GAIN = 0.01
 """Tokens per step that a member has to add to those asked before it."""
