@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -18,6 +19,13 @@ import pytest
 from client_servers import WAIT_SECONDS, ScriptedEngine, slipstream, wait_for
 
 UNDERLINED = re.compile(r"\x1b\[(?:[0-9;]*;)?4(?:;[0-9;]*)?m([^\x1b]*)")
+
+
+def _take_the_terminal() -> None:
+    """Make it the session's, so that typed control characters are signals; and let them be heard, which
+    a test run in the background of a script would not."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -36,8 +44,7 @@ class Terminal:
             stderr=theirs,
             env=environment,
             start_new_session=True,
-            # Makes it the session's terminal, so that typed control characters are signals.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_the_terminal,
         )
         os.close(theirs)
         self.seen = ""
@@ -53,8 +60,9 @@ class Terminal:
 
     def read_to_end(self) -> int:
         """The exit status."""
+        deadline = time.monotonic() + WAIT_SECONDS
         while self._read():
-            pass
+            assert time.monotonic() < deadline, f"no end after {self.seen!r}"
         return self.process.wait(WAIT_SECONDS)
 
     def _read(self) -> bool:
