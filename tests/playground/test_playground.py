@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, Response, expect, sync_playwright
 from serving import HANG, Line, live_server, until
 from visit import ENDLESS, PHONE, WIDE, Visit, launch, visit
 
@@ -81,7 +81,11 @@ def test_both_panes_stream_the_same_text_and_drafts_are_marked(page: Visit, line
 
 def test_figures_are_the_servers_account(page: Visit) -> None:
     """Gamma, acceptance, tokens per step and speed-up, of the reply's own usage."""
-    with page.page.expect_response(lambda r: r.request.post_data_json == page.bodies()[0]) as told:
+
+    def is_first_reply(response: Response) -> bool:
+        return [response.request.post_data_json] == page.bodies()[:1]
+
+    with page.page.expect_response(is_first_reply) as told:
         page.run()
     chunks = [each[6:] for each in told.value.text().split("\n") if each.startswith("data: {")]
     usage = json.loads(chunks[-1])["usage"]
