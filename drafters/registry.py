@@ -61,7 +61,7 @@ class PlainContext:
         raise DrafterUnavailableError(f"needs {name.replace('_', ' ')}, and there is none here")
 
 
-_MEMBERS_OF_AUTO = ("prediction", "ngram", "suffix", "stand", "recycling")
+_MEMBERS_OF_AUTO = ("prediction", "ngram", "nasd", "suffix", "stand", "recycling")
 
 
 def _auto(context: DrafterContext) -> Drafter:
