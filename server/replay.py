@@ -13,7 +13,13 @@ from statistics import median
 from time import perf_counter
 
 from drafters.base import Drafter, DrafterNeeds, DraftRequest, DraftShape, Observation
-from drafters.registry import DrafterUnavailableError, build_drafters
+from drafters.plugins import find_plugins
+from drafters.registry import (
+    DrafterUnavailableError,
+    PlainContext,
+    build_drafters,
+    drafter_names,
+)
 from drafters.tree import ROOT, DraftTree
 from server.replay_cost import StepCost
 from server.replay_log import LogLine
@@ -84,10 +90,19 @@ class ReplayResult:
         return self.num_tokens * self.step_seconds_alone / self.estimated_seconds
 
 
-def build_replayable(name: str) -> Drafter:
-    """A fresh drafter. Raises ValueError for an unknown name, and DrafterUnavailableError, with the
-    reason, for one that a log is not enough for."""
-    drafter = build_drafters([name])[name]
+class LogContext(PlainContext):
+    """What a log lends: nothing but the tokenizer that reads its texts."""
+
+    def __init__(self, encode: Callable[[str], Sequence[int]]) -> None:
+        super().__init__()
+        self.encode = encode
+
+
+def build_replayable(name: str, context: PlainContext | None = None) -> Drafter:
+    """A fresh drafter, of the core or of a plugin. Raises ValueError for an unknown name, and
+    DrafterUnavailableError, with the reason, for one that a log is not enough for."""
+    plugins = {} if name in drafter_names() else find_plugins()
+    drafter = build_drafters([name], context, plugins)[name]
     reason = _not_replayable(drafter.info.needs)
     if reason is not None:
         raise DrafterUnavailableError(f"drafter {name!r} cannot be replayed: {reason}")

@@ -7,14 +7,18 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from drafters.registry import build_drafters, drafter_names
+from drafters.base import Drafter
+from drafters.plugins import DrafterPluginError, find_plugins
+from drafters.registry import drafter_names
 from server.replay import (
     CHAIN,
     TREE,
+    LogContext,
     ReplayCase,
     ReplayResult,
     build_replayable,
@@ -25,6 +29,8 @@ from server.replay_log import Tokenizer, read_log
 from server.replay_report import SCHEMA_VERSION, check_plot, plot, table, to_json
 
 MAX_BUDGET = 1024
+Build: TypeAlias = Callable[[str], Drafter]
+
 _DESCRIPTION = """Replay a log of prompts and completions through drafters, without running a model,
 and tell how many tokens per step each would have yielded.
 
@@ -55,7 +61,8 @@ def add_replay(commands: Any) -> None:
         "--drafters",
         type=_names,
         default=["ngram", "suffix"],
-        help=f"comma-separated, of: {', '.join(drafter_names())} (default: ngram,suffix)",
+        help=f"comma-separated, of: {', '.join(drafter_names())}, and installed plugins "
+        "(default: ngram,suffix)",
     )
     parser.add_argument(
         "--budgets",
@@ -98,15 +105,20 @@ def run(arguments: argparse.Namespace) -> int:
         step_cost = StepCost()
         if arguments.step_cost is not None:
             step_cost = read_step_cost(arguments.step_cost)
-        cases = _cases(arguments)
-        lines = read_log(
-            arguments.log, lambda: _load_tokenizer(arguments.model), arguments.ignore_fields
+        load = cache(partial(_load_tokenizer, arguments.model))
+        context = LogContext(
+            lambda text: load().encode(text, add_special_tokens=False, verbose=False)
         )
+        build = partial(build_replayable, context=context)
+        cases = _cases(arguments, build)
+        lines = read_log(arguments.log, load, arguments.ignore_fields)
         results = []
         with _progress(len(cases) * len(lines)) as advance:
             for case in cases:
-                results.append(replay(case, lines, step_cost, arguments.isolate, advance))
-        _write(arguments, results, len(lines), step_cost)
+                results.append(
+                    replay(case, lines, step_cost, arguments.isolate, advance, build=build)
+                )
+        _write(arguments, results, len(lines), step_cost, build)
     except ImportError as error:
         if error.name is None or not error.name.startswith("matplotlib"):
             raise
@@ -116,12 +128,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cases(arguments: argparse.Namespace) -> list[ReplayCase]:
+def _cases(arguments: argparse.Namespace, build: Build) -> list[ReplayCase]:
     """Every drafter, shape and budget, checked before anything runs. Drafters that have no trees to
     offer are replayed as chains only."""
     cases = []
     for name in arguments.drafters:
-        info = build_replayable(name).info
+        info = build(name).info
         shapes = [shape for shape in arguments.shapes if shape == CHAIN or info.drafts_trees]
         if not shapes:
             raise ValueError(f"drafter {name!r} has no trees to offer: --shapes chain")
@@ -141,10 +153,14 @@ def _load_tokenizer(model: str | None) -> Tokenizer:
 
 
 def _write(
-    arguments: argparse.Namespace, results: list[ReplayResult], num_lines: int, step_cost: StepCost
+    arguments: argparse.Namespace,
+    results: list[ReplayResult],
+    num_lines: int,
+    step_cost: StepCost,
+    build: Build,
 ) -> None:
     sys.stdout.write(table(results) + "\n")
-    names = [name for name in arguments.drafters if _wants_more_than_a_log(name)]
+    names = [name for name in arguments.drafters if _wants_more_than_a_log(build(name))]
     if names:
         sys.stdout.write(
             f"\n{', '.join(names)}: learns from the target's likeliest tokens; a log knows only the "
@@ -164,8 +180,7 @@ def _write(
         plot(results, arguments.plot)
 
 
-def _wants_more_than_a_log(name: str) -> bool:
-    drafter = build_drafters([name])[name]
+def _wants_more_than_a_log(drafter: Drafter) -> bool:
     drafter.open("probe", [0], {}, "")
     return drafter.num_top_tokens("probe") > 0
 
@@ -191,12 +206,19 @@ def _words(text: str) -> list[str]:
 
 def _names(text: str) -> list[str]:
     names = _words(text)
+    unknown = set(names) - set(drafter_names())
+    known = (*drafter_names(), *_plugin_names()) if unknown else ()
     for name in names:
-        if name not in drafter_names():
-            raise argparse.ArgumentTypeError(
-                f"unknown drafter {name!r}; known: {', '.join(drafter_names())}"
-            )
+        if name in unknown and name not in known:
+            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known: {', '.join(known)}")
     return names
+
+
+def _plugin_names() -> tuple[str, ...]:
+    try:
+        return tuple(find_plugins())
+    except DrafterPluginError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _shapes(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -126,6 +127,20 @@ def test_its_drafts_are_counted_in_the_metrics(served: tuple[httpx.Client, Path]
     )
     assert counted is not None
     assert float(counted[1]) > 0
+
+
+def test_it_can_be_replayed(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(site))
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"prompt": "import", "completion": " os\nimport sys\n"}) + "\n")
+    assert main(["replay", str(log), "--drafters", "phrase_book,ngram", "--budgets", "8"]) == 0
+    assert "phrase_book" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["replay", str(log), "--drafters", "phrase_bok"])
+    assert "unknown drafter 'phrase_bok'; known: " in (told := capsys.readouterr().err)
+    assert "phrase_book" in told
 
 
 def test_a_clash_ends_the_start_before_a_model_is_loaded(

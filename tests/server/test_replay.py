@@ -155,7 +155,7 @@ def test_drafters_that_want_top_tokens_get_what_was_written(
             seen.extend(observations)
 
     seen: list[Any] = []
-    monkeypatch.setattr(replay_module, "build_drafters", lambda names: {names[0]: Curious()})
+    monkeypatch.setattr(replay_module, "build_drafters", lambda names, *_: {names[0]: Curious()})
     played(ReplayCase("curious", 2, 2), LogLine(1, [3], [1, 2, 4]))
     (first, second) = seen
     assert first.path == [0, 1]
@@ -179,7 +179,8 @@ def test_drafters_that_need_more_than_a_log_are_refused(
 ) -> None:
     drafter = NoneDrafter()
     drafter.info = DrafterInfo("greedy", "", False, needs=needs)
-    monkeypatch.setattr(replay_module, "build_drafters", lambda names: {names[0]: drafter})
+    monkeypatch.setattr(replay_module, "build_drafters", lambda names, *_: {names[0]: drafter})
+    monkeypatch.setattr(replay_module, "drafter_names", lambda: ("greedy",))
     with pytest.raises(DrafterUnavailableError, match=f"'greedy' cannot be replayed.*{reason}"):
         build_replayable("greedy")
 
