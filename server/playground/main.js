@@ -18,13 +18,19 @@ const engine = new EnginePanel();
 let speculation = null;
 let race = null;
 
+let newestLoad = 0;
+
 async function load() {
+  const thisLoad = (newestLoad += 1);
   try {
     const [models, catalogue] = await Promise.all([getJson("v1/models"), getJson("v1/drafters")]);
+    if (thisLoad !== newestLoad) return;
     byId("key-form").hidden = true;
     byId("notice").hidden = true;
     setUp(models.data[0], catalogue);
   } catch (error) {
+    // An earlier key's refusal may come after a later key was taken.
+    if (thisLoad !== newestLoad) return;
     if (error.status === 401) askForKey();
     else say(`${error.message} Reload the page to try again.`);
   }
