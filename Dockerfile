@@ -28,6 +28,9 @@ COPY server server
 COPY engine engine
 COPY drafters drafters
 COPY kvpool kvpool
+COPY client client
+COPY tools tools
+COPY slipstream slipstream
 RUN pip install --no-deps .
 
 FROM ${PYTHON_IMAGE} AS runtime

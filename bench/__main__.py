@@ -32,7 +32,7 @@ from bench.tables import cell_tables
 from bench.workloads import PromptSource, load_prompts
 from drafters.registry import drafter_names
 from engine.config import EngineConfig
-from engine.demo_model import bundled_path
+from engine.model.loader import bundled_path
 from engine.params import SpeculativeParams
 
 

@@ -34,9 +34,8 @@ from drafters.base import (
 )
 from drafters.registry import build_drafters
 from drafters.tree import DraftTree
-from engine.demo_model import bundled_path
-from engine.loader import load_tokenizer
-from server.replay import accepted_path
+from engine.model.loader import bundled_path, load_tokenizer
+from tools.replay import accepted_path
 
 FILES = {"edit": EDITS_FILE, "code": CODE_FILE}
 MODEL_FREE = tuple(name for name in build_drafters() if name != "none")

@@ -28,7 +28,7 @@ from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.events import TokenEvent
-from engine.loader import prepare_model
+from engine.model.loader import prepare_model
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 
 _VOCAB_SIZE = 48

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from bench.scaled_model import build_scaled_copy
 from engine.async_engine import AsyncEngine
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.demo_model import build_scaled_copy, bundled_path
 from engine.info import EngineInfo
-from engine.loader import load_model, load_tokenizer, prepare_model
+from engine.model.loader import bundled_path, load_model, load_tokenizer, prepare_model
 
 BUNDLED = "bundled"
 SCALED = "scaled"

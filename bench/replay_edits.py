@@ -22,12 +22,11 @@ from typing import Any
 from bench.progress import progress_bar
 from drafters.base import Drafter, DrafterInfo, DraftRequest, Observation, OptionValue
 from drafters.tree import EMPTY, DraftTree
-from engine.demo_model import bundled_path
-from engine.loader import load_tokenizer
-from server.replay import ReplayCase, ReplayResult, build_replayable, replay
-from server.replay_cost import StepCost
-from server.replay_log import LogLine, read_log
-from server.replay_report import table
+from engine.model.loader import bundled_path, load_tokenizer
+from tools.replay import ReplayCase, ReplayResult, build_replayable, replay
+from tools.replay_cost import StepCost
+from tools.replay_log import LogLine, read_log
+from tools.replay_report import table
 
 OURS = ("ngram", "suffix")
 ARCTIC = "arctic"

@@ -8,19 +8,19 @@ from typing import Any, Protocol, TypeAlias
 
 from drafters.auto import AutoDrafter
 from drafters.base import Drafter
-from drafters.draft_model import DraftModel
-from drafters.eagle import EagleDrafter, FeatureModel
-from drafters.jacobi import JacobiDrafter
-from drafters.lookahead import LookaheadDrafter
-from drafters.medusa import MedusaDrafter, PredictionHeads
-from drafters.model_drafter import prefix_layers, quantized, small_model
-from drafters.nasd import NasdDrafter, NasdOneLevelDrafter
-from drafters.ngram import NgramDrafter
+from drafters.copying.ngram import NgramDrafter
+from drafters.copying.prediction import PredictionDrafter
+from drafters.copying.suffix import SuffixDrafter
+from drafters.model.eagle import EagleDrafter, FeatureModel
+from drafters.model.medusa import MedusaDrafter, PredictionHeads
+from drafters.model.model_drafter import prefix_layers, quantized, small_model
+from drafters.model.protocol import DraftModel
 from drafters.none import NoneDrafter
-from drafters.prediction import PredictionDrafter
-from drafters.recycling import RecyclingDrafter
-from drafters.stand import StandDrafter
-from drafters.suffix import SuffixDrafter
+from drafters.parallel.jacobi import JacobiDrafter
+from drafters.parallel.lookahead import LookaheadDrafter
+from drafters.tables.nasd import NasdDrafter, NasdOneLevelDrafter
+from drafters.tables.recycling import RecyclingDrafter
+from drafters.tables.stand import StandDrafter
 
 
 class DrafterUnavailableError(ValueError):

@@ -14,16 +14,15 @@ from drafters.base import Drafter
 from drafters.plugins import find_plugins
 from drafters.registry import build_drafters
 from engine.async_engine import AsyncEngine
-from engine.attention import IMPLEMENTATION
+from engine.attention.backend import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.core import EngineCore, ModelLimits
-from engine.cost_model import CostModel, measure
-from engine.draft_heads import prepare_heads
-from engine.draft_models import prepare_drafts, with_bundled_draft
-from engine.drafter_context import EngineContext
+from engine.drafting.context import EngineContext
+from engine.drafting.heads import prepare_heads
+from engine.drafting.models import prepare_drafts, with_bundled_draft
 from engine.info import EngineInfo
-from engine.linear import can_pack, pack_linears
-from engine.loader import (
+from engine.model.linear import can_pack, pack_linears
+from engine.model.loader import (
     BUNDLED,
     KVShape,
     adopt,
@@ -32,11 +31,12 @@ from engine.loader import (
     load_tokenizer,
     max_position,
 )
-from engine.memory import free_bytes
-from engine.model_runner import ModelRunner
-from engine.scheduler import Scheduler
-from engine.selfcheck import check_exact, check_logits, reference_logits
-from engine.speculation import Speculation
+from engine.model.memory import free_bytes
+from engine.model.runner import ModelRunner
+from engine.model.selfcheck import check_exact, check_logits, reference_logits
+from engine.schedule.scheduler import Scheduler
+from engine.speculation.cost import CostModel, measure
+from engine.speculation.manager import Speculation
 from kvpool.block_pool import BlockPool
 from kvpool.store import KVStore
 

@@ -13,17 +13,17 @@ from typing import Protocol
 import torch
 
 from drafters.base import HiddenRows, Observation
-from engine.cost_model import CostModel
+from engine.batch import BatchRequest, InputBatch, build_batch, slot_of
 from engine.events import ErrorEvent, StepStats, TokenEvent
-from engine.input_batch import BatchRequest, InputBatch, build_batch, slot_of
-from engine.logprobs import top_probs, top_tokens
 from engine.params import GenerationRequest
 from engine.report import StepClock, finish_info, read_prompt_logprobs, token_event
-from engine.request import Request
-from engine.sampling_state import RowGroup, SamplingState
-from engine.scheduler import Plan, ScheduledRequest, Scheduler
-from engine.speculation import Draft, DraftRound, Speculation
-from engine.speculation_stats import (
+from engine.sampling.logprobs import top_probs, top_tokens
+from engine.sampling.state import RowGroup, SamplingState
+from engine.schedule.request import Request
+from engine.schedule.scheduler import Plan, ScheduledRequest, Scheduler
+from engine.speculation.cost import CostModel
+from engine.speculation.manager import Draft, DraftRound, Speculation
+from engine.stats import (
     Baseline,
     RequestSpeculationStats,
     StepGauges,
@@ -32,13 +32,13 @@ from engine.speculation_stats import (
     StepStatsBuilder,
     estimate_baseline,
 )
-from engine.verification import verify_step
-from engine.verifier import Outcome
+from engine.verification.match import Outcome
+from engine.verification.verify import verify_step
 from kvpool.block_pool import BlockPool
 
 
 class Runner(Protocol):
-    """What the core asks of the target; ``engine.model_runner`` has the real one."""
+    """What the core asks of the target; ``engine.model.runner`` has the real one."""
 
     hidden: (
         torch.Tensor | None

@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 
 from engine.events import FinishInfo, FinishReason, RequestTimings, TokenEvent, TokenLogprobs
-from engine.logprobs import emitted_logprobs
-from engine.request import Request
-from engine.speculation_stats import StepSeconds
-from engine.verifier import Outcome
+from engine.sampling.logprobs import emitted_logprobs
+from engine.schedule.request import Request
+from engine.stats import StepSeconds
+from engine.verification.match import Outcome
 
 Phase = Literal["draft", "forward", "verify"]
 

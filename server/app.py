@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import FastAPI
 
 from engine.info import EngineInfo
-from server.choices import ChoiceSource
 from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.gpu import gpu_memory_reader
@@ -26,12 +25,13 @@ from server.middleware import (
 )
 from server.ops import Lifecycle, ops_router
 from server.page import page_router
+from server.reply.choices import ChoiceSource
+from server.reply.streaming import Responder
+from server.reply.token_texts import TokenTexts
+from server.request.speculative import SpeculativeResolver
+from server.request.translate import Translator
 from server.routes import catalogue_router, openai_router
 from server.settings import Settings
-from server.speculative import SpeculativeResolver
-from server.streaming import Responder
-from server.token_texts import TokenTexts
-from server.translate import Translator
 from server.version import server_version
 
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from client.commands import add_client_commands
 from engine.errors import EngineError
-from server.client.commands import add_client_commands
-from server.replay_command import add_replay
 from server.settings import Settings, add_flags, load_settings
-from server.template_command import add_template_command
 from server.version import server_version
+from tools.replay_command import add_replay
+from tools.stand_template import add_template_command
 
 logger = logging.getLogger("slipstream")
 

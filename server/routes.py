@@ -10,15 +10,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from engine.info import EngineInfo
-from server.chat import ChatWriter
-from server.completions import CompletionWriter
 from server.errors import unknown_model
-from server.protocol import ChatRequest, CompletionRequest
-from server.replies import ChatCompletion, Completion
-from server.speculative import POLICIES, TREE_STRATEGIES, VERIFICATIONS, SpeculativeResolver
-from server.streaming import Responder
-from server.token_texts import TokenTexts
-from server.translate import Translator
+from server.reply.chat import ChatWriter
+from server.reply.completions import CompletionWriter
+from server.reply.replies import ChatCompletion, Completion
+from server.reply.streaming import Responder
+from server.reply.token_texts import TokenTexts
+from server.request.protocol import ChatRequest, CompletionRequest
+from server.request.speculative import POLICIES, TREE_STRATEGIES, VERIFICATIONS, SpeculativeResolver
+from server.request.translate import Translator
 
 
 def openai_router(

@@ -22,7 +22,7 @@ from pydantic_settings import (
 )
 
 from engine.config import EngineConfig
-from server.speculative import SpeculativeCaps, SpeculativeField
+from server.request.speculative import SpeculativeCaps, SpeculativeField
 
 _ENGINE = EngineConfig()
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from setuptools import PackageFinder
 
 from drafters.registry import drafter_names
-from server.protocol import ChatRequest
+from server.request.protocol import ChatRequest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("server", "engine", "drafters", "kvpool")
+PACKAGES = ("server", "engine", "drafters", "kvpool", "client", "tools", "slipstream")
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -40,7 +41,8 @@ def test_every_package_is_listed() -> None:
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
     }
-    assert found == set(PYPROJECT["tool"]["setuptools"]["packages"])
+    find = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
+    assert found == set(PackageFinder.find(str(ROOT), **find))
 
 
 def test_what_the_packages_import_is_declared() -> None:

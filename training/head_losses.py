@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from engine.eagle_head import FeatureLayer, eagle_config
-from engine.medusa_heads import ResidualHeads, medusa_config
+from engine.drafting.eagle import FeatureLayer, eagle_config
+from engine.drafting.medusa import ResidualHeads, medusa_config
 
 STATE_WEIGHT = 0.5
 """How much the distance of the states counts beside the distributions that follow from them."""
@@ -111,7 +111,7 @@ def soft_loss(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 class MedusaLearner:
-    """Heads that each predict one more token ahead; see ``engine.medusa_heads``."""
+    """Heads that each predict one more token ahead; see ``engine.drafting.medusa``."""
 
     def __init__(self, hidden_size: int, num_heads: int, num_layers: int) -> None:
         self.module = ResidualHeads(num_heads, num_layers, hidden_size)
@@ -134,7 +134,7 @@ class MedusaLearner:
 
 
 class EagleLearner:
-    """A layer that goes on from the target's states by itself; see ``engine.eagle_head``.
+    """A layer that goes on from the target's states by itself; see ``engine.drafting.eagle``.
 
     In serving, the deeper a drafted token is, the more of what it reads is the layer's own. So each
     batch is passed several times: in pass ``d`` the rows read what pass ``d - 1`` expected (HASS, arXiv

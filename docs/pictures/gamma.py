@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from docs.pictures.svg import Drawing
-from engine.cost_model import CostModel
+from engine.speculation.cost import CostModel
 
 COSTS = Path(__file__).with_name("step_costs.json")
 SURVIVAL = 0.8

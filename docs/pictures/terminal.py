@@ -22,13 +22,13 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
+from client.display import TerminalScreen
+from client.flags import request_fields
+from client.session import find_service, finish, new_reply, request_reply
 from engine.build import build_engine
 from engine.config import EngineConfig
 from server.app import build_app
 from server.cli import build_parser
-from server.client.display import TerminalScreen
-from server.client.flags import request_fields
-from server.client.session import find_service, finish, new_reply, request_reply
 from server.settings import Settings
 
 FOLDER = Path(__file__).parent

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_bench_model import save_tiny_model
 
 from bench.__main__ import equality_holds, main
 from bench.contenders import parse_drafter
 from bench.summary import summarise
+from worlds.tiny_bench_model import save_tiny_model
 
 CONTENDERS = ["transformers", "transformers lookup 10", "gamma 0", "ngram", "nasd fixed 3"]
 

@@ -20,9 +20,9 @@ from bench.replay_edits import (
     edit_lines,
     main,
 )
-from server.replay import ReplayCase, replay
-from server.replay_cost import StepCost
-from server.replay_log import LogLine
+from tools.replay import ReplayCase, replay
+from tools.replay_cost import StepCost
+from tools.replay_log import LogLine
 
 
 class Letters:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_bench_model import tiny_tokenizer
 
 from bench.workloads import CODE_FILE, DATA, EDITS_FILE, PromptSource, load_prompts, workload_names
-from engine.demo_model import bundled_path
-from engine.loader import load_tokenizer
+from engine.model.loader import bundled_path, load_tokenizer
+from worlds.tiny_bench_model import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from client_servers import OtherServer, ScriptedEngine, listening, slipstream
 
+from client.bench_report import UNSTEADY
 from server.cli import main
-from server.client.bench_report import UNSTEADY
+from worlds.client_servers import OtherServer, ScriptedEngine, listening, slipstream
 
 MARKED = "h⟦el⟧l⟦o⟧ w⟦or⟧ld\n"
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.client.account import status_line, summary
-from server.client.bench_report import is_unsteady, percentiles, summarize
-from server.client.display import Marker
-from server.client.errors import ClientError
-from server.client.stream import Piece, Reply, Token, explain, parse_event
+from client.account import status_line, summary
+from client.bench_report import is_unsteady, percentiles, summarize
+from client.display import Marker
+from client.errors import ClientError
+from client.stream import Piece, Reply, Token, explain, parse_event
 
 
 def own_chunk(**changes: Any) -> str:

@@ -16,7 +16,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from client_servers import WAIT_SECONDS, ScriptedEngine, slipstream, wait_for
+
+from worlds.client_servers import WAIT_SECONDS, ScriptedEngine, slipstream, wait_for
 
 UNDERLINED = re.compile(r"\x1b\[(?:[0-9;]*;)?4(?:;[0-9;]*)?m([^\x1b]*)")
 

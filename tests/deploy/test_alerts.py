@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from expressions import alerts
-from tools import DEPLOY, debian_tool
+
+from worlds.deploy_tools import DEPLOY, debian_tool
+from worlds.expressions import alerts
 
 FOLDER = DEPLOY / "prometheus"
 CASES = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tools import DEPLOY, ROOT, python_tool
+
+from worlds.deploy_tools import DEPLOY, ROOT, python_tool
 
 FILE = DEPLOY / "compose.yaml"
 PASSWORD = "only-in-the-environment"

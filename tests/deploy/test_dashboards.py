@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from expressions import DASHBOARDS, panels, variable_queries
 from grafana_foundation_sdk.models.dashboard import Dashboard
-from tools import DEPLOY
 
 from deploy.dashboards.__main__ import TARGET, main, stale_files
+from worlds.deploy_tools import DEPLOY
+from worlds.expressions import DASHBOARDS, panels, variable_queries
 
 WANTED = {
     "speculation": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tools import ROOT, python_tool
+from worlds.deploy_tools import ROOT, python_tool
 
 
 def hadolint(path: Path) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from image import Container, stages
+
+from worlds.deploy_image import Container, stages
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("TEST_IMAGE"),

@@ -9,11 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from expressions import alerts, dashboard_queries, filled, selectors, variable_queries
-from live import LiveServer, Prometheus, live_prometheus, live_server, put_under_load, until
-from tools import debian_tool
 
 import server.app
+from worlds.deploy_tools import debian_tool
+from worlds.expressions import alerts, dashboard_queries, filled, selectors, variable_queries
+from worlds.live_prometheus import (
+    LiveServer,
+    Prometheus,
+    live_prometheus,
+    live_server,
+    put_under_load,
+    until,
+)
 
 
 @dataclass

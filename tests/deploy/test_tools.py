@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools import REQUIRED, ROOT, debian_tool, python_tool
+
+from worlds.deploy_tools import REQUIRED, ROOT, debian_tool, python_tool
 
 
 @pytest.fixture

@@ -17,10 +17,16 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from server.protocol import ChatMessage, ChatRequest, CompletionRequest, Prediction, StreamOptions
-from server.replies import SpeculativeUsage
+from server.reply.replies import SpeculativeUsage
+from server.request.protocol import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    Prediction,
+    StreamOptions,
+)
+from server.request.speculative import SpeculativeField
 from server.settings import Settings
-from server.speculative import SpeculativeField
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

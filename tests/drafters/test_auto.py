@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
-from simulated_target import decode
 
 from drafters.auto import AutoDrafter
 from drafters.base import (
@@ -16,10 +15,11 @@ from drafters.base import (
     Observation,
     OptionValue,
 )
-from drafters.ngram import NgramDrafter
-from drafters.prediction import PredictionDrafter
+from drafters.copying.ngram import NgramDrafter
+from drafters.copying.prediction import PredictionDrafter
 from drafters.registry import build_drafters
 from drafters.tree import EMPTY, DraftTree, chain
+from worlds.simulated_target import decode
 
 Guess = Callable[[Sequence[int]], list[int]]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from simulated_target import decode, propose_once
 
 from drafters.registry import DrafterUnavailableError, PlainContext
+from worlds.simulated_target import decode, propose_once
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plugin_drafter"
 

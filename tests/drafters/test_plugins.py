@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from plugin_site import SOUND, install
 
 from drafters.base import DraftRequest, DraftShape
 from drafters.plugins import DrafterPluginError, find_plugins
 from drafters.registry import DrafterUnavailableError, PlainContext, build_drafters
+from worlds.plugin_site import SOUND, install
 
 HEAD = SOUND.partition("def make")[0]
 

@@ -15,9 +15,11 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 
 import pytest
 
-from drafters import lookahead, ngram_index, suffix_alignment
 from drafters.auto import AutoDrafter
 from drafters.base import Drafter, Observation, OptionValue, ReferenceDrafter
+from drafters.copying import alignment as suffix_alignment
+from drafters.copying import ngram_index
+from drafters.parallel import lookahead
 from drafters.registry import build_drafters, drafter_names
 from drafters.tree import EMPTY
 

@@ -8,9 +8,9 @@ from itertools import count
 import pytest
 
 from drafters.base import Drafter, DraftRequest, DraftShape, Observation, ReferenceDrafter
+from drafters.copying.history import MAX_TENANTS as MAX_HISTORIES
 from drafters.registry import build_drafters
-from drafters.suffix_history import MAX_TENANTS as MAX_HISTORIES
-from drafters.tenant_tables import MAX_TENANTS as MAX_TABLES
+from drafters.tables.sharing import MAX_TENANTS as MAX_TABLES
 from drafters.tree import DraftTree
 
 FREE = tuple(build_drafters())

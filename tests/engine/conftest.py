@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_harness import TinyTarget
+
+from worlds.engine_harness import TinyTarget
 
 
 @pytest.fixture(scope="session")

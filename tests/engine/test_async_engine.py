@@ -9,8 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_harness import drafting, request
-from gated_engine import (
+
+from engine.errors import QueueFullError, RequestError
+from engine.events import StepStats
+from worlds.engine_harness import drafting, request
+from worlds.gated_engine import (
     GREEDY,
     PROMPT,
     Engine,
@@ -23,9 +26,6 @@ from gated_engine import (
     tokens_of,
     until,
 )
-
-from engine.errors import QueueFullError, RequestError
-from engine.events import StepStats
 
 # --- streams ---
 

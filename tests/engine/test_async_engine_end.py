@@ -6,7 +6,9 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from gated_engine import (
+
+from engine.errors import EngineDeadError
+from worlds.gated_engine import (
     GREEDY,
     HANG,
     LONG,
@@ -21,8 +23,6 @@ from gated_engine import (
     tokens_of,
     until,
 )
-
-from engine.errors import EngineDeadError
 
 # --- aborts ---
 

@@ -8,8 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from engine_driver import ORACLE, OracleDrafter, write_all
-from tiny_models import (
+from transformers import PreTrainedModel
+
+from drafters import registry
+from drafters.base import DraftRequest
+from drafters.tree import DraftTree, chain
+from engine import build
+from engine.async_engine import AsyncEngine
+from engine.build import build_engine_for
+from engine.config import EngineConfig
+from engine.errors import RequestError
+from engine.model import memory
+from engine.model.linear import PackedLinear, can_pack
+from engine.params import GenerationRequest, SamplingParams
+from worlds.engine_driver import ORACLE, OracleDrafter, write_all
+from worlds.tiny_models import (
     CPU,
     VOCAB_SIZE,
     own_logits,
@@ -17,18 +30,6 @@ from tiny_models import (
     reference_model,
     tiny_model,
 )
-from transformers import PreTrainedModel
-
-from drafters import registry
-from drafters.base import DraftRequest
-from drafters.tree import DraftTree, chain
-from engine import build, memory
-from engine.async_engine import AsyncEngine
-from engine.build import build_engine_for
-from engine.config import EngineConfig
-from engine.errors import RequestError
-from engine.linear import PackedLinear, can_pack
-from engine.params import GenerationRequest, SamplingParams
 
 SMALL: dict[str, Any] = {
     "block_size": 4,

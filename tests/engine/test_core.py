@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from engine_harness import DictatedCost, Driver, Setup, drafting, request
-from fake_drafters import FakeDrafter, foreseeing
-from scripted_target import ScriptedRunner, ScriptedTarget
 
 from drafters.base import DraftRequest
 from drafters.tree import DraftTree
@@ -15,6 +12,9 @@ from engine.core import EngineCore
 from engine.errors import RequestError
 from engine.params import GenerationRequest, SamplingParams
 from kvpool.block_pool import BlockPool
+from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
+from worlds.fake_drafters import FakeDrafter, foreseeing
+from worlds.scripted_target import ScriptedRunner, ScriptedTarget
 
 TARGET = ScriptedTarget(8)
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)

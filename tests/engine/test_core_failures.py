@@ -6,14 +6,14 @@ import logging
 from typing import Any
 
 import pytest
-from engine_harness import Driver, Setup, drafting, request, traces_of
-from fake_drafters import FakeDrafter, foreseeing
-from scripted_target import ScriptedTarget
 
 from drafters.base import DraftRequest
 from drafters.registry import build_drafters
 from drafters.tree import DraftTree, chain
 from engine.params import GenerationRequest, SamplingParams
+from worlds.engine_harness import Driver, Setup, drafting, request, traces_of
+from worlds.fake_drafters import FakeDrafter, foreseeing
+from worlds.scripted_target import ScriptedTarget
 
 TARGET = ScriptedTarget(8)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
@@ -25,7 +25,7 @@ SILENCE_AFTER = 8
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """The tracebacks are expected."""
-    caplog.set_level(logging.CRITICAL, logger="engine.speculation")
+    caplog.set_level(logging.CRITICAL, logger="engine.speculation.manager")
 
 
 def run(fake: FakeDrafter, *names: str) -> Driver:

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine_driver import ORACLE, PLAIN, OracleDrafter, write_all
-from tiny_models import VOCAB_SIZE, own_logits, random_ids, tiny_model
 from transformers import PreTrainedModel
 
 from drafters import registry
 from drafters.base import DraftShape
 from engine.build import build_engine_for
 from engine.config import EngineConfig
-from engine.loader import prepare_model
-from engine.memory import free_bytes, total_bytes
+from engine.model.loader import prepare_model
+from engine.model.memory import free_bytes, total_bytes
 from engine.params import SpeculativeParams
+from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, write_all
+from worlds.tiny_models import VOCAB_SIZE, own_logits, random_ids, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

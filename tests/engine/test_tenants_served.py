@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_harness import Driver, Setup, circle_prompt, drafting, request
-from every_drafter import EveryDrafterTarget
 
 from drafters.base import DraftRequest
 from drafters.registry import drafter_names
 from drafters.tree import DraftTree
 from engine.params import GenerationRequest, SamplingParams
+from worlds.engine_harness import Driver, Setup, circle_prompt, drafting, request
+from worlds.every_drafter import EveryDrafterTarget
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 COUNTS_OF_ALL = {"auto"}

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import pytest
-from checked_pool import SIZE, TOKENS, CheckedPool, counts, run
 
 from kvpool.block_pool import BlockPool, BlockPoolError
+from worlds.checked_pool import SIZE, TOKENS, CheckedPool, counts, run
 
 
 def test_a_new_pool_is_all_free() -> None:

@@ -1,7 +1,8 @@
 """What the pool lets requests share: publishing, matching, isolation, eviction, reset."""
 
 import pytest
-from checked_pool import SIZE, TOKENS, CheckedPool, counts, run
+
+from worlds.checked_pool import SIZE, TOKENS, CheckedPool, counts, run
 
 
 def test_full_committed_blocks_are_found_by_the_next_request() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from playwright.sync_api import Browser, Response, expect, sync_playwright
-from serving import HANG, Line, live_server, until
-from visit import ENDLESS, PHONE, WIDE, Visit, launch, visit
+
+from worlds.browser_visit import ENDLESS, PHONE, WIDE, Visit, launch, visit
+from worlds.playground_server import HANG, Line, live_server, until
 
 KEY = "s3cret-key"
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Connect
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_engine import ScriptedEngine, engine_info
 
 from engine.events import StepStats
 from server.metrics import Metrics
+from worlds.scripted_engine import ScriptedEngine, engine_info
+from worlds.serving import Connect
 
 pytestmark = pytest.mark.anyio
 

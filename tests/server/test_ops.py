@@ -4,12 +4,11 @@ import logging
 from collections.abc import AsyncIterator
 
 import pytest
-from conftest import Connect
-from scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
-from test_completions import openai_client
 
 from server.app import build_app
 from server.settings import Settings
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
+from worlds.serving import Connect, openai_client
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,9 @@ from importlib.resources import files
 
 import httpx
 import pytest
-from conftest import Connect
-from scripted_engine import ScriptedEngine, byte_tokenizer
+
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
+from worlds.serving import Connect
 
 pytestmark = pytest.mark.anyio
 

@@ -10,11 +10,11 @@ import httpx
 import pytest
 import uvicorn
 from openai import AsyncOpenAI
-from scripted_engine import ScriptedEngine, byte_tokenizer
-from test_streaming import endless, until
 
 from server.app import build_app
 from server.settings import Settings
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
+from worlds.serving import endless, until
 
 pytestmark = pytest.mark.anyio
 

@@ -11,15 +11,15 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from engine.config import EngineConfig
-from engine.draft_heads import prepare_heads
-from engine.head_files import (
+from engine.drafting.head_files import (
     CONFIG,
     HeadsRefusedError,
     read_heads,
     target_facts,
     weights_fingerprint,
 )
-from engine.loader import load_model
+from engine.drafting.heads import prepare_heads
+from engine.model.loader import load_model
 from training import heads
 from training.head_data import batches, load_texts, read_prompts, write_samples
 from training.head_losses import MedusaLearner, Target

@@ -1,0 +1,1 @@
+"""The terminal client: complete, chat and bench against any server."""

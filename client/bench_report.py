@@ -1,0 +1,225 @@
+"""What a bench came to: as a table, as JSON, as a picture."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from client.markdown import markdown_table
+from client.stream import Reply
+
+SCHEMA_VERSION = 1
+PERCENTILES = (50, 90, 99)
+UNSTEADY = (
+    "the rounds differ much: something else kept the server's machine busy, or it was still measuring "
+    "its steps; repeat it, or raise --rounds"
+)
+_STEADY_RATIO = 1.5
+_HEADER = (
+    "drafter",
+    "tokens/s",
+    "speed-up",
+    "by round",
+    "tokens/step",
+    "gamma",
+    "accepted",
+    "equal texts",
+)
+_LATENCY_HEADER = ("drafter", "latency, ms", *(f"p{percent}" for percent in PERCENTILES))
+
+
+class ArmResult(Protocol):
+    """An arm as it is left by a bench."""
+
+    name: str
+    speculative: dict[str, Any] | None
+    rounds: list[list[Reply]]
+    seconds: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """Over all rounds. Seconds; percentiles by name ("p50"), empty where nothing was measured.
+
+    ``throughput``: tokens per second of all requests together, prompts included. ``speedup``: the
+    baseline's seconds over this arm's, per token; also by round. ``num_equal_texts`` counts texts
+    that equal the baseline's for the same prompt and seed in the same round. Without a baseline
+    these are None and empty.
+    """
+
+    name: str
+    num_requests: int
+    num_tokens: int
+    seconds: float
+    throughput: float
+    speedup: float | None
+    speedup_by_round: list[float]
+    time_to_first_token: dict[str, float]
+    time_per_output_token: dict[str, float]
+    latency: dict[str, float]
+    tokens_per_step: float | None
+    acceptance_rate: float | None
+    mean_gamma: float | None
+    num_equal_texts: int | None
+
+
+def summarize(arms: Sequence[ArmResult]) -> list[ArmSummary]:
+    """One summary per arm, in order. The first is the baseline of the others, if there are any."""
+    baseline = arms[0] if len(arms) > 1 else None
+    return [_summary(arm, baseline) for arm in arms]
+
+
+def _summary(arm: ArmResult, baseline: ArmResult | None) -> ArmSummary:
+    replies = [reply for round_ in arm.rounds for reply in round_]
+    accounts = [reply.speculative or {} for reply in replies]
+    num_steps = sum(account.get("num_steps", 0) for account in accounts)
+    num_drafts = sum(account.get("num_draft_tokens", 0) for account in accounts)
+    num_accepted = sum(account.get("num_accepted_tokens", 0) for account in accounts)
+    num_tokens = _num_tokens(arm.rounds)
+    return ArmSummary(
+        name=arm.name,
+        num_requests=len(replies),
+        num_tokens=num_tokens,
+        seconds=sum(arm.seconds),
+        throughput=_ratio(num_tokens, sum(arm.seconds)) or 0.0,
+        speedup=None if baseline is None else _speedup(arm, baseline, slice(None)),
+        speedup_by_round=[] if baseline is None else _speedups(arm, baseline),
+        time_to_first_token=percentiles(reply.time_to_first_token for reply in replies),
+        time_per_output_token=percentiles(reply.time_per_output_token for reply in replies),
+        latency=percentiles(reply.latency for reply in replies),
+        tokens_per_step=_ratio(num_tokens, num_steps),
+        acceptance_rate=_ratio(num_accepted, num_drafts),
+        mean_gamma=_ratio(num_drafts, num_steps),
+        num_equal_texts=None if baseline is None else _num_equal_texts(arm, baseline),
+    )
+
+
+def _speedups(arm: ArmResult, baseline: ArmResult) -> list[float]:
+    """Of those rounds in which both wrote something."""
+    found = (_speedup(arm, baseline, slice(at, at + 1)) for at in range(len(arm.rounds)))
+    return [value for value in found if value is not None]
+
+
+def _speedup(arm: ArmResult, baseline: ArmResult, which: slice) -> float | None:
+    """The baseline's seconds per token over the arm's, in these rounds."""
+    own, base = (
+        _ratio(sum(each.seconds[which]), _num_tokens(each.rounds[which]))
+        for each in (arm, baseline)
+    )
+    return _ratio(base, own) if own is not None and base is not None else None
+
+
+def _num_tokens(rounds: Sequence[Sequence[Reply]]) -> int:
+    return sum(reply.num_tokens for round_ in rounds for reply in round_)
+
+
+def _num_equal_texts(arm: ArmResult, baseline: ArmResult) -> int:
+    return sum(
+        mine.text == theirs.text
+        for own, others in zip(arm.rounds, baseline.rounds, strict=True)
+        for mine, theirs in zip(own, others, strict=True)
+    )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def is_unsteady(summary: ArmSummary) -> bool:
+    """Whether its rounds disagree about the speed-up by more than drafting explains."""
+    by_round = summary.speedup_by_round
+    return bool(by_round) and max(by_round) > _STEADY_RATIO * min(by_round)
+
+
+def percentiles(values: Iterable[float | None]) -> dict[str, float]:
+    """p50, p90 and p99 of what was measured, interpolated linearly."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return {}
+    found = {}
+    for percent in PERCENTILES:
+        place = (len(known) - 1) * percent / 100
+        low = int(place)
+        high = min(low + 1, len(known) - 1)
+        found[f"p{percent}"] = known[low] + (known[high] - known[low]) * (place - low)
+    return found
+
+
+def table(summaries: Sequence[ArmSummary]) -> str:
+    """Two in Markdown, readable as they are on a terminal: what was gained, and how long requests
+    waited."""
+    gains = markdown_table([_HEADER, *map(_row, summaries)], num_text_columns=1)
+    rows = [row for summary in summaries for row in _latency_rows(summary)]
+    return f"{gains}\n\n{markdown_table([_LATENCY_HEADER, *rows], num_text_columns=2)}"
+
+
+def _row(summary: ArmSummary) -> tuple[str, ...]:
+    by_round = sorted(summary.speedup_by_round)
+    equal = summary.num_equal_texts
+    return (
+        summary.name,
+        f"{summary.throughput:.1f}",
+        _figure(summary.speedup, ".2f", "x"),
+        f"{by_round[0]:.2f}-{by_round[-1]:.2f}" if by_round else "-",
+        _figure(summary.tokens_per_step, ".2f"),
+        _figure(summary.mean_gamma, ".1f"),
+        _figure(summary.acceptance_rate, ".1%"),
+        "-" if equal is None else f"{equal} of {summary.num_requests}",
+    )
+
+
+def _figure(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _latency_rows(summary: ArmSummary) -> list[tuple[str, ...]]:
+    measured = (
+        ("to the first token", summary.time_to_first_token, ".0f"),
+        ("per output token", summary.time_per_output_token, ".1f"),
+        ("to the last token", summary.latency, ".0f"),
+    )
+    return [
+        (summary.name, name, *(f"{value * 1000:{form}}" for value in found.values()))
+        for name, found, form in measured
+        if found
+    ]
+
+
+def to_json(
+    card: Mapping[str, Any] | None,
+    arguments: Namespace,
+    arms: Sequence[ArmResult],
+    summaries: Sequence[ArmSummary],
+) -> dict[str, Any]:
+    """Settings, the served model, each arm's summary, and each request's own figures. ``card``: what
+    the server says of the model; None for servers other than Slipstream."""
+    settings = ("concurrency", "rounds", "max_tokens", "temperature", "seed")
+    return {
+        "schema": SCHEMA_VERSION,
+        "url": arguments.url,
+        "model": None if card is None else dict(card),
+        "prompts": None if arguments.prompts is None else str(arguments.prompts),
+        "settings": {name: getattr(arguments, name) for name in settings},
+        "arms": [
+            {
+                **asdict(summary),
+                "speculative": arm.speculative,
+                "seconds_per_round": arm.seconds,
+                "requests": [_request(reply) for round_ in arm.rounds for reply in round_],
+            }
+            for arm, summary in zip(arms, summaries, strict=True)
+        ],
+    }
+
+
+def _request(reply: Reply) -> dict[str, Any]:
+    return {
+        "num_tokens": reply.num_tokens,
+        "time_to_first_token": reply.time_to_first_token,
+        "time_per_output_token": reply.time_per_output_token,
+        "latency": reply.latency,
+        "finish_reason": reply.finish_reason,
+        "usage": reply.usage,
+    }

@@ -1,0 +1,240 @@
+"""Shows a reply while it arrives: on a terminal with drafted tokens underlined and a status line
+below; into a pipe as bare text.
+
+The text itself is always what the server sent as text. Tokens only say which stretches of it were
+drafted.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from typing import Literal, Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from client.account import UNTOLD, status_line, summary
+from client.stream import Piece, Reply
+
+Mark = Literal["auto", "brackets", "none"]
+MARKS: tuple[Mark, ...] = ("auto", "brackets", "none")
+DRAFTED_STYLE = "underline green"
+LEGEND = "underlined: drafted, and confirmed by the model"
+_OPEN, _CLOSE = "⟦", "⟧"
+_REFRESH_PER_SECOND = 10
+# A model may write anything: control characters are shown, not obeyed. Tabs and line breaks stay.
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_CONTROL_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(128, 160), 65533)
+
+
+class Marker:
+    """Cuts a reply's text into drafted and other stretches.
+
+    A token can be named before all of its text is sent (a stop string may yet begin in it), so
+    tokens wait here for their characters.
+    """
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[int, bool]] = deque()
+
+    def add(self, piece: Piece) -> Iterator[tuple[str, bool]]:
+        """The piece's text as (stretch, drafted) pairs, by turns."""
+        for drafted, found in groupby(self._by_token(piece), itemgetter(1)):
+            yield "".join(text for text, _ in found), drafted
+
+    def _by_token(self, piece: Piece) -> Iterator[tuple[str, bool]]:
+        self._spans.extend((len(token.text), token.drafted) for token in piece.tokens)
+        text = piece.text
+        while text:
+            length, drafted = self._spans.popleft() if self._spans else (len(text), False)
+            if length > len(text):
+                self._spans.appendleft((length - len(text), drafted))
+            if length:
+                yield text[:length], drafted
+            text = text[length:]
+
+
+class Screen(Protocol):
+    """Where replies are shown."""
+
+    def start(self, reply: Reply) -> None:
+        """A reply begins; nothing has come of it."""
+
+    def show(self, piece: Piece) -> None:
+        """The next piece has come; the reply holds it already."""
+
+    def stop(self) -> None:
+        """It has ended, by whatever end; what came of it stays readable."""
+
+    def account(self, reply: Reply) -> None:
+        """The lines that follow a reply."""
+
+    def note(self, text: str) -> None:
+        """A word of the client's own."""
+
+
+class PlainScreen:
+    """Text to ``out`` as it comes, everything else to ``err``."""
+
+    def __init__(self, mark: Mark, quiet: bool, out: TextIO, err: TextIO) -> None:
+        self._brackets = mark == "brackets"
+        self._quiet = quiet
+        self._out = out
+        self._err = err
+        self._marker = Marker()
+        self._drafted = False
+        self._at_line_start = True
+
+    def start(self, reply: Reply) -> None:
+        del reply
+        self._marker = Marker()
+
+    def show(self, piece: Piece) -> None:
+        for text, drafted in self._marker.add(piece):
+            self._switch(drafted)
+            self._write(text)
+        self._out.flush()
+
+    def stop(self) -> None:
+        self._switch(False)
+        if not self._at_line_start:
+            self._write("\n")
+        self._out.flush()
+
+    def account(self, reply: Reply) -> None:
+        if not self._quiet:
+            self._err.write("".join(f"# {line}\n" for line in summary(reply)))
+            self._err.flush()
+
+    def note(self, text: str) -> None:
+        self._err.write(f"# {text}\n")
+        self._err.flush()
+
+    def _switch(self, drafted: bool) -> None:
+        if self._brackets and drafted != self._drafted:
+            self._out.write(_OPEN if drafted else _CLOSE)
+        self._drafted = drafted
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._at_line_start = text.endswith("\n")
+
+
+class TerminalScreen:
+    """Finished lines scroll by; the line being written and the status stay below them."""
+
+    def __init__(self, mark: Mark, quiet: bool, console: Console) -> None:
+        self._mark = mark
+        self._quiet = quiet
+        self._console = console
+        self._marker = Marker()
+        self._line = Text()
+        self._reply: Reply | None = None
+        self._live: Live | None = None
+
+    def start(self, reply: Reply) -> None:
+        self._marker, self._line, self._reply = Marker(), Text(), reply
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._below,
+            refresh_per_second=_REFRESH_PER_SECOND,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    def show(self, piece: Piece) -> None:
+        for text, drafted in self._marker.add(piece):
+            self._append(text.translate(_CONTROL_PICTURES), drafted)
+        *finished, self._line = self._line.split("\n", allow_blank=True)
+        width = self._console.width
+        if self._line.cell_len > width:
+            *rows, self._line = self._line.wrap(self._console, width)
+            finished += rows
+        for line in finished:
+            self._console.print(line)
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._line:
+            self._console.print(self._line)
+            self._line = Text()
+
+    def account(self, reply: Reply) -> None:
+        if self._quiet:
+            return
+        if self._mark == "auto" and reply.num_accepted_tokens:
+            meaning = LEGEND.partition(": ")[2]
+            legend = Text.assemble(("drafted", DRAFTED_STYLE), (f": {meaning}", "dim"))
+            self._console.print(legend)
+        for line in summary(reply):
+            self._console.print(Text(line, "dim"))
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text, "dim"))
+
+    def _append(self, text: str, drafted: bool) -> None:
+        if drafted and self._mark == "brackets":
+            text = f"{_OPEN}{text}{_CLOSE}"
+        self._line.append(text, DRAFTED_STYLE if drafted and self._mark == "auto" else "")
+
+    def _below(self) -> Group:
+        status = "waiting for the server"
+        if self._reply is not None:
+            status = status_line(self._reply, time.perf_counter())
+            if not self._reply.tells_drafts:
+                status += f"   ({UNTOLD})"
+            elif self._mark == "auto":
+                status += f"   ({LEGEND})"
+        bar = Text(status, "reverse dim", no_wrap=True, overflow="ellipsis")
+        return Group(self._line, bar) if self._line else Group(bar)
+
+
+class SilentScreen:
+    """Shows no replies: for those who want them as JSON."""
+
+    def start(self, reply: Reply) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def show(self, piece: Piece) -> None: ...
+
+    def account(self, reply: Reply) -> None: ...
+
+    def note(self, text: str) -> None:
+        sys.stderr.write(f"# {text}\n")
+
+
+def choose_screen(arguments: Namespace) -> Screen:
+    """A terminal gets colours and a status line, a file or a pipe the bare text. Rich honours NO_COLOR
+    and TERM; without colour, drafted tokens are still underlined."""
+    mark: Mark = arguments.mark
+    if arguments.json:
+        return SilentScreen()
+    # None leaves the decision to NO_COLOR.
+    no_color = True if arguments.no_color else None
+    console = Console(highlight=False, markup=False, emoji=False, no_color=no_color)
+    if sys.stdout.isatty() and not console.is_dumb_terminal:
+        return TerminalScreen(mark, arguments.quiet, console)
+    return PlainScreen(mark, arguments.quiet, sys.stdout, sys.stderr)
+
+
+@contextmanager
+def showing(screen: Screen, reply: Reply) -> Iterator[None]:
+    """Brackets one reply."""
+    screen.start(reply)
+    try:
+        yield
+    finally:
+        screen.stop()

@@ -1,0 +1,287 @@
+"""Which part of which text is being copied, where copying broke off, and where it may go on.
+
+Owned by the ``suffix`` drafter. An edit is a copy with interruptions: after the changed tokens it
+goes on near where it broke off, so places there are tried first, and on little evidence, while
+a place anywhere else has to show a longer match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from drafters.copying.corrections import Corrections
+from drafters.copying.history import TenantHistory
+from drafters.copying.suffix_index import MAX_MATCH_LENGTH, SuffixIndex, match_length
+from drafters.copying.weights import (
+    AHEAD_TOKENS,
+    BEHIND_TOKENS,
+    EARLIER_TOKENS,
+    FAR_AHEAD_TOKENS,
+    NEAR_TOKENS,
+    WEIGHTS,
+    Place,
+    unmatched_weight,
+)
+
+TRUSTED_LENGTH = 6
+SETTLED_LENGTH = 16
+MAX_CANDIDATES = 16
+FEW_CANDIDATES = 4
+"""Enough to go on with a copy and for chains; trees need to see what is said next to it."""
+_MAX_REMEMBERED = 4
+_ENDS_APART = 16
+_MAX_OCCURRENCES_AHEAD = 4
+_MAX_AFTER_PATH = 8
+_MAX_AHEAD_AFTER_PATH = 2
+_MAX_ENDS_AFTER_PATH = 2
+_INDEXED_BEFORE_BREAK = 8
+MAX_INDEXED_TOKENS = 32_768
+
+
+class Candidate(NamedTuple):
+    """The continuation at ``text[position]``; ``match_length`` tokens before it agree."""
+
+    text: Sequence[int]
+    position: int
+    match_length: int
+    place: Place
+    weight: float
+
+
+class Alignment:
+    """One request's text, its index, and what is being copied.
+
+    Text that is being copied from a place already indexed is not indexed again, but for the last
+    tokens before the copy breaks off: its contexts lead to the original. So a step costs next to
+    nothing while a long copy lasts.
+
+    Memory: 8 bytes per token of text, and the index over at most ``MAX_INDEXED_TOKENS`` tokens;
+    beyond that it starts again from the last half of them.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int], history: TenantHistory | None) -> None:
+        self.token_ids = list(prompt_token_ids)
+        self.num_lost_tokens = 0
+        """Tokens since a trusted copy broke off; 0 while there is one."""
+        self.source: list[int] | None = None
+        self.position = 0
+        self.length = 0
+        """``token_ids`` ends with the ``length`` tokens before ``source[position]``."""
+        self.corrections = Corrections()
+        self._num_prompt_tokens = len(self.token_ids)
+        self._history = history
+        self._index = SuffixIndex()
+        self._first_indexed = 0
+        self._trusted = False
+        self._ends: list[tuple[list[int], int]] = []
+        self._index_up_to(len(self.token_ids))
+
+    @property
+    def has_copied(self) -> bool:
+        """Whether there ever was a copy long enough to be trusted."""
+        return bool(self._ends)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a copy is under way that is too long for anything else to be likelier."""
+        return (
+            self.source is not None
+            and self.length >= SETTLED_LENGTH
+            and self.position < len(self.source)
+        )
+
+    def size(self) -> int:
+        """Contexts held."""
+        return len(self._index)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Follow what ``token_ids`` has beyond what is known."""
+        text = self.token_ids
+        position = len(text)
+        text.extend(token_ids[position:])
+        end = len(text)
+        while position < end:
+            if self.source is None and position > 0:
+                self._take_best(position)
+            position += self._follow(position, end)
+        if not self.is_settled:
+            self._index_up_to(end)
+
+    def candidates(self, limit: int = MAX_CANDIDATES) -> list[Candidate]:
+        """Places to copy from, ``limit`` of each index and those near to where copies broke off;
+        takes the likeliest as its own where no trusted copy is under way."""
+        if not self.token_ids:
+            return []
+        found = self._candidates(len(self.token_ids), limit)
+        if not self._trusted:
+            self._take(found)
+        return found
+
+    def current(self) -> Candidate:
+        """The copy under way; there has to be one."""
+        assert self.source is not None
+        length = min(self.length, MAX_MATCH_LENGTH)
+        weight = WEIGHTS[Place.CURRENT][length]
+        return Candidate(self.source, self.position, length, Place.CURRENT, weight)
+
+    def candidates_after(self, path: Sequence[int]) -> list[Candidate]:
+        """Places in the text that may go on if ``path`` comes next, a few of the best."""
+        text = self.token_ids
+        ending = text[-MAX_MATCH_LENGTH:] + list(path)
+        end = len(ending)
+        places = dict.fromkeys(self._index.find(ending, end, _MAX_AFTER_PATH))
+        for source, broke_off in self._ends[:_MAX_ENDS_AFTER_PATH]:
+            if source is text:
+                limit = min(len(text) - 1, broke_off + FAR_AHEAD_TOKENS)
+                places.update(
+                    dict.fromkeys(_after(text, path[-1], broke_off, limit, _MAX_AHEAD_AFTER_PATH))
+                )
+        found = []
+        for position in places:
+            length = match_length(text, position, ending, end) if position < len(text) else 0
+            if length:
+                place = self._place(text, position)
+                found.append(Candidate(text, position, length, place, WEIGHTS[place][length]))
+        return found
+
+    def _follow(self, position: int, end: int) -> int:
+        """Walk the copy along ``token_ids[position:end]``; how many tokens were dealt with."""
+        source, start, text = self.source, self.position, self.token_ids
+        num_tokens = end - position
+        num_same = 0
+        if source is not None:
+            if source[start : start + num_tokens] == text[position:end]:
+                num_same = num_tokens
+            else:
+                limit = min(num_tokens, len(source) - start)
+                while num_same < limit and source[start + num_same] == text[position + num_same]:
+                    num_same += 1
+            if self._trusted and num_same:
+                self.corrections.confirm(text[position - 1], text[position : position + num_same])
+            self.position += num_same
+            self.length += num_same
+            self._remember()
+        if num_same == num_tokens:
+            self.num_lost_tokens = 0 if self._trusted else self.num_lost_tokens + num_same
+            return num_same
+        was_trusted = self._trusted
+        end = position + num_same
+        if source is not None and was_trusted and self.position < len(source):
+            self.corrections.learn(text[end - 1], source[self.position], text[end])
+        self.source, self.length, self._trusted = None, 0, False
+        self.num_lost_tokens = 1 if was_trusted else self.num_lost_tokens + num_same + 1
+        self._index_up_to(end + 1)
+        return num_same + 1
+
+    def _remember(self) -> None:
+        """Keep the end of a trusted copy, and of the last few before it that lie elsewhere."""
+        if self.source is None or self.length < TRUSTED_LENGTH:
+            return
+        source, position = self.source, self.position
+        if not self._trusted:
+            self._trusted = True
+            self._ends = [
+                (text, end)
+                for text, end in self._ends
+                if text is not source or abs(end - position) > _ENDS_APART
+            ][: _MAX_REMEMBERED - 1]
+            self._ends.insert(0, (source, position))
+        self._ends[0] = (source, position)
+
+    def _take_best(self, end: int) -> None:
+        self._take(self._candidates(end, FEW_CANDIDATES))
+
+    def _take(self, found: Sequence[Candidate]) -> None:
+        best = max(found, key=lambda candidate: candidate.weight, default=None)
+        if best is None or best.match_length == 0:
+            return
+        self.source = best.text  # type: ignore[assignment]
+        self.position = best.position
+        self.length = best.match_length
+        self._remember()
+        if self._trusted:
+            self.num_lost_tokens = 0
+
+    def _candidates(self, end: int, limit: int) -> list[Candidate]:
+        text = self.token_ids
+        own: dict[int, None] = {}
+        found: list[Candidate] = []
+        if self.source is not None and self._trusted and self.position < len(self.source):
+            found.append(self.current())
+        own.update(dict.fromkeys(self._index.find(text, end, limit)))
+        elsewhere = self._around_ends(end, own)
+        if found and found[0].text is text:
+            own.pop(self.position, None)
+        for position in own:
+            if position < end:
+                self._add(found, text, position, end)
+        if self._history is not None:
+            elsewhere += self._history.find(text, end, limit)
+        for other, position in elsewhere:
+            if not any(c.position == position and c.text is other for c in found):
+                self._add(found, other, position, end)
+        return found
+
+    def _around_ends(self, end: int, own: dict[int, None]) -> list[tuple[list[int], int]]:
+        """Places near where copies broke off: into ``own`` those in the text itself."""
+        elsewhere: list[tuple[list[int], int]] = []
+        last_token_id = self.token_ids[end - 1]
+        for rank, (source, broke_off) in enumerate(self._ends):
+            is_own = source is self.token_ids
+            limit = min(end - 1 if is_own else len(source) - 1, broke_off + FAR_AHEAD_TOKENS)
+            places = _after(source, last_token_id, broke_off, limit, _MAX_OCCURRENCES_AHEAD)
+            num_unmatched = NEAR_TOKENS + 1 if rank == 0 else 1
+            places += range(broke_off, min(broke_off + num_unmatched, limit + 1))
+            if is_own:
+                own.update(dict.fromkeys(places))
+            else:
+                elsewhere += [(source, position) for position in places]
+        return elsewhere
+
+    def _add(self, found: list[Candidate], text: list[int], position: int, end: int) -> None:
+        """Add the place to ``found`` if it may be worth anything."""
+        length = match_length(text, position, self.token_ids, end)
+        place = self._place(text, position)
+        if length:
+            found.append(Candidate(text, position, length, place, WEIGHTS[place][length]))
+        elif place is Place.NEAR or place is Place.EARLIER:
+            weight = unmatched_weight(self.num_lost_tokens)
+            found.append(Candidate(text, position, 0, place, weight))
+
+    def _place(self, text: list[int], position: int) -> Place:
+        ends = self._ends
+        ahead = position - ends[0][1] if ends and ends[0][0] is text else FAR_AHEAD_TOKENS + 1
+        if 0 <= ahead <= AHEAD_TOKENS:
+            return Place.NEAR if ahead <= NEAR_TOKENS else Place.AHEAD
+        for source, end in ends[1:]:
+            if source is text and 0 <= position - end <= EARLIER_TOKENS:
+                return Place.EARLIER
+        if -BEHIND_TOKENS <= ahead <= FAR_AHEAD_TOKENS:
+            return Place.BEHIND if ahead < 0 else Place.FAR_AHEAD
+        if text is not self.token_ids:
+            return Place.HISTORY
+        return Place.PROMPT if position < self._num_prompt_tokens else Place.OUTPUT
+
+    def _index_up_to(self, end: int) -> None:
+        """Index the text's tokens before ``end``, but for the inner part of a long copy."""
+        start = self._index.num_indexed
+        if end - self._first_indexed > MAX_INDEXED_TOKENS:
+            self._index.clear()
+            start = self._first_indexed = end - MAX_INDEXED_TOKENS // 2
+        elif start >= self._num_prompt_tokens and end - start > 2 * _INDEXED_BEFORE_BREAK:
+            start = end - _INDEXED_BEFORE_BREAK
+        if end > start:
+            self._index.extend(self.token_ids, start, end)
+
+
+def _after(token_ids: list[int], token_id: int, start: int, end: int, max_places: int) -> list[int]:
+    """The first places in ``start + 1 .. end`` that follow a ``token_id``."""
+    places: list[int] = []
+    while len(places) < max_places and start < end:
+        try:
+            start = token_ids.index(token_id, start, end) + 1
+        except ValueError:
+            break
+        places.append(start)
+    return places

@@ -1,0 +1,82 @@
+"""What a place to copy from is worth, by where it lies and how much before it agrees.
+
+Owned by the ``suffix`` drafter. The next token is modelled as a mixture: every candidate place
+votes for the token that stands there with a weight, and one more weight, ``NOTHING``, stands for
+"none of them". A token's probability is the sum of its votes over the sum of all.
+
+The weights are maximum-likelihood fits over source files and what they became in a later release
+of their package (tokens of the bundled model), smoothed so that longer matches never weigh less.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from enum import IntEnum
+
+from drafters.copying.suffix_index import MAX_MATCH_LENGTH
+
+
+class Place(IntEnum):
+    """Where a candidate lies, relative to where copying was last under way and broke off."""
+
+    CURRENT = 0
+    """What is being copied now; copies shorter than 5 tokens are not told from others."""
+    NEAR = 1
+    """At most 4 tokens ahead: a token was inserted, replaced, or a few dropped."""
+    AHEAD = 2
+    """At most 32 tokens ahead."""
+    FAR_AHEAD = 3
+    """At most 256 tokens ahead."""
+    BEHIND = 4
+    """At most 64 tokens back."""
+    EARLIER = 5
+    """At most 64 tokens ahead of where an earlier copy broke off."""
+    PROMPT = 6
+    OUTPUT = 7
+    HISTORY = 8
+    """In a finished request of the same tenant."""
+
+
+NEAR_TOKENS = 4
+AHEAD_TOKENS = 32
+FAR_AHEAD_TOKENS = 256
+BEHIND_TOKENS = 64
+EARLIER_TOKENS = 64
+
+_LENGTHS = (1, 2, 3, 4, 5, 7, 10, 16, 24, 32, 48)
+_LOG_WEIGHTS = {
+    Place.CURRENT: (-9.0, -9.0, -9.0, -9.0, 1.7, 2.2, 2.8, 3.8, 3.9, 4.5, 5.3),
+    Place.NEAR: (-0.9, 0.6, 1.6, 1.6, 1.6, 1.7, 1.7, 1.7, 1.7, 1.7, 1.7),
+    Place.AHEAD: (-2.0, -0.7, 0.3, 0.5, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1),
+    Place.FAR_AHEAD: (-3.2, -2.0, -1.5, -0.6, -0.1, -0.1, -0.1, -0.1, -0.1, -0.1, 0.0),
+    Place.BEHIND: (-2.6, -1.7, -0.9, -0.1, 0.1, 0.2, 0.9, 0.9, 0.9, 0.9, 0.9),
+    Place.EARLIER: (-2.9, -1.2, -0.3, 0.0, 0.9, 1.7, 2.8, 3.0, 3.2, 3.2, 3.2),
+    Place.PROMPT: (-3.8, -2.3, -1.5, -0.8, -0.3, 0.1, 0.1, 0.1, 0.6, 1.3, 1.3),
+    Place.OUTPUT: (-3.2, -2.2, -1.4, -1.1, -0.6, -0.1, 0.1, 0.3, 1.5, 1.5, 1.5),
+    Place.HISTORY: (-3.8, -2.3, -1.5, -0.8, -0.3, 0.1, 0.1, 0.3, 0.6, 1.3, 1.3),
+}
+_UNMATCHED_LOG_WEIGHTS = (-3.7, -5.2)
+_UNMATCHED_WEIGHTS = tuple(map(math.exp, _UNMATCHED_LOG_WEIGHTS))
+_UNMATCHED_SINCE = 4
+
+
+def _table(log_weights: tuple[float, ...]) -> tuple[float, ...]:
+    buckets = [bisect_right(_LENGTHS, length) for length in range(1, MAX_MATCH_LENGTH + 1)]
+    return (0.0, *(math.exp(log_weights[bucket - 1]) for bucket in buckets))
+
+
+WEIGHTS = tuple(_table(_LOG_WEIGHTS[place]) for place in Place)
+"""``WEIGHTS[place][match_length]``, lengths 0..``MAX_MATCH_LENGTH``; 0 where nothing matches."""
+
+NOTHING_COPYING = 0.4
+NOTHING_LOST = 0.3
+LEADING_FACTOR = 0.3
+"""Inside a draft, the place with the longest match weighs this much of what it would if it had been
+copied from so far."""
+
+
+def unmatched_weight(num_lost_tokens: int) -> float:
+    """Of the places right where copying broke off, when the last token does not stand before them:
+    that token may have been put in or put instead."""
+    return _UNMATCHED_WEIGHTS[num_lost_tokens > _UNMATCHED_SINCE]

@@ -1,0 +1,1 @@
+"""Drafters that run a model or trained heads; the engine brings those through ``protocol``."""

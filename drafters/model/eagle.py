@@ -1,0 +1,76 @@
+"""``eagle``: a layer that continues the target's hidden states, and drafts from what it expects.
+
+After Li et al., EAGLE (https://arxiv.org/abs/2401.15077) and EAGLE-2 (https://arxiv.org/abs/2406.16858).
+A drafted token's row reads its embedding and the state expected of its parent, so that the draft knows
+what it has drafted, which Medusa's heads do not. Rounds, trees and their prices are those of every
+draft model; besides, rows of known tokens read the target's own states, and rows of accepted drafts
+are run again with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from drafters.base import DrafterNeeds, DraftRequest, HiddenRows
+from drafters.model.model_drafter import ModelDrafter
+from drafters.model.protocol import Candidates, DraftModel, DraftRows
+
+
+class FeatureModel(DraftModel, Protocol):
+    """A draft model that reads hidden states; ``engine.drafting.eagle`` has the real one."""
+
+    def take_hidden(self, request_id: str, first: int, hidden: Any) -> None:
+        """The target's states of newly committed tokens from position ``first`` on."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept for a request."""
+
+
+class EagleDrafter(ModelDrafter):
+    """See the module."""
+
+    def __init__(self, model: FeatureModel) -> None:
+        super().__init__(
+            "eagle",
+            "A trained layer continues the target's hidden states. More often right than medusa, "
+            "at one small forward per drafted token.",
+            "A forward of one layer and the output head per level of the tree; a layer's KV.",
+            model,
+        )
+        self.info = replace(self.info, needs=DrafterNeeds(hidden_rows=True, draft_slots=True))
+        self._features = model
+        self._num_seen: dict[str, int] = {}
+        """Tokens whose states were told, up to the newest."""
+
+    def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        for each in rows:
+            self._features.take_hidden(each.request_id, each.first_position, each.hidden)
+            self._num_seen[each.request_id] = each.first_position + len(each.hidden)
+
+    def close(self, request_id: str) -> None:
+        """Forget the request; closing one that is not open does nothing (aborts may race)."""
+        super().close(request_id)
+        self._features.forget(request_id)
+        self._num_seen.pop(request_id, None)
+
+    def _has_room(self, ask: DraftRequest) -> bool:
+        """Only once the state is known that chose the anchor: not in a request's first step."""
+        seen = self._num_seen.get(ask.request_id)
+        return seen == len(ask.token_ids) - 1 and super()._has_room(ask)
+
+    def _run(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
+        """Rows of drafts are not remembered as the text's, even if accepted: what they read was only
+        expected."""
+        if not rows:
+            return []
+        for each in rows:
+            first = each.base + each.num_stored
+            self._contents.forget(each.ask.block_table, first, len(each.token_ids))
+        candidates = self._model.forward(rows)
+        for each in rows:
+            if each.base < len(each.ask.token_ids):
+                root = self._states[each.ask.request_id].text.root
+                self._contents.write(each.ask.block_table, root, each.base, each.token_ids)
+        return candidates

@@ -1,0 +1,69 @@
+"""What a ``ModelDrafter`` asks of a draft model; ``engine/drafting/draft_model.py`` has the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from drafters.base import DraftRequest
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """One request's rows of a draft forward.
+
+    Without ``parents``: ``token_ids`` follow the text from position ``base`` on, in the slots of their
+    positions. With ``parents`` (as in ``DraftTree``; ``ROOT`` is the token before ``base``): the
+    rows are the last ``len(token_ids)`` nodes of that tree, in the slots from ``base`` on in the
+    order of the nodes; the ``num_stored`` nodes before them are in the store already.
+
+    The last ``num_scored`` rows are each asked for ``num_candidates`` tokens that may follow.
+    """
+
+    ask: DraftRequest
+    token_ids: Sequence[int]
+    base: int
+    num_scored: int
+    num_candidates: int = 1
+    parents: Sequence[int] = ()
+    num_stored: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What the draft model would let follow one row, in its order of preference.
+
+    ``confidences[i]`` is the share of token i among ``exp(log draft probability + noise)``: with
+    greedy drafting its draft probability, with the verifier's noise how clearly it won.
+
+    For requests whose verification is not "match", ``distribution`` is what the tokens were drawn from,
+    without replacement: a tensor ``[vocab_size]``. Their confidences are its largest entry, whatever
+    was drawn: how far to draft must not depend on a draw that is judged by its distribution.
+    """
+
+    token_ids: Sequence[int]
+    confidences: Sequence[float]
+    distribution: Any = None
+
+
+class DraftModel(Protocol):
+    """A model that drafts for a target, over slots that the target's block tables name.
+
+    ``owns_rows``: it keeps keys and values of its own, so that the drafter has to feed it the text;
+    otherwise it reads the target's committed rows, and what it writes is overwritten by verification.
+    ``max_catch_up_rows``: the most rows of known text per ``propose``. ``max_len``: positions it has.
+    """
+
+    @property
+    def owns_rows(self) -> bool: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def max_catch_up_rows(self) -> int: ...
+
+    def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
+        """Run all rows at once and keep their keys and values; per request, candidates per scored
+        row."""

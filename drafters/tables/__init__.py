@@ -1,0 +1,1 @@
+"""Drafters that count or remember what follows what, and the static trees they fill."""

@@ -1,0 +1,208 @@
+"""What the target thought would follow a context: merged distributions per n-gram (STAND).
+
+An entry holds how often the target was seen at its context, and the mean of what it said, cut to the
+likeliest tokens. Contexts are packed windows (``drafters.contexts``); those of different lengths
+never have the same key. Keys of a text that is shorter than a context do not exist.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from drafters.contexts import TOKEN_BITS, window_mask
+from drafters.tables.generations import Generations
+
+NUM_TOKENS_KEPT = 10
+MAX_WAITING = 1_024
+
+
+class Entry(NamedTuple):
+    """``num_visits`` distributions merged; tokens likeliest first."""
+
+    num_visits: int
+    token_ids: tuple[int, ...]
+    probs: tuple[float, ...]
+
+
+class Level(NamedTuple):
+    """A context length. ``smallest`` is the least key of a context that is complete."""
+
+    num_tokens: int
+    mask: int
+    smallest: int
+
+
+def levels(longest: int, shortest: int) -> list[Level]:
+    """Longest first."""
+    return [
+        Level(n, window_mask(n), 1 << (TOKEN_BITS * (n - 1)))
+        for n in range(longest, shortest - 1, -1)
+    ]
+
+
+def merged(entry: Entry, rows: Sequence[Entry]) -> Entry:
+    """The mean of all distributions, those merged in ``entry`` and the one in each of ``rows``."""
+    count = entry.num_visits
+    mass = {
+        token_id: count * prob for token_id, prob in zip(entry.token_ids, entry.probs, strict=True)
+    }
+    for _, token_ids, probs in rows:
+        for token_id, prob in zip(token_ids, probs, strict=True):
+            mass[token_id] = mass.get(token_id, 0.0) + prob
+    count += len(rows)
+    return _entry(count, {token_id: sum_ / count for token_id, sum_ in mass.items()})
+
+
+def _entry(num_visits: int, mass: Mapping[int, float]) -> Entry:
+    best = sorted(mass.items(), key=itemgetter(1), reverse=True)[:NUM_TOKENS_KEPT]
+    return Entry(num_visits, tuple([each[0] for each in best]), tuple([each[1] for each in best]))
+
+
+class _Merging:
+    """A context's entry, and what has to be merged into it before it is read."""
+
+    __slots__ = ("_entry", "waiting")
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self.waiting: list[Entry] | None = None
+
+    def entry(self) -> Entry:
+        if self.waiting is not None:
+            self._entry = merged(self._entry, self.waiting)
+            self.waiting = None
+        return self._entry
+
+
+class ProbTable:
+    """Entries by context, at most ``max_contexts``; the least recently written are dropped.
+
+    Of the contexts that end at a token, those that are new take in what the target said, and the
+    longest one that is known already. Shorter ones do not: they are read where no longer one is
+    known, so what counts there is what came after contexts that were new (as in Kneser-Ney
+    smoothing and in PPM's update exclusion).
+
+    A distribution waits to be merged until its context is read, since most of them never are; of
+    all distributions, at most ``MAX_WAITING`` wait.
+
+    Memory: about 950 bytes per context once its ten tokens are in no other entry, and 600 per
+    distribution that waits.
+    """
+
+    __slots__ = ("_waiting", "entries")
+
+    def __init__(self, max_contexts: int) -> None:
+        # Most contexts are met once: they hold what they were given, which all lengths share.
+        self.entries: Generations[Entry | _Merging] = Generations(max_contexts)
+        self._waiting: deque[_Merging] = deque()
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def get(self, key: int) -> Entry | None:
+        found = self.entries.get(key)
+        return found.entry() if isinstance(found, _Merging) else found
+
+    def learn(
+        self,
+        window: int,
+        context_levels: Sequence[Level],
+        token_ids: Sequence[int],
+        probs: Sequence[float],
+    ) -> None:
+        """Take in one distribution of the target after ``window``: likeliest tokens first."""
+        if not token_ids:
+            return
+        entries = self.entries
+        row = Entry(1, tuple(token_ids[:NUM_TOKENS_KEPT]), tuple(probs[:NUM_TOKENS_KEPT]))
+        for _, mask, smallest in context_levels:
+            key = window & mask
+            if key < smallest:
+                continue
+            known = entries.get(key)
+            if known is None:
+                entries.put(key, row)
+                continue
+            if not isinstance(known, _Merging):
+                known = _Merging(known)
+            entries.put(key, known)
+            self._let_wait(known, row)
+            return
+
+    def _let_wait(self, context: _Merging, row: Entry) -> None:
+        if context.waiting is None:
+            context.waiting = [row]
+        else:
+            context.waiting.append(row)
+        self._waiting.append(context)
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft().entry()
+
+
+class TextTable:
+    """What followed each context in a text that the target was not asked about: counts.
+
+    At most ``max_contexts`` contexts and ``_MAX_SUCCESSORS`` tokens each, the first seen dropped first.
+    Most contexts are seen once: their token stands for itself, without a dictionary.
+    """
+
+    __slots__ = ("entries",)
+    _MAX_SUCCESSORS = 32
+
+    def __init__(self, max_contexts: int) -> None:
+        self.entries: Generations[int | dict[int, int]] = Generations(max_contexts)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def get(self, key: int) -> Entry | None:
+        found = self.entries.get(key)
+        return None if found is None else self.counted(found)
+
+    def counted(self, found: int | dict[int, int]) -> Entry:
+        """The entry of what ``entries`` holds."""
+        if isinstance(found, int):
+            return Entry(1, (found,), (1.0,))
+        total = sum(found.values())
+        # Newest first among equals: sorting is stable.
+        return _entry(total, {each: found[each] / total for each in reversed(found)})
+
+    def learn(self, window: int, context_levels: Sequence[Level], token_id: int) -> None:
+        """Count the token after every complete context that ends in ``window``."""
+        entries = self.entries
+        for _, mask, smallest in context_levels:
+            key = window & mask
+            if key < smallest:
+                continue
+            found = entries.get(key)
+            if found is None:
+                entries.put(key, token_id)
+                continue
+            if isinstance(found, int):
+                found = {found: 1}
+            found[token_id] = found.pop(token_id, 0) + 1
+            if len(found) > self._MAX_SUCCESSORS:
+                del found[next(iter(found))]
+            entries.put(key, found)
+
+
+def find(
+    window: int, context_levels: Sequence[Level], table: ProbTable, text: TextTable
+) -> tuple[int, bool, Entry] | None:
+    """(tokens of context, whether only the text knew, entry) of the longest known ending of
+    ``window``; at equal length the target's word counts and not the text's."""
+    from_target, from_text = table.entries.get, text.entries.get
+    for num_tokens, mask, smallest in context_levels:
+        key = window & mask
+        if key >= smallest:
+            said = from_target(key)
+            if said is not None:
+                entry = said.entry() if isinstance(said, _Merging) else said
+                return num_tokens, False, entry
+            followed = from_text(key)
+            if followed is not None:
+                return num_tokens, True, text.counted(followed)
+    return None

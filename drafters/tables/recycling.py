@@ -1,0 +1,169 @@
+"""``recycling``: what the target rated likeliest after each token, drafted as a tree.
+
+Token Recycling (Luo et al. 2024, arXiv 2408.08696), written from its description: a matrix of
+successors, ``matrix[token]`` the target's top k after it, rewritten from every verified row, accepted
+or not; a static tree of 80 nodes whose children are rows of the matrix. Here rows of branches that
+were not accepted are written first, so the text's own word stands; tokens that the target was not
+asked about yet fall back on what followed them in the prompt; and rows are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from drafters.base import DrafterInfo, DrafterOption, DraftRequest, Observation, OptionValue
+from drafters.tables.generations import Generations
+from drafters.tables.sharing import SHARE_OPTION, SharingDrafter
+from drafters.tables.template import (
+    NO_CHILDREN,
+    Children,
+    DraftTemplate,
+    RankPath,
+    best_first_paths,
+    grow,
+)
+from drafters.tree import EMPTY, DraftTree
+
+Matrix: TypeAlias = Generations[tuple[int, ...]]
+
+MAX_K = 8
+SHARED_ROWS = 65_536
+LEVEL_SIZES = (8, 21, 25, 15, 8, 3)
+"""Nodes per depth, as published: 80."""
+RANK_SHARES = (0.667, 0.068, 0.029, 0.018, 0.013, 0.009, 0.006, 0.005)
+"""How often the next token was the rank-th of its row, over 80 texts of the bundled model; orders the
+template."""
+_NUM_DEPTHS = 8
+
+INFO = DrafterInfo(
+    name="recycling",
+    description=(
+        "Recycles the target's likeliest tokens of every verified row: a matrix of successors per "
+        "token, drafted as a static tree. Knows something after every token, but only from one "
+        "token of context."
+    ),
+    drafts_trees=True,
+    options=(
+        DrafterOption("k", MAX_K, "Successors remembered per token.", 1, MAX_K),
+        DrafterOption(
+            "max_rows",
+            32_768,
+            "Tokens whose successors are remembered; the least recently seen go first. A shared "
+            "matrix has its own bound.",
+            1_024,
+            1e6,
+        ),
+        SHARE_OPTION,
+    ),
+    cost="Microseconds of CPU time; the target's k likeliest tokens per verified row.",
+)
+
+
+def level_template(level_sizes: Sequence[int], shares: Sequence[float]) -> DraftTemplate:
+    """The likeliest nodes of every depth, by the product of their ranks' shares."""
+    left = list(level_sizes)
+    chosen: set[RankPath] = {()}
+    paths = []
+    for path in best_first_paths(len(level_sizes), shares):
+        if left[len(path) - 1] and path[:-1] in chosen:
+            left[len(path) - 1] -= 1
+            chosen.add(path)
+            paths.append(path)
+        if not any(left):
+            break
+    return DraftTemplate(paths)
+
+
+class RecyclingDrafter(SharingDrafter[Matrix]):
+    """See the module."""
+
+    def __init__(self) -> None:
+        template = level_template(LEVEL_SIZES, RANK_SHARES)
+        super().__init__(
+            INFO,
+            lambda ids, options, matrix: RecyclingState(ids, options, matrix, template),
+            lambda options: Generations(int(options["max_rows"])),
+            lambda: Generations(SHARED_ROWS),
+        )
+
+
+class RecyclingState:
+    """One request. Its matrix may be shared with requests of the same tenant."""
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        options: Mapping[str, OptionValue],
+        matrix: Matrix,
+        template: DraftTemplate,
+    ) -> None:
+        self.num_top_tokens = int(options["k"])
+        self._matrix = matrix
+        self._template = template
+        self._prompt: Matrix = Generations(int(options["max_rows"]))
+        for token_id, successor in zip(token_ids, token_ids[1:], strict=False):
+            row = self._prompt.get(token_id) or ()
+            if not row or row[0] != successor:
+                others = [each for each in row if each != successor]
+                row = (successor, *others[: self.num_top_tokens - 1])
+            self._prompt.put(token_id, row)
+
+    def observe(self, observation: Observation) -> None:
+        """One row of the matrix per verified row; among rows of one token the last one stands."""
+        top_token_ids = observation.top_token_ids
+        if top_token_ids is None:
+            return
+        num_before = len(observation.token_ids) - len(observation.emitted_token_ids)
+        row_tokens = (observation.token_ids[num_before - 1], *observation.tree.token_ids)
+        path = observation.path
+        others = set(range(len(row_tokens))).difference(path)
+        for row in (*sorted(others), *path):
+            successors = tuple(top_token_ids[row][: self.num_top_tokens])
+            if successors:
+                self._matrix.put(row_tokens[row], successors)
+
+    def propose(self, request: DraftRequest) -> DraftTree:
+        if min(request.max_nodes, request.shape.depth) < 1:
+            return EMPTY
+        root = (request.token_ids[-1], 0)
+        if request.shape.width == 1:
+            return self._chain(root, min(request.max_nodes, request.shape.depth))
+        nodes = self._template.within(request.shape)
+        return grow(nodes, request.max_nodes, root, self._children, _advance)
+
+    def successors(self, token_id: int) -> Sequence[int]:
+        """Likeliest first; empty where nothing is known."""
+        row = self._matrix.get(token_id)
+        if row is None:
+            row = self._prompt.get(token_id)
+        return () if row is None else row[: self.num_top_tokens]
+
+    def _chain(self, root: tuple[int, int], num_nodes: int) -> DraftTree:
+        token_ids: list[int] = []
+        features: list[int] = []
+        token_id, _ = root
+        for depth in range(num_nodes):
+            successors = self.successors(token_id)
+            if not successors:
+                break
+            token_id = successors[0]
+            token_ids.append(token_id)
+            features.append(rank_feature(0, depth))
+        return DraftTree(token_ids, range(-1, len(token_ids) - 1), features)
+
+    def _children(self, state: tuple[int, int]) -> Children:
+        token_id, depth = state
+        successors = self.successors(token_id)
+        if not successors:
+            return NO_CHILDREN
+        return Children(successors, [rank_feature(rank, depth) for rank in range(len(successors))])
+
+
+def rank_feature(rank: int, depth: int) -> int:
+    """Bucket of (rank among siblings, tokens between the anchor and the node): 0..63."""
+    return min(rank, MAX_K - 1) * _NUM_DEPTHS + min(depth, _NUM_DEPTHS - 1)
+
+
+def _advance(state: tuple[int, int], token_id: int) -> tuple[int, int]:
+    return token_id, state[1] + 1

@@ -1,0 +1,1 @@
+"""What model drafters need from the engine: draft models, heads, candidates."""

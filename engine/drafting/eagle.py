@@ -1,0 +1,240 @@
+"""EAGLE's head: one decoder layer that goes on from the target's hidden states by itself.
+
+A row reads a token's embedding and the hidden state of the token before it, and writes what the
+target's hidden state of its own token would be; the target's output head turns that into
+candidates. The layer is transformers' own Llama, run on the engine's attention over a store of its own
+with the target's block ids. Rows of known tokens read the target's hidden states. Where those are not
+known (before the first token, and in a cached prefix that another request computed) a row reads zeros
+in their place, which training shows it now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from drafters.model.protocol import Candidates, DraftRows
+from drafters.tree import ROOT
+from engine.attention.backend import IMPLEMENTATION, AttentionStep
+from engine.attention.groups import MASKED, group_rows
+from engine.batch import InputBatch, build_batch
+from engine.drafting.candidates import ScoredRow, choose_candidates
+from engine.drafting.draft_model import batch_request
+from engine.drafting.head_files import HeadFolder, HeadsRefusedError
+from engine.drafting.medusa import OutputHead
+from engine.model.linear import can_pack, pack_linears
+from kvpool.store import KVStore
+
+KIND = "eagle"
+SIZES = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_MAX_KEPT_ROWS = 4096
+"""Hidden states kept for rows that were not run yet; of longer stretches the newest."""
+
+
+class FeatureLayer(nn.Module):
+    """``sizes`` as in ``SIZES``. The two inputs are normalised, since their scales differ by far."""
+
+    def __init__(self, hidden_size: int, sizes: Sequence[int], attention: str) -> None:
+        super().__init__()
+        self.sizes = dict(zip(SIZES, sizes, strict=True))
+        rest: dict[str, Any] = {
+            "attn_implementation": attention,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            **self.sizes,
+        }
+        config = LlamaConfig(
+            hidden_size=hidden_size,
+            vocab_size=1,
+            num_hidden_layers=1,
+            rms_norm_eps=1e-5,
+            **rest,
+        )
+        self.token_norm = nn.RMSNorm(hidden_size, eps=1e-5)
+        self.hidden_norm = nn.RMSNorm(hidden_size, eps=1e-5)
+        self.join = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        body: Any = LlamaModel(config)
+        body.embed_tokens = nn.Identity()  # rows arrive as vectors
+        self.body = body
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,  # [num_sequences, num_rows, hidden_size]
+        hidden: torch.Tensor,  # the same: of the tokens before
+        **keywords: Any,
+    ) -> torch.Tensor:
+        """Hidden states of the rows' own tokens, as far as the layer can tell; the same shape."""
+        both = torch.cat([self.token_norm(embeddings), self.hidden_norm(hidden)], dim=-1)
+        output = self.body(inputs_embeds=self.join(both), use_cache=False, **keywords)
+        result: torch.Tensor = output.last_hidden_state
+        return result
+
+
+@dataclass(slots=True)
+class _Features:
+    """One request's states. ``known``: the target's, of positions ``first ..``; ``drafted``: the
+    layer's own, of the anchor and of this step's drafted rows in the order of their slots."""
+
+    first: int = 0
+    known: list[torch.Tensor] = field(default_factory=list)  # each [num_rows, hidden_size]
+    drafted: list[torch.Tensor] = field(default_factory=list)  # each [hidden_size]
+
+    @property
+    def end(self) -> int:
+        return self.first + sum(len(part) for part in self.known)
+
+    def add(self, first: int, hidden: torch.Tensor) -> None:
+        """Newly committed rows; a gap or a step back starts anew."""
+        if first != self.end:
+            self.first, self.known = first, []
+        self.known.append(hidden)
+        while self.known and self.end - self.first - len(self.known[0]) >= _MAX_KEPT_ROWS:
+            self.first += len(self.known.pop(0))
+
+    def before(self, position: int, count: int, blank: torch.Tensor) -> torch.Tensor:
+        """Of the tokens before ``position .. position + count - 1``; zeros where unknown."""
+        rows = blank.repeat(count, 1)
+        start = position - 1
+        low, high = max(start, self.first), min(start + count, self.end)
+        if low < high:
+            known = torch.cat(self.known)
+            rows[low - start : high - start] = known[low - self.first : high - self.first]
+        return rows
+
+    def drop(self, position: int) -> None:
+        """Rows before ``position`` were run: their states are not asked for again."""
+        while self.known and self.first + len(self.known[0]) < position:
+            self.first += len(self.known.pop(0))
+
+
+class EagleModel:
+    """``drafters.model.eagle.FeatureModel``: a draft model whose rows also read hidden states."""
+
+    owns_rows = True
+
+    def __init__(
+        self,
+        layer: FeatureLayer,
+        embed: nn.Module,
+        output_head: OutputHead,
+        store: KVStore,
+        *,
+        vocab_size: int,
+        max_len: int,
+        max_catch_up_rows: int,
+    ) -> None:
+        self._layer = layer
+        self._embed = embed
+        self._output_head = output_head
+        self._store = store
+        self._vocab_size = vocab_size
+        self.block_size = store.block_size
+        self.max_len = max_len
+        self.max_catch_up_rows = max_catch_up_rows
+        self._blank = torch.zeros_like(layer.token_norm.weight)  # [hidden_size]
+        self._fused = not can_pack(store.device, store.dtype)
+        self._requests: dict[str, _Features] = {}
+
+    def take_hidden(self, request_id: str, first: int, hidden: torch.Tensor) -> None:
+        """The target's states of newly committed tokens, ``[num_rows, hidden_size]``."""
+        self._requests.setdefault(request_id, _Features()).add(first, hidden)
+
+    def forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
+        """One forward over all rows; per request, candidates per scored row."""
+        batch = build_batch([batch_request(each) for each in rows], self.block_size)
+        hidden = self._blank.repeat(batch.num_rows, 1)
+        for each, first in zip(rows, batch.first_row, strict=True):
+            hidden[first : first + len(each.token_ids)] = self._read(each)
+        features = self._run(batch, hidden)
+        scored: list[ScoredRow] = []
+        picked: list[int] = []
+        for each, first in zip(rows, batch.first_row, strict=True):
+            end = first + len(each.token_ids)
+            wanted = range(end - each.num_scored, end)
+            picked += wanted
+            scored += [
+                ScoredRow(each.ask.sampling, batch.positions[row] + 1, each.num_candidates)
+                for row in wanted
+            ]
+            self._keep(each, features[first:end])
+        if not picked:
+            return [[] for _ in rows]
+        chosen = features[torch.tensor(picked, device=features.device)]
+        found = iter(choose_candidates(self._output_head(chosen), scored, self._vocab_size))
+        return [[next(found) for _ in range(each.num_scored)] for each in rows]
+
+    def _read(self, rows: DraftRows) -> torch.Tensor:
+        """What stands before each row: the target's states, or those of the draft's own parents."""
+        state = self._requests.setdefault(rows.ask.request_id, _Features())
+        drafted_before = rows.base + rows.num_stored - len(rows.ask.token_ids)
+        if rows.base < len(rows.ask.token_ids):
+            return state.before(rows.base, len(rows.token_ids), self._blank)
+        if rows.parents:
+            parents = rows.parents[rows.num_stored :]
+            return torch.stack([state.drafted[parent - ROOT] for parent in parents])
+        return state.drafted[drafted_before][None]
+
+    def _keep(self, rows: DraftRows, features: torch.Tensor) -> None:
+        state = self._requests[rows.ask.request_id]
+        known_end = len(rows.ask.token_ids)
+        if rows.base < known_end:
+            state.drop(rows.base + len(rows.token_ids) - 1)
+            state.drafted = []
+            if rows.base + len(rows.token_ids) == known_end:
+                state.drafted = [features[-1]]
+        else:
+            state.drafted += features.unbind(0)
+
+    def _run(self, batch: InputBatch, hidden: torch.Tensor) -> torch.Tensor:
+        device = hidden.device
+        token_ids = torch.tensor(batch.token_ids, device=device)
+        step = AttentionStep(
+            self._store,
+            torch.tensor(batch.slots, device=device),
+            group_rows(batch.requests, self.block_size, MASKED, device),
+            self._fused,
+        )
+        output: torch.Tensor = self._layer(
+            self._embed(token_ids)[None],
+            hidden[None],
+            position_ids=torch.tensor(batch.positions, device=device)[None],
+            slipstream_step=step,
+        )
+        return output[0]
+
+
+def eagle_config(layer: FeatureLayer) -> dict[str, Any]:
+    """What ``load_layer`` has to know besides the target's facts."""
+    return {"kind": KIND} | layer.sizes
+
+
+def load_layer(folder: HeadFolder, dtype: torch.dtype, device: torch.device) -> FeatureLayer:
+    """Raises HeadsRefusedError with the reason if the folder's tensors do not fit its sizes."""
+    sizes = folder.sizes(*SIZES)
+    layer_sizes = dict(zip(SIZES, sizes, strict=True))
+    if layer_sizes["num_attention_heads"] % layer_sizes["num_key_value_heads"]:
+        raise HeadsRefusedError(f"{folder.path}: num_key_value_heads do not divide the heads")
+    layer = FeatureLayer(folder.facts.hidden_size, sizes, IMPLEMENTATION)
+    folder.load_into(layer)
+    layer.to(device=device, dtype=dtype).requires_grad_(False).eval()
+    # The cast above also rounded the rotary frequencies.
+    layer.body.rotary_emb = LlamaRotaryEmbedding(layer.body.config).to(device)
+    if can_pack(device, dtype):
+        pack_linears(layer, 1024, exact=False)
+    return layer

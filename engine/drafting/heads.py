@@ -1,0 +1,132 @@
+"""Loads the trained heads that come with a target or that the settings name.
+
+In two parts, as draft models are: folders are read before the target's layers are packed (their
+fingerprint is of the weights as they were) and before the KV pool is sized; heads are made when the
+target runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from drafters.registry import DrafterUnavailableError
+from engine.config import EngineConfig
+from engine.drafting import eagle as eagle_head
+from engine.drafting import medusa as medusa_heads
+from engine.drafting.eagle import EagleModel, FeatureLayer
+from engine.drafting.head_files import (
+    HeadFolder,
+    HeadsRefusedError,
+    TargetFacts,
+    read_heads,
+    target_facts,
+)
+from engine.drafting.medusa import MedusaHeads, load_medusa
+from engine.model.loader import BUNDLED
+from engine.model.runner import ModelRunner
+from kvpool.store import KVStore
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = {medusa_heads.KIND: "medusa_heads", eagle_head.KIND: "eagle_head"}
+
+
+class DraftHeads:
+    """The heads of an engine, by kind. ``facts`` are the target's."""
+
+    def __init__(
+        self,
+        facts: TargetFacts,
+        folders: dict[str, HeadFolder],
+        reasons: dict[str, str],
+        config: EngineConfig,
+        dtype: torch.dtype,
+    ) -> None:
+        self.facts = facts
+        self._folders = folders
+        self._reasons = reasons
+        self._config = config
+        self._dtype = dtype
+
+    def bytes_per_block(self) -> int:
+        """What one more block of the pool costs in the store of the eagle head."""
+        folder = self._folders.get(eagle_head.KIND)
+        if folder is None:
+            return 0
+        heads, dim = folder.sizes("num_key_value_heads", "head_dim")
+        return KVStore.bytes_per_block(
+            1, self._config.block_size, heads, dim, dim, dtype=self._dtype
+        )
+
+    def medusa(self, runner: ModelRunner) -> MedusaHeads:
+        """Raises DrafterUnavailableError with the reason where there are none."""
+        folder = self._folder(medusa_heads.KIND)
+        output_head = runner.model.get_output_embeddings()
+        return load_medusa(folder, output_head, self._dtype, runner.device)
+
+    def eagle(self, runner: ModelRunner) -> EagleModel:
+        """Raises DrafterUnavailableError with the reason where there is none."""
+        folder = self._folder(eagle_head.KIND)
+        layer = eagle_head.load_layer(folder, self._dtype, runner.device)
+        return EagleModel(
+            layer,
+            runner.model.get_input_embeddings(),
+            runner.model.get_output_embeddings(),
+            layer_store(layer, runner.store),
+            vocab_size=self.facts.vocab_size,
+            max_len=layer.sizes["max_position_embeddings"],
+            max_catch_up_rows=self._config.max_num_rows,
+        )
+
+    def _folder(self, kind: str) -> HeadFolder:
+        if kind not in self._folders:
+            raise DrafterUnavailableError(self._reasons[kind])
+        return self._folders[kind]
+
+
+def layer_store(layer: FeatureLayer, target: KVStore) -> KVStore:
+    """A store for the layer's keys and values, addressed by the target's block ids."""
+    dim = layer.sizes["head_dim"]
+    return KVStore(
+        1,
+        target.num_blocks,
+        target.block_size,
+        layer.sizes["num_key_value_heads"],
+        dim,
+        dim,
+        target.dtype,
+        target.device,
+    )
+
+
+def prepare_heads(target: PreTrainedModel, config: EngineConfig) -> DraftHeads:
+    """Read the folders of the settings, or those of the bundled target. ``target`` is not packed yet.
+
+    Raises ValueError naming the setting whose folder does not fit; a bundled one that does not fit is
+    left out with a warning.
+    """
+    facts = target_facts(target)
+    folders: dict[str, HeadFolder] = {}
+    reasons: dict[str, str] = {}
+    for kind, setting in _SETTINGS.items():
+        given = getattr(config, setting)
+        if config.drafters is not None and kind not in config.drafters:
+            reasons[kind] = "it is not among the drafters to load"
+        elif given is None and config.model is not None:
+            reasons[kind] = (
+                f"there are no heads for this model; the setting {setting} names a folder"
+            )
+        else:
+            path = BUNDLED / kind if given is None else Path(given)
+            try:
+                folders[kind] = read_heads(path, kind, facts)
+            except HeadsRefusedError as error:
+                if given is not None:
+                    raise ValueError(f"{setting}: {error}") from error
+                logger.warning("no %s drafter: %s", kind, error)
+                reasons[kind] = str(error)
+    return DraftHeads(facts, folders, reasons, config, target.dtype)

@@ -1,0 +1,85 @@
+"""Medusa's heads: residual blocks on the target's hidden state, then the target's own output head.
+
+The original gives every head a vocabulary projection of its own and initialises it with the target's.
+Here the projection stays the target's, so that a head costs ``hidden_size`` squared and not
+``hidden_size * vocab_size`` numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drafters.base import DraftRequest
+from drafters.model.protocol import Candidates
+from engine.drafting.candidates import ScoredRow, choose_candidates
+from engine.drafting.head_files import HeadFolder
+
+KIND = "medusa"
+OutputHead = Callable[[torch.Tensor], torch.Tensor]
+"""From hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``."""
+
+
+class ResidualHeads(nn.Module):
+    """``num_heads`` stacks of ``num_layers`` blocks ``x + SiLU(W x + b)``, all heads in one product."""
+
+    def __init__(self, num_heads: int, num_layers: int, hidden_size: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_layers = num_heads, num_layers
+        # Zeros: an untrained head says what the target itself says, as in the original.
+        self.weight = nn.Parameter(torch.zeros(num_layers, num_heads, hidden_size, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(num_layers, num_heads, 1, hidden_size))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, hidden_size]`` to ``[num_heads, num_rows, hidden_size]``."""
+        states = hidden.expand(self.num_heads, *hidden.shape)
+        for weight, bias in zip(self.weight, self.bias, strict=True):
+            states = states + F.silu(torch.baddbmm(bias, states, weight))
+        return states
+
+
+class MedusaHeads:
+    """``drafters.model.medusa.PredictionHeads`` over tensors."""
+
+    def __init__(self, heads: ResidualHeads, output_head: OutputHead, vocab_size: int) -> None:
+        self._heads = heads
+        self._output_head = output_head
+        self._vocab_size = vocab_size
+
+    @property
+    def num_heads(self) -> int:
+        return self._heads.num_heads
+
+    @torch.inference_mode()
+    def candidates(
+        self, hidden: Sequence[torch.Tensor], asks: Sequence[DraftRequest], num: int
+    ) -> list[list[Candidates]]:
+        states = self._heads(torch.stack(list(hidden)))  # [num_heads, num_rows, hidden_size]
+        scored = [
+            ScoredRow(ask.sampling, len(ask.token_ids) + head, num)
+            for head in range(self.num_heads)
+            for ask in asks
+        ]
+        logits = self._output_head(states.flatten(0, 1))
+        found = choose_candidates(logits, scored, self._vocab_size)
+        return [found[row :: len(asks)] for row in range(len(asks))]
+
+
+def load_medusa(
+    folder: HeadFolder, output_head: OutputHead, dtype: torch.dtype, device: torch.device
+) -> MedusaHeads:
+    """Raises HeadsRefusedError with the reason if the folder's tensors do not fit its sizes."""
+    num_heads, num_layers = folder.sizes("num_heads", "num_layers")
+    heads = ResidualHeads(num_heads, num_layers, folder.facts.hidden_size)
+    folder.load_into(heads)
+    heads.to(device=device, dtype=dtype).requires_grad_(False)
+    return MedusaHeads(heads, output_head, folder.facts.vocab_size)
+
+
+def medusa_config(heads: ResidualHeads) -> dict[str, Any]:
+    """What ``load_medusa`` has to know besides the target's facts."""
+    return {"kind": KIND, "num_heads": heads.num_heads, "num_layers": heads.num_layers}

@@ -1,0 +1,291 @@
+"""Builds the models that draft for a target: a small one, a quantised copy, some of its own layers.
+
+Built in two parts. Before the target takes the engine's attention and its weights are packed, what
+has to be read from it as it was, and what takes memory, so that the KV pool is sized from what is left
+(``prepare_drafts``); afterwards runners over the stores (``DraftModels.attach``). Each model passes
+the start-up check that the target passes: our forward writes transformers' logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafters.registry import DrafterUnavailableError
+from engine.attention.backend import IMPLEMENTATION
+from engine.config import EngineConfig
+from engine.drafting.draft_model import EngineDraftModel
+from engine.drafting.layer_subset import layer_subset, parse_layers
+from engine.drafting.quantized import quantized_copy
+from engine.errors import UnsupportedModelError
+from engine.model.linear import can_pack, pack_linears
+from engine.model.loader import (
+    BUNDLED,
+    KVShape,
+    adopt,
+    load_model,
+    load_tokenizer,
+    max_position,
+)
+from engine.model.runner import ModelRunner
+from engine.model.selfcheck import check_logits, reference_logits
+from kvpool.store import KVStore
+
+logger = logging.getLogger(__name__)
+
+_CHECK_TOKENS = 24
+_SHARED_CATCH_UP_ROWS = 32
+"""A draft model on the target's rows waits a step rather than run a prompt chunk that the target is
+about to run."""
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A draft model before there are stores. ``shapes`` of its own rows; None: it uses the target's.
+
+    ``rebuild`` makes it anew from the target as the engine runs it."""
+
+    model: PreTrainedModel
+    reference: torch.Tensor  # [num_check_tokens, vocab_size], transformers' own logits
+    shapes: list[KVShape] | None = None
+    rebuild: Callable[[PreTrainedModel], PreTrainedModel] | None = None
+
+
+class DraftModels:
+    """The draft models of an engine, by drafter."""
+
+    def __init__(
+        self, prepared: dict[str, _Prepared], reasons: dict[str, str], config: EngineConfig
+    ) -> None:
+        self._prepared = prepared
+        self._reasons = reasons
+        self._config = config
+        self._ready: dict[str, EngineDraftModel] = {}
+
+    def bytes_per_block(self) -> int:
+        """What one more block of the pool costs in stores of draft models."""
+        return sum(
+            KVStore.bytes_per_block(
+                len(each.shapes),
+                self._config.block_size,
+                *_layout(each.shapes),
+                dtype=self._store_dtype(each),
+            )
+            for each in self._prepared.values()
+            if each.shapes is not None
+        )
+
+    def attach(
+        self, runner: ModelRunner, shapes: list[KVShape], vocab_size: int, max_model_len: int
+    ) -> None:
+        """Make runners: over the target's store, or over stores with as many blocks."""
+        for name, each in self._prepared.items():
+            model = each.rebuild(runner.model) if each.rebuild is not None else each.model
+            own = each.shapes or shapes
+            _check(name, model, own, each.reference, self._config.block_size)
+            store = runner.store
+            if each.shapes is not None:
+                store = _store(
+                    own, store.num_blocks, store.block_size, self._store_dtype(each), model
+                )
+            owns_rows = each.shapes is not None
+            self._ready[name] = EngineDraftModel(
+                ModelRunner(model, own, store, exact=False),
+                vocab_size=vocab_size,
+                owns_rows=owns_rows,
+                max_len=min(max_position(model.config), max_model_len),
+                max_catch_up_rows=self._config.max_num_rows if owns_rows else _SHARED_CATCH_UP_ROWS,
+            )
+
+    def get(self, name: str) -> EngineDraftModel:
+        """Raises DrafterUnavailableError with the reason where there is none."""
+        if name not in self._ready:
+            raise DrafterUnavailableError(self._reasons.get(name, "no model was prepared for it"))
+        return self._ready[name]
+
+    def _store_dtype(self, each: _Prepared) -> torch.dtype:
+        return torch.float8_e4m3fn if self._config.draft_kv_dtype == "fp8" else each.model.dtype
+
+
+def prepare_drafts(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+) -> DraftModels:
+    """Load and build what the settings ask for. ``target`` still runs on transformers' own attention.
+
+    Raises ValueError, UnsupportedModelError or OSError where a setting names what cannot be used.
+    """
+    for setting, takers in _SETTINGS.items():
+        if getattr(config, setting) is not None and not any(
+            _wanted(config, name) for name in takers
+        ):
+            raise ValueError(f"{setting} is set, but drafters leaves out {' and '.join(takers)}")
+    prepared: dict[str, _Prepared] = {}
+    reasons: dict[str, str] = {}
+    for name, prepare in _PREPARE.items():
+        if not _wanted(config, name):
+            continue
+        made = prepare(target, tokenizer, config)
+        if isinstance(made, str):
+            reasons[name] = made
+        else:
+            prepared[name] = made
+    return DraftModels(prepared, reasons, config)
+
+
+def _wanted(config: EngineConfig, drafter: str) -> bool:
+    return config.drafters is None or drafter in config.drafters
+
+
+def _small_model(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+) -> _Prepared | str:
+    model = _load_small(target, tokenizer, config)
+    if isinstance(model, str):
+        return model
+    prepared = _prepared(model, owns_rows=True)
+    if can_pack(model.device, model.dtype):
+        pack_linears(model, config.max_num_rows, exact=False)
+    return prepared
+
+
+def _quantized(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+) -> _Prepared | str:
+    if config.quantized is None:
+        return "there is no quantised copy; the setting quantized makes one"
+    if config.quantized_model == "target":
+        return _prepared(quantized_copy(target, config.quantized), owns_rows=False)
+    small = _load_small(target, tokenizer, config)
+    if isinstance(small, str):
+        raise ValueError(f"quantized_model: {small}")
+    return _prepared(quantized_copy(small, config.quantized), owns_rows=True)
+
+
+def _prefix_layers(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,  # noqa: ARG001
+    config: EngineConfig,
+) -> _Prepared | str:
+    if config.prefix_layers is None:
+        return "no layers are chosen; the setting prefix_layers does"
+    layers = parse_layers(config.prefix_layers, target.config.num_hidden_layers)
+
+    def rebuild(model: PreTrainedModel) -> PreTrainedModel:
+        shallow = layer_subset(model, layers)
+        shallow.config._attn_implementation = IMPLEMENTATION
+        return shallow
+
+    shallow = layer_subset(target, layers)
+    return _Prepared(shallow, reference_logits(shallow), rebuild=rebuild)
+
+
+_PREPARE: dict[
+    str,
+    Callable[[PreTrainedModel, PreTrainedTokenizerBase | None, EngineConfig], _Prepared | str],
+] = {"small_model": _small_model, "quantized": _quantized, "prefix_layers": _prefix_layers}
+_SETTINGS = {
+    "draft_model": ("small_model", "quantized"),
+    "quantized": ("quantized",),
+    "prefix_layers": ("prefix_layers",),
+}
+"""Which drafters a setting is for."""
+
+
+def with_bundled_draft(config: EngineConfig) -> EngineConfig:
+    """The bundled target comes with a draft model of its own."""
+    bundled = BUNDLED / "draft"
+    wanted = any(_wanted(config, name) for name in _SETTINGS["draft_model"])
+    if config.model is None and config.draft_model is None and wanted and bundled.is_dir():
+        return replace(config, draft_model=str(bundled))
+    return config
+
+
+def _load_small(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+) -> PreTrainedModel | str:
+    path = config.draft_model
+    if path is None:
+        return "there is no draft model; the setting draft_model names one"
+    model = load_model(path, target.device, config.dtype, None, config.trust_remote_code)
+    own_tokenizer = None
+    if tokenizer is not None:
+        own_tokenizer = load_tokenizer(path, None, config.trust_remote_code)
+    check_vocabulary(target, tokenizer, model, own_tokenizer, path)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    logger.info("draft model %s: %.1f million parameters", path, num_parameters / 1e6)
+    return model
+
+
+def check_vocabulary(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    draft: PreTrainedModel,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+    name: str,
+) -> None:
+    """Raises UnsupportedModelError unless a token id means the same text to both.
+
+    Output layers may be padded to different sizes if the tokenizers agree; without tokenizers to
+    compare, the sizes have to.
+    """
+    sizes = [int(model.get_output_embeddings().out_features) for model in (target, draft)]
+    if tokenizer is None or draft_tokenizer is None:
+        if sizes[0] != sizes[1]:
+            raise UnsupportedModelError(
+                f"draft model {name}: its vocabulary has {sizes[1]} tokens, the target's {sizes[0]}"
+            )
+        return
+    mine, its = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if mine == its:
+        return
+    differing = sorted(token for token in set(mine) | set(its) if mine.get(token) != its.get(token))
+    raise UnsupportedModelError(
+        f"draft model {name}: its tokenizer is not the target's; {len(differing)} tokens differ, "
+        f"for instance {differing[0]!r} ({mine.get(differing[0])} in the target's, "
+        f"{its.get(differing[0])} in its own)"
+    )
+
+
+def _prepared(model: PreTrainedModel, owns_rows: bool) -> _Prepared:
+    reference = reference_logits(model)
+    shapes = adopt(model)
+    return _Prepared(model, reference, shapes if owns_rows else None)
+
+
+def _check(
+    name: str,
+    model: PreTrainedModel,
+    shapes: list[KVShape],
+    reference: torch.Tensor,
+    block_size: int,
+) -> None:
+    """In a store of its own and in the model's type: an 8-bit store would not pass, nor has to."""
+    num_blocks = 2 * -(-_CHECK_TOKENS // block_size)
+    store = _store(shapes, num_blocks, block_size, model.dtype, model)
+    try:
+        check_logits(ModelRunner(model, shapes, store, exact=False), reference)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"the model of the {name} drafter: {error}") from error
+
+
+def _store(
+    shapes: list[KVShape],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    model: PreTrainedModel,
+) -> KVStore:
+    return KVStore(len(shapes), num_blocks, block_size, *_layout(shapes), dtype, model.device)
+
+
+def _layout(shapes: list[KVShape]) -> tuple[list[int], list[int], list[int]]:
+    return (
+        [shape.num_kv_heads for shape in shapes],
+        [shape.key_dim for shape in shapes],
+        [shape.value_dim for shape in shapes],
+    )

@@ -1,0 +1,209 @@
+"""Loads a transformers causal LM so that the engine can drive its attention.
+
+Nothing is known of architectures here. What can be served is found out: a model is refused with the
+reason if its configuration says it keeps state that is not keys and values, if its layers do not go
+through transformers' attention interface, or if the start-up check finds that our forward, in chunks
+and under a tree mask, does not write the logits that transformers' own forward writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from engine.attention.backend import IMPLEMENTATION
+from engine.attention.products import AttentionOptions
+from engine.errors import UnsupportedModelError
+
+BUNDLED = Path(__file__).parents[1] / "bundled"
+
+# Layer kinds whose memory of the past is keys and values, the only kind the pool holds.
+_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_CALL_WIDE_ROPES = {"longrope", "dynamic"}
+
+
+def bundled_path(name: Literal["target", "draft"]) -> Path:
+    """The folder of a bundled model; raises FileNotFoundError when it is not there."""
+    folder = BUNDLED / name
+    if not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(f"no bundled {name} model in {folder}")
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Heads and dimensions of one layer's keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """ "auto" keeps the checkpoint's type, except that CPUs without bf16 instructions get float32."""
+    if name == "auto":
+        if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return torch.float32
+        return "auto"
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise UnsupportedModelError(f"dtype {name!r} is not one of auto, {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def load_model(
+    model: str,
+    device: torch.device,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model in eval mode on ``device``, still on transformers' own attention.
+
+    Raises UnsupportedModelError for what the configuration already rules out, OSError if there is no
+    such folder or hub id.
+    """
+    with _naming(model):
+        config = AutoConfig.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code
+        )
+        refuse_unservable(config)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model,
+            config=config,
+            dtype=resolve_dtype(dtype, device),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+    return prepare_model(loaded, device)
+
+
+@contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """transformers' messages often leave out which model they are about."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot load {model!r}: {error}") from error
+    except ValueError as error:
+        raise UnsupportedModelError(f"cannot load {model!r}: {error}") from error
+
+
+def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Check an already built model and move it to the device."""
+    refuse_unservable(model.config)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not use transformers' attention interface"
+        )
+    model.to(device)  # type: ignore[arg-type]  # its decorator loses the signature
+    model.eval().requires_grad_(False)
+    return model
+
+
+def load_tokenizer(
+    model: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Raises as ``load_model`` does."""
+    with _naming(model):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code
+        )
+    return tokenizer
+
+
+def refuse_unservable(config: Any) -> None:
+    """Raises UnsupportedModelError with the reason, if the configuration gives one."""
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{kind} is an encoder-decoder; only causal LMs are served")
+    if hasattr(config, "text_config") and hasattr(config, "vision_config"):
+        raise UnsupportedModelError(f"{kind} takes images; only text models are served")
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
+    if odd:
+        raise UnsupportedModelError(
+            f"{kind} has layers of kind {', '.join(odd)}; only "
+            f"{' and '.join(sorted(_SERVED_LAYERS))} keep their past as keys and values per token"
+        )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(f"{kind} shares keys and values between layers")
+    if getattr(config, "alibi", False):
+        raise UnsupportedModelError(f"{kind} adds ALiBi biases, which draft trees cannot carry")
+
+
+class ShapeProbe:
+    """Stands in for a step and notes what each attention layer hands over."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, KVShape] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,  # noqa: ARG002
+    ) -> torch.Tensor:
+        if layer in self.shapes:
+            raise RuntimeError(f"two attention layers call themselves number {layer}")
+        self.shapes[layer] = KVShape(query.shape[1], key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.inference_mode()
+def adopt(model: PreTrainedModel) -> list[KVShape]:
+    """Switch the model to the engine's attention; returns each layer's shapes.
+
+    Raises UnsupportedModelError if its layers do not follow.
+    """
+    model.config._attn_implementation = IMPLEMENTATION
+    probe = ShapeProbe()
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    positions = torch.arange(2, device=model.device)[None]
+    try:
+        model(input_ids=ids, position_ids=positions, use_cache=False, slipstream_step=probe)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot run on the engine's attention: {error}"
+        ) from error
+    layers = sorted(probe.shapes)
+    if not layers or layers != list(range(len(layers))):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: attention layers report the numbers {layers}"
+        )
+    return [probe.shapes[layer] for layer in layers]
+
+
+def max_position(config: Any) -> int:
+    """Positions the model was made for; tokens.
+
+    Some rotary embeddings change their frequencies for the whole call once any row of it passes a
+    length. There they end: else a request's tokens would depend on who shares its step.
+    """
+    lengths = [getattr(config, "max_position_embeddings", None) or 4096]
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *ropes.values()]:  # one for all layers, or one per kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") in _CALL_WIDE_ROPES:
+            lengths.append(rope.get("original_max_position_embeddings") or lengths[0])
+    return int(min(lengths))
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
+    """Every id that ends a text, from the generation config, else the tokenizer."""
+    ids = model.generation_config.eos_token_id if model.generation_config else None
+    if ids is None:
+        ids = getattr(model.config, "eos_token_id", None)
+    if ids is None and tokenizer is not None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

@@ -1,0 +1,136 @@
+"""Runs the target: one forward over a step's flat rows. Knows nothing of requests or sampling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.backend import AttentionStep
+from engine.attention.groups import (
+    FREE_KEY_MULTIPLE,
+    FREE_STRANDS,
+    MASKED,
+    GroupShapes,
+    exact_tile_rows,
+    exact_tiles,
+    group_rows,
+)
+from engine.attention.products import products_keep_bits
+from engine.batch import BatchRequest, InputBatch, build_batch
+from engine.model.linear import can_pack
+from engine.model.loader import KVShape
+from kvpool.store import KVStore
+
+
+class ModelRunner:
+    """A model on the engine's attention and the store that holds its keys and values."""
+
+    def __init__(
+        self, model: PreTrainedModel, shapes: Sequence[KVShape], store: KVStore, exact: bool
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.device = model.device
+        self.exact = exact
+        self.hidden: torch.Tensor | None = None  # [num_rows, hidden_size], where a batch wanted it
+        self._fused, self._shapes = _attention_calls(model, shapes, exact)
+
+    @torch.inference_mode()
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Logits of the batch's logit rows, in the model's type: ``[num_logit_rows, vocab_size]``.
+
+        Keys and values of all rows are in the store afterwards, and in ``hidden`` what the output
+        head reads, if the batch wants it.
+        """
+        rows = group_rows(batch.requests, self.store.block_size, self._shapes, self.device)
+        step = AttentionStep(self.store, self._tensor(batch.slots), rows, self._fused)
+        with self._hidden_kept(batch.wants_hidden):
+            output = self.model(
+                input_ids=self._tensor(batch.token_ids)[None],
+                position_ids=self._tensor(batch.positions)[None],
+                use_cache=False,
+                # A step of prompt chunks alone needs no logits, but models want at least one row.
+                logits_to_keep=self._tensor(batch.logit_rows or [0]),
+                slipstream_step=step,
+            )
+        logits: torch.Tensor = output.logits[0, : len(batch.logit_rows)]
+        self.synchronize()  # so that a caller's clock stops when the device is done
+        return logits
+
+    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
+        """Copy accepted rows to their committed slots, all layers at once."""
+        if source_slots:
+            self.store.move(self._tensor(source_slots), self._tensor(target_slots))
+
+    @contextmanager
+    def _hidden_kept(self, wanted: bool) -> Iterator[None]:
+        """The output head may see fewer rows than the base model wrote: so they are taken there."""
+        self.hidden = None
+        if not wanted:
+            yield
+            return
+
+        def keep(module: torch.nn.Module, args: object, output: Any) -> None:
+            del module, args
+            self.hidden = output.last_hidden_state[0]
+
+        handle = self.model.base_model.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def time_step(self, num_rows: int, num_kv_tokens: int, num_requests: int = 1) -> float:
+        """Seconds of one forward of ``num_requests`` requests with ``num_rows`` rows after
+        ``num_kv_tokens`` tokens between them, in equal shares; for the cost model. Overwrites the
+        store's first blocks: only while it is unused."""
+        block_size = self.store.block_size
+        rows, base = num_rows // num_requests, num_kv_tokens // num_requests
+        num_blocks = -(-(base + rows) // block_size)
+        requests = [
+            BatchRequest(
+                token_ids=[0] * rows,
+                num_known=rows,
+                base=base,
+                parents=(),
+                block_table=range(first, first + num_blocks),
+                num_logit_rows=min(rows, 64),
+            )
+            for first in range(0, num_requests * num_blocks, num_blocks)
+        ]
+        batch = build_batch(requests, block_size)
+        self.synchronize()
+        start = time.perf_counter()
+        self.forward(batch)
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+
+def _attention_calls(
+    model: PreTrainedModel, shapes: Sequence[KVShape], exact: bool
+) -> tuple[bool, GroupShapes]:
+    """Whether attention uses the fused kernel, and what shapes its calls may have."""
+    products = can_pack(model.device, model.dtype)
+    if not exact:
+        return not products, MASKED
+    kinds = {
+        (shape.num_heads // shape.num_kv_heads, shape.key_dim, shape.value_dim) for shape in shapes
+    }
+    if products and all(
+        products_keep_bits(*kind, FREE_KEY_MULTIPLE, model.dtype) for kind in sorted(kinds)
+    ):
+        return False, FREE_STRANDS
+    tile = min(exact_tile_rows(shape.num_heads, shape.num_kv_heads) for shape in shapes)
+    return True, exact_tiles(tile)

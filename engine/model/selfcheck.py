@@ -1,0 +1,120 @@
+"""Start-up checks: does our forward write what transformers' own forward writes, and the same bits
+however rows are cut into steps?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.batch import BatchRequest, build_batch
+from engine.errors import UnsupportedModelError
+from engine.model.runner import ModelRunner
+
+_NUM_TOKENS = 24
+# Rows of the check's steps: a chunk, single rows, a chunk again.
+_CHUNKS = (9, 1, 1, 5, 8)
+_PREFIX_THEN_SINGLE = (18, *(1,) * 6)
+# A draft tree hung under the token at _FORK: its even nodes follow the text, its odd ones do not.
+_FORK = 11
+_PARENTS = (-1, -1, 0, 0, 2, 1)
+# Logit differences relative to the logits' spread, by the bits of the model's type.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+def _token_ids(vocab_size: int) -> list[int]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, vocab_size, (_NUM_TOKENS,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def reference_logits(model: PreTrainedModel) -> torch.Tensor:
+    """transformers' own logits of the check's text, ``[24, vocab_size]`` float32."""
+    ids = torch.tensor([_token_ids(_vocab_size(model))], device=model.device)
+    return model(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+
+def check_logits(runner: ModelRunner, reference: torch.Tensor) -> None:
+    """Raises UnsupportedModelError if the engine's forward, in chunks with a draft tree beside them,
+    does not write the reference. Overwrites the store's blocks: only while it is unused."""
+    token_ids = _token_ids(_vocab_size(runner.model))
+    block_size = runner.store.block_size
+    needed = -(-_NUM_TOKENS // block_size)
+    if 2 * needed > runner.store.num_blocks:
+        return  # a toy pool; there is no room to check in
+    chunks = torch.cat(list(_run_chunks(runner, token_ids, range(needed), _CHUNKS)))
+    tree = _run_tree(runner, token_ids, range(needed, 2 * needed))
+    spread = float(reference.std()) or 1.0
+    tolerance = _TOLERANCE.get(runner.model.dtype, 8e-2)
+    on_path = reference[_FORK - 1 : _FORK + 3]
+    for what, ours, theirs in (
+        ("in chunks", chunks, reference),
+        ("in a draft tree", tree, on_path),
+    ):
+        error = float((ours.float() - theirs).abs().mean()) / spread
+        if not error < tolerance:
+            raise UnsupportedModelError(
+                f"{type(runner.model).__name__}: run {what}, its logits differ from transformers' "
+                f"own by {error:.3g} of their spread; it must keep state that the engine does not carry"
+            )
+
+
+def check_exact(runner: ModelRunner) -> bool | None:
+    """Whether chunks, single rows, rows among neighbours and draft rows gave the same bits here; None
+    where the pool is too small to tell."""
+    token_ids = _token_ids(_vocab_size(runner.model))
+    block_size = runner.store.block_size
+    needed = -(-_NUM_TOKENS // block_size)
+    if 2 * needed > runner.store.num_blocks:
+        return None
+    mine, other = range(needed), range(needed, 2 * needed)
+    (whole,) = _run_chunks(runner, token_ids, mine, (_NUM_TOKENS,))
+    singly = torch.cat(_run_chunks(runner, token_ids, mine, _PREFIX_THEN_SINGLE))
+    steps = []
+    base = 0
+    for count in _CHUNKS:
+        # The neighbour is the same text in other blocks: both have to come out.
+        parts = [
+            BatchRequest(token_ids[base : base + count], count, base, (), table, count)
+            for table in (mine, other)
+        ]
+        logits = runner.forward(build_batch(parts, block_size)).clone()
+        steps.append(logits.view(2, count, -1))
+        base += count
+    beside = torch.cat(steps, dim=1)
+    tree = _run_tree(runner, token_ids, other)
+    return (
+        torch.equal(singly, whole)
+        and torch.equal(beside, whole.expand_as(beside))
+        and torch.equal(tree, whole[_FORK - 1 : _FORK + 3])
+    )
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.weight.shape[0])
+
+
+def _run_chunks(
+    runner: ModelRunner, token_ids: Sequence[int], table: Sequence[int], chunks: Sequence[int]
+) -> list[torch.Tensor]:
+    logits: list[torch.Tensor] = []
+    base = 0
+    for count in chunks:
+        part = BatchRequest(token_ids[base : base + count], count, base, (), table, count)
+        logits.append(runner.forward(build_batch([part], runner.store.block_size)).clone())
+        base += count
+    return logits
+
+
+def _run_tree(runner: ModelRunner, token_ids: Sequence[int], table: Sequence[int]) -> torch.Tensor:
+    """Logits of the anchor and of the tree's path that follows the text: ``[4, vocab_size]``."""
+    other = (token_ids[_FORK] + 1) % _vocab_size(runner.model)
+    right = token_ids[_FORK : _FORK + 3]
+    nodes = [right[0], other, right[1], other, right[2], other]
+    known = token_ids[:_FORK]
+    part = BatchRequest([*known, *nodes], _FORK, 0, _PARENTS, table, 1 + len(nodes))
+    logits = runner.forward(build_batch([part], runner.store.block_size))
+    return logits[[0, 1, 3, 5]]

@@ -1,0 +1,1 @@
+"""Requests and who runs in a step."""

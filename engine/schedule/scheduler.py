@@ -1,0 +1,157 @@
+"""Decides which known tokens run in a step: token-deficit continuous batching.
+
+There are no phases. Every request has known tokens whose keys and values are not yet committed; each step
+gives it rows until they are. A decoding request is one whose deficit is a single token. Plain Python,
+no clock, no tensors; blocks come from the pool, and on shortage the lowest-ranked request is
+preempted and later recomputed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.schedule.request import Request, RequestStatus
+
+
+class Blocks(Protocol):
+    """The part of the pool that the scheduler uses."""
+
+    @property
+    def num_available(self) -> int: ...
+    def open(
+        self, request_id: str, token_ids: list[int], salt: str, max_cached_tokens: int
+    ) -> int: ...
+    def allocate(self, request_id: str, num_tokens: int) -> bool: ...
+    def free(self, request_id: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """``num_known`` rows of known tokens, from ``request.num_committed`` on."""
+
+    request: Request
+    num_known: int
+
+    @property
+    def samples(self) -> bool:
+        """The anchor is among the rows: the target's next token comes out of this step."""
+        return self.num_known == self.request.deficit
+
+
+@dataclass(slots=True)
+class Plan:
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    num_rows: int = 0
+    spare_rows: int = 0
+    """Rows of the budget left for draft nodes."""
+
+
+class Scheduler:
+    """Owns the waiting and the running requests, both in rank order."""
+
+    def __init__(
+        self,
+        pool: Blocks,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_rows: int,
+        prefill_chunk: int,
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_rows = max_num_rows
+        self.prefill_chunk = prefill_chunk
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        _insert(self.waiting, request)
+
+    def remove(self, request: Request) -> None:
+        """Take out a request for good, wherever it is, and free its blocks."""
+        if request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+        elif request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.pool.free(request.request_id)
+        request.status = RequestStatus.FINISHED
+
+    def requests(self) -> Iterable[Request]:
+        yield from self.running
+        yield from self.waiting
+
+    def plan(self) -> Plan:
+        """Rows for this step; every scheduled row has its slot allocated."""
+        plan = Plan()
+        self._admit(plan)
+        budget = self.max_num_rows
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            # Whoever comes later keeps at least a row, so long prompts do not stall decoding.
+            behind = len(self.running) - index - 1
+            num_known = min(request.deficit, self.prefill_chunk, budget - behind)
+            if not self._allocate(request, num_known, plan):
+                break
+            plan.scheduled.append(ScheduledRequest(request, num_known))
+            budget -= num_known
+            index += 1
+        plan.num_rows = self.max_num_rows - budget
+        plan.spare_rows = budget
+        return plan
+
+    def _allocate(self, request: Request, num_known: int, plan: Plan) -> bool:
+        """Slots for the rows, preempting from the back of the ranks. False: it preempted itself."""
+        while not self.pool.allocate(request.request_id, request.num_committed + num_known):
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request, plan: Plan) -> None:
+        self.running.remove(victim)
+        self.pool.free(victim.request_id)
+        victim.preempt()
+        _insert(self.waiting, victim)
+        plan.preempted.append(victim)
+
+    def _admit(self, plan: Plan) -> None:
+        """Start waiting requests in rank order while seats and blocks last. A better-ranked priority
+        takes the seat or the blocks of a worse one."""
+        while self.waiting:
+            request = self.waiting[0]
+            if not self._has_room(request):
+                if not self._outranks_last(request):
+                    return
+                self._preempt(self.running[-1], plan)
+                continue
+            del self.waiting[0]
+            num_cached = self.pool.open(
+                request.request_id,
+                request.token_ids,
+                request.spec.salt,
+                request.max_cached_tokens(),
+            )
+            request.start(num_cached)
+            _insert(self.running, request)
+
+    def _has_room(self, request: Request) -> bool:
+        """Admission asks for blocks for all known tokens, lest a prompt be preempted half-way."""
+        needed = -(-len(request.token_ids) // self.block_size)
+        promised = sum(-(-r.deficit // self.block_size) for r in self.running if r.deficit > 1)
+        return (
+            len(self.running) < self.max_num_seqs and needed + promised <= self.pool.num_available
+        ) or not self.running
+
+    def _outranks_last(self, request: Request) -> bool:
+        return bool(self.running) and request.spec.priority < self.running[-1].spec.priority
+
+
+def _insert(requests: list[Request], request: Request) -> None:
+    bisect.insort(requests, request, key=lambda each: each.rank)

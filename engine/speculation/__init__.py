@@ -1,0 +1,1 @@
+"""How much to draft, and what became of it."""

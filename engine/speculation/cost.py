@@ -1,0 +1,293 @@
+"""What a step costs: measured at start-up over a few sizes, corrected by every step that runs.
+
+The gamma policies ask it what more rows would cost; the statistics ask it what a step at gamma 0
+would have cost. Knows nothing of models: whoever builds it brings a callable that runs rows.
+Seconds throughout.
+
+    step = overhead + machine * (curve(num_rows) + kv_slope * num_kv_tokens + pair_slope * num_pairs)
+
+``curve`` is piecewise linear between knots and never falls. ``num_kv_tokens`` is the context summed
+over the step's requests, which has to be read whatever reads it; ``num_pairs`` are pairs of a row and
+a token of context, about ``num_rows`` times the mean context: what makes a draft row dear in a batch
+of long texts. Online, ``machine`` and a factor per knot are learnt (``cost_correction.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from statistics import median_low
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.speculation.cost_correction import Correction
+
+_EMA_RATE = 0.1
+_LARGEST_SURPRISE = 0.15
+"""Relative error of an overhead beyond which it counts no more (Huber)."""
+_SMALLEST_SECONDS = 1e-9
+_MOST_CHOSEN_ROWS = 64
+_FAR_REQUESTS = 8
+_FAR_ROWS = 4
+"""Rows of each of the ``_FAR_REQUESTS`` requests that are measured side by side."""
+
+
+class Measurement(NamedTuple):
+    num_rows: int
+    num_kv_tokens: int
+    seconds: float
+    num_requests: int = 1
+
+    @property
+    def num_pairs(self) -> float:
+        return self.num_rows * self.num_kv_tokens / self.num_requests
+
+
+def bucket_row_counts(max_rows: int) -> list[int]:
+    """Row counts to measure: powers of two, and half-way up to 64, where choosing gamma happens."""
+    counts = {2**k for k in range(max_rows.bit_length())}
+    counts |= {3 * 2**k for k in range(5)}
+    return sorted({count for count in counts if count <= max_rows} | {max_rows})
+
+
+def measure(
+    run: Callable[[int, int, int], float],
+    max_rows: int,
+    repeats: int = 5,
+    far_context: int = 512,
+    max_kv_tokens: int | None = None,
+    budget_seconds: float = 3.0,
+    block_size: int = 1,
+) -> list[Measurement]:
+    """Measure ``run(num_rows, num_kv_tokens, num_requests) -> seconds``.
+
+    Row counts that gamma chooses among, up to 64, count with the median of ``repeats`` runs after an
+    untimed one; so do one and eight rows over ``far_context`` tokens, and one row or a few of each of
+    up to eight requests with as many tokens each, ``max_kv_tokens`` in all when every request takes
+    whole blocks of ``block_size``. Rounds go over all of them in turn, so that a slow spell of the
+    machine hits all alike, and end early once ``budget_seconds`` are spent. Larger counts, which only
+    prompts reach, run twice, the better counts; those that would take more than an eighth of the
+    budget are left to ``CostModel``, which goes on as steeply.
+    """
+    counts = bucket_row_counts(max_rows)
+    points = [(count, 0, 1) for count in counts if count <= _MOST_CHOSEN_ROWS]
+    points += _far_points(max_rows, far_context, max_kv_tokens, block_size)
+    spent = sum(run(*point) for point in points)
+    seconds: dict[tuple[int, int, int], list[float]] = {point: [] for point in points}
+    for _ in range(repeats):
+        for point in points:
+            seconds[point].append(run(*point))
+        spent += sum(values[-1] for values in seconds.values())
+        if spent > budget_seconds:
+            break
+    measured = [
+        Measurement(rows, kv_tokens, median_low(values), requests)
+        for (rows, kv_tokens, requests), values in seconds.items()
+    ]
+    last = max((each for each in measured if not each.num_kv_tokens), key=itemgetter(0))
+    for count in counts:
+        if count > last.num_rows:
+            if last.seconds * count / last.num_rows > budget_seconds / 8:
+                break
+            last = Measurement(count, 0, min(run(count, 0, 1), run(count, 0, 1)))
+            measured.append(last)
+    return measured
+
+
+def _far_points(
+    max_rows: int, context: int, max_kv_tokens: int | None, block_size: int
+) -> list[tuple[int, int, int]]:
+    """Rows, tokens of context and requests of the steps that tell what context costs."""
+    if context < 1:
+        return []
+    points = [(count, context, 1) for count in (1, 8) if count <= max_rows]
+    requests = min(_FAR_REQUESTS, max_rows // _FAR_ROWS)
+    if max_kv_tokens is not None:
+        num_blocks = -(-(context + _FAR_ROWS) // block_size)
+        requests = min(requests, max_kv_tokens // (num_blocks * block_size))
+    if requests > 1:
+        points += [(rows * requests, context * requests, requests) for rows in (1, _FAR_ROWS)]
+    return points
+
+
+class CostModel:
+    """Step cost by rows and context, draft cost by drafter. The engine thread is the only caller.
+
+    A measurement: rows, tokens of context over all requests, seconds, requests (1).
+    """
+
+    def __init__(
+        self,
+        measurements: Iterable[tuple[int, int, float] | tuple[int, int, float, int]],
+        overhead_seconds: float = 0.0,
+    ) -> None:
+        """Raises ValueError where there is no measurement, or one of no rows or no time."""
+        points = [Measurement(*point) for point in measurements]
+        if not points:
+            raise ValueError("the cost model needs at least one measurement")
+        for point in points:
+            if point.num_rows < 1 or not 0 < point.seconds < math.inf:
+                raise ValueError(f"not a measured step: {point}")
+        self.overhead_seconds = overhead_seconds
+        self._rows, self._start, (self.kv_slope, self.pair_slope) = _fit(points)
+        self._correction = Correction(len(self._rows))
+        self._draft_seconds: dict[str, float] = {}
+        self._machine = 1.0
+        self._values: list[float] = []
+        self._slopes: list[float] = []
+        self._redraw()
+
+    def step_seconds(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float:
+        """A whole step; ``num_kv_tokens`` is the context summed over its ``num_requests`` requests."""
+        return self.overhead_seconds + self._forward(num_rows, num_kv_tokens, num_requests)
+
+    def step_seconds_table(
+        self, num_rows: int, num_extra: int, num_kv_tokens: int, num_requests: int
+    ) -> list[float]:
+        """``[k]`` is ``step_seconds(num_rows + k, ..)``, for k up to ``num_extra``."""
+        rows, machine = self._rows, self._machine
+        fixed = self.overhead_seconds + machine * self.kv_slope * num_kv_tokens
+        pairs = self.pair_slope * num_kv_tokens / max(1, num_requests)
+        table: list[float] = []
+        last = num_rows + num_extra
+        while num_rows <= last:
+            knot = max(bisect_right(rows, num_rows) - 1, 0)
+            end = min(rows[knot + 1] - 1, last) if knot + 1 < len(rows) else last
+            slope = machine * (self._slopes[knot] + pairs)
+            start = fixed + machine * (self._values[knot] - self._slopes[knot] * rows[knot])
+            table += [start + slope * count for count in range(num_rows, end + 1)]
+            num_rows = end + 1
+        return table
+
+    def observe(self, num_rows: int, num_kv_tokens: int, num_requests: int, seconds: float) -> None:
+        """Learn from a step: ``seconds`` of all that grows with rows (forward and verification)."""
+        predicted = self._forward(num_rows, num_kv_tokens, num_requests)
+        surprise = math.log(max(seconds, _SMALLEST_SECONDS) / predicted)
+        self._correction.observe(self._nearest(num_rows), surprise)
+        self._redraw()
+
+    def observe_overhead(self, seconds: float) -> None:
+        """Learn from a step: ``seconds`` of all that does not grow with rows."""
+        if self.overhead_seconds <= 0.0:
+            self.overhead_seconds = seconds
+            return
+        error = _bounded(seconds / self.overhead_seconds - 1.0)
+        self.overhead_seconds *= 1.0 + _EMA_RATE * error
+
+    def observe_draft(self, drafter: str, num_requests: int, seconds: float) -> None:
+        """Learn what a call of ``drafter`` for ``num_requests`` requests took."""
+        if num_requests < 1:
+            return
+        share = seconds / num_requests
+        known = self._draft_seconds.get(drafter, share)
+        limit = known * (1.0 + 4 * _LARGEST_SURPRISE)
+        self._draft_seconds[drafter] = known + _EMA_RATE * (min(share, limit) - known)
+
+    def draft_seconds(self, drafter: str) -> float:
+        """One request's share of a call of ``drafter``; 0 while it was never timed."""
+        return self._draft_seconds.get(drafter, 0.0)
+
+    def _forward(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float:
+        pairs = num_rows * num_kv_tokens / max(1, num_requests)
+        context = self.kv_slope * num_kv_tokens + self.pair_slope * pairs
+        return self._machine * (self._curve(num_rows) + context)
+
+    def _curve(self, num_rows: int) -> float:
+        knot = max(bisect_right(self._rows, num_rows) - 1, 0)
+        return self._values[knot] + self._slopes[knot] * (num_rows - self._rows[knot])
+
+    def _nearest(self, num_rows: int) -> list[tuple[int, float]]:
+        """The knots that a row count teaches, with weights that sum to 1."""
+        left = max(bisect_right(self._rows, num_rows) - 1, 0)
+        if left + 1 == len(self._rows) or num_rows <= self._rows[left]:
+            return [(left, 1.0)]
+        low, high = self._rows[left], self._rows[left + 1]
+        right_weight = (num_rows - low) / (high - low)
+        return [(left, 1.0 - right_weight), (left + 1, right_weight)]
+
+    def _redraw(self) -> None:
+        """Values and slopes of the curve as now believed; beyond the last knot it goes on as
+        steeply as just before it, but never flatter than its mean slope over half of its rows."""
+        rows = self._rows
+        self._machine = self._correction.machine
+        factors = self._correction.knots
+        values = _never_falling(
+            [seconds * factor for seconds, factor in zip(self._start, factors, strict=True)]
+        )
+        slopes = [
+            (values[i + 1] - values[i]) / (rows[i + 1] - rows[i]) for i in range(len(rows) - 1)
+        ]
+        half = max(bisect_right(rows, rows[-1] // 2) - 1, 0)
+        num_tail_rows = rows[-1] - rows[half]
+        tail = (values[-1] - values[half]) / num_tail_rows if num_tail_rows else 0.0
+        steepest = max(tail, *slopes[-1:], 0.0)
+        # Rows without end at no cost are not believed: then in proportion.
+        slopes.append(steepest or values[-1] / rows[-1])
+        self._values, self._slopes = values, slopes
+
+
+def _fit(points: Sequence[Measurement]) -> tuple[list[int], list[float], tuple[float, float]]:
+    """Knots, their seconds without context, and the slopes of context and of pairs."""
+    least = min(point.num_kv_tokens for point in points)
+    near: dict[int, list[Measurement]] = {}
+    for point in points:
+        if point.num_kv_tokens == least:
+            near.setdefault(point.num_rows, []).append(point)
+    base = {count: median_low(each.seconds for each in near[count]) for count in sorted(near)}
+    rows, seconds = list(base), list(base.values())
+    slopes = _fit_slopes(
+        [
+            (
+                point.num_kv_tokens - least,
+                point.num_pairs - point.num_rows * least,
+                point.seconds - float(np.interp(point.num_rows, rows, seconds)),
+            )
+            for point in points
+            if point.num_kv_tokens > least
+        ]
+    )
+    context = [slopes[0] * least + slopes[1] * count * least for count in rows]
+    seconds = [max(a - b, _SMALLEST_SECONDS) for a, b in zip(seconds, context, strict=True)]
+    if rows[0] > 1:
+        # Fewer rows than were ever measured: nothing says that they are cheaper.
+        rows, seconds = [1, *rows], [seconds[0], *seconds]
+    return rows, _never_falling(seconds), slopes
+
+
+def _fit_slopes(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Least squares of seconds by (tokens, pairs), neither slope below 0."""
+    if not points:
+        return 0.0, 0.0
+    tokens, pairs, seconds = np.array(points, dtype=np.float64).T
+    both, _, rank, _ = np.linalg.lstsq(np.stack([tokens, pairs], 1), seconds, rcond=None)
+    if rank == 2 and both.min() >= 0.0:
+        return float(both[0]), float(both[1])
+    singly = [
+        max(0.0, float(each @ seconds) / max(float(each @ each), _SMALLEST_SECONDS))
+        for each in (tokens, pairs)
+    ]
+    errors = [
+        float(np.square(slope * each - seconds).sum())
+        for slope, each in zip(singly, (tokens, pairs), strict=True)
+    ]
+    return (singly[0], 0.0) if errors[0] <= errors[1] else (0.0, singly[1])
+
+
+def _never_falling(values: Sequence[float]) -> list[float]:
+    """Least-squares isotonic regression (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, size = value, 1
+        while pools and pools[-1][0] > mean:
+            left, left_size = pools.pop()
+            mean = (left * left_size + mean * size) / (left_size + size)
+            size += left_size
+        pools.append((mean, size))
+    return [mean for mean, size in pools for _ in range(size)]
+
+
+def _bounded(error: float) -> float:
+    return max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, error))

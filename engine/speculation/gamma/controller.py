@@ -1,0 +1,106 @@
+"""One grant per decoding request and step, whichever policies the requests chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.params import SpeculativeParams
+from engine.speculation.gamma.fixed import FixedPolicy
+from engine.speculation.gamma.goodput import GoodputPolicy
+from engine.speculation.gamma.policy import DraftCandidate, GammaPolicy, Grant, Load, StepCost
+from engine.speculation.gamma.target_rate import TargetRatePolicy
+
+_UNLIMITED = 1 << 30
+
+
+class GammaController:
+    """Asks each policy in turn; what one grants is base load for the next.
+
+    Goodput comes last: the others grant regardless of cost, so their rows are facts to it.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost = cost
+        self._policies: dict[str, GammaPolicy] = {
+            "fixed": FixedPolicy(),
+            "target_rate": TargetRatePolicy(),
+            "goodput": GoodputPolicy(cost),
+        }
+        self._policy_of: dict[str, GammaPolicy] = {}
+
+    def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
+        """How many nodes to ask the request's drafter for, before caps of length and KV."""
+        policy = self._policy_of[request_id] = self._policies[params.policy]
+        return policy.num_to_propose(request_id, params)
+
+    def weighs_cost(self, params: SpeculativeParams) -> bool:
+        """Whether the request's policy asks what drafting costs; then a drafter should, too."""
+        return isinstance(self._policies[params.policy], GoodputPolicy)
+
+    def grant(
+        self,
+        candidates: Sequence[DraftCandidate],
+        num_base_rows: int,
+        num_sampling_requests: int,
+        num_kv_tokens: int,
+        num_spare_rows: int = _UNLIMITED,
+        num_requests: int | None = None,
+    ) -> dict[str, Grant]:
+        """A grant for every candidate; give them oldest first, that is who wins ties.
+
+        ``num_base_rows``: anchors and prompt rows. ``num_kv_tokens``: context of all the step's
+        ``num_requests`` requests (those that sample, if not told). ``num_spare_rows``: how many
+        nodes the step has room for.
+        """
+        by_policy: dict[str, list[DraftCandidate]] = {}
+        draft_seconds = 0.0
+        for candidate in candidates:
+            by_policy.setdefault(candidate.params.policy, []).append(candidate)
+            draft_seconds += self._cost.draft_seconds(candidate.drafter)
+        load = Load(
+            num_base_rows,
+            num_spare_rows,
+            num_sampling_requests,
+            float(num_sampling_requests),
+            num_kv_tokens,
+            num_sampling_requests if num_requests is None else num_requests,
+            draft_seconds,
+        )
+        granted: dict[str, Grant] = {}
+        for name, policy in self._policies.items():
+            asking = by_policy.get(name)
+            if asking is None:
+                continue
+            grants = policy.grant(asking, load)
+            load = _add(load, asking, grants)
+            for grant in grants:
+                granted[grant.request_id] = grant
+                self._policy_of[grant.request_id] = policy
+        return granted
+
+    def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
+        """How a request's grant fared; once per step in which it sampled. Unknown ids are
+        ignored."""
+        policy = self._policy_of.get(request_id)
+        if policy is not None:
+            policy.observe(request_id, num_granted, num_accepted)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        policy = self._policy_of.pop(request_id, None)
+        if policy is not None:
+            policy.forget(request_id)
+
+
+def _add(load: Load, candidates: Sequence[DraftCandidate], grants: Sequence[Grant]) -> Load:
+    num_nodes = sum(len(grant.nodes) for grant in grants)
+    survivals = sum(
+        candidate.survivals[node]
+        for candidate, grant in zip(candidates, grants, strict=True)
+        for node in grant.nodes
+    )
+    return load._replace(
+        num_rows=load.num_rows + num_nodes,
+        num_spare_rows=load.num_spare_rows - num_nodes,
+        expected_tokens=load.expected_tokens + survivals,
+    )

@@ -1,0 +1,90 @@
+"""Holds each request's acceptance rate near a target by moving its gamma one at a time.
+
+It keeps a rate, not a speed: whoever wants the fastest reply uses goodput. A request that may fall
+to gamma 0 tries one node again after a window's worth of steps, since at 0 there is no rate to see.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.params import SpeculativeParams
+from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, grant_first
+
+_WINDOW = 10
+_TOLERANCE = 0.1
+_ROUNDING = 1e-9
+
+
+_USUAL_TARGET = 0.7
+"""The seed documents' value, where nobody names another."""
+
+
+@dataclass(slots=True)
+class _State:
+    params: SpeculativeParams
+    gamma: int
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    num_idle_steps: int = 0
+
+    def adjust(self, rate: float) -> None:
+        self.rates.append(rate)
+        target = self.params.target_acceptance_rate
+        target = _USUAL_TARGET if target is None else target
+        surplus = sum(self.rates) / len(self.rates) - target
+        if surplus > _TOLERANCE + _ROUNDING:
+            self.gamma = min(self.gamma + 1, self.params.max_tokens)
+        elif surplus < -_TOLERANCE - _ROUNDING:
+            self.gamma = max(self.gamma - 1, self.params.min_tokens)
+
+    def rest(self) -> None:
+        self.num_idle_steps += 1
+        if self.num_idle_steps >= _WINDOW and self.params.max_tokens > 0:
+            self.gamma, self.num_idle_steps = 1, 0
+            # Old rates would send it straight back to 0 whatever the new one says.
+            self.rates.clear()
+
+
+class TargetRatePolicy:
+    """Mean of the last ten rates above target + 0.1: one more; below target - 0.1: one fewer.
+
+    Starts from ``num_tokens`` within ``min_tokens``..``max_tokens``. The rate is accepted over
+    verified drafts; steps without a draft say nothing and change nothing.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, _State] = {}
+
+    def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
+        return self._state(request_id, params).gamma
+
+    def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
+        num_spare = load.num_spare_rows
+        grants = []
+        for candidate in candidates:
+            gamma = self._state(candidate.request_id, candidate.params).gamma
+            grant = grant_first(candidate, gamma, num_spare, "policy")
+            num_spare -= grant.gamma
+            grants.append(grant)
+        return grants
+
+    def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
+        state = self._states.get(request_id)
+        if state is None:
+            return
+        if num_granted > 0:
+            state.adjust(num_accepted / num_granted)
+        elif state.gamma == 0:
+            state.rest()
+
+    def forget(self, request_id: str) -> None:
+        self._states.pop(request_id, None)
+
+    def _state(self, request_id: str, params: SpeculativeParams) -> _State:
+        state = self._states.get(request_id)
+        if state is None:
+            gamma = max(params.min_tokens, min(params.num_tokens, params.max_tokens))
+            state = self._states[request_id] = _State(params, gamma)
+        return state

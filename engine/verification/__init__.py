@@ -1,0 +1,1 @@
+"""Which drafts stand, by matching or by rejection."""

@@ -1,0 +1,63 @@
+"""What a request asks for once it is checked: the engine's requests and how their text is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.params import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How a choice's tokens are shown and where its text ends.
+
+    ``min_tokens``: a stop string counts once a later token completes it.
+    """
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePlan:
+    index: int
+    request: GenerationRequest
+    text: TextOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """Everything about a request that its reply needs. Choice ``i`` belongs to prompt ``i // n``.
+
+    ``num_logprobs``: None for none, else the number of alternatives shown.
+    """
+
+    request_id: str
+    created: int
+    seed: int
+    n: int
+    prompts: tuple[Prompt, ...]
+    choices: tuple[ChoicePlan, ...]
+    num_logprobs: int | None
+    echo: bool
+    return_token_ids: bool
+    return_drafted: bool
+    has_prediction: bool
+    stream: bool
+    include_usage: bool
+    user: str | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    def prompt_of(self, choice_index: int) -> Prompt:
+        return self.prompts[choice_index // self.n]

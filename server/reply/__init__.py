@@ -1,0 +1,1 @@
+"""From the engine's events to JSON and server-sent events."""

@@ -1,0 +1,234 @@
+"""One choice, from the engine's events to deltas of text: the only place where tokens become a
+reply.
+
+Streamed and whole replies are both made of these deltas, so they cannot differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.errors import QueueFullError, RequestError
+from engine.events import FinishInfo, TokenEvent, TokenLogprobs
+from server.engine_client import EngineClient
+from server.errors import ApiError
+from server.metrics import Metrics
+from server.plan import ChoicePlan, TextOptions
+from server.reply.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher
+from server.reply.replies import FinishReason
+from server.reply.token_texts import TokenTexts
+
+_NUM_CONTEXT_TOKENS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyToken:
+    """``text`` is what the token added; ``start`` its place in the choice's text, in characters."""
+
+    token_id: int
+    text: str
+    start: int
+    drafted: bool
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    """``num_tokens``: those kept. A token that lies wholly behind the cut of a stop string is
+    not.
+    """
+
+    reason: FinishReason
+    stop_reason: int | str | None
+    num_tokens: int
+    info: FinishInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What a step added to a choice, or several whose text was held back. ``first``: its first
+    delta; ``end``: comes with the last. ``num_draft_tokens``: drafts verified in ``num_steps`` steps.
+    """
+
+    index: int
+    first: bool
+    text: str = ""
+    tokens: tuple[ReplyToken, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    end: ChoiceEnd | None = None
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+
+
+class TextAssembler:
+    """Tokens in, settled text and tokens out; cuts at a stop string.
+
+    A token is settled once its first character is, or when nothing is held back: until then a stop
+    string might begin before it and take it away. Settling is decided token by token.
+    """
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, options: TextOptions) -> None:
+        self._detokenizer = detokenizer
+        self._options = options
+        self._matcher = StopMatcher(options.stops)
+        self._num_chars = 0
+        self._num_added = 0
+        self._waiting: deque[ReplyToken] = deque()
+        self._text: list[str] = []
+        self._tokens: list[ReplyToken] = []
+        self.num_kept = 0
+
+    def add(self, token_id: int, drafted: bool, logprobs: TokenLogprobs | None) -> StopMatch | None:
+        """Take the next token. After a match nothing more may be added."""
+        piece = self._detokenizer.add(token_id)
+        self._num_added += 1
+        self._waiting.append(ReplyToken(token_id, piece, self._num_chars, drafted, logprobs))
+        return self._feed(piece, armed=self._num_added > self._options.min_tokens)
+
+    def finish(self) -> StopMatch | None:
+        """Settle all that was held back; the last bytes may complete a stop string."""
+        piece = self._detokenizer.flush()
+        if piece and self._waiting:
+            last = self._waiting.pop()
+            self._waiting.append(replace(last, text=last.text + piece))
+        match = self._feed(piece, armed=self._num_added > self._options.min_tokens)
+        if match is None:
+            self._text.append(self._matcher.held)
+            self._settle(self._num_chars + 1)
+        return match
+
+    def take(self) -> tuple[str, tuple[ReplyToken, ...]]:
+        """The text and tokens settled since the last call."""
+        text, tokens = "".join(self._text), tuple(self._tokens)
+        self._text.clear()
+        self._tokens.clear()
+        return text, tokens
+
+    def _feed(self, piece: str, *, armed: bool) -> StopMatch | None:
+        self._num_chars += len(piece)
+        unsettled = self._matcher.held + piece
+        begin = self._matcher.num_released
+        text, match = self._matcher.feed(piece, armed=armed)
+        if match is not None:
+            cut = match.end if self._options.include_stop else match.start
+            self._text.append(unsettled[: cut - begin])
+            self._cut(cut)
+            return match
+        self._text.append(text)
+        if self._matcher.held or self._detokenizer.is_pending:
+            self._settle(self._matcher.num_released)
+        else:
+            self._settle(self._num_chars + 1)
+        return None
+
+    def _settle(self, num_chars: int) -> None:
+        """Release the waiting tokens that start before ``num_chars``."""
+        while self._waiting and self._waiting[0].start < num_chars:
+            self._tokens.append(self._waiting.popleft())
+            self.num_kept += 1
+
+    def _cut(self, num_chars: int) -> None:
+        """Release what starts before the cut, shortened to it, and drop the rest."""
+        self._waiting = deque(
+            replace(token, text=token.text[: max(0, num_chars - token.start)])
+            for token in self._waiting
+        )
+        self._settle(num_chars)
+        self._waiting.clear()
+
+
+class ChoiceSource:
+    """Runs choices on an engine, turns their tokens into deltas, and counts how they ended."""
+
+    def __init__(
+        self, engine: EngineClient, tokenizer: Any, texts: TokenTexts, metrics: Metrics
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._metrics = metrics
+
+    async def stream(self, plan: ChoicePlan) -> AsyncGenerator[ChoiceDelta, None]:
+        """The choice's deltas; the last one carries ``end``. Closing it aborts the request.
+
+        Raises what ``EngineClient.generate`` raises, and ApiError 503 if the server shuts down
+        first.
+        """
+        outcome = "error"
+        try:
+            async with aclosing(self._deltas(plan)) as deltas:
+                async for delta in deltas:
+                    if delta.end is not None:
+                        outcome = delta.end.reason
+                        self._metrics.observe_request(delta.end.info, delta.end.num_tokens)
+                    yield delta
+        except (QueueFullError, RequestError):
+            outcome = "rejected"
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            if outcome == "error":
+                outcome = "abort"
+            raise
+        finally:
+            self._metrics.count_request(outcome)
+
+    async def _deltas(self, plan: ChoicePlan) -> AsyncGenerator[ChoiceDelta, None]:
+        assembler = self._assembler(plan)
+        match: StopMatch | None = None
+        first = True
+        num_steps = num_draft_tokens = 0
+        async with aclosing(self._engine.generate(plan.request)) as events:
+            async for event in events:
+                if match is None:
+                    num_steps += 1
+                    num_draft_tokens += event.num_draft_tokens
+                    match = _take_tokens(assembler, event)
+                    if match is not None and event.finish is None:
+                        self._engine.abort(plan.request.request_id)
+                text, tokens = assembler.take()
+                end = None
+                if event.finish is not None:
+                    end = _end(plan, event.finish, match, assembler.num_kept)
+                if first or text or tokens or end:
+                    prompt = event.prompt_logprobs
+                    yield ChoiceDelta(
+                        plan.index, first, text, tokens, prompt, end, num_steps, num_draft_tokens
+                    )
+                    first, num_steps, num_draft_tokens = False, 0, 0
+
+    def _assembler(self, plan: ChoicePlan) -> TextAssembler:
+        skip = plan.text.skip_special_tokens
+
+        def decode(token_ids: object) -> str:
+            text: str = self._tokenizer.decode(
+                token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+            return text
+
+        context = plan.request.prompt_token_ids[-_NUM_CONTEXT_TOKENS:]
+        skipped = self._texts.special_ids if skip else frozenset()
+        return TextAssembler(IncrementalDetokenizer(decode, context, skipped), plan.text)
+
+
+def _take_tokens(assembler: TextAssembler, event: TokenEvent) -> StopMatch | None:
+    """Feed the event's tokens up to a stop string; the engine's own end flushes what was held."""
+    for index, token_id in enumerate(event.token_ids):
+        logprobs = None if event.logprobs is None else event.logprobs[index]
+        if match := assembler.add(token_id, event.drafted[index], logprobs):
+            return match
+    return assembler.finish() if event.finish is not None else None
+
+
+def _end(plan: ChoicePlan, info: FinishInfo, match: StopMatch | None, num_tokens: int) -> ChoiceEnd:
+    if match is not None:
+        return ChoiceEnd("stop", match.stop, num_tokens, info)
+    if info.reason == "abort":
+        raise ApiError(503, "The server is shutting down.", code="shutting_down")
+    stop_id = info.stop_token_id
+    named = stop_id in plan.request.sampling.stop_token_ids
+    return ChoiceEnd(info.reason, stop_id if named else None, num_tokens, info)

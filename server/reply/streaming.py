@@ -1,0 +1,141 @@
+"""Runs a request's choices and answers with a stream of events or with one JSON object.
+
+The reply's status is settled before its first byte: a stream's head waits for the first token, but
+not longer than ``ADMISSION_SECONDS``, so that a full queue is a 429 and not an event. Later errors
+become an ``{"error": ...}`` event before ``[DONE]``. However a reply ends, its unfinished choices
+are aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from starlette.types import Receive, Scope, Send
+
+from server.errors import to_api_error
+from server.middleware import REQUEST_ID_KEY
+from server.reply.choices import ChoiceDelta, ChoiceEnd, ChoiceSource
+from server.reply.feed import ClientGoneError, DeltaFeed, unless_client_leaves
+from server.reply.replies import Usage
+from server.reply.usage import build_usage
+from server.reply.writers import Writer, fold
+
+logger = logging.getLogger("slipstream.requests")
+
+ADMISSION_SECONDS = 0.5
+KEEPALIVE_SECONDS = 15.0
+CLIENT_GONE_STATUS = 499
+DONE = format_sse_event(data_str="[DONE]")
+
+
+class DeltaStreamResponse(EventSourceResponse):
+    """Server-sent events whose choices are aborted as soon as the response ends, by whatever
+    end.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], feed: DeltaFeed) -> None:
+        # No proxy may hold events back.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers)
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._feed.aclose()
+
+
+class Responder:
+    """Answers translated requests."""
+
+    def __init__(self, source: ChoiceSource) -> None:
+        self._source = source
+
+    async def answer(self, request: Request, writer: Writer) -> Response:
+        """Raises ApiError or EngineError if the request fails before the reply has begun."""
+        plan = writer.plan
+        sender = request.scope.get(REQUEST_ID_KEY)
+        feed = DeltaFeed([self._source.stream(choice) for choice in plan.choices])
+        try:
+            if plan.stream:
+                await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
+                return DeltaStreamResponse(self._events(feed, writer, sender), feed)
+            deltas = await unless_client_leaves(request.receive, feed.collect)
+        except ClientGoneError:
+            await feed.aclose()
+            return Response(status_code=CLIENT_GONE_STATUS)
+        except BaseException:
+            await feed.aclose()
+            raise
+        choices = fold(deltas, len(plan.choices))
+        ends = [choice.end for choice in choices if choice.end is not None]
+        usage = self._usage(writer, ends, sender)
+        reply = writer.reply(choices, usage)
+        return JSONResponse(reply.model_dump(mode="json", exclude_unset=True))
+
+    async def _events(
+        self, feed: DeltaFeed, writer: Writer, sender: str | None
+    ) -> AsyncGenerator[bytes, None]:
+        ends: dict[int, ChoiceEnd] = {}
+        try:
+            async with aclosing(_with_pings(feed)) as deltas:
+                async for delta in deltas:
+                    if delta is None:
+                        yield KEEPALIVE_COMMENT
+                        continue
+                    if delta.end is not None:
+                        ends[delta.index] = delta.end
+                    chunk = writer.chunk(delta)
+                    if chunk is not None:
+                        yield format_sse_event(data_str=chunk.model_dump_json(exclude_unset=True))
+            usage = self._usage(writer, [ends[index] for index in sorted(ends)], sender)
+            if writer.plan.include_usage:
+                last = writer.usage_chunk(usage)
+                yield format_sse_event(data_str=last.model_dump_json(exclude_unset=True))
+        except Exception as error:
+            # The status has been sent: the client can only be told in the stream.
+            yield format_sse_event(data_str=json.dumps(to_api_error(error).body()))
+        yield DONE
+
+    def _usage(self, writer: Writer, ends: list[ChoiceEnd], sender: str | None) -> Usage:
+        """The request's usage, which also goes to the log, next to who sent it."""
+        plan = writer.plan
+        usage = build_usage(plan.num_prompt_tokens, ends, plan.n, plan.has_prediction)
+        spec = usage.speculative
+        logger.info(
+            "%s x-request-id=%s user=%r prompt=%d completion=%d finish=%s drafter=%s accepted=%d/%d",
+            plan.request_id,
+            sender,
+            plan.user,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            ",".join(end.reason for end in ends),
+            spec.drafter,
+            spec.num_accepted_tokens,
+            spec.num_draft_tokens,
+        )
+        return usage
+
+
+async def _with_pings(feed: DeltaFeed) -> AsyncGenerator[ChoiceDelta | None, None]:
+    """The feed's deltas, with a None for every pause in which proxies might hang up."""
+    while True:
+        try:
+            async with asyncio.timeout(KEEPALIVE_SECONDS) as pause:
+                delta = await feed.next()
+        except TimeoutError:
+            if not pause.expired():
+                raise
+            yield None
+            continue
+        if delta is None:
+            return
+        yield delta

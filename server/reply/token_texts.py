@@ -1,0 +1,90 @@
+"""The text and the bytes of single tokens, for logprobs and for telling tokens apart.
+
+A token of a byte-level or byte-fallback vocabulary may be a part of a character. Decoding it alone
+gives U+FFFD, the same for all of them, so such a token is written ``bytes:\\xe2\\x82``, as
+OpenAI's completions do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+from server.reply.detokenizer import Decode, IncrementalDetokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CACHE_SIZE = 1 << 16
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: character -> byte.
+
+    Bytes that print as one Latin-1 character stand for themselves, the others take the code points
+    from 256 on, in order (Radford et al. 2019, "Language Models are Unsupervised Multitask
+    Learners", code).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + rank): byte for rank, byte in enumerate(others)
+    }
+
+
+class TokenTexts:
+    """Looks tokens up in a transformers tokenizer; answers are cached."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self._decode: Decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        self._added = {
+            token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()
+        }
+        self._alphabet = byte_level_alphabet() if _is_byte_level(tokenizer) else None
+        # Wrapped here and not by a decorator: the cache dies with this object.
+        self.text: Callable[[int], str] = lru_cache(_CACHE_SIZE)(self._text)
+        self.token_bytes: Callable[[int], bytes] = lru_cache(_CACHE_SIZE)(self._token_bytes)
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text of all; special tokens add nothing."""
+        detokenizer = IncrementalDetokenizer(self._decode, (), self.special_ids)
+        pieces = [detokenizer.add(token_id) for token_id in token_ids]
+        pieces[-1] += detokenizer.flush()
+        return pieces
+
+    def _text(self, token_id: int) -> str:
+        """The token's text; never the same for two tokens of different bytes."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """The token's UTF-8 bytes; none for an id outside the tokenizer's vocabulary."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if self._alphabet is not None and all(char in self._alphabet for char in token):
+            return bytes(self._alphabet[char] for char in token)
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        if token.startswith("\u2581"):
+            # SentencePiece's mark of a space; decoding the token alone would strip it.
+            return token.replace("\u2581", " ").encode()
+        return self._decode([token_id]).encode()
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether the tokenizer's decoder maps characters back to bytes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return False
+    state = json.loads(backend.decoder.__getstate__())
+    parts = state.get("decoders", [state])
+    return any(part.get("type") == "ByteLevel" for part in parts)

@@ -1,0 +1,1 @@
+"""From a JSON body to what the engine is asked."""

@@ -1,0 +1,213 @@
+"""The requests of ``/v1/completions`` and ``/v1/chat/completions``: what may be asked, and its
+limits.
+
+OpenAI's fields, the extras vLLM made common, and ``speculative``. ``user`` goes into the request's
+log line, and nowhere else. Whether a value fits the model served (token ids, lengths, drafters) is
+checked when the request is translated.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema
+
+from server.request.speculative import SpeculativeField
+from server.request.wire import MAX_SEED, PromptField, StopField, Wire
+
+MAX_LOGPROBS = 20
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_COUNT = 2**31 - 1
+
+_LogitBiasValue = Annotated[float, Field(ge=-100, le=100)]
+_BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+
+_UNSUPPORTED = {
+    "metadata": "nothing is stored here",
+    "service_tier": "use 'priority'",
+    "stream_interval": "a chunk is sent for each step",
+    "prompt_logprobs": "use 'echo' with 'logprobs' on /v1/completions",
+    "structured_outputs": "constrained output is not available",
+    "guided_json": "constrained output is not available",
+    "guided_regex": "constrained output is not available",
+    "guided_choice": "constrained output is not available",
+    "guided_grammar": "constrained output is not available",
+    "use_beam_search": "tokens are sampled",
+    "length_penalty": "it belongs to beam search",
+    "truncate_prompt_tokens": "shorten the prompt before sending it",
+    "allowed_token_ids": "use 'logit_bias'",
+}
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "response_format": ({"type": "text"},),
+}
+
+
+class StreamOptions(Wire):
+    """``include_usage``: one more chunk before ``[DONE]``, without choices, with the request's
+    usage.
+    """
+
+    unsupported: ClassVar[dict[str, str]] = {
+        "continuous_usage_stats": "usage comes once, in the last chunk",
+        "include_obfuscation": "chunks are not padded",
+    }
+
+    include_usage: bool = False
+
+
+def _parse_content(value: object) -> str:
+    """Text, or text parts joined with line breaks."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string or a non-empty list of text parts")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise ValueError("a part is an object with a 'type'")
+        if part["type"] != "text":
+            raise ValueError("only parts of type 'text' are supported")
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError("a text part has a string 'text' and nothing else")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+ContentField = Annotated[
+    Any,
+    PlainValidator(_parse_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
+
+
+class Prediction(Wire):
+    """OpenAI's Predicted Outputs: a text that the output is expected to repeat for the most part."""
+
+    type: Literal["content"]
+    content: ContentField
+
+
+class SamplingFields(Wire):
+    """What both endpoints take."""
+
+    model: str | None = Field(default=None, description="The served model's name; may be left out.")
+    n: int = Field(default=1, ge=1, le=128, description="Choices for each prompt.")
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, description="0 is greedy; default 1."
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT, description="0 and -1: off.")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    logit_bias: dict[str, _LogitBiasValue] | None = None
+    bad_words: list[_BadWord] | None = Field(default=None, max_length=128)
+    seed: int | None = Field(
+        default=None, ge=0, le=MAX_SEED, description="Default: drawn, and reported."
+    )
+    min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
+    stop: StopField = ()
+    stop_token_ids: list[int] | None = Field(default=None, max_length=128)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    priority: int = Field(default=0, ge=-MAX_COUNT, le=MAX_COUNT, description="Lower runs first.")
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="Caches are shared within one salt only.",
+    )
+    user: str | None = Field(
+        default=None, max_length=256, description="Written to the request log."
+    )
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    speculative: SpeculativeField | None = None
+    prediction: Prediction | None = Field(
+        default=None,
+        description="What the output will mostly be; drafted from, never written by itself.",
+    )
+
+
+class CompletionRequest(SamplingFields):
+    """``POST /v1/completions``."""
+
+    unsupported: ClassVar[dict[str, str]] = _UNSUPPORTED | {
+        "suffix": "text is written after the prompt only",
+        "prompt_embeds": "prompts are text or token ids",
+    }
+    fixed: ClassVar[dict[str, tuple[Any, ...]]] = _FIXED
+
+    prompt: PromptField = Field(description="Text or token ids, one or a batch.")
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="Default 16.")
+    best_of: int | None = Field(
+        default=None, ge=1, description="Only the value of 'n' is accepted."
+    )
+    echo: bool = Field(default=False, description="Begin the text with the prompt.")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Likeliest tokens reported next to each token.",
+    )
+    add_special_tokens: bool = Field(default=True, description="Let the tokenizer add its BOS.")
+
+
+_NO_TOOLS = "tool calls are not available"
+
+
+class ChatMessage(Wire):
+    """``developer`` is handed to the chat template as ``system``."""
+
+    unsupported: ClassVar[dict[str, str]] = {
+        "name": "chat templates have no place for it",
+        "tool_calls": _NO_TOOLS,
+        "tool_call_id": _NO_TOOLS,
+        "function_call": _NO_TOOLS,
+        "audio": "text only",
+        "refusal": "send the text as 'content'",
+        "annotations": "text only",
+        "reasoning_content": "send the text as 'content'",
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: ContentField
+
+
+class ChatRequest(SamplingFields):
+    """``POST /v1/chat/completions``."""
+
+    unsupported: ClassVar[dict[str, str]] = _UNSUPPORTED | {
+        "tools": _NO_TOOLS,
+        "functions": _NO_TOOLS,
+        "function_call": _NO_TOOLS,
+        "parallel_tool_calls": _NO_TOOLS,
+        "audio": "text only",
+        "reasoning_effort": "the chat template decides; see 'chat_template_kwargs'",
+        "verbosity": "say it in a message",
+        "web_search_options": "the server reads nothing from the web",
+        "prompt_cache_key": "use 'cache_salt'",
+        "safety_identifier": "use 'user'",
+        "chat_template": "the tokenizer's own template is used",
+        "documents": "use 'chat_template_kwargs'",
+    }
+    fixed: ClassVar[dict[str, tuple[Any, ...]]] = _FIXED | {
+        "modalities": (["text"],),
+        "tool_choice": ("none",),
+    }
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_COUNT, description="Default: what the context has room for."
+    )
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    add_special_tokens: bool = Field(default=False, description="Templates write their own BOS.")

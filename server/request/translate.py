@@ -1,0 +1,302 @@
+"""From wire requests to engine requests: pure, and the last place where a field may be refused.
+
+Lengths follow vLLM: a prompt that leaves no room for a single token is a 400; a ``max_tokens``
+that no prompt could ever have is a 400; one that this prompt has no room for is clamped, and the
+choice ends with "length".
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+import uuid
+from dataclasses import replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from engine.info import EngineInfo
+from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from server.errors import bad_request, unknown_model
+from server.plan import ChoicePlan, Prompt, RequestPlan, TextOptions
+from server.request.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+)
+from server.request.speculative import SpeculativeResolver
+from server.request.wire import MAX_SEED
+
+_TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class Translator:
+    """Knows the model served: its tokenizer, vocabulary and lengths."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: Any,
+        resolver: SpeculativeResolver,
+        model_name: str,
+        max_choices: int,
+    ) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._resolver = resolver
+        self._model_name = model_name
+        self._max_choices = max_choices
+        self._template = str(tokenizer.chat_template) if tokenizer.chat_template else None
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+
+    def completion(self, wire: CompletionRequest, arrival_time: float) -> RequestPlan:
+        """Raises ApiError."""
+        self._check_common(wire)
+        if wire.best_of not in (None, wire.n):
+            raise bad_request("best_of", "best_of is supported only if it equals n")
+        prompts = [self._prompt(given, wire.add_special_tokens) for given in wire.prompt]
+        return self._plan(
+            wire,
+            prompts,
+            max_tokens=wire.max_tokens or DEFAULT_COMPLETION_TOKENS,
+            max_tokens_field="max_tokens",
+            num_logprobs=wire.logprobs,
+            echo=wire.echo,
+            arrival_time=arrival_time,
+        )
+
+    def chat(self, wire: ChatRequest, arrival_time: float) -> RequestPlan:
+        """Raises ApiError."""
+        self._check_common(wire)
+        if wire.top_logprobs is not None and not wire.logprobs:
+            raise bad_request("top_logprobs", "top_logprobs needs 'logprobs': true")
+        limit = wire.max_completion_tokens or wire.max_tokens
+        if wire.max_tokens is not None and wire.max_tokens != limit:
+            raise bad_request("max_tokens", "max_tokens contradicts max_completion_tokens")
+        prompt = self._encode("messages", self._render(wire), wire.add_special_tokens)
+        field = "max_tokens" if wire.max_completion_tokens is None else "max_completion_tokens"
+        return self._plan(
+            wire,
+            [prompt],
+            max_tokens=limit,
+            max_tokens_field=field,
+            num_logprobs=(wire.top_logprobs or 0) if wire.logprobs else None,
+            echo=False,
+            arrival_time=arrival_time,
+        )
+
+    def _check_common(self, wire: SamplingFields) -> None:
+        if wire.model is not None and wire.model != self._model_name:
+            raise unknown_model(wire.model, self._model_name)
+        if wire.stream_options is not None and not wire.stream:
+            raise bad_request("stream_options", "stream_options needs 'stream': true")
+        for token_id in wire.stop_token_ids or ():
+            self._check_token_id("stop_token_ids", token_id)
+
+    def _check_token_id(self, field: str, token_id: int) -> None:
+        if not 0 <= token_id < self._info.vocab_size:
+            last = self._info.vocab_size - 1
+            raise bad_request(field, f"{field}: token id {token_id} is not in 0..{last}")
+
+    def _prompt(self, given: str | list[int], add_special_tokens: bool) -> Prompt:
+        if isinstance(given, str):
+            return self._encode("prompt", given, add_special_tokens)
+        for token_id in given:
+            self._check_token_id("prompt", token_id)
+        text = self._tokenizer.decode(given, clean_up_tokenization_spaces=False)
+        return self._check_length("prompt", Prompt(text, tuple(given)))
+
+    def _encode(self, field: str, text: str, add_special_tokens: bool) -> Prompt:
+        at_least = len(text) // self._longest_token
+        if at_least >= self._info.max_model_len:
+            # Not worth tokenizing: a token cannot hold more than the longest one's characters.
+            raise self._too_long(field, f"at least {at_least}")
+        token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not token_ids and self._tokenizer.bos_token_id is not None:
+            token_ids = [self._tokenizer.bos_token_id]
+        return self._check_length(field, Prompt(text, tuple(token_ids)))
+
+    def _check_length(self, field: str, prompt: Prompt) -> Prompt:
+        if not prompt.token_ids:
+            raise bad_request(field, f"{field}: the prompt has no tokens")
+        if len(prompt.token_ids) >= self._info.max_model_len:
+            raise self._too_long(field, str(len(prompt.token_ids)))
+        return prompt
+
+    def _too_long(self, field: str, num_tokens: str) -> Exception:
+        return bad_request(
+            field,
+            f"{field}: the prompt has {num_tokens} tokens; the context is "
+            f"{self._info.max_model_len}, and at least one has to be left to write",
+            code="context_length_exceeded",
+        )
+
+    def _render(self, wire: ChatRequest) -> str:
+        """The chat template's text for the messages."""
+        if self._template is None:
+            raise bad_request(
+                "messages", "this model's tokenizer has no chat template; use /v1/completions"
+            )
+        if wire.continue_final_message and wire.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message",
+                "continue_final_message needs 'add_generation_prompt': false",
+            )
+        kwargs = wire.chat_template_kwargs or {}
+        for name in kwargs:
+            known = re.search(rf"\b{re.escape(name)}\b", self._template)
+            if name in _TEMPLATE_ARGUMENTS or not name.isidentifier() or not known:
+                field = f"chat_template_kwargs.{name}"
+                raise bad_request(field, f"{field}: the chat template has no such variable")
+        messages = [
+            {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": message.content,
+            }
+            for message in wire.messages
+        ]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=wire.add_generation_prompt,
+                continue_final_message=wire.continue_final_message,
+                **kwargs,
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise bad_request(
+                "messages", f"the chat template refuses the messages: {error}"
+            ) from error
+        return text
+
+    def _plan(
+        self,
+        wire: SamplingFields,
+        prompts: list[Prompt],
+        *,
+        max_tokens: int | None,
+        max_tokens_field: str,
+        num_logprobs: int | None,
+        echo: bool,
+        arrival_time: float,
+    ) -> RequestPlan:
+        num_choices = len(prompts) * wire.n
+        if num_choices > self._max_choices:
+            field = "n" if len(prompts) == 1 else "prompt"
+            message = f"{field}: {num_choices} choices; this server writes at most"
+            raise bad_request(field, f"{message} {self._max_choices} per request")
+        if max_tokens is not None and max_tokens > self._info.max_model_len:
+            limit = self._info.max_model_len
+            raise bad_request(
+                max_tokens_field, f"{max_tokens_field} exceeds the context of {limit}"
+            )
+        if max_tokens is not None and wire.min_tokens > max_tokens:
+            raise bad_request("min_tokens", f"min_tokens must not exceed {max_tokens_field}")
+        # Drawn where not given, and told in the reply, so that any completion can be had again.
+        seed = secrets.randbelow(MAX_SEED + 1) if wire.seed is None else wire.seed
+        request_id = uuid.uuid4().hex
+        choices = []
+        sampling = self._sampling(wire, num_logprobs, echo)
+        speculative = self._speculative(wire)
+        for index in range(num_choices):
+            prompt = prompts[index // wire.n]
+            room = self._info.max_model_len - len(prompt.token_ids)
+            limit = room if max_tokens is None else min(room, max_tokens)
+            request = GenerationRequest(
+                request_id=f"{request_id}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                sampling=SamplingParams(
+                    **sampling,
+                    max_tokens=limit,
+                    min_tokens=min(wire.min_tokens, limit),
+                    seed=seed,
+                    choice_index=index % wire.n,
+                ),
+                speculative=speculative,
+                priority=wire.priority,
+                salt=wire.cache_salt or "",
+                arrival_time=arrival_time,
+            )
+            text = TextOptions(
+                stops=wire.stop,
+                include_stop=wire.include_stop_str_in_output,
+                skip_special_tokens=wire.skip_special_tokens,
+                min_tokens=wire.min_tokens,
+            )
+            choices.append(ChoicePlan(index, request, text))
+        return RequestPlan(
+            request_id=request_id,
+            created=int(time.time()),
+            seed=seed,
+            n=wire.n,
+            prompts=tuple(prompts),
+            choices=tuple(choices),
+            num_logprobs=num_logprobs,
+            echo=echo,
+            return_token_ids=wire.return_token_ids,
+            return_drafted=self._resolver.returns_drafted(wire.speculative),
+            has_prediction=wire.prediction is not None,
+            stream=wire.stream,
+            include_usage=wire.stream_options is not None and wire.stream_options.include_usage,
+            user=wire.user,
+        )
+
+    def _speculative(self, wire: SamplingFields) -> SpeculativeParams:
+        if wire.prediction is None:
+            return self._resolver.resolve(wire.speculative)
+        params = self._resolver.resolve(wire.speculative, has_prediction=True)
+        field, text = "prediction.content", wire.prediction.content
+        if len(text) // self._longest_token >= self._info.max_model_len:
+            # Not worth tokenizing, as above.
+            raise bad_request(field, f"{field} exceeds the context of {self._info.max_model_len}")
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if not token_ids:
+            raise bad_request(field, f"{field}: the prediction has no tokens")
+        if len(token_ids) > self._info.max_model_len:
+            raise bad_request(field, f"{field} exceeds the context of {self._info.max_model_len}")
+        return replace(params, reference_token_ids=tuple(token_ids))
+
+    def _sampling(
+        self, wire: SamplingFields, num_logprobs: int | None, echo: bool
+    ) -> dict[str, Any]:
+        """The sampling parameters that all choices share."""
+        return {
+            "temperature": 1.0 if wire.temperature is None else wire.temperature,
+            "top_k": max(0, wire.top_k or 0),
+            "top_p": 1.0 if wire.top_p is None else wire.top_p,
+            "min_p": wire.min_p or 0.0,
+            "logit_bias": self._logit_bias(wire.logit_bias or {}),
+            "presence_penalty": wire.presence_penalty or 0.0,
+            "frequency_penalty": wire.frequency_penalty or 0.0,
+            "repetition_penalty": (
+                1.0 if wire.repetition_penalty is None else wire.repetition_penalty
+            ),
+            "bad_words_token_ids": self._bad_words(wire.bad_words or []),
+            "stop_token_ids": tuple(wire.stop_token_ids or ()),
+            "ignore_eos": wire.ignore_eos,
+            "logprobs": num_logprobs,
+            "prompt_logprobs": num_logprobs if echo else None,
+        }
+
+    def _logit_bias(self, given: dict[str, float]) -> dict[int, float]:
+        biases = {}
+        for key, bias in given.items():
+            if not re.fullmatch(r"[0-9]{1,10}", key):
+                field = f"logit_bias.{key}"
+                raise bad_request(field, "logit_bias: keys are token ids")
+            self._check_token_id("logit_bias", int(key))
+            biases[int(key)] = bias
+        return biases
+
+    def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is written at the start of a text and after a space."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip(" ")):
+                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if not token_ids:
+                    raise bad_request("bad_words", f"bad_words: {word!r} has no tokens")
+                sequences[token_ids] = None
+        return tuple(sequences)

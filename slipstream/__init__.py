@@ -1,0 +1,1 @@
+"""The small Python API: speculative decoding of one text, without a server."""

@@ -1,0 +1,167 @@
+"""``SpeculativeDecoder``: the draft-verify module's interface, thin over the engine's core.
+
+One request at a time, on the caller's thread, with the same step that serves batches: the output is
+what the target alone writes for the seed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+
+from engine.async_engine import AsyncEngine
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.events import FinishInfo, SpeculativeStats, TokenEvent
+from engine.params import GenerationRequest
+from slipstream.speculative_config import SpeculativeConfig
+
+_WINDOW = 10
+_TOLERANCE = 0.1
+
+
+class SpeculativeDecoder:
+    """``setup`` once, ``decode_step`` for each text, ``report`` on all of them since ``setup``."""
+
+    def __init__(self, engine_config: EngineConfig | None = None, seed: int = 0) -> None:
+        """``engine_config``: sizes and device of the engine; ``seed`` makes sampled texts repeatable."""
+        self._base = engine_config or EngineConfig(max_num_seqs=1)
+        self._seed = seed
+        self._engine: AsyncEngine | None = None
+        self._loaded = SpeculativeConfig()
+        self._config = SpeculativeConfig()
+        self._ids = count()
+        self._depth = 0
+        self._rates: deque[float] = deque(maxlen=_WINDOW)
+        self._totals: list[SpeculativeStats] = []
+
+    def setup(self, verify_model_path: str, config: SpeculativeConfig) -> None:
+        """Load the target and what drafts for it.
+
+        Raises OSError where there is no such model, UnsupportedModelError and
+        DrafterUnavailableError with the reason where it cannot be used.
+        """
+        engine, _ = build_engine(config.engine_config(verify_model_path, self._base))
+        self._engine = engine
+        self._loaded = config
+        self._config = config
+        self._depth = config.num_speculative_tokens
+        self._rates.clear()
+        self._totals.clear()
+
+    def decode_step(
+        self,
+        prompt_tokens: Sequence[int],
+        max_new_tokens: int,
+        config: SpeculativeConfig | None = None,
+    ) -> tuple[list[int], dict[str, float]]:
+        """Write up to ``max_new_tokens`` tokens after the prompt; returns them and the account.
+
+        ``config`` may change depth, tree, policy and sampling between calls, not what is loaded.
+        Latencies in the account are milliseconds per step. Raises RuntimeError before ``setup``,
+        ValueError for a config that needs another ``setup``, RequestError for what cannot run.
+        """
+        if self._engine is None:
+            raise RuntimeError("call setup first")
+        if config is not None and config != self._config:
+            self._use(config)
+        config = self._config
+        request = GenerationRequest(
+            f"decode-{next(self._ids)}",
+            tuple(prompt_tokens),
+            config.sampling_params(max_new_tokens, self._seed),
+            config.speculative_params(self._depth if config.adaptive_depth else None),
+        )
+        token_ids, finish = _run(self._engine, request)
+        stats = finish.speculative
+        self._totals.append(stats)
+        if stats.num_draft_tokens and config.adaptive_depth:
+            self.adjust_speculative_depth(stats.num_accepted_tokens / stats.num_draft_tokens)
+        return token_ids, self._account([stats])
+
+    def get_acceptance_rate(self) -> float:
+        """Accepted over verified drafts since ``setup``; 0 where nothing was drafted."""
+        return _rate(self._totals)
+
+    def adjust_speculative_depth(self, acceptance_rate: float) -> int:
+        """Take in a rate: the mean of the last ten above target + 0.1 makes the next draft start one
+        deeper, below target - 0.1 one shallower, within the config's bounds. Returns that depth.
+
+        Within a text the engine does the same step by step. Raises ValueError for a rate outside
+        0..1.
+        """
+        if not 0 <= acceptance_rate <= 1:
+            raise ValueError("acceptance_rate must lie between 0 and 1")
+        config = self._config
+        self._rates.append(acceptance_rate)
+        surplus = sum(self._rates) / len(self._rates) - config.target_acceptance_rate
+        if surplus > _TOLERANCE:
+            self._depth = min(self._depth + 1, config.max_speculative_tokens)
+        elif surplus < -_TOLERANCE:
+            self._depth = max(self._depth - 1, config.min_speculative_tokens)
+        return self._depth
+
+    def report(self) -> dict[str, float]:
+        """The account of all texts since ``setup``, as in ``decode_step``."""
+        return self._account(self._totals)
+
+    def _use(self, config: SpeculativeConfig) -> None:
+        path = self._base.model or ""
+        if config.engine_config(path, self._base) != self._loaded.engine_config(path, self._base):
+            raise ValueError("this config needs other models than those loaded: call setup with it")
+        if config.num_speculative_tokens != self._config.num_speculative_tokens:
+            self._depth = config.num_speculative_tokens
+        low, high = config.min_speculative_tokens, config.max_speculative_tokens
+        self._depth = max(low, min(self._depth, high))
+        self._config = config
+
+    def _account(self, stats: Sequence[SpeculativeStats]) -> dict[str, float]:
+        num_steps = sum(each.num_steps for each in stats)
+        num_emitted = sum(each.num_emitted_tokens for each in stats)
+        draft_ms = sum(each.draft_ms for each in stats)
+        verify_ms = sum(each.verify_ms for each in stats)
+        account = {
+            "num_steps": float(num_steps),
+            "num_tokens": float(num_emitted),
+            "tokens_per_step": num_emitted / num_steps if num_steps else 0.0,
+            "draft_latency": draft_ms / num_steps if num_steps else 0.0,
+            "verify_latency": verify_ms / num_steps if num_steps else 0.0,
+            "speculative_depth": float(self._depth),
+        }
+        if self._config.log_acceptance_rate:
+            account["acceptance_rate"] = _rate(stats)
+        if self._config.log_speedup:
+            account["speedup"] = _speedup(stats)
+        return account
+
+
+def _rate(stats: Sequence[SpeculativeStats]) -> float:
+    num_drafted = sum(each.num_draft_tokens for each in stats)
+    num_accepted = sum(each.num_accepted_tokens for each in stats)
+    return num_accepted / num_drafted if num_drafted else 0.0
+
+
+def _speedup(stats: Sequence[SpeculativeStats]) -> float:
+    """Estimated time at gamma 0 over the time taken, as the engine accounts it."""
+    known = [
+        (each.estimated_speedup, each.draft_ms + each.verify_ms)
+        for each in stats
+        if each.estimated_speedup is not None
+    ]
+    taken = sum(ms for _, ms in known)
+    return sum(speedup * ms for speedup, ms in known) / taken if taken > 0 else 1.0
+
+
+def _run(engine: AsyncEngine, request: GenerationRequest) -> tuple[list[int], FinishInfo]:
+    """Step the core until the request has ended."""
+    engine.check(request)
+    core = engine.core
+    core.submit(core.prepare(request))
+    token_ids: list[int] = []
+    while True:
+        for event in core.step().events:
+            assert isinstance(event, TokenEvent), event
+            token_ids += event.token_ids
+            if event.finish is not None:
+                return token_ids, event.finish

@@ -1,0 +1,424 @@
+"""The suffix drafter: what it finds, how it finds back after edits, what it keeps and forgets."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.base import DraftRequest, DraftShape, Observation
+from drafters.copying import alignment as suffix_alignment
+from drafters.copying import history as suffix_history
+from drafters.copying.alignment import Alignment
+from drafters.copying.history import Histories, TenantHistory
+from drafters.copying.suffix import INFO, SuffixDrafter
+from drafters.copying.suffix_draft import suffix_feature
+from drafters.copying.suffix_index import (
+    CONTEXT_LENGTHS,
+    MAX_MATCH_LENGTH,
+    MAX_OCCURRENCES,
+    SuffixIndex,
+    match_length,
+)
+from drafters.copying.weights import WEIGHTS, Place
+from drafters.tree import EMPTY
+from worlds.simulated_target import check_tree, decode, propose_once
+
+CHAIN = DraftShape(1, 64)
+TREE = DraftShape(4, 64)
+SMALL_TEXTS = st.lists(st.integers(0, 3), max_size=60)
+
+
+def naive_places(text, ending, end):
+    """By brute force: after every occurrence of a context of ``ending[:end]``, the longest context
+    first, newest first, ``MAX_OCCURRENCES`` of each."""
+    found = []
+    for length in reversed(CONTEXT_LENGTHS):
+        if length > end:
+            continue
+        context = ending[end - length : end]
+        places = [at for at in range(length, len(text) + 1) if text[at - length : at] == context]
+        found += [at for at in reversed(places[-MAX_OCCURRENCES:]) if at not in found]
+    return found
+
+
+def naive_match_length(text, position, ending, end):
+    length = 0
+    while (
+        length < min(position, end, MAX_MATCH_LENGTH)
+        and text[position - length - 1 : position] == ending[end - length - 1 : end]
+    ):
+        length += 1
+    return length
+
+
+def target_of(output, num_prompt_tokens):
+    """A target that writes ``output`` after the prompt, then -1 for ever."""
+
+    def target(token_ids):
+        done = len(token_ids) - num_prompt_tokens
+        return output[done] if done < len(output) else 10_000 + done
+
+    return target
+
+
+def steps_for(output, prompt, drafter=None, max_nodes=16, shape=TREE, request_id="r"):
+    """Steps that ``output`` takes."""
+    run = decode(
+        drafter or SuffixDrafter(),
+        prompt,
+        target_of(output, len(prompt)),
+        len(output),
+        max_nodes=max_nodes,
+        shape=shape,
+        request_id=request_id,
+    )
+    return len(run.num_emitted)
+
+
+# --- the index ---
+
+
+@given(SMALL_TEXTS, SMALL_TEXTS, st.lists(st.integers(1, 9), max_size=8))
+def test_the_index_finds_what_brute_force_finds(text, ending, cuts):
+    index = SuffixIndex()
+    position = 0
+    for cut in [*cuts, len(text)]:
+        end = min(len(text), position + cut)
+        index.extend(text, position, end)
+        position = end
+    assert index.find(text, len(text), 99) == naive_places(text, text, len(text))
+    assert index.find(ending, len(ending), 99) == naive_places(text, ending, len(ending))
+    assert index.find(ending, len(ending), 3) == naive_places(text, ending, len(ending))[:3]
+
+
+@given(SMALL_TEXTS, SMALL_TEXTS, st.integers(0, 60))
+def test_match_lengths_are_exact(text, ending, position):
+    position = min(position, len(text))
+    expected = naive_match_length(text, position, ending, len(ending))
+    assert match_length(text, position, ending, len(ending)) == expected
+
+
+def test_a_context_keeps_a_bounded_number_of_occurrences():
+    index = SuffixIndex()
+    index.extend([7] * 10_000, 0, 10_000)
+    assert len(index) == len(CONTEXT_LENGTHS)
+    kept = [len(each) for each in index._occurrences.values()]
+    assert max(kept) <= 2 * MAX_OCCURRENCES
+    newest = list(range(10_000, 10_000 - MAX_OCCURRENCES, -1))
+    assert index.find([7], 1, 99) == newest
+
+
+# --- the alignment ---
+
+
+@given(SMALL_TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=60))
+def test_what_is_copied_agrees_with_the_text(prompt, output):
+    alignment = Alignment(prompt, None)
+    text = list(prompt)
+    for token_id in output:
+        text.append(token_id)
+        alignment.extend(text)
+        candidates = alignment.candidates()
+        if alignment.source is not None:
+            length = min(alignment.length, alignment.position)
+            start = alignment.position - length
+            assert alignment.source[start : alignment.position] == text[len(text) - length :]
+        for candidate in candidates:
+            assert candidate.weight > 0
+            assert 0 <= candidate.position < len(candidate.text)
+            assert candidate.match_length == naive_match_length(
+                list(candidate.text), candidate.position, text, len(text)
+            )
+    assert alignment.token_ids == text
+
+
+@given(SMALL_TEXTS, st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))
+def test_the_text_may_come_in_pieces_of_any_size(prompt, output, size):
+    text = prompt + output
+    alignment = Alignment(prompt, None)
+    for end in [*range(len(prompt), len(text), size), len(text)]:
+        alignment.extend(text[:end])
+        alignment.candidates()
+    assert alignment.token_ids == text
+
+
+def test_long_texts_are_indexed_in_part(monkeypatch):
+    monkeypatch.setattr(suffix_alignment, "MAX_INDEXED_TOKENS", 1_000)
+    rng = random.Random(0)
+    text = [rng.randrange(50_000) for _ in range(3_000)]
+    alignment = Alignment(text[:100], None)
+    alignment.extend(text)
+    assert alignment.size() <= 1_000 * len(CONTEXT_LENGTHS)
+    alignment.extend([*text, *text[-400:-300]])
+    assert alignment.source is alignment.token_ids
+    assert alignment.position == len(text) - 300
+
+
+def test_copied_text_is_not_indexed_again():
+    rng = random.Random(1)
+    prompt = [rng.randrange(50_000) for _ in range(1_000)]
+    alignment = Alignment(prompt, None)
+    size = alignment.size()
+    for end in range(1_000, 2_000, 9):
+        alignment.extend((prompt + prompt)[:end])
+        alignment.candidates()
+    assert alignment.size() <= size + 100
+
+
+# --- edits ---
+
+SOURCE = list(range(100, 300))
+
+
+def edited(kind):
+    """``SOURCE`` after a change in its middle, by tokens that occur nowhere else."""
+    head, tail = SOURCE[:100], SOURCE[100:]
+    return {
+        "insertion": [*head, 1, *tail],
+        "replacement": [*head, 1, *tail[1:]],
+        "deletion": [*head, *tail[3:]],
+        "rename": [*head, 1, *tail[1:40], 1, *tail[41:]],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["insertion", "replacement", "deletion"])
+@pytest.mark.parametrize("num_steps_lost", [2])
+def test_one_step_after_a_change_the_draft_goes_on(kind, num_steps_lost):
+    unchanged = steps_for(SOURCE, SOURCE)
+    # One step ends at the change itself, which nothing can foresee; trees try all ways to go on.
+    assert steps_for(edited(kind), SOURCE) <= unchanged + num_steps_lost
+
+
+def test_a_token_that_was_put_in_needs_no_match_to_go_on():
+    prompt = [*SOURCE, 5]
+    text = [*prompt, *SOURCE[:50], 1]  # 1 was never seen
+    (chain,) = [propose_after(prompt, text, CHAIN, 8)]
+    tree = propose_after(prompt, text, TREE, 16)
+    # Inserted: on with 150; put in place of 150: on with 151. A tree can have both.
+    roots = {
+        token_id
+        for token_id, parent in zip(tree.token_ids, tree.parents, strict=True)
+        if parent < 0
+    }
+    assert {150, 151} <= roots
+    assert list(chain.token_ids) in (list(range(150, 158)), list(range(151, 159)))
+
+
+def propose_after(prompt, text, shape, max_nodes):
+    drafter = SuffixDrafter()
+    drafter.open("r", prompt, {}, "")
+    known = list(prompt)
+    for token_id in text[len(prompt) :]:
+        drafter.propose([DraftRequest("r", known, max_nodes, shape)])
+        known.append(token_id)
+        drafter.observe([Observation("r", known, EMPTY, [0], [0], [token_id])])
+    (tree,) = drafter.propose([DraftRequest("r", known, max_nodes, shape)])
+    check_tree(tree, max_nodes, shape)
+    return tree
+
+
+def test_after_a_deletion_the_nearest_place_ahead_is_tried_before_others():
+    # Token 9 stands in many places; what was deleted ends just before the nearest one ahead.
+    source = [9, 50, 9, 51, *range(100, 130), 60, 61, 9, 62, 63, 64, 65, 9, 52]
+    prompt = [*source, 5]
+    text = [*prompt, *range(100, 130), 9]
+    assert list(propose_after(prompt, text, CHAIN, 4).token_ids) == [62, 63, 64, 65]
+
+
+def test_copying_returns_to_where_it_left_for_another_place():
+    # A block from elsewhere is put in between; afterwards the first copy goes on.
+    first, second = list(range(100, 160)), list(range(200, 230))
+    prompt = [*first, *second, 5]
+    text = [*prompt, *first[:30], *second, 1]
+    tree = propose_after(prompt, text, DraftShape(8, 64), 24)
+    roots = [t for t, parent in zip(tree.token_ids, tree.parents, strict=True) if parent < 0]
+    assert 130 in roots
+
+
+# --- chains and trees ---
+
+
+def test_a_periodic_text_drafts_as_deep_as_is_asked():
+    run = decode(SuffixDrafter(), [1, 2, 3], lambda t: t[-3], 200, max_nodes=8, shape=CHAIN)
+    assert run.num_emitted[4:] == [9] * len(run.num_emitted[4:])
+
+
+def test_continuations_seen_more_often_are_drafted_first():
+    prompt = [1, 2, 7, 0, 1, 2, 8, 0, 1, 2, 8, 0, 1, 2, 8, 5, 1, 2]
+    assert propose_once(SuffixDrafter(), prompt, 1).token_ids[0] == 8
+    tree = propose_once(SuffixDrafter(), prompt, 6, TREE)
+    assert {7, 8} <= set(tree.token_ids)
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    st.integers(1, 24),
+    st.integers(1, 4),
+    st.integers(1, 24),
+    st.randoms(use_true_random=False),
+)
+def test_every_draft_keeps_the_promises_of_drafts(prompt, max_nodes, width, depth, rng):
+    shape = DraftShape(width, depth)
+    outcomes = [rng.randrange(5) for _ in range(60)]
+    run = decode(
+        SuffixDrafter(),
+        prompt,
+        lambda text: outcomes[len(text) % 60] if len(text) % 3 else text[-5 % len(text)],
+        30,
+        max_nodes=max_nodes,
+        shape=shape,
+    )
+    assert run.token_ids[: len(prompt)] == prompt
+
+
+@given(st.integers(0, 99), st.floats(0, 1), st.integers(0, 9))
+def test_features_are_few(match_length, share, rank):
+    assert 0 <= suffix_feature(match_length, share, rank) < 64
+
+
+def test_longer_matches_never_weigh_less():
+    for place in Place:
+        weights = WEIGHTS[place]
+        assert len(weights) == MAX_MATCH_LENGTH + 1
+        assert weights[0] == 0.0
+        assert list(weights) == sorted(weights)
+
+
+# --- history ---
+
+
+def finish(drafter, token_ids, salt, request_id="done", options=None):
+    drafter.open(request_id, token_ids, options or {}, salt)
+    drafter.close(request_id)
+
+
+def draft_of(drafter, token_ids, salt, options=None):
+    drafter.open("new", token_ids, options or {}, salt)
+    (tree,) = drafter.propose([DraftRequest("new", token_ids, 4, CHAIN)])
+    drafter.close("new")
+    return list(tree.token_ids)
+
+
+def test_a_tenants_finished_requests_are_copied_from():
+    drafter = SuffixDrafter()
+    finish(drafter, [1, 2, 3, 4, 5, 6, 7], "a")
+    assert draft_of(drafter, [9, 2, 3], "a") == [4, 5, 6, 7]
+
+
+def test_nothing_of_one_tenant_drafts_for_another():
+    drafter = SuffixDrafter()
+    finish(drafter, [1, 2, 3, 4, 5, 6, 7], "a")
+    assert draft_of(drafter, [9, 2, 3], "b") == []
+    assert draft_of(drafter, [9, 2, 3], "") == []
+
+
+def test_a_request_may_stay_out_of_the_history():
+    drafter = SuffixDrafter()
+    finish(drafter, [1, 2, 3, 4, 5, 6, 7], "a", options={"use_history": False})
+    assert draft_of(drafter, [9, 2, 3], "a") == []
+    finish(drafter, [1, 2, 3, 4, 5, 6, 7], "a")
+    assert draft_of(drafter, [9, 2, 3], "a", {"use_history": False}) == []
+    assert draft_of(drafter, [9, 2, 3], "a") == [4, 5, 6, 7]
+
+
+def test_a_draft_ends_where_the_text_it_copies_ends():
+    drafter = SuffixDrafter()
+    finish(drafter, [1, 2, 3, 4, 5], "a")
+    finish(drafter, [6, 7, 8], "a")
+    assert draft_of(drafter, [2, 3], "a") == [4, 5]
+    assert draft_of(drafter, [4, 5], "a") == []
+
+
+def test_the_oldest_texts_make_room():
+    history = TenantHistory(max_tokens=200)
+    for start in range(0, 1_000, 40):
+        history.add(list(range(start, start + 40)))
+        history.advance(1_000)
+        assert len(history) <= 200
+    assert [text[at] for text, at in history.find([990], 1, 9)] == [991]
+    assert history.find([10], 1, 9) == []
+
+
+def test_waiting_texts_are_bounded_too():
+    history = TenantHistory(max_tokens=200)
+    for start in range(0, 1_000, 40):
+        history.add(list(range(start, start + 40)))
+    history.add(list(range(5_000, 6_000)))
+    assert len(history) <= 100
+    history.advance(10_000)
+    assert [text[at] for text, at in history.find([5_950], 1, 9)] == [5_951]
+    assert history.find([5_850], 1, 9) == []
+
+
+def test_texts_are_indexed_a_little_at_a_time():
+    history = TenantHistory()
+    history.add(list(range(1_000)))
+    history.advance(300)
+    assert history.find([299], 1, 9) == []
+    assert [text[at] for text, at in history.find([298], 1, 9)] == [299]
+    history.advance(1)
+    assert [text[at] for text, at in history.find([299], 1, 9)] == [300]
+
+
+def test_who_copies_from_a_forgotten_text_is_lost_but_goes_on():
+    drafter = SuffixDrafter()
+    drafter._histories._by_salt["a"] = history = TenantHistory(100)
+    finish(drafter, list(range(40)), "a")
+    text = [99, *range(10, 30)]
+    drafter.open("r", text, {}, "a")
+    request = DraftRequest("r", text, 4, CHAIN)
+    assert list(drafter.propose([request])[0].token_ids) == [30, 31, 32, 33]
+    for start in range(1_000, 1_200, 40):
+        history.add(list(range(start, start + 40)))
+        history.advance(1_000)
+    assert list(drafter.propose([request])[0].token_ids) == []
+    drafter.observe([Observation("r", [*text, 30], EMPTY, [29], [0], [30])])
+
+
+def test_the_tenant_seen_longest_ago_is_forgotten():
+    histories = Histories(max_tenants=2)
+    first = histories.of("a")
+    histories.of("b")
+    assert histories.of("a") is first
+    histories.of("c")
+    assert len(histories) == 2
+    assert histories.of("a") is first
+    first.add([1])
+    histories.of("b")
+    histories.of("c")
+    assert len(histories.of("a")) == 0
+
+
+def test_all_tenants_together_are_bounded():
+    histories = Histories(max_tenants=99, max_tokens=100)
+    for salt in "abcde":
+        histories.of(salt).add(list(range(39)))  # 40 with what separates texts
+    assert len(histories) == 3  # the newest came when two fitted
+    histories.of("e")
+    assert list(histories._by_salt) == ["d", "e"]
+
+
+def test_a_step_indexes_a_bounded_part_of_what_waits():
+    histories = Histories()
+    for salt in "ab":
+        histories.of(salt).add(list(range(1_000)))
+    histories.advance()
+    indexed = [len(histories.of(salt)) - histories.of(salt)._num_waiting for salt in "ab"]
+    assert sum(indexed) == suffix_history._INDEXED_PER_STEP
+
+
+def test_closing_forgets_the_request():
+    drafter = SuffixDrafter()
+    drafter.open("r", [1, 2, 3], {}, "")
+    drafter.close("r")
+    assert drafter._states == {}
+    with pytest.raises(KeyError):
+        drafter.num_top_tokens("r")
+
+
+def test_the_option_is_checked_by_name():
+    with pytest.raises(ValueError, match="use_history"):
+        INFO.resolve({"use_history": 3})

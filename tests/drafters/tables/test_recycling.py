@@ -1,0 +1,167 @@
+"""Recycling drafts the target's own candidates, from the newest row about each token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.base import GREEDY, DraftRequest, DraftShape, Observation
+from drafters.tables.recycling import LEVEL_SIZES, RANK_SHARES, RecyclingDrafter, level_template
+from drafters.tree import EMPTY, ROOT, DraftTree
+from worlds.sampled_target import choose, decode, markov_probs, sampling_of
+from worlds.simulated_target import check_tree
+
+
+def observed(
+    drafter: RecyclingDrafter,
+    text: list[int],
+    tree: DraftTree,
+    path: list[int],
+    tops: list[list[int]],
+) -> None:
+    """One step; the emitted tokens are the firsts of the path's rows."""
+    emitted = [tops[row][0] for row in path]
+    text += emitted
+    row_tokens = [top[0] for top in tops]
+    drafter.observe([Observation("r", text, tree, row_tokens, path, emitted, tops)])
+
+
+def propose(
+    drafter: RecyclingDrafter,
+    token_ids: list[int],
+    max_nodes: int = 8,
+    shape: DraftShape | None = None,
+) -> DraftTree:
+    shape = shape or DraftShape()
+    (tree,) = drafter.propose([DraftRequest("r", token_ids, max_nodes, shape)])
+    check_tree(tree, max_nodes, shape)
+    return tree
+
+
+def opened(prompt: list[int], **options: int) -> RecyclingDrafter:
+    drafter = RecyclingDrafter()
+    drafter.open("r", prompt, options, "")
+    return drafter
+
+
+def test_every_verified_row_is_recycled_accepted_or_not() -> None:
+    drafter, text = opened([1]), [1]
+    tree = DraftTree([2, 5], [ROOT, ROOT], [0, 0])  # 2 is accepted, 5 is not
+    observed(drafter, text, tree, [0, 1], [[2, 5], [3, 4], [6, 7]])
+    assert text == [1, 2, 3]
+    assert list(propose(drafter, [9, 1]).token_ids) == [2, 3]
+    assert list(propose(drafter, [5]).token_ids) == [6]
+    tree = propose(drafter, [1], 8, DraftShape(2, 2))
+    assert list(tree.token_ids[:2]) == [2, 3]
+    found = {(tree.parents[i], tree.token_ids[i]) for i in range(len(tree))}
+    five = list(tree.token_ids).index(5)
+    assert found == {(-1, 2), (-1, 5), (0, 3), (0, 4), (five, 6), (five, 7)}
+
+
+def test_the_texts_own_row_stands_against_one_from_another_branch() -> None:
+    drafter, text = opened([1]), [1]
+    tree = DraftTree([2, 3, 2], [ROOT, ROOT, 1], [0, 0, 0])  # 1 2 is text; 1 3 2 is not
+    observed(drafter, text, tree, [0, 1], [[2], [4], [5], [6]])
+    assert list(propose(drafter, [2], 1).token_ids) == [4]
+
+
+def test_the_prompts_pairs_stand_in_newest_first_until_the_target_speaks() -> None:
+    drafter = opened([1, 2, 1, 3, 1, 2, 8, 1])
+    assert list(propose(drafter, [1], 2, DraftShape(2, 1)).token_ids) == [2, 3]
+    text = [1, 2, 1, 3, 1, 2, 8, 1]
+    observed(drafter, text, EMPTY, [0], [[7, 6]])
+    assert list(propose(drafter, [1], 4, DraftShape(4, 1)).token_ids) == [7, 6]
+
+
+def test_k_bounds_the_successors() -> None:
+    drafter = opened([1, 2, 1, 3, 1, 4, 1], k=2)
+    assert drafter.num_top_tokens("r") == 2
+    assert len(propose(drafter, [1], 8, DraftShape(8, 1))) == 2
+    observed(drafter, [1], EMPTY, [0], [[7, 6, 5]])
+    assert list(propose(drafter, [1], 8, DraftShape(8, 1)).token_ids) == [7, 6]
+    with pytest.raises(ValueError, match="k must be at most 8"):
+        opened([1], k=9)
+
+
+def test_features_are_rank_and_depth() -> None:
+    drafter = opened([1])
+    for token in range(1, 30):
+        observed(drafter, [token], EMPTY, [0], [[token + rank for rank in range(1, 9)]])
+    tree = propose(drafter, [1], 60, DraftShape(8, 8))
+    by_feature: dict[int, set[tuple[int, int]]] = {}
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        above, last = ((), 1) if parent == ROOT else (paths[parent], tree.token_ids[parent])
+        paths.append((*above, token - last - 1))
+    for feature, path in zip(tree.features, paths, strict=True):
+        by_feature.setdefault(feature, set()).add((path[-1], len(path)))
+    assert all(len(kinds) == 1 for kinds in by_feature.values())
+    assert len(by_feature) > 10
+
+
+@given(st.integers(0, 1000), st.integers(1, 80), st.integers(1, 8), st.integers(1, 6))
+def test_trees_equal_a_matrix_read_naively(seed: int, num: int, width: int, depth: int) -> None:
+    rng, drafter = random.Random(seed), opened([0])
+    matrix = {}
+    for _ in range(40):
+        token, row = rng.randrange(20), rng.sample(range(20), rng.randrange(1, 9))
+        matrix[token] = row
+        observed(drafter, [token], EMPTY, [0], [row])
+    expected: dict[tuple[int, ...], tuple[int, ...]] = {(): (3,)}
+    for path in level_template(LEVEL_SIZES, RANK_SHARES).paths:
+        above = expected.get(path[:-1])
+        row = matrix.get(above[-1], []) if above else []
+        if max(path) < width and len(path) <= depth and path[-1] < len(row):
+            if len(expected) > num:
+                break
+            assert above is not None
+            expected[path] = (*above, row[path[-1]])
+    tree = propose(drafter, [3], num, DraftShape(width, depth))
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        found.append((*((3,) if parent == ROOT else found[parent]), token))
+    del expected[()]
+    assert sorted(found) == sorted(expected.values())
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafting_changes_no_token_and_saves_steps(temperature: float, width: int) -> None:
+    probs = markov_probs(20, context=1, sharpness=2.5)
+    sampling = sampling_of(1, temperature) if temperature else GREEDY
+    plain, text = [0], [0]
+    while len(plain) < 201:
+        plain.append(choose(probs(plain), len(plain), sampling))
+    drafter = opened([0])
+    emitted = decode(
+        drafter, "r", text, probs, 200, sampling, max_nodes=12, shape=DraftShape(width, 8)
+    )
+    assert text[:201] == plain
+    assert sum(emitted) / len(emitted) > (1.5 if width > 1 or not temperature else 1.1)
+
+
+def test_a_second_sample_starts_with_what_the_first_learned() -> None:
+    probs = markov_probs(100, context=1, sharpness=3.0)
+
+    def steps_of_second(share: bool) -> int:
+        drafter = RecyclingDrafter()
+        for seed, name in enumerate(("first", "second")):
+            drafter.open(name, [0], {"share": share}, "tenant")
+            shape = DraftShape(3, 4)
+            emitted = decode(drafter, name, [0], probs, 100, sampling_of(seed), shape=shape)
+            drafter.close(name)
+        return len(emitted)
+
+    assert steps_of_second(True) < steps_of_second(False)
+
+
+def test_rows_are_bounded() -> None:
+    drafter = opened(list(range(5000)), max_rows=1024)
+    for token in range(5000):
+        observed(drafter, [token], EMPTY, [0], [[1]])
+    state = drafter._states["r"]
+    assert 512 <= len(state._matrix) <= 1024  # type: ignore[attr-defined]
+    assert 512 <= len(state._prompt) <= 1024  # type: ignore[attr-defined]

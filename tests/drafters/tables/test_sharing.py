@@ -1,0 +1,93 @@
+"""Tables are shared within a tenant, never across, and their number is bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from drafters.base import DraftRequest, DraftShape, Observation
+from drafters.tables.recycling import RecyclingDrafter
+from drafters.tables.sharing import MAX_TENANTS, TenantTables
+from drafters.tables.stand import StandDrafter
+from drafters.tree import EMPTY
+
+PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+
+
+def test_one_table_per_tenant_the_longest_idle_makes_room() -> None:
+    tables: TenantTables[list[str]] = TenantTables(list, max_tenants=2)
+    first, second = tables.borrow("a"), tables.borrow("b")
+    assert first is not None
+    assert first is not second
+    assert tables.borrow("a") is first
+    assert tables.borrow("c") is None  # both are in use
+    tables.give_back("a")
+    assert tables.borrow("c") is None  # "a" has a request left
+    tables.give_back("a")
+    tables.give_back("b")
+    first.append("kept")
+    assert tables.borrow("a") == ["kept"]
+    assert tables.borrow("c") == []  # "b" went
+    assert len(tables) == 2
+    tables.give_back("a")
+    assert tables.borrow("b") == []
+    assert len(tables) == 2
+
+
+@pytest.mark.parametrize("make", [StandDrafter, RecyclingDrafter])
+class TestDrafters:
+    def draft(self, drafter: StandDrafter | RecyclingDrafter, request_id: str) -> list[int]:
+        """After a text that only ``teach`` has seen."""
+        request = DraftRequest(request_id, [50, 51, 52, 53], 3, DraftShape())
+        return list(drafter.propose([request])[0].token_ids)
+
+    def teach(self, drafter: StandDrafter | RecyclingDrafter, request_id: str) -> None:
+        text = [50, 51, 52, 53]
+        for token in (54, 55, 56):
+            text.append(token)
+            tops, probs = [[token, 9]], [[0.9, 0.1]]
+            seen = Observation(request_id, text, EMPTY, [token], [0], [token], tops, probs)
+            drafter.observe([seen])
+
+    def test_a_tenant_learns_from_its_other_requests_if_both_ask(
+        self, make: type[StandDrafter | RecyclingDrafter]
+    ) -> None:
+        drafter = make()
+        for name, salt, share in (
+            ("teacher", "mine", True),
+            ("early", "mine", True),
+            ("private", "mine", False),
+            ("stranger", "theirs", True),
+        ):
+            drafter.open(name, PROMPT, {"share": share}, salt)
+        self.teach(drafter, "teacher")
+        drafter.close("teacher")
+        drafter.open("late", PROMPT, {"share": True}, "mine")
+        drafter.open("late stranger", PROMPT, {"share": True}, "")
+        for name in ("early", "late"):
+            assert self.draft(drafter, name) == [54, 55, 56]
+        for name in ("private", "stranger", "late stranger"):
+            assert self.draft(drafter, name) == []
+
+    def test_what_a_private_request_learns_stays_private(
+        self, make: type[StandDrafter | RecyclingDrafter]
+    ) -> None:
+        drafter = make()
+        drafter.open("private", PROMPT, {}, "mine")
+        self.teach(drafter, "private")
+        assert self.draft(drafter, "private") == [54, 55, 56]
+        drafter.open("sharing", PROMPT, {"share": True}, "mine")
+        assert self.draft(drafter, "sharing") == []
+
+    def test_more_tenants_than_tables_still_draft(
+        self, make: type[StandDrafter | RecyclingDrafter]
+    ) -> None:
+        drafter = make()
+        for index in range(MAX_TENANTS + 3):
+            drafter.open(f"r{index}", PROMPT, {"share": True}, f"tenant {index}")
+        last = f"r{MAX_TENANTS + 2}"
+        self.teach(drafter, last)
+        assert self.draft(drafter, last) == [54, 55, 56]
+        assert self.draft(drafter, "r0") == []
+        for index in range(MAX_TENANTS + 3):
+            drafter.close(f"r{index}")
+        drafter.close("r0")  # closing twice does nothing

@@ -1,0 +1,270 @@
+"""STAND drafts what the target would draw, from what the target has said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters.base import GREEDY, DraftRequest, DraftSampling, DraftShape, Observation
+from drafters.tables.drawing import drawn_probs
+from drafters.tables.stand import INFO, StandDrafter
+from drafters.tables.template import DraftTemplate
+from drafters.tree import EMPTY, ROOT, DraftTree, chain
+from engine.sampling.noise import gumbel_list, request_key
+from worlds.sampled_target import choose, decode, markov_probs, noise_of, sampling_of
+from worlds.simulated_target import check_tree
+
+A, B = [0.6, 0.3, 0.1], [0.9, 0.1]
+
+
+def taught(options: dict[str, int | bool] | None = None) -> StandDrafter:
+    """After 1 2 comes 3, 4 or 5; after 2 3 comes 6 or 7; after 2 4 comes 8."""
+    drafter = StandDrafter()
+    drafter.open("r", [9], options or {}, "")
+    for text, tokens, probs in (
+        ([9, 1, 2], [3, 4, 5], A),
+        ([9, 1, 2, 3], [6, 7], B),
+        ([9, 1, 2, 4], [8], [1.0]),
+    ):
+        seen = Observation("r", [*text, 0], EMPTY, [0], [0], [0], [tokens], [probs])
+        drafter.observe([seen])
+    return drafter
+
+
+def propose(
+    drafter: StandDrafter,
+    token_ids: list[int],
+    max_nodes: int = 8,
+    shape: DraftShape | None = None,
+    sampling: DraftSampling = GREEDY,
+) -> DraftTree:
+    shape = shape or DraftShape()
+    (tree,) = drafter.propose([DraftRequest("r", token_ids, max_nodes, shape, sampling)])
+    check_tree(tree, max_nodes, shape)
+    return tree
+
+
+def nodes(tree: DraftTree) -> set[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        paths.append((*(() if parent == ROOT else paths[parent]), token))
+    return set(paths)
+
+
+def test_greedy_chain_takes_the_likeliest_and_a_tree_adds_the_others() -> None:
+    drafter = taught()
+    assert list(propose(drafter, [5, 1, 2]).token_ids) == [3, 6]
+    tree = propose(drafter, [5, 1, 2], 8, DraftShape(3, 4))
+    assert nodes(tree) == {(3,), (4,), (5,), (3, 6), (3, 7), (4, 8)}
+    assert list(tree.token_ids[:2]) == [3, 6]
+    assert tree.draft_probs == {}
+
+
+def test_context_lengths_are_options() -> None:
+    assert list(propose(taught({"min_ctx": 3}), [5, 1, 2]).token_ids) == []
+    assert list(propose(taught({"min_ctx": 3}), [9, 1, 2]).token_ids) == [3, 6]
+    assert list(propose(taught({"min_ctx": 1, "max_ctx": 1}), [7, 7, 2]).token_ids) == [3, 6]
+    assert list(propose(taught({"min_ctx": 2}), [7, 7, 2]).token_ids) == []
+    assert INFO.defaults()["max_ctx"] == 4
+    assert INFO.defaults()["min_ctx"] == 1
+    with pytest.raises(ValueError, match="min_ctx"):
+        taught({"min_ctx": 5})
+
+
+def test_only_the_accepted_path_teaches() -> None:
+    drafter = StandDrafter()
+    drafter.open("r", [1, 2], {}, "")
+    tree = DraftTree([3, 4, 5], [ROOT, ROOT, 1], [0, 0, 0])  # 3 and 4 5 were drafted
+    seen = Observation(
+        "r",
+        [1, 2, 4, 5, 6],
+        tree,
+        [4, 0, 5, 6],
+        [0, 2, 3],
+        [4, 5, 6],
+        [[4], [70], [5], [6]],
+        [[1.0]] * 4,
+    )
+    drafter.observe([seen])
+    assert list(propose(drafter, [1, 2]).token_ids) == [4, 5, 6]
+    assert list(propose(drafter, [2, 3]).token_ids) == []
+
+
+def test_a_run_cut_short_by_a_stop_teaches_the_rows_whose_text_was_written() -> None:
+    drafter = StandDrafter()
+    drafter.open("r", [1, 2], {}, "")
+    seen = Observation(
+        "r", [1, 2, 4], chain([4, 5]), [4, 5, 6], [0, 1], [4], [[4], [5], [6]], [[1.0]] * 3
+    )
+    drafter.observe([seen])
+    assert list(propose(drafter, [1, 2]).token_ids) == [4, 5]
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10_000), st.floats(0.4, 1.5), st.integers(1, 4))
+def test_children_are_gumbel_top_k_under_the_verifiers_noise(
+    seed: int, temperature: float, width: int
+) -> None:
+    key = request_key(seed, 0)
+    sampling = DraftSampling(temperature, noise=partial(gumbel_list, key), key=key)
+    tree = propose(taught(), [5, 1, 2], 16, DraftShape(width, 1), sampling)
+    best = choose_order({3: 0.6, 4: 0.3, 5: 0.1}, 3, sampling)
+    assert list(tree.token_ids) == best[:width]
+    (first,) = propose(taught(), [5, 1, 2], 1, DraftShape(), sampling).token_ids
+    assert first == best[0]
+
+
+def choose_order(probs: dict[int, float], position: int, sampling: DraftSampling) -> list[int]:
+    """Draw, remove, draw again: without replacement, by the target's own rule."""
+    left, order = dict(probs), []
+    while left:
+        order.append(choose(left, position, sampling))
+        del left[order[-1]]
+    return order
+
+
+def test_where_the_tables_are_right_every_draft_is_accepted() -> None:
+    """The point of sharing noise: a drawn text is foreseen although it is drawn."""
+    probs, drafter = markov_probs(4, context=2, sharpness=0.3), StandDrafter()
+    drafter.open("r", [0, 1], {}, "")
+    text, sampling = [0, 1], sampling_of(7, 0.9)
+    decode(drafter, "r", text, probs, 400, sampling)
+    emitted = decode(drafter, "r", text, probs, 400, sampling)
+    assert sum(emitted) / len(emitted) > 8.5  # of 9
+    other = sampling_of(8, 0.9)  # a draft that draws with other noise
+    wrong = StandDrafter()
+    wrong.open("r", [0, 1], {}, "")
+    wrong._states["r"] = drafter._states["r"]
+    (tree,) = wrong.propose([DraftRequest("r", text, 8, DraftShape(), other)])
+    expected, start = list(text), len(text)
+    for _ in tree.token_ids:
+        expected.append(choose(probs(expected), len(expected), sampling))
+    assert list(tree.token_ids) != expected[start:]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.2])
+@pytest.mark.parametrize("width", [1, 3])
+def test_drafting_changes_no_token(temperature: float, width: int) -> None:
+    probs = markov_probs(12, context=2)
+    sampling = sampling_of(1, temperature) if temperature else GREEDY
+    plain = [0, 1]
+    while len(plain) < 152:
+        plain.append(choose(probs(plain), len(plain), sampling))
+    drafter = StandDrafter()
+    drafter.open("r", [0, 1], {}, "")
+    text = [0, 1]
+    shape = DraftShape(width, 12)
+    emitted = decode(drafter, "r", text, probs, 150, sampling, max_nodes=16, shape=shape)
+    assert text[:152] == plain
+    assert len(emitted) < 150
+
+
+def test_a_second_sample_of_a_prompt_drafts_better_with_what_the_first_learned() -> None:
+    probs, prompt = markov_probs(24, context=2, sharpness=1.5), [0, 1]
+
+    def steps_of_second(share: bool) -> int:
+        drafter = StandDrafter()
+        for seed, name in enumerate(("first", "second")):
+            drafter.open(name, prompt, {"share": share}, "tenant")
+            emitted = decode(
+                drafter, name, list(prompt), probs, 300, sampling_of(seed, 1.0), max_nodes=8
+            )
+            drafter.close(name)
+        return len(emitted)
+
+    assert steps_of_second(True) < 0.8 * steps_of_second(False)
+
+
+REJECTION = DraftSampling(0.8, noise=noise_of(4), verification="rejection")
+
+
+def test_when_another_verifier_asks_the_distributions_drawn_from_are_attached() -> None:
+    assert INFO.draws
+    tree = propose(taught(), [1, 5, 1, 2], 40, DraftShape(3, 4), REJECTION)
+    paths: list[tuple[int, ...]] = []
+    children: dict[int, list[int]] = {}
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        paths.append((*(() if parent == ROOT else paths[parent]), token))
+        children.setdefault(parent, []).append(token)
+    assert set(tree.draft_probs) == set(children)
+    for parent, probs in tree.draft_probs.items():
+        depth = 0 if parent == ROOT else len(paths[parent])
+        assert sum(probs.values()) == pytest.approx(1)
+        assert children[parent] == drawn_order(probs, 4 + depth)[: len(children[parent])]
+    root = dict(zip([3, 4, 5], drawn_probs(A, REJECTION), strict=True))
+    assert tree.draft_probs[ROOT] == pytest.approx(root)
+    three = tree.draft_probs[paths.index((3,))]  # 6 and 7 are known; a recent token completes them
+    assert set(three) == {6, 7, 2}
+    assert three[2] < 0.001 < three[7] < three[6]
+
+
+def drawn_order(probs: Mapping[int, float], position: int) -> list[int]:
+    """Gumbel-top-k from the definition; the probabilities are tempered already."""
+    noise = dict(zip(probs, REJECTION.noise(position, list(probs)), strict=True))
+    return sorted(probs, key=lambda token: -(math.log(probs[token]) + noise[token]))
+
+
+def test_a_drawn_trees_shape_does_not_depend_on_what_was_drawn() -> None:
+    """Policies grant by the shape; if it knew the draw, rejection would be biased."""
+    shapes, tokens = set(), set()
+    for seed in range(40):
+        sampling = DraftSampling(1.0, noise=noise_of(seed), verification="rejection")
+        tree = propose(taught(), [1, 5, 1, 2], 24, DraftShape(3, 4), sampling)
+        shapes.add((tuple(tree.parents), tuple(tree.features)))
+        tokens.add(tuple(tree.token_ids))
+        assert len(tree) == 24
+    assert len(shapes) == 1
+    assert len(tokens) > 20
+
+
+def test_a_drawn_chain_attaches_its_distributions_too() -> None:
+    sampling = DraftSampling(0.8, noise=noise_of(1), verification="rejection")
+    tree = propose(taught(), [5, 1, 2], 8, DraftShape(), sampling)
+    assert set(tree.draft_probs) == set(range(-1, len(tree) - 1))
+    assert all(tree.token_ids[at + 1] in probs for at, probs in tree.draft_probs.items())
+
+
+def test_greedy_requests_choose_and_do_not_draw() -> None:
+    sampling = DraftSampling(0.0, verification="rejection")
+    assert propose(taught(), [5, 1, 2], 8, DraftShape(3, 4), sampling).draft_probs == {}
+
+
+def test_features_tell_a_clear_lead_from_a_narrow_one_and_the_prompts_word() -> None:
+    drafter = taught()
+    narrow = propose(drafter, [5, 1, 2], 1).features[0]
+    clear = propose(drafter, [5, 2, 3], 1).features[0]
+    longer = propose(drafter, [9, 1, 2], 1).features[0]
+    drafter.close("r")
+    drafter.open("r", [1, 2, 3], {}, "")
+    prompt = propose(drafter, [1, 2, 3, 1, 2], 1).features[0]
+    assert len({narrow, clear, longer, prompt}) == 4
+    tree = propose(taught(), [5, 1, 2], 8, DraftShape(3, 1))
+    assert len(set(tree.features)) == 3
+
+
+def test_a_template_file_decides_the_tree(tmp_path: Path) -> None:
+    DraftTemplate([(0,), (1,), (1, 0)]).save(tmp_path / "t.json")
+    drafter = StandDrafter(str(tmp_path / "t.json"))
+    drafter.open("r", [1, 2, 3, 9, 1, 2, 4, 8, 1, 2], {}, "")
+    tree = propose(drafter, [1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 9, DraftShape(4, 9))
+    assert nodes(tree) == {(4,), (3,), (3, 9)}  # of equal counts, the newer one first
+    with pytest.raises(ValueError, match=r"none\.json"):
+        StandDrafter(str(tmp_path / "none.json"))
+
+
+def test_contexts_are_bounded() -> None:
+    drafter = StandDrafter()
+    drafter.open("r", list(range(4000)), {"max_contexts": 1024}, "")
+    for token in range(4000):
+        text = [token, token + 1, token + 2, 0]
+        seen = Observation("r", text, EMPTY, [0], [0], [0], [[1]], [[1.0]])
+        drafter.observe([seen])
+    state = drafter._states["r"]
+    assert 512 <= len(state._prompt) <= 1024  # type: ignore[attr-defined]
+    assert 512 <= len(state._table) <= 1024  # type: ignore[attr-defined]

@@ -1,0 +1,284 @@
+"""Loading: what is served, what is refused at start, and with which reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from engine.build import build_engine, build_engine_for
+from engine.config import EngineConfig
+from engine.errors import UnsupportedModelError
+from engine.model.loader import (
+    adopt,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    max_position,
+    prepare_model,
+    refuse_unservable,
+    resolve_dtype,
+)
+from engine.model.selfcheck import check_logits, reference_logits
+from worlds.tiny_models import (
+    CPU,
+    VOCAB_SIZE,
+    make_runner,
+    tiny_config,
+    tiny_model,
+)
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (hf.T5Config(), "t5 is an encoder-decoder; only causal LMs are served"),
+        (hf.LlavaConfig(), "llava takes images; only text models are served"),
+        (hf.Qwen3NextConfig(), "layers of kind linear_attention"),
+        (hf.MambaConfig(), "layers of kind linear_attention"),
+        (hf.Lfm2Config(layer_types=["conv", "full_attention"] * 16), "layers of kind conv"),
+        (hf.GraniteMoeHybridConfig(layer_types=["mamba", "attention"] * 16), "layers of kind"),
+        (hf.Llama4TextConfig(), "layers of kind chunked_attention"),
+        (hf.Gemma3nTextConfig(), "gemma3n_text shares keys and values between layers"),
+        (hf.FalconConfig(alibi=True), "falcon adds ALiBi biases"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_a_configuration_that_rules_itself_out_is_refused(config: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        refuse_unservable(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf.BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=1, n_head=2),
+        hf.FalconConfig(**SMALL, num_attention_heads=2, alibi=False),
+    ],
+    ids=lambda config: str(config.model_type),
+)
+def test_a_model_off_the_attention_interface_is_refused(config: Any) -> None:
+    model = hf.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match="ForCausalLM does not use .* interface"):
+        prepare_model(model, CPU)
+
+
+def test_the_configuration_is_judged_before_any_weight_is_read(tmp_path: Path) -> None:
+    hf.Llama4TextConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        load_model(str(tmp_path), CPU)
+
+
+class Forgetful(hf.LlamaForCausalLM):
+    """Takes no notice of attention keywords."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **_: Any) -> Any:
+        return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+
+
+class Stateful(hf.LlamaForCausalLM):
+    """Adds a running mean over the rows of the call: memory that is not keys and values."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        counts = torch.arange(1, output.logits.shape[1] + 1)[None, :, None]
+        output.logits = output.logits + output.logits.cumsum(1) / counts
+        return output
+
+
+class Unpositioned(hf.LlamaForCausalLM):
+    """Counts positions by itself, from 0 at every call."""
+
+    def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        assert position_ids is None or position_ids.ndim == 2
+        return super().forward(*args, **kwargs)
+
+
+def make_fake(kind: type[hf.LlamaForCausalLM]) -> hf.PreTrainedModel:
+    model = kind(tiny_config("llama"))
+    model.load_state_dict(tiny_model("llama").state_dict())
+    return prepare_model(model, CPU)
+
+
+def build(model: hf.PreTrainedModel) -> None:
+    build_engine_for(
+        model, None, EngineConfig(num_blocks=32, block_size=4, max_num_rows=8, max_num_seqs=2)
+    )
+
+
+def test_a_model_that_swallows_attention_keywords_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="cannot run .* does not pass attention keywords"
+    ):
+        build(make_fake(Forgetful))
+
+
+@pytest.mark.parametrize("kind", [Stateful, Unpositioned])
+def test_a_model_that_keeps_other_state_is_found_out(kind: type[hf.LlamaForCausalLM]) -> None:
+    """Nothing in its configuration says so; only its logits do."""
+    with pytest.raises(UnsupportedModelError, match="its logits differ from transformers' own"):
+        build(make_fake(kind))
+
+
+def test_a_model_that_looks_ahead_is_found_out() -> None:
+    with pytest.raises(UnsupportedModelError, match="its logits differ from transformers' own"):
+        build(tiny_model("gemma3", use_bidirectional_attention=True))
+
+
+def test_layers_that_share_a_number_are_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.layer_idx = 0
+    with pytest.raises(UnsupportedModelError, match="two attention layers .* number 0"):
+        adopt(model)
+    model.model.layers[1].self_attn.layer_idx = 2
+    with pytest.raises(
+        UnsupportedModelError, match=r"attention layers report the numbers \[0, 2\]"
+    ):
+        adopt(model)
+
+
+def test_the_check_of_logits_sees_a_tree_that_goes_wrong() -> None:
+    model = tiny_model("mistral")
+    reference = reference_logits(model)
+    runner = make_runner(model, exact=True)
+    check_logits(runner, reference)
+    with pytest.raises(UnsupportedModelError, match="run in chunks"):
+        check_logits(runner, reference.roll(1, 0))
+    wrong = reference.clone()
+    reached = []
+
+    def forward(batch: Any) -> torch.Tensor:
+        logits = type(runner).forward(runner, batch)
+        if any(request.parents for request in batch.requests):
+            reached.append(batch)
+            return logits.roll(1, 0)
+        return logits
+
+    runner.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModelError, match="run in a draft tree"):
+        check_logits(runner, wrong)
+    assert reached
+
+
+def test_shapes_are_what_the_layers_hand_over() -> None:
+    (first, second) = adopt(tiny_model("deepseek_v3"))
+    assert first == second
+    assert (first.num_heads, first.num_kv_heads) == (4, 4)
+    # Multi-head latent attention: keys have a rotary part that values lack.
+    assert (first.key_dim, first.value_dim) == (24, 12)
+
+
+# --- folders ---
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A bf16 checkpoint with a word-level tokenizer."""
+    tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path)
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "draft": 3, "verify": 4}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_loads_with_its_weights_and_tokenizer(folder: Path) -> None:
+    assert (folder / "model.safetensors").exists()
+    model = load_model(str(folder), CPU, "bfloat16")
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    saved = tiny_model("llama", torch.bfloat16).state_dict()
+    assert model.state_dict().keys() == saved.keys()
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+    assert load_tokenizer(str(folder))("verify draft nothing")["input_ids"] == [4, 3, 0]
+
+
+def test_dtypes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_model(str(folder), CPU, "float32").dtype == torch.float32
+    assert load_model(str(folder), CPU, "bfloat16").dtype == torch.bfloat16
+    for supported, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(
+            torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported
+        )
+        assert load_model(str(folder), CPU, "auto").dtype == expected
+    assert resolve_dtype("auto", torch.device("cuda")) == "auto"
+    for wrong in ("int8", "float64", "nonsense"):
+        with pytest.raises(UnsupportedModelError, match=f"dtype '{wrong}' is not one of auto"):
+            resolve_dtype(wrong, CPU)
+
+
+def test_an_engine_built_from_a_folder_knows_its_end_of_text(folder: Path) -> None:
+    engine, tokenizer = build_engine(
+        EngineConfig(model=str(folder), num_blocks=32, block_size=4, max_num_rows=8, max_num_seqs=2)
+    )
+    assert engine.info.model == str(folder)
+    assert engine.info.vocab_size == VOCAB_SIZE
+    # The model names none; the tokenizer does.
+    assert engine.info.eos_token_ids == (tokenizer.eos_token_id,) == (2,)
+
+
+def test_what_does_not_exist_is_an_oserror_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name in ("nobody/no-such-model", str(tmp_path / "nothing")):
+        with pytest.raises(OSError, match=f"cannot load '{name}'"):
+            load_model(name, CPU)
+        with pytest.raises(OSError, match=f"cannot load '{name}'"):
+            load_tokenizer(name)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"model_type": "no_such_kind"}'])
+def test_a_configuration_that_transformers_does_not_know_is_refused(
+    tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UnsupportedModelError, match=f"cannot load '{tmp_path}'.*model"):
+        load_model(str(tmp_path), CPU)
+
+
+def test_a_folder_without_a_causal_lm_or_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    hf.CLIPTextConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="CLIPTextConfig"):
+        load_model(str(tmp_path), CPU)
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises((UnsupportedModelError, OSError), match=f"cannot load '{tmp_path}'"):
+        load_tokenizer(str(tmp_path))
+
+
+# --- what the configuration says ---
+
+
+def test_end_of_text_ids_from_generation_config_model_or_tokenizer() -> None:
+    model = tiny_model("llama")
+    assert eos_token_ids(model, None) == ()
+    model.config.eos_token_id = 5
+    assert eos_token_ids(model, None) == (5,)
+    model.generation_config.eos_token_id = [7, 9]
+    assert eos_token_ids(model, None) == (7, 9)
+
+
+def test_positions_end_where_rotary_frequencies_would_follow_the_longest_neighbour() -> None:
+    """transformers gives LongRoPE models other frequencies once any position of the call passes the
+    original length: a request's tokens would depend on who shares its step."""
+    assert max_position(tiny_config("llama")) == 256
+    assert max_position(tiny_config("phi3_longrope")) == 64
+    per_kind = tiny_config("gemma3")
+    per_kind.rope_parameters["full_attention"] = {
+        "rope_type": "dynamic",
+        "original_max_position_embeddings": 128,
+    }
+    assert max_position(per_kind) == 128
+    assert max_position(tiny_config("gpt2")) == 256
+    assert max_position(hf.BloomConfig()) == 4096  # says nothing

@@ -1,0 +1,160 @@
+"""The search must find what looking at every token finds, whatever its shortcuts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.sampling.gumbel_argmax
+from engine.params import SamplingParams
+from engine.sampling.gumbel_argmax import SampledRows, block_maxima, greedy_tokens, sampled_tokens
+from engine.sampling.noise import request_key
+from engine.sampling.noise_torch import row_states
+from worlds.sampling_oracle import expected_token
+
+torch.set_num_threads(1)
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+def draw(logits: Tensor, params: list[SamplingParams], device: str = "cpu") -> list[int]:
+    """Row i draws under ``params[i]`` with its seed, at position 100 + i."""
+    keys = torch.tensor([request_key(p.seed, 0) for p in params], device=device)
+    positions = torch.arange(100, 100 + len(params), device=device)
+    rows = SampledRows(
+        logits.to(device),
+        row_states(keys, positions),
+        torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
+        [p.top_k for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+    )
+    return sampled_tokens(rows).tolist()
+
+
+def expected(logits: Tensor, params: list[SamplingParams]) -> list[int]:
+    return [
+        expected_token(row, p, request_key(p.seed, 0), 100 + i)
+        for i, (row, p) in enumerate(zip(logits, params, strict=True))
+    ]
+
+
+def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.05, 0.7, 1.0, 1.3, 5.0]),
+        top_k=rng.choice([0, 0, 1, 3, 50, vocab_size, 2 * vocab_size]),
+        top_p=rng.choice([1.0, 1.0, 0.9, 0.5, 0.01]),
+        min_p=rng.choice([0.0, 0.0, 0.05, 0.5, 1.0]),
+        seed=rng.randrange(2**64),
+    )
+
+
+def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
+    """Flat, peaked, tied, masked rows side by side."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    rows = []
+    for _ in range(num_rows):
+        row = torch.randn(vocab_size, generator=generator) * rng.choice([0.0, 0.3, 2.0, 8.0])
+        if rng.random() < 0.4:
+            row = (row * 2).round() / 2
+        if rng.random() < 0.4:
+            mask = torch.rand(vocab_size, generator=generator) < rng.choice([0.1, 0.9])
+            mask[rng.randrange(vocab_size)] = False
+            row = row.masked_fill(mask, float("-inf"))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first_blocks", [1, 16])
+@pytest.mark.parametrize("vocab_size", [1, 5, 40, 1024, 1500, 4096])
+def test_search_finds_what_exhaustion_finds(
+    vocab_size: int, first_blocks: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.sampling.gumbel_argmax, "_FIRST_BLOCKS", first_blocks)
+    rng = random.Random(vocab_size)
+    num_rows = 12 if vocab_size > 100 else 60
+    logits = random_logits(rng, num_rows, vocab_size)
+    params = [random_params(rng, vocab_size) for _ in range(num_rows)]
+    assert draw(logits, params, device) == expected(logits, params)
+
+
+def test_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.sampling.gumbel_argmax, "_CHUNK_NUMEL", 1)
+    rng = random.Random(3)
+    logits = random_logits(rng, 30, 300)
+    params = [SamplingParams(top_p=0.4, top_k=rng.choice([0, 20]), seed=s) for s in range(30)]
+    assert draw(logits, params) == expected(logits, params)
+
+
+def test_rows_are_drawn_the_same_alone_and_in_any_company() -> None:
+    rng = random.Random(8)
+    logits = random_logits(rng, 41, 2100)
+    params = [random_params(rng, 2100) for _ in range(41)]
+    together = draw(logits, params)
+    for size in (1, 2, 7, 40):
+        picked = rng.sample(range(41), size)
+        keys = torch.tensor([request_key(params[i].seed, 0) for i in picked])
+        rows = SampledRows(
+            logits[picked],
+            row_states(keys, torch.tensor([100 + i for i in picked])),
+            torch.tensor([params[i].temperature for i in picked], dtype=torch.float64),
+            [params[i].top_k for i in picked],
+            [params[i].top_p for i in picked],
+            [params[i].min_p for i in picked],
+        )
+        assert sampled_tokens(rows).tolist() == [together[i] for i in picked]
+
+
+def test_equal_logits_at_a_border_share_their_fate() -> None:
+    logits = torch.tensor([[2.0, 2.0, 2.0, 1.0]]).expand(400, 4).contiguous()
+    for truncation in (
+        SamplingParams(top_k=1),
+        SamplingParams(top_p=0.1),
+        SamplingParams(min_p=1.0),
+    ):
+        params = [
+            SamplingParams(
+                top_k=truncation.top_k, top_p=truncation.top_p, min_p=truncation.min_p, seed=seed
+            )
+            for seed in range(400)
+        ]
+        assert set(draw(logits, params)) == {0, 1, 2}
+
+
+def test_a_row_without_a_finite_logit_still_gives_a_token() -> None:
+    logits = torch.stack([torch.full((50,), float("-inf")), torch.full((50,), float("nan"))])
+    assert draw(logits, [SamplingParams(), SamplingParams(top_p=0.5)]) == [0, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab_size", [3, 1500, 40_000])
+def test_greedy_takes_the_lowest_id_among_equals(vocab_size: int, device: str) -> None:
+    rng = random.Random(vocab_size)
+    for small in (0, 1 << 30):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.sampling.gumbel_argmax, "_SMALL_NUMEL", small)
+            logits = (random_logits(rng, 8, vocab_size) * 2).round()
+            firsts = [row.index(max(row)) for row in logits.tolist()]
+            assert greedy_tokens(logits.to(device)).tolist() == firsts
+
+
+def test_block_maxima_cover_a_vocabulary_of_any_size() -> None:
+    for vocab_size in (1, 33, 1023, 1024, 1025, 3000):
+        logits = torch.randn(4, vocab_size)
+        maxima = block_maxima(logits)
+        padded = torch.full((4, maxima.shape[1] * 32), float("-inf"))
+        padded[:, :vocab_size] = logits
+        assert torch.equal(maxima, padded.view(4, -1, 32, 32).amax(dim=2).view(4, -1))

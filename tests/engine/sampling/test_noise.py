@@ -1,0 +1,252 @@
+"""The noise is one function on every path, and behaves like independent standard Gumbel draws.
+
+Seeds are fixed. For fresh ones every comparison would fail by chance at a rate of at most 1e-6, and
+there are about 300 of them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampling.noise import (
+    BLOCK_TOKENS,
+    TILE_TOKENS,
+    _draw_int,
+    _unit_float,
+    gumbel_scalar,
+    request_key,
+    signed,
+)
+from engine.sampling.noise_torch import (
+    _draw,
+    block_bounds,
+    block_noise,
+    block_table,
+    gumbel,
+    num_blocks,
+    row_states,
+)
+
+torch.set_num_threads(1)
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+def keys_of(*seeds: int) -> Tensor:
+    return torch.tensor([request_key(seed, 0) for seed in seeds])
+
+
+def uniforms(noise: Tensor) -> Tensor:
+    """Uniform on (0, 1) if ``noise`` is standard Gumbel."""
+    return noise.double().neg().exp().neg().exp().flatten()
+
+
+def assert_uniform(sample: Tensor) -> None:
+    """Kolmogorov-Smirnov: P(D sqrt(n) > 2.7) < 2 exp(-2 * 2.7**2) = 9.3e-7."""
+    ordered, count = sample.sort().values, len(sample)
+    steps = torch.arange(count + 1) / count
+    distance = torch.maximum((ordered - steps[:-1]).max(), (steps[1:] - ordered).max())
+    assert distance * math.sqrt(count) < 2.7
+
+
+def assert_uncorrelated(a: Tensor, b: Tensor) -> None:
+    """Linear correlation of uniforms is normal with deviation 1/sqrt(n): 5.2 deviations, 2e-7.
+
+    The squares catch dependence that leaves the means alone.
+    """
+    for power in (1, 2):
+        x, y = (((u - 0.5) * math.sqrt(12)) ** power for u in (a.flatten(), b.flatten()))
+        x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()
+        assert abs((x * y).mean()) * math.sqrt(len(x)) < 5.2
+
+
+def test_the_hash_is_splitmix64() -> None:
+    """The published generator's first outputs for the seeds 1234567 and 0."""
+    assert _draw_int(1234567, 0) == 6457827717110365317
+    assert _draw_int(1234567, 1) == 3203168211198807973
+    assert _draw_int(0, 0) == 0xE220A8397B1DCDAF
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_integers_are_equal_in_python_and_over_tensors(device: str) -> None:
+    rng = random.Random(1)
+    states = [rng.randrange(-(2**63), 2**63) for _ in range(500)] + [-(2**63), -1, 0, 2**63 - 1]
+    counters = [rng.randrange(2**41) for _ in states]
+    got = _draw(torch.tensor(states, device=device), torch.tensor(counters, device=device))
+    pairs = zip(states, counters, strict=True)
+    assert got.tolist() == [signed(_draw_int(s % 2**64, c)) for s, c in pairs]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_noise_is_equal_in_python_and_over_tensors(device: str) -> None:
+    rng = random.Random(2)
+    keys = [request_key(rng.randrange(2**64), choice) for choice in range(40)]
+    positions = [rng.randrange(2**20) for _ in keys]
+    token_ids = [rng.randrange(200_000) for _ in range(100)] + [0, 31, 32, 1023, 1024, 151_935]
+    got = gumbel(*(torch.tensor(x, device=device) for x in (keys, positions, token_ids)))
+    assert got.dtype == torch.float32
+    pairs = zip(keys, positions, strict=True)
+    assert got.tolist() == [[gumbel_scalar(k, p, v) for v in token_ids] for k, p in pairs]
+
+
+def test_noise_of_a_token_does_not_depend_on_what_else_is_asked() -> None:
+    keys, positions = keys_of(*range(9)), torch.arange(9)
+    everything = gumbel(keys, positions, torch.arange(3000))
+    for row, start, length in [(0, 0, 1), (3, 17, 5), (8, 1000, 77), (5, 2999, 1)]:
+        ids = torch.arange(start, start + length)[None]
+        alone = gumbel(keys[row : row + 1], positions[row : row + 1], ids)
+        assert torch.equal(alone[0], everything[row, start : start + length])
+
+
+def test_blocks_hold_the_noise_of_their_tokens_and_never_exceed_their_bound() -> None:
+    keys, positions = keys_of(*range(60)), torch.arange(60) * 7
+    states, table = row_states(keys, positions), block_table(num_blocks(2500), keys.device)
+    everything = gumbel(keys, positions, torch.arange(3 * TILE_TOKENS))
+    bounds = block_bounds(states, table)
+    assert bounds.shape == (60, 3 * BLOCK_TOKENS)
+    gaps = []
+    for row in range(60):
+        blocks = torch.arange(bounds.shape[1])
+        noise = block_noise(states[row].expand(len(blocks)), blocks, table)
+        assert torch.equal(noise, everything[row][table.token_ids])
+        gaps.append(bounds[row] - noise.amax(dim=1))
+    gap = torch.cat(gaps)
+    assert gap.min() > 0
+    assert (gap < 2e-3).float().mean() > 0.99  # it is the largest noise, not just some bound
+
+
+def test_every_token_lies_in_one_block() -> None:
+    token_ids = block_table(num_blocks(5000), torch.device("cpu")).token_ids
+    assert sorted(token_ids.flatten().tolist()) == list(range(5 * TILE_TOKENS))
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, 12345678901234567890123])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    assert -(2**63) <= request_key(seed, 0) < 2**63
+    assert math.isfinite(gumbel_scalar(request_key(seed, 3), 10, 5))
+
+
+def test_keys_differ_by_seed_and_choice() -> None:
+    keys = {request_key(seed, choice) for seed in range(300) for choice in range(30)}
+    assert len(keys) == 9000
+
+
+def test_the_ends_of_the_uniform_stay_inside() -> None:
+    assert 0 < _unit_float(0) < 2**-52
+    assert 1 - 2**-52 < _unit_float(2**64 - 1) < 1
+
+
+@pytest.mark.parametrize("vary", ["tokens", "positions", "seeds", "choices"])
+def test_noise_is_gumbel_along_every_axis(vary: str) -> None:
+    many, ids = torch.arange(60_000), torch.tensor([[77]])
+    if vary == "tokens":
+        noise = gumbel(keys_of(11), torch.tensor([5]), many)
+    elif vary == "positions":
+        noise = gumbel(keys_of(11).expand(60_000), many, ids)
+    elif vary == "seeds":
+        noise = gumbel(keys_of(*range(60_000)), torch.full((60_000,), 9), ids)
+    else:
+        keys = torch.tensor([request_key(4, choice) for choice in range(60_000)])
+        noise = gumbel(keys, torch.full((60_000,), 9), ids)
+    assert_uniform(uniforms(noise))
+
+
+def test_large_noise_is_as_frequent_as_it_should_be() -> None:
+    """4e6 draws; counts are Poisson: 5.2 deviations (2e-7) at means of 1341 and 182, and the exact
+    tails beyond 3 .. 58 (7e-9 and 3e-9) at a mean of 24.6."""
+    count = 4_000_000
+    noise = torch.cat(
+        [gumbel(keys_of(s), torch.tensor([s]), torch.arange(400_000)) for s in range(10)]
+    )
+    for level in (8.0, 10.0):
+        mean = count * -math.expm1(-math.exp(-level))
+        assert abs(int((noise > level).sum()) - mean) < 5.2 * math.sqrt(mean)
+    assert 3 <= int((noise > 12).sum()) <= 58
+
+
+def test_tokens_of_a_row_are_uncorrelated() -> None:
+    rows = torch.stack(
+        [uniforms(gumbel(keys_of(s), torch.tensor([3]), torch.arange(20_480))) for s in (1, 2, 3)]
+    )
+    for lag in [*range(1, 9), 31, 32, 33, 63, 64, 96, 512, 992, 1023, 1024, 1025]:
+        assert_uncorrelated(rows[:, :-lag], rows[:, lag:])
+
+
+def test_neighbouring_positions_seeds_and_choices_are_uncorrelated() -> None:
+    ids, count = torch.arange(64), 600
+    positions = torch.arange(count)
+    by_position = uniforms(gumbel(keys_of(5).expand(count), positions, ids)).view(count, 64)
+    by_seed = uniforms(gumbel(keys_of(*range(count)), torch.full((count,), 5), ids)).view(count, 64)
+    choices = torch.tensor([request_key(5, choice) for choice in range(count)])
+    by_choice = uniforms(gumbel(choices, torch.full((count,), 5), ids)).view(count, 64)
+    diagonal = uniforms(gumbel(keys_of(*range(count)), positions, ids)).view(count, 64)
+    for rows in (by_position, by_seed, by_choice, diagonal):
+        for lag in (1, 2, 3, 16):
+            assert_uncorrelated(rows[:-lag], rows[lag:])
+            assert_uncorrelated(rows[:-lag, :-1], rows[lag:, 1:])  # along the diagonal
+    for a, b in [(by_position, by_seed), (by_seed, by_choice), (by_position, by_choice)]:
+        # Row 5 of two of them is the same (seed 5, position 5, choice 0) by construction.
+        assert_uncorrelated(a[10:], b[10:])
+
+
+def test_pairs_within_a_block_fill_the_square_evenly() -> None:
+    """Chi-squared with 63 degrees of freedom: above 146 with probability 2e-8."""
+    count = 40_000
+    keys, positions = keys_of(8).expand(count), torch.arange(count)
+    noise = uniforms(gumbel(keys, positions, torch.tensor([64, 96, 96 + 31 * 20, 65])))
+    cells = (noise.view(count, 4) * 8).long()
+    for a, b in [(0, 1), (0, 2), (0, 3)]:
+        seen = torch.bincount(cells[:, a] * 8 + cells[:, b], minlength=64).double()
+        assert ((seen - count / 64) ** 2 / (count / 64)).sum() < 146
+
+
+def test_the_largest_of_a_block_is_anyone_and_gumbel_shifted_by_log_32() -> None:
+    """Chi-squared with 31 degrees of freedom: above 93 with probability 4e-8."""
+    count = 20_000
+    table = block_table(num_blocks(1024), torch.device("cpu"))
+    states = row_states(keys_of(21).expand(count), torch.arange(count))
+    noise = block_noise(states, torch.full((count,), 7), table)
+    largest, member = noise.max(dim=1)
+    assert_uniform(uniforms(largest - math.log(32)))
+    seen = torch.bincount(member, minlength=32).double()
+    assert ((seen - count / 32) ** 2 / (count / 32)).sum() < 93
+
+
+def test_two_models_agree_under_one_noise_as_often_as_the_formula_says() -> None:
+    """P(the same token) = sum over x of 1 / (sum over y of max(target y / x, draft y / x)), which is at
+    least (1 - TV) / (1 + TV), and more than with a noise for each (Daliri et al., arXiv 2408.07978)."""
+    num = 20_000
+    generator = torch.Generator().manual_seed(4)
+    positions = torch.arange(num)
+    tokens = torch.arange(6)
+    for spread in (0.5, 1.5):
+        target = (torch.randn(6, generator=generator) * spread).softmax(-1).double()
+        draft = (torch.randn(6, generator=generator) * spread).softmax(-1).double()
+        shared, other = (
+            gumbel(torch.tensor([request_key(seed, 0)] * num), positions, tokens) for seed in (1, 2)
+        )
+        chosen = (target.log() + shared).argmax(-1)
+        agreed = float(((draft.log() + shared).argmax(-1) == chosen).double().mean())
+        apart = float(((draft.log() + other).argmax(-1) == chosen).double().mean())
+        ratios = torch.maximum(target / target[:, None], draft / draft[:, None])  # [x, y]
+        expected = float((1 / ratios.sum(-1)).sum())
+        error = 5 * math.sqrt(0.25 / num)
+        assert agreed == pytest.approx(expected, abs=error)
+        assert apart == pytest.approx(float((target * draft).sum()), abs=error)
+        variation = float((target - draft).abs().sum()) / 2
+        assert expected >= (1 - variation) / (1 + variation)
+        assert agreed > apart

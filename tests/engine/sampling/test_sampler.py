@@ -1,0 +1,265 @@
+"""Row-wise processing against a token-by-token twin, along every path of a tree and in any company."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafters.tree import EMPTY, DraftTree, chain
+from engine.errors import RequestError
+from engine.params import SamplingParams
+from engine.sampling.sampler import choose_tokens
+from engine.sampling.state import RowGroup, SamplingState, TokenCounts
+from worlds.sampling_oracle import edited_row, expected_token, new_state, random_tree
+
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 24
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Any subset of what there is to ask for."""
+    asked = SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.3]),
+        top_k=5,
+        top_p=0.8,
+        min_p=0.05,
+        logit_bias={rng.randrange(VOCAB_SIZE): rng.uniform(-9, 9), 3: -100.0},
+        presence_penalty=rng.uniform(-2, 2),
+        frequency_penalty=rng.uniform(-2, 2),
+        repetition_penalty=rng.choice([0.7, 1.2, 2.0]),
+        min_tokens=rng.randrange(9),
+        bad_words_token_ids=tuple(
+            tuple(rng.randrange(4) for _ in range(rng.choice([1, 2, 2, 3]))) for _ in range(4)
+        ),
+        stop_token_ids=(rng.randrange(VOCAB_SIZE), 7),
+        seed=rng.randrange(2**32),
+    )
+    off = SamplingParams()
+    fields = [
+        name
+        for name in (
+            "top_k",
+            "top_p",
+            "min_p",
+            "logit_bias",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        + ("repetition_penalty", "min_tokens", "bad_words_token_ids")
+        if rng.random() < 0.5
+    ]
+    return replace(asked, **{name: getattr(off, name) for name in fields})
+
+
+class Case:
+    """A request somewhere in its life, a tree of drafts, and logits for its rows."""
+
+    def __init__(self, rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
+        self.params = random_params(rng)
+        # Few different tokens, so that penalties and bad words have something to find.
+        self.prompt = [rng.randrange(6) for _ in range(rng.randrange(1, 8))]
+        self.output = [rng.randrange(6) for _ in range(rng.randrange(8))]
+        self.tree = random_tree(rng, 4, 8)
+        self.state = new_state(self.params, VOCAB_SIZE, self.prompt)
+        half = rng.randrange(len(self.output) + 1)
+        self.state.append(self.output[:half])
+        self.state.append(self.output[half:])
+        generator = torch.Generator().manual_seed(rng.randrange(2**32))
+        logits = torch.randn(1 + len(self.tree), VOCAB_SIZE, generator=generator) * 3
+        self.logits = logits.to(dtype)
+
+    def expected(self) -> list[int]:
+        tokens = []
+        for row, path in enumerate(RowGroup(self.state, 0, self.tree).paths()):
+            text = [*self.output, *path]
+            values = edited_row(self.logits[row], self.params, self.prompt, text)
+            position = len(self.prompt) + len(text)
+            tokens.append(expected_token(values, self.params, self.state.key, position))
+        return tokens
+
+
+def lay_out(cases: list[Case]) -> tuple[Tensor, list[RowGroup]]:
+    groups, first = [], 0
+    for case in cases:
+        groups.append(RowGroup(case.state, first, case.tree))
+        first += len(case.logits)
+    return torch.cat([case.logits for case in cases]), groups
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_row_gets_what_its_own_text_and_parameters_give(
+    seed: int, dtype: torch.dtype
+) -> None:
+    rng = random.Random(seed)
+    cases = [Case(rng, dtype) for _ in range(8)]
+    logits, groups = lay_out(cases)
+    before = logits.clone()
+    assert choose_tokens(logits, groups) == [t for case in cases for t in case.expected()]
+    assert torch.equal(logits, before)
+
+
+def test_a_row_gets_the_same_token_alone_and_among_others() -> None:
+    rng = random.Random(99)
+    cases = [Case(rng) for _ in range(41)]
+    for case in cases:
+        alone = choose_tokens(*lay_out([case]))
+        for num_others in (1, rng.randrange(2, 40), 40):
+            company = rng.sample([c for c in cases if c is not case], num_others)
+            at = rng.randrange(num_others + 1)
+            logits, groups = lay_out([*company[:at], case, *company[at:]])
+            first = groups[at].first_row
+            assert choose_tokens(logits, groups)[first : first + len(alone)] == alone
+
+
+def test_drafts_around_a_row_do_not_change_it() -> None:
+    """The same path in another tree, and as plain text, gives the same token."""
+    rng = random.Random(5)
+    for _ in range(60):
+        case = Case(rng)
+        tokens = choose_tokens(*lay_out([case]))
+        for row, path in enumerate(RowGroup(case.state, 0, case.tree).paths()):
+            plain = new_state(case.params, VOCAB_SIZE, case.prompt)
+            plain.append([*case.output, *path])
+            logits = case.logits[row : row + 1]
+            assert choose_tokens(logits, [RowGroup(plain, 0)]) == [tokens[row]]
+
+
+def test_rows_of_no_group_are_left_out() -> None:
+    logits = torch.eye(6)
+    state = new_state(SamplingParams(temperature=0), 6)
+    groups = [RowGroup(state, 4), RowGroup(state, 1, chain([3]))]
+    assert choose_tokens(logits, groups) == [-1, 1, 2, -1, 4, -1]
+
+
+# --- what the field's own tests expect ---
+
+
+def greedy_choice(
+    states: list[SamplingState], drafts: list[list[int]], logits: Tensor
+) -> list[list[int]]:
+    groups, first = [], 0
+    for state, draft in zip(states, drafts, strict=True):
+        groups.append(RowGroup(state, first, chain(draft)))
+        first += 1 + len(draft)
+    tokens = choose_tokens(logits, groups)
+    return [tokens[g.first_row : g.first_row + g.num_rows] for g in groups]
+
+
+def rows_preferring(*best: int, second: int = 15, vocab_size: int = 100) -> Tensor:
+    """100 for the row's best token, 99 for the second choice of all."""
+    logits = torch.full((len(best), vocab_size), -100.0)
+    logits[:, second] = 99.0
+    logits[range(len(best)), list(best)] = 100.0
+    return logits
+
+
+def test_frequency_penalty_counts_the_drafts_before_a_row() -> None:
+    penalties = [1.5, 1.5, 0.7]
+    states = [new_state(SamplingParams(temperature=0, frequency_penalty=p), 100) for p in penalties]
+    logits = rows_preferring(1, 1, 1, 1, 7, 1, 1, 1, 1)
+    tokens = greedy_choice(states, [[1, 1, 1], [], [1, 1, 1]], logits)
+    assert tokens == [[1, 15, 15, 15], [7], [1, 1, 15, 15]]
+
+
+def test_bad_word_of_one_token_is_never_chosen() -> None:
+    state = new_state(SamplingParams(temperature=0, bad_words_token_ids=((2,),)), 100)
+    tokens = greedy_choice([state], [[1, 2, 3]], rows_preferring(1, 2, 3, 4))
+    assert tokens == [[1, 15, 3, 4]]
+
+
+def test_bad_words_match_across_prompt_output_and_drafts() -> None:
+    words = ((1, 2), (9, 3, 4), (5,) * 3)
+    params = SamplingParams(temperature=0, bad_words_token_ids=words)
+    state = new_state(params, 100, prompt=[8, 9])
+    assert state.forbidden_token_ids(()) == []
+    assert state.forbidden_token_ids((1,)) == [2]
+    assert state.forbidden_token_ids((3,)) == [4]
+    state.append([3])
+    assert state.forbidden_token_ids(()) == [4]
+    assert state.forbidden_token_ids((5,)) == []
+    state.append([5])
+    assert state.forbidden_token_ids((5,)) == [5]
+
+
+def test_repetition_penalty_sees_the_prompt_and_the_others_do_not() -> None:
+    row = torch.tensor([[3.0, 2.9, 0.0]])
+    repeated = SamplingParams(temperature=0, repetition_penalty=1.1)
+    assert choose_tokens(row, [RowGroup(new_state(repeated, 3, prompt=[0]), 0)]) == [1]
+    for params in (
+        SamplingParams(temperature=0, presence_penalty=1.0),
+        SamplingParams(temperature=0, frequency_penalty=1.0),
+    ):
+        state = new_state(params, 3, prompt=[0])
+        assert choose_tokens(row, [RowGroup(state, 0)]) == [0]
+        state.append([0])
+        assert choose_tokens(row, [RowGroup(state, 0)]) == [1]
+
+
+def test_repetition_penalty_lowers_logits_of_either_sign() -> None:
+    params = SamplingParams(temperature=0, repetition_penalty=2.0)
+    for row in (torch.tensor([[1.0, 0.9]]), torch.tensor([[-1.0, -1.1]])):
+        assert choose_tokens(row, [RowGroup(new_state(params, 2, prompt=[0]), 0)]) == [1]
+
+
+def test_stop_tokens_wait_for_min_tokens_along_the_path() -> None:
+    params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(4,))
+    logits = rows_preferring(4, 4, 4)
+    for eos in ((), (15,)):
+        state = new_state(params, 100, eos=eos)
+        first = 15 if not eos else 0
+        assert greedy_choice([state], [[1, 1]], logits) == [[first, first, 4]]
+
+
+def test_ignored_eos_is_an_ordinary_token_before_min_tokens() -> None:
+    params = SamplingParams(temperature=0, min_tokens=2, ignore_eos=True)
+    assert greedy_choice([new_state(params, 100, eos=(4,))], [[]], rows_preferring(4)) == [[4]]
+
+
+def test_logit_bias_comes_after_penalties() -> None:
+    """3 / 2 + 1 beats 2, (3 + 1) / 2 would tie with it and lose to token 2 at 2.25."""
+    params = SamplingParams(temperature=0, repetition_penalty=2.0, logit_bias={0: 1.0})
+    state = new_state(params, 3, prompt=[0])
+    assert choose_tokens(torch.tensor([[3.0, 2.0, 2.25]]), [RowGroup(state, 0)]) == [0]
+
+
+def test_forbidden_wins_over_bias() -> None:
+    params = SamplingParams(temperature=0, bad_words_token_ids=((0,),), logit_bias={0: 100.0})
+    assert choose_tokens(torch.eye(2)[:1], [RowGroup(new_state(params, 2), 0)]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        (SamplingParams(logit_bias={10: 1.0}), "logit_bias"),
+        (SamplingParams(bad_words_token_ids=((1, -1),)), "bad_words"),
+        (SamplingParams(stop_token_ids=(10,)), "stop_token_ids"),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_refused(params: SamplingParams, name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        new_state(params, 10)
+    assert caught.value.param == name
+
+
+def test_counts_grow_past_their_first_capacity() -> None:
+    counts, rng = TokenCounts(), random.Random(0)
+    tokens = [rng.randrange(500) for _ in range(2000)]
+    counts.add(range(600), 0)
+    counts.add(tokens, 1)
+    assert counts.token_ids.tolist() == list(range(600))
+    assert counts.counts.tolist() == [tokens.count(t) for t in range(600)]
+    assert counts.get(1000) == 0
+
+
+def test_depths_and_paths_follow_the_tree() -> None:
+    tree = DraftTree([5, 6, 7, 8], [-1, 0, -1, 2], [0] * 4)
+    group = RowGroup(new_state(SamplingParams(), 10), 0, tree)
+    assert group.depths() == [0, 1, 2, 1, 2]
+    assert group.paths() == [(), (5,), (5, 6), (7,), (7, 8)]
+    assert RowGroup(group.state, 0, EMPTY).num_rows == 1

@@ -1,0 +1,214 @@
+"""Drafts that are granted whole or not at all, under every policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.params import SpeculativeParams
+from engine.speculation.gamma import DraftCandidate, GammaController
+from engine.speculation.gamma.all_or_nothing import WholeDrafts
+from engine.speculation.gamma.backoff import DraftingPrice
+from engine.speculation.gamma.goodput import GoodputPolicy
+from engine.speculation.gamma.policy import Load
+from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
+
+PARAMS = SpeculativeParams(policy="goodput", num_tokens=2, max_tokens=16)
+
+
+def whole(
+    num_nodes: int = 8,
+    params: SpeculativeParams = PARAMS,
+    request_id: str = "r",
+    survival: float = 0.0,
+) -> DraftCandidate:
+    """By its survivals not worth a row."""
+    survivals = [survival] * num_nodes
+    return replace(chain_candidate(request_id, survivals, params, drafter="window"), whole=True)
+
+
+def rows_at(seconds: float) -> DictatedCost:
+    return DictatedCost(lambda num_rows: 1.0 + seconds * num_rows)
+
+
+@pytest.mark.parametrize("policy", ["fixed", "target_rate"])
+def test_fixed_gammas_grant_what_fits_whole_and_nothing_of_what_does_not(policy: str) -> None:
+    params = SpeculativeParams(policy=policy, num_tokens=8)  # type: ignore[arg-type]
+    for num_nodes, spare, gamma, reason in (
+        (8, 8, 8, ""),
+        (5, 8, 5, ""),
+        (8, 7, 0, "overload"),
+        (9, 99, 0, "client_cap" if policy == "fixed" else "policy"),
+    ):
+        controller = GammaController(rows_at(0.0))
+        controller.num_to_propose("r", params)
+        grant = controller.grant([whole(num_nodes, params)], 1, 1, 0, num_spare_rows=spare)["r"]
+        assert (grant.gamma, grant.reason) == (gamma, reason)
+
+
+def test_a_refused_whole_draft_leaves_its_rows_to_others() -> None:
+    params = SpeculativeParams(policy="fixed", num_tokens=8)
+    controller = GammaController(rows_at(0.0))
+    other = chain_candidate("other", [0.5] * 6, params)
+    grants = controller.grant([whole(8, params), other], 2, 2, 0, num_spare_rows=7)
+    assert (grants["r"].gamma, grants["other"].gamma) == (0, 6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    accepted=st.lists(st.integers(0, 4), max_size=12),
+    spare=st.integers(0, 24),
+    row_seconds=st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+    floor=st.integers(0, 1),
+)
+def test_goodput_never_cuts_one_and_stays_within_the_rows(
+    sizes: list[int], accepted: list[int], spare: int, row_seconds: float, floor: int
+) -> None:
+    policy = GoodputPolicy(rows_at(row_seconds))
+    params = replace(PARAMS, min_tokens=floor)
+    for num_accepted in [0, *accepted]:
+        candidates = [whole(size, params, f"r{rank}") for rank, size in enumerate(sizes)]
+        candidates.append(chain_candidate("chain", [0.8, 0.6, 0.4], PARAMS))
+        grants = policy.grant(candidates, load_of(len(candidates), None, spare))
+        assert sum(grant.gamma for grant in grants) <= spare
+        for candidate, grant in zip(candidates, grants, strict=True):
+            assert grant.request_id == candidate.request_id
+            if candidate.whole:
+                assert grant.gamma in (0, len(candidate.tree))
+                assert (grant.reason == "") == (grant.gamma > 0)
+            policy.observe(grant.request_id, grant.gamma, num_accepted)
+
+
+def granted(
+    policy: GoodputPolicy, num_accepted: int, num_steps: int, load: Load, size: int = 8
+) -> str:
+    """One letter per step: ``x`` verified, ``-`` refused, ``.`` not asked."""
+    story = ""
+    for _ in range(num_steps):
+        asked = policy.num_to_propose("r", PARAMS) > 0
+        (grant,) = policy.grant([whole(size if asked else 0)], load)
+        policy.observe("r", grant.gamma, num_accepted)
+        story += "x" if grant.gamma else "-" if asked else "."
+    return story
+
+
+def test_what_drafts_gain_on_average_pays_for_rows_that_their_survivals_never_would() -> None:
+    """Eight rows cost 0.4 of a step; one token in two drafts pays for them, one in five does not."""
+    policy = GoodputPolicy(rows_at(0.05))
+    story = ""
+    for step in range(200):
+        story += granted(policy, step % 2, 1, load_of(1))
+    assert set(story) == {"x"}
+    poor = GoodputPolicy(rows_at(0.05))
+    story = ""
+    for step in range(200):
+        story += granted(poor, int(step % 5 == 0), 1, load_of(1))
+    assert story.count("x") < 70
+
+
+def test_a_drafter_that_gains_nothing_is_tried_less_and_less() -> None:
+    story = granted(GoodputPolicy(rows_at(0.05)), 0, 1000, load_of(1))
+    first, *trials = [run for run in story.replace("-", ".").split(".") if run]
+    assert len(first) > 6  # what is hoped for at first, then the first trial
+    assert {len(run) for run in trials} == {6}
+    rests = [len(run) for run in story.replace("-", ".").split("x") if run]
+    assert rests[:6] == [6, 12, 24, 48, 96, 192]
+    assert story.count("x") < 60
+
+
+def test_a_drafter_that_comes_to_gain_is_taken_back() -> None:
+    policy = GoodputPolicy(rows_at(0.05))
+    granted(policy, 0, 100, load_of(1))
+    story = granted(policy, 3, 400, load_of(1))
+    assert set(story[story.index("x") :]) == {"x"}
+
+
+def test_under_load_nothing_is_tried_and_the_reason_says_so() -> None:
+    cost = rows_at(0.05)
+    policy = GoodputPolicy(cost)
+    granted(policy, 2, 20, load_of(1))
+    crowd = load_of(64)
+    (grant,) = policy.grant([whole()], crowd)
+    assert (grant.gamma, grant.reason) == (0, "overload")
+    assert "x" not in granted(policy, 2, 100, crowd)
+    assert "x" in granted(policy, 2, 40, load_of(1))
+
+
+def test_new_requests_start_from_what_others_gained() -> None:
+    policy = GoodputPolicy(rows_at(0.05))
+    granted(policy, 0, 300, load_of(1))
+    policy.forget("r")
+    story = granted(policy, 0, 130, load_of(1))
+    runs = [len(run) for run in story.replace("-", ".").split(".") if run]
+    rests = [len(run) for run in story.replace("-", ".").split("x") if run]
+    # They rest before the first trial, and longer before the next.
+    assert not story.startswith("x")
+    assert runs[:2] == [6, 6]
+    assert rests[:2] == [24, 48]
+    # Where others gained, they do not.
+    policy = GoodputPolicy(rows_at(0.05))
+    granted(policy, 1, 300, load_of(1))
+    policy.forget("r")
+    assert granted(policy, 1, 30, load_of(1)) == "x" * 30
+
+
+def test_a_likely_draft_is_granted_whatever_others_gained() -> None:
+    cost = rows_at(0.05)
+    drafts = WholeDrafts(cost, DraftingPrice(cost))
+    for _ in range(50):
+        drafts.grant(whole(), load_of(1))
+        drafts.observe("r", 0)
+    likely = whole(8, survival=0.5)
+    grant, load = drafts.grant(likely, load_of(1, num_spare_rows=20))
+    assert grant.gamma == 8
+    assert (load.num_rows, load.num_spare_rows) == (9, 12)
+    assert load.expected_tokens == pytest.approx(1 + 4)
+
+
+def test_time_spent_drafting_has_to_be_earned_too() -> None:
+    free = DictatedCost(lambda num_rows: 1.0 + 0.01 * num_rows)
+    dear = DictatedCost(free.seconds, {"window": 0.5})
+    for cost, expected in ((free, 8), (dear, 0)):
+        drafts = WholeDrafts(cost, DraftingPrice(cost))
+        for _ in range(40):
+            drafts.grant(whole(), load_of(1)._replace(draft_seconds=cost.draft_seconds("window")))
+            drafts.observe("r", 0)
+            drafts.observe("r", 1)  # half a token per draft
+        account = drafts.expected_gain(whole())
+        assert account == pytest.approx(0.5, abs=0.1)
+        load = load_of(1)._replace(draft_seconds=cost.draft_seconds("window"))
+        grants = [drafts.grant(whole(), load)[0].gamma for _ in range(8)]
+        # Among trials, a refusal shows that it does not pay.
+        assert min(grants) == expected
+
+
+def test_floors_and_target_rates_hold_for_whole_drafts() -> None:
+    policy = GoodputPolicy(rows_at(1.0))
+    (floor,) = policy.grant([whole(8, replace(PARAMS, min_tokens=1))], load_of(1))
+    assert floor.gamma == 8
+    policy = GoodputPolicy(rows_at(0.0))
+    (strict,) = policy.grant([whole(8, replace(PARAMS, target_acceptance_rate=0.5))], load_of(1))
+    assert (strict.gamma, strict.reason) == (0, "policy")
+    (mild,) = policy.grant([whole(8, replace(PARAMS, target_acceptance_rate=0.1))], load_of(1))
+    assert mild.gamma == 8
+
+
+def test_who_limits_a_whole_draft_is_named() -> None:
+    policy = GoodputPolicy(rows_at(0.0))
+    wide = replace(PARAMS, max_tokens=4)
+    assert policy.grant([whole(8, wide)], load_of(1))[0].reason == "client_cap"
+    assert policy.grant([whole(8)], load_of(1, num_spare_rows=7))[0].reason == "overload"
+    assert policy.grant([whole(0)], load_of(1))[0].reason == "no_match"
+
+
+def test_forgotten_requests_leave_nothing() -> None:
+    cost = rows_at(1.0)
+    drafts = WholeDrafts(cost, DraftingPrice(cost))
+    drafts.grant(whole(), load_of(1))
+    drafts.forget("r")
+    drafts.observe("r", 3)  # must not count for anybody
+    assert drafts.expected_gain(whole(request_id="other")) == pytest.approx(1.0)

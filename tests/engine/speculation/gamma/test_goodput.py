@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters.tree import DraftTree
+from engine.params import SpeculativeParams
+from engine.speculation.gamma.goodput import GoodputPolicy
+from engine.speculation.gamma.policy import DraftCandidate, Grant
+from worlds.gamma_cases import (
+    DictatedCost,
+    best_goodput,
+    chain_candidate,
+    goodput,
+    is_parent_closed,
+    load_of,
+    random_candidates,
+    random_costs,
+)
+
+GOOD = [0.9**k for k in range(1, 9)]
+BAD = [0.05**k for k in range(1, 9)]
+
+
+def flat(num_rows: int) -> float:
+    return 1.0 + 0.001 * num_rows
+
+
+def steep(num_rows: int) -> float:
+    return float(num_rows)
+
+
+@settings(max_examples=200, deadline=None)
+@given(candidates=random_candidates(), cost=random_costs(), spare=st.integers(6, 20))
+def test_no_other_grant_within_the_bounds_writes_more_tokens_per_second(
+    candidates: list[DraftCandidate], cost: DictatedCost, spare: int
+) -> None:
+    load = load_of(len(candidates), len(candidates) + 2, spare)
+    grants = GoodputPolicy(cost, hysteresis=0.0).grant(candidates, load)
+    achieved = goodput(candidates, grants, load, cost)
+    assert achieved == pytest.approx(best_goodput(candidates, load, cost), rel=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(candidates=random_candidates(), cost=random_costs(), spare=st.integers(0, 8))
+def test_grants_are_ascending_parent_closed_and_within_every_bound(
+    candidates: list[DraftCandidate], cost: DictatedCost, spare: int
+) -> None:
+    grants = GoodputPolicy(cost).grant(candidates, load_of(len(candidates), None, spare))
+    assert [grant.request_id for grant in grants] == [each.request_id for each in candidates]
+    assert sum(grant.gamma for grant in grants) <= spare
+    left = spare
+    for candidate, grant in zip(candidates, grants, strict=True):
+        nodes = list(grant.nodes)
+        assert nodes == sorted(set(nodes))
+        assert is_parent_closed(candidate.tree, nodes)
+        most = min(candidate.params.max_tokens, candidate.max_nodes, len(candidate.tree))
+        floor = min(candidate.params.min_tokens, most, left)
+        left -= floor
+        assert floor <= len(nodes) <= most
+        assert (grant.reason == "") == (len(nodes) == len(candidate.tree) > 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(random_candidates(with_floors=False), random_costs()), min_size=2, max_size=5
+    )
+)
+def test_hysteresis_gives_up_two_per_cent_at_most_and_is_never_worse_than_gamma_zero(
+    steps: list[tuple[list[DraftCandidate], DictatedCost]],
+) -> None:
+    now = DictatedCost(flat)
+    policy = GoodputPolicy(now)
+    for candidates, cost in steps:
+        now.seconds = cost.seconds
+        load = load_of(len(candidates))
+        achieved = goodput(candidates, policy.grant(candidates, load), load, cost)
+        plain = goodput(candidates, [Grant(c.request_id, (), "") for c in candidates], load, cost)
+        assert achieved >= plain
+        assert achieved * 1.02 >= best_goodput(candidates, load, cost) * (1 - 1e-12)
+
+
+def test_a_steep_cost_cuts_everyone_to_zero_and_cheap_rows_bring_them_back() -> None:
+    cost = DictatedCost(flat)
+    policy = GoodputPolicy(cost)
+    candidates = [chain_candidate(f"r{rank}", GOOD) for rank in range(4)]
+    gammas = []
+    for seconds in (flat, steep, steep, flat):
+        cost.seconds = seconds
+        grants = policy.grant(candidates, load_of(4))
+        gammas.append([grant.gamma for grant in grants])
+    assert gammas == [[8] * 4, [0] * 4, [0] * 4, [8] * 4]
+
+
+def test_overload_and_low_acceptance_are_told_apart() -> None:
+    def loaded_only(num_rows: int) -> float:
+        return 1.0 if num_rows <= 8 else float(num_rows - 7)
+
+    policy = GoodputPolicy(DictatedCost(lambda rows: loaded_only(rows) + 0.06 * rows))
+    good, bad = chain_candidate("good", GOOD), chain_candidate("bad", BAD)
+    reasons = [grant.reason for grant in policy.grant([good, bad], load_of(16))]
+    assert reasons == ["overload", "low_acceptance"]
+
+
+def test_a_request_alone_is_never_overloaded() -> None:
+    grants = GoodputPolicy(DictatedCost(steep)).grant([chain_candidate("r", GOOD)], load_of(1))
+    assert grants == [Grant("r", [], "low_acceptance")]
+
+
+def test_equal_cost_is_free_but_padding_is_not_filled_with_hopeless_nodes() -> None:
+    in_buckets_of_eight = DictatedCost(lambda num_rows: float(-(-num_rows // 8)))
+    hopeful = chain_candidate("hopeful", [0.01] * 12)
+    hopeless = chain_candidate("hopeless", [0.4, 0.0, 0.0])
+    for candidate, gamma in ((hopeful, 7), (hopeless, 1)):
+        policy = GoodputPolicy(in_buckets_of_eight, hysteresis=0.0)
+        assert policy.grant([candidate], load_of(1))[0].gamma == gamma
+
+
+def test_the_likelier_request_gets_the_rows_that_pay() -> None:
+    cost = DictatedCost(lambda num_rows: 1.0 + 0.15 * num_rows)
+    pair = [chain_candidate("bad", BAD), chain_candidate("good", GOOD)]
+    gammas = [grant.gamma for grant in GoodputPolicy(cost).grant(pair, load_of(2))]
+    assert gammas[0] == 0
+    assert gammas[1] >= 4
+
+
+def test_ties_go_to_the_shallower_node_then_to_the_older_request() -> None:
+    cost = DictatedCost(flat)
+    twins = [chain_candidate("old", [0.5, 0.5]), chain_candidate("new", [0.5, 0.5])]
+    gammas = [
+        [grant.gamma for grant in GoodputPolicy(cost).grant(twins, load_of(2, 2, spare))]
+        for spare in (1, 2, 3)
+    ]
+    assert gammas == [[1, 0], [1, 1], [2, 1]]
+
+
+def test_the_likeliest_branch_is_kept_wherever_the_drafter_put_it() -> None:
+    tree = DraftTree([7, 8, 9, 10], [-1, 0, -1, 2], [0] * 4)
+    candidate = DraftCandidate(
+        "r", "ngram", SpeculativeParams(max_tokens=2), tree, [0.3, 0.2, 0.6, 0.5], 64
+    )
+    grant = GoodputPolicy(DictatedCost(flat)).grant([candidate], load_of(1))[0]
+    assert grant == Grant("r", [2, 3], "client_cap")
+
+
+def test_a_survival_that_rises_downward_does_not_orphan_a_node() -> None:
+    candidate = chain_candidate("r", [0.5, 0.5000001, 0.6], SpeculativeParams(max_tokens=2))
+    assert GoodputPolicy(DictatedCost(flat)).grant([candidate], load_of(1))[0].nodes == [0, 1]
+
+
+def test_a_floor_is_granted_whatever_it_costs() -> None:
+    floored = chain_candidate("r", BAD, SpeculativeParams(min_tokens=3))
+    policy = GoodputPolicy(DictatedCost(steep))
+    grant = policy.grant([floored, chain_candidate("other", BAD)], load_of(2))
+    assert [each.gamma for each in grant] == [3, 0]
+
+
+def test_who_limits_a_grant_is_named() -> None:
+    policy = GoodputPolicy(DictatedCost(flat))
+    client = chain_candidate("client", GOOD, SpeculativeParams(max_tokens=2))
+    full = DraftCandidate(
+        "full", "ngram", SpeculativeParams(), client.tree, client.survivals, 3, "no_kv"
+    )
+    none_left = DraftCandidate("none", "ngram", SpeculativeParams(), DraftTree(), [], 0, "no_kv")
+    silent = chain_candidate("silent", [])
+    refused = chain_candidate("refused", [], SpeculativeParams(max_tokens=0))
+    grants = policy.grant([client, full, none_left, silent, refused], load_of(5))
+    assert [(grant.gamma, grant.reason) for grant in grants] == [
+        (2, "client_cap"),
+        (3, "no_kv"),
+        (0, "no_kv"),
+        (0, "no_match"),
+        (0, "client_cap"),
+    ]
+
+
+def test_small_gains_do_not_make_gamma_flap() -> None:
+    cost = DictatedCost(lambda num_rows: 1.0 + 0.5 * num_rows)
+    policy = GoodputPolicy(cost)
+    # Break-even for one node on one request: 1.5 -> 2.0 seconds, so a survival of a third.
+    gammas = [
+        policy.grant([chain_candidate("r", [survival])], load_of(1))[0].gamma
+        for survival in (0.30, 0.34, 0.32, 0.34, 0.60, 0.35, 0.34, 0.33)
+    ]
+    # The last is a loss, if a small one: nothing holds a grant below gamma 0.
+    assert gammas == [0, 0, 0, 0, 1, 1, 1, 0]
+
+
+def test_one_drafting_request_among_many_is_not_drowned_by_hysteresis() -> None:
+    """It gains far less than two per cent of a batch of 64, but two fifths of its own speed."""
+    cost = DictatedCost(lambda num_rows: 1.0 + 0.005 * num_rows)
+    policy = GoodputPolicy(cost)
+    others = [chain_candidate(f"r{rank}", [0.001]) for rank in range(63)]
+    assert all(grant.gamma == 0 for grant in policy.grant(others, load_of(64)))
+    grants = policy.grant([*others, chain_candidate("drafts", [0.4])], load_of(64))
+    assert grants[-1].gamma == 1
+
+
+def test_tokens_that_others_write_anyway_make_rows_dearer() -> None:
+    """Each second is worth what the whole batch writes in it."""
+    cost = DictatedCost(lambda num_rows: 1.0 + 0.3 * num_rows)
+    policy = GoodputPolicy(cost, hysteresis=0.0)
+    candidate = chain_candidate("r", [0.5])
+    alone = load_of(1, 1)
+    beside_busy_drafts = alone._replace(expected_tokens=3.0)
+    assert policy.grant([candidate], alone)[0].gamma == 1
+    assert policy.grant([candidate], beside_busy_drafts)[0].gamma == 0
+
+
+def _run(policy: GoodputPolicy, candidate: DraftCandidate, num_steps: int) -> list[bool]:
+    """In which steps the drafter was asked."""
+    asked = []
+    silent = chain_candidate(candidate.request_id, [], drafter=candidate.drafter)
+    for _ in range(num_steps):
+        wanted = policy.num_to_propose(candidate.request_id, candidate.params) > 0
+        asked.append(wanted)
+        policy.grant([candidate if wanted else silent], load_of(1))
+    return asked
+
+
+def test_a_costly_drafter_rests_longer_and_longer_while_it_does_not_pay() -> None:
+    policy = GoodputPolicy(DictatedCost(flat, {"model": 0.3}))
+    losing = chain_candidate("r", BAD, drafter="model")
+    asked = _run(policy, losing, 200)
+    rests = [len(run) for run in "".join("x" if a else "." for a in asked).split("x") if run]
+    assert rests[:4] == [1, 3, 7, 15]
+    assert max(rests) == 31
+    assert any(asked[-40:])
+
+
+def test_a_costly_drafter_that_pays_again_stops_resting() -> None:
+    policy = GoodputPolicy(DictatedCost(flat, {"model": 0.3}))
+    _run(policy, chain_candidate("r", BAD, drafter="model"), 20)
+    asked = _run(policy, chain_candidate("r", GOOD, drafter="model"), 40)
+    first = asked.index(True)
+    assert all(asked[first:])
+
+
+def test_a_resting_drafter_is_reported_as_low_acceptance() -> None:
+    policy = GoodputPolicy(DictatedCost(flat, {"model": 0.3}))
+    _run(policy, chain_candidate("r", BAD, drafter="model"), 2)
+    assert policy.num_to_propose("r", SpeculativeParams()) == 0
+    grant = policy.grant([chain_candidate("r", [], drafter="model")], load_of(1))[0]
+    assert grant.reason == "low_acceptance"
+
+
+def test_free_drafters_never_rest_however_bad_they_are() -> None:
+    policy = GoodputPolicy(DictatedCost(flat, {"ngram": 0.001}))
+    assert all(_run(policy, chain_candidate("r", BAD), 50))
+
+
+def test_a_forgotten_request_starts_afresh() -> None:
+    policy = GoodputPolicy(DictatedCost(flat, {"model": 0.3}))
+    _run(policy, chain_candidate("r", BAD, drafter="model"), 2)
+    policy.forget("r")
+    assert policy.num_to_propose("r", SpeculativeParams(max_tokens=5)) == 5
+
+
+def test_the_first_draft_of_a_request_is_held_to_num_tokens() -> None:
+    params = SpeculativeParams(num_tokens=3, max_tokens=8)
+    candidate = chain_candidate("a", GOOD, params)
+    policy = GoodputPolicy(DictatedCost(flat))
+    assert policy.grant([candidate], load_of(1))[0] == Grant("a", [0, 1, 2], "client_cap")
+    policy.observe("a", 0, 0)  # a step without a draft proves nothing
+    assert policy.grant([candidate], load_of(1))[0].gamma == 3
+    policy.observe("a", 3, 3)
+    assert policy.grant([candidate], load_of(1))[0].gamma == 8
+    policy.forget("a")
+    assert policy.grant([candidate], load_of(1))[0].gamma == 3
+
+
+def test_a_target_rate_is_the_least_that_is_expected_of_a_grant() -> None:
+    survivals = [0.9, 0.8, 0.7, 0.3, 0.2]  # means: .9 .85 .8 .675 .58
+    for rate, gamma in ((0.95, 0), (0.85, 2), (0.79, 3), (0.6, 4), (0.5, 5)):
+        params = SpeculativeParams(target_acceptance_rate=rate)
+        grant = GoodputPolicy(DictatedCost(flat)).grant(
+            [chain_candidate("a", survivals, params)], load_of(1)
+        )[0]
+        assert grant.gamma == gamma
+        assert grant.reason == ("" if gamma == 5 else "policy")

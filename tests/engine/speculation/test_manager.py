@@ -1,0 +1,247 @@
+"""Between drafters and step: who is asked for how much, what is granted, and who hears of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from drafters.base import DraftRequest, DraftShape, Observation
+from drafters.tree import EMPTY, DraftTree, chain
+from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.sampling.state import SamplingState
+from engine.schedule.request import Request
+from engine.schedule.scheduler import Plan, ScheduledRequest
+from engine.speculation.cost import CostModel
+from engine.speculation.manager import DraftRound, Speculation
+from engine.stats import RequestSpeculationStats
+from kvpool.block_pool import BlockPool
+from worlds.engine_harness import DictatedCost
+from worlds.fake_drafters import FakeDrafter, Propose
+
+VOCAB = 20
+FIXED = SpeculativeParams("fake", "fixed", num_tokens=4)
+
+
+def zeros(ask: DraftRequest) -> DraftTree:
+    return chain([0] * min(ask.max_nodes, ask.shape.depth))
+
+
+class TimedCost(DictatedCost):
+    """Remembers what it was told of drafting."""
+
+    def __init__(self, row_seconds: float = 0.01) -> None:
+        super().__init__(row_seconds)
+        self.draft_calls: list[tuple[str, int, float]] = []
+
+    def observe_draft(self, drafter: str, num_requests: int, seconds: float) -> None:
+        self.draft_calls.append((drafter, num_requests, seconds))
+
+
+class World:
+    def __init__(
+        self, *drafters: FakeDrafter, cost: CostModel | None = None, max_num_nodes: int = 64
+    ) -> None:
+        self.cost = cost or TimedCost()
+        self.pool = BlockPool(num_blocks=8, block_size=4)
+        by_name = {drafter.info.name: drafter for drafter in drafters}
+        self.speculation = Speculation(by_name, self.cost, VOCAB, max_num_nodes, self.pool)
+
+    def open(
+        self, request_id: str, speculative: SpeculativeParams = FIXED, max_tokens: int = 50
+    ) -> Request:
+        """A request whose prompt is committed but for the anchor."""
+        spec = GenerationRequest(
+            request_id, (1, 2, 3), SamplingParams(max_tokens=max_tokens), speculative
+        )
+        state = SamplingState(spec, (), VOCAB, 100)
+        request = Request(spec, state, RequestSpeculationStats(speculative.drafter))
+        self.pool.open(request_id, request.token_ids, "", 0)
+        self.pool.allocate(request_id, len(request.token_ids))
+        request.start(0)
+        request.commit(2, [])
+        self.speculation.open(request)
+        return request
+
+    def draft(self, *requests: Request, spare_rows: int = 100) -> DraftRound:
+        scheduled = [ScheduledRequest(request, 1) for request in requests]
+        return self.speculation.draft(Plan(scheduled, [], len(scheduled), spare_rows))
+
+    def observe(
+        self, request: Request, round_: DraftRound, tree: DraftTree, num_accepted: int
+    ) -> None:
+        seen = Observation(
+            request.request_id, request.token_ids, tree, [0] * (len(tree) + 1), [0], [0]
+        )
+        self.speculation.observe([seen], round_, [num_accepted])
+
+
+def fake(name: str = "fake", propose: Propose = zeros, num_top: int = 0) -> FakeDrafter:
+    return FakeDrafter(name, propose, num_top=num_top)
+
+
+def test_plain_requests_reach_no_drafter() -> None:
+    drafter = fake()
+    world = World(drafter)
+    request = world.open("r", SpeculativeParams("none"))
+    round_ = world.draft(request)
+    assert round_.of(request).tree == EMPTY
+    assert world.speculation.num_top_tokens(request) == 0
+    world.speculation.close(request)
+    assert (drafter.opened, drafter.asks, drafter.closed) == ([], [], [])
+
+
+def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
+    first, second = fake("first"), fake("second")
+    world = World(first, second)
+    requests = [
+        world.open(name, replace(FIXED, drafter=drafter, num_tokens=num_tokens))
+        for name, drafter, num_tokens in (("a", "first", 2), ("b", "second", 3), ("c", "first", 5))
+    ]
+    round_ = world.draft(*requests)
+    assert [[ask.request_id for ask in asks] for asks in first.asks] == [["a", "c"]]
+    assert [[ask.request_id for ask in asks] for asks in second.asks] == [["b"]]
+    assert [len(round_.of(request).tree) for request in requests] == [2, 3, 5]
+
+
+def test_the_ask_carries_the_live_text_and_the_shape() -> None:
+    drafter = fake()
+    world = World(drafter)
+    request = world.open("r", replace(FIXED, shape=DraftShape(3, 2)))
+    world.draft(request)
+    ((ask,),) = drafter.asks
+    assert ask.token_ids is request.token_ids
+    assert (ask.max_nodes, ask.shape) == (4, DraftShape(3, 2))
+
+
+def test_rows_that_do_not_sample_get_no_draft() -> None:
+    drafter = fake()
+    world = World(drafter)
+    request = world.open("r")
+    request.num_committed = 0
+    plan = Plan([ScheduledRequest(request, 2)], [], 2, 100)
+    assert world.speculation.draft(plan).drafts == {}
+    assert drafter.asks == []
+
+
+@pytest.mark.parametrize(("max_tokens", "depth"), [(1, None), (2, 1), (4, 3), (50, 16)])
+def test_the_last_token_is_never_drafted(max_tokens: int, depth: int | None) -> None:
+    drafter = fake()
+    world = World(drafter)
+    request = world.open("r", replace(FIXED, num_tokens=30), max_tokens)
+    world.draft(request)
+    depths = [ask.shape.depth for asks in drafter.asks for ask in asks]
+    assert depths == ([] if depth is None else [depth])
+
+
+def test_the_engine_bounds_nodes() -> None:
+    world = World(fake(), max_num_nodes=3)
+    request = world.open("r", replace(FIXED, num_tokens=30))
+    assert len(world.draft(request).of(request).tree) == 3
+
+
+def test_spare_rows_bound_the_round() -> None:
+    world = World(fake())
+    requests = [world.open(name) for name in "ab"]
+    round_ = world.draft(*requests, spare_rows=5)
+    assert [len(round_.of(request).tree) for request in requests] == [4, 1]
+    assert round_.of(requests[1]).reason == "overload"
+
+
+def test_what_is_not_granted_stays_the_proposal() -> None:
+    world = World(fake(), cost=DictatedCost(row_seconds=9.0))
+    request = world.open("r", replace(FIXED, policy="goodput"))
+    draft = world.draft(request).of(request)
+    assert (len(draft.tree), draft.reason) == (0, "low_acceptance")
+    assert len(draft.proposal) == 16
+
+
+def test_a_proposal_nobody_verified_still_teaches() -> None:
+    """Shadow labels: drafts that would have been right bring the request's gamma back."""
+    world = World(fake(), cost=DictatedCost(row_seconds=0.8))
+    request = world.open("r", replace(FIXED, policy="goodput"))
+    grants = []
+    for _ in range(12):
+        round_ = world.draft(request)
+        grants.append(len(round_.of(request).tree))
+        request.commit(1, [0])
+        world.observe(request, round_, round_.of(request).tree, grants[-1])
+    assert grants[0] == 0
+    assert grants[-1] > 0
+
+
+@pytest.mark.parametrize(("num_verified", "num_asked_next"), [(2, 5), (4, 3)])
+def test_policies_hear_of_the_nodes_that_were_verified(
+    num_verified: int, num_asked_next: int
+) -> None:
+    """Four are granted and two accepted: of two verified that is all, of four it is half."""
+    drafter = fake()
+    world = World(drafter)
+    params = replace(FIXED, policy="target_rate", target_acceptance_rate=0.8)
+    request = world.open("r", params)
+    round_ = world.draft(request)
+    assert len(round_.of(request).tree) == 4
+    world.observe(request, round_, round_.of(request).tree.subtree(range(num_verified)), 2)
+    world.draft(request)
+    assert drafter.asks[-1][0].max_nodes == num_asked_next
+
+
+def test_drafters_hear_of_their_own_requests_only() -> None:
+    first, second = fake("first"), fake("second")
+    world = World(first, second)
+    requests = [
+        world.open(name, replace(FIXED, drafter=drafter))
+        for name, drafter in (("a", "first"), ("b", "second"), ("c", "none"))
+    ]
+    round_ = world.draft(*requests)
+    seen = [Observation(each.request_id, each.token_ids, EMPTY, [0], [0], [0]) for each in requests]
+    world.speculation.observe(seen, round_, [0, 0, 0])
+    assert [[each.request_id for each in group] for group in first.observed] == [["a"]]
+    assert [[each.request_id for each in group] for group in second.observed] == [["b"]]
+
+
+def test_drafting_time_is_shared_by_those_who_drafted() -> None:
+    cost = TimedCost()
+    world = World(fake(), cost=cost)
+    requests = [world.open(name) for name in "ab"]
+    round_ = world.draft(*requests)
+    seen = [Observation(each.request_id, each.token_ids, EMPTY, [0], [0], [0]) for each in requests]
+    world.speculation.observe(seen, round_, [0, 0])
+    ((name, num_requests, seconds),) = cost.draft_calls
+    assert (name, num_requests) == ("fake", 2)
+    assert seconds == round_.seconds_by_drafter["fake"]
+    assert round_.share(requests[0]) == round_.share(requests[1]) == seconds / 2 > 0
+    plain = world.open("plain", SpeculativeParams("none"))
+    assert round_.share(plain) == 0.0
+
+
+def test_top_tokens_are_asked_for_within_the_vocabulary() -> None:
+    world = World(fake(num_top=1000))
+    assert world.speculation.num_top_tokens(world.open("r")) == VOCAB
+
+
+def test_closing_forgets_and_tells_the_failures() -> None:
+    drafter = FakeDrafter(propose=zeros, fails="propose")
+    world = World(drafter)
+    request = world.open("r")
+    for _ in range(3):
+        assert world.draft(request).num_failures == 1
+    assert world.speculation.close(request) == 3
+    assert world.speculation.close(request) == 0
+    assert drafter.closed == ["r"]
+    assert world.draft(request).drafts == {}
+
+
+def test_an_unknown_drafter_is_the_callers_error() -> None:
+    with pytest.raises(KeyError):
+        World(fake()).open("r", SpeculativeParams("nobody"))
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_how_much_of_a_drawn_chain_is_granted_does_not_depend_on_its_end(length: int) -> None:
+    """A step of two spare rows grants two of four; a chain that ended after one has nothing cut."""
+    world = World(fake(propose=lambda _: chain([5] * length)))
+    request = world.open("r", replace(FIXED, verification="rejection"))
+    draft = world.draft(request, spare_rows=2).of(request)
+    assert (len(draft.proposal), len(draft.tree)) == (length, min(length, 2))
+    assert draft.reason == ("overload" if length > 2 else "")

@@ -1,0 +1,328 @@
+"""Verification: the walk, the trimming, the law of what is emitted, and its independence of drafts.
+
+Seeds are fixed. For fresh ones every statistical comparison would fail by chance at a rate of 1e-6.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters.tree import EMPTY, DraftTree, chain
+from engine.params import SamplingParams
+from engine.sampling.sampler import choose_tokens
+from engine.sampling.state import RowGroup
+from engine.verification.match import Outcome, verify
+from worlds.sampling_oracle import ToyModel, new_state, random_tree, truncated_probs
+
+torch.set_num_threads(1)
+
+ENDLESS = SamplingParams(max_tokens=1000, temperature=0)
+FORK = DraftTree([5, 6, 7, 8, 9], [-1, 0, -1, 2, 2], [0] * 5)
+"""Root -> 5 -> 6 and root -> 7 -> {8, 9}: rows 1, 2 and 3, 4, 5."""
+
+
+def outcome_of(
+    tree: DraftTree,
+    row_token_ids: Sequence[int],
+    params: SamplingParams = ENDLESS,
+    eos: Sequence[int] = (),
+    num_output: int = 0,
+    max_model_len: int = 10**6,
+) -> Outcome:
+    state = new_state(params, 100, eos=eos, max_model_len=max_model_len)
+    state.append([50] * num_output)
+    (outcome,) = verify([RowGroup(state, 0, tree)], row_token_ids)
+    return outcome
+
+
+# --- the walk ---
+
+
+@pytest.mark.parametrize(
+    ("drafts", "targets", "emitted"),
+    [
+        ([[1, 2, 3]], [[1, 2, 3, 4]], [[1, 2, 3, 4]]),
+        ([[1, 2, 3]], [[1, 5, 3, 4]], [[1, 5]]),
+        ([[1, 2], [3]], [[1, 2, 5], [3, 4]], [[1, 2, 5], [3, 4]]),
+        ([[]], [[5]], [[5]]),
+        ([[1, 2, 3], [4, 5, 6]], [[1, 2, 7, 6], [4, 8, 6, 9]], [[1, 2, 7], [4, 8]]),
+        ([[1, 4, 5]], [[1, 4, 8, 9]], [[1, 4, 8]]),
+        ([[9, 2], [], [3]], [[1, 2, 3], [4], [3, 3]], [[1], [4], [3, 3]]),
+    ],
+)
+def test_a_chain_is_accepted_up_to_the_first_difference(
+    drafts: list[list[int]], targets: list[list[int]], emitted: list[list[int]]
+) -> None:
+    groups, first = [], 0
+    for draft in drafts:
+        groups.append(RowGroup(new_state(ENDLESS, 100), first, chain(draft)))
+        first += 1 + len(draft)
+    outcomes = verify(groups, [t for target in targets for t in target])
+    assert [list(o.emitted_token_ids) for o in outcomes] == emitted
+    assert [o.num_accepted for o in outcomes] == [len(e) - 1 for e in emitted]
+    assert [list(o.path) for o in outcomes] == [list(range(len(e))) for e in emitted]
+    assert [list(o.row_token_ids) for o in outcomes] == targets
+    assert all(o.finish_reason is None for o in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("targets", "path", "emitted"),
+    [
+        ([5, 6, 1, 8, 2, 3], (0, 1, 2), (5, 6, 1)),
+        ([7, 6, 1, 9, 2, 3], (0, 3, 5), (7, 9, 3)),
+        ([7, 6, 1, 6, 2, 3], (0, 3), (7, 6)),
+        ([8, 6, 1, 8, 2, 3], (0,), (8,)),
+    ],
+)
+def test_a_tree_is_walked_down_the_branch_that_the_target_takes(
+    targets: list[int], path: tuple[int, ...], emitted: tuple[int, ...]
+) -> None:
+    outcome = outcome_of(FORK, targets)
+    assert (outcome.path, outcome.emitted_token_ids) == (path, emitted)
+    assert outcome.num_accepted == outcome.num_emitted_drafts == len(path) - 1
+    assert outcome.drafted == (True,) * (len(path) - 1) + (False,)
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_path_is_the_longest_on_which_target_and_tree_agree(rng: random.Random) -> None:
+    tree = random_tree(rng, 3, 12)
+    targets = [rng.randrange(3) for _ in range(1 + len(tree))]
+    paths: dict[int, tuple[int, ...]] = {-1: (0,)}
+    for node, (token, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+        if parent in paths and targets[parent + 1] == token:
+            paths[node] = (*paths[parent], node + 1)
+    longest = max(paths.values(), key=len)
+    outcome = outcome_of(tree, targets)
+    assert outcome.path == longest
+    assert outcome.emitted_token_ids == tuple(targets[row] for row in longest)
+
+
+# --- trimming ---
+
+CHAIN, AGREED = chain([1, 2, 3]), [1, 2, 3, 4]
+
+
+def test_a_stop_token_ends_the_run_and_belongs_to_none_of_it() -> None:
+    outcome = outcome_of(CHAIN, AGREED, eos=(2,))
+    assert outcome.emitted_token_ids == (1,)
+    assert outcome.path == (0, 1)
+    assert outcome.num_accepted == 3
+    assert outcome.num_emitted_drafts == 1
+    assert outcome.drafted == (True,)
+    assert (outcome.finish_reason, outcome.stop_token_id) == ("stop", 2)
+
+
+def test_a_stop_token_may_come_first_or_last() -> None:
+    first = outcome_of(CHAIN, AGREED, eos=(1,))
+    assert (first.emitted_token_ids, first.path, first.drafted) == ((), (0,), ())
+    last = outcome_of(CHAIN, AGREED, replace(ENDLESS, stop_token_ids=(4,)))
+    assert (last.emitted_token_ids, last.path) == ((1, 2, 3), (0, 1, 2, 3))
+    assert (last.finish_reason, last.stop_token_id) == ("stop", 4)
+
+
+def test_the_first_stop_token_wins() -> None:
+    outcome = outcome_of(CHAIN, AGREED, replace(ENDLESS, stop_token_ids=(3,)), eos=(2, 4))
+    assert (outcome.emitted_token_ids, outcome.stop_token_id) == ((1,), 2)
+
+
+def test_ignored_eos_goes_on_and_stop_ids_still_stop() -> None:
+    params = replace(ENDLESS, ignore_eos=True, stop_token_ids=(3,))
+    outcome = outcome_of(CHAIN, AGREED, params, eos=(2,))
+    assert (outcome.emitted_token_ids, outcome.stop_token_id) == ((1, 2), 3)
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 4, 5])
+def test_max_tokens_cuts_the_run(left: int) -> None:
+    outcome = outcome_of(CHAIN, AGREED, replace(ENDLESS, max_tokens=10), num_output=10 - left)
+    assert outcome.emitted_token_ids == tuple(AGREED[:left])
+    assert len(outcome.path) == min(left, 3) + 1
+    assert outcome.finish_reason == ("length" if left <= 4 else None)
+    assert outcome.stop_token_id is None
+    assert outcome.num_accepted == 3
+
+
+def test_max_model_len_counts_the_prompt() -> None:
+    """The prompt has three tokens: two more fit into five."""
+    outcome = outcome_of(CHAIN, AGREED, max_model_len=5)
+    assert (outcome.emitted_token_ids, outcome.finish_reason) == ((1, 2), "length")
+
+
+def test_a_stop_token_beyond_the_length_is_not_seen() -> None:
+    params = replace(ENDLESS, max_tokens=1)
+    outcome = outcome_of(CHAIN, AGREED, params, eos=(2,))
+    assert (outcome.emitted_token_ids, outcome.finish_reason) == ((1,), "length")
+    outcome = outcome_of(CHAIN, AGREED, params, eos=(1,))
+    assert (outcome.emitted_token_ids, outcome.finish_reason) == ((), "stop")
+
+
+def test_no_stop_before_min_tokens() -> None:
+    params = replace(ENDLESS, min_tokens=2)
+    assert outcome_of(CHAIN, AGREED, params, eos=(2,)).finish_reason is None
+    assert outcome_of(CHAIN, AGREED, params, eos=(3,)).emitted_token_ids == (1, 2)
+
+
+# --- the law of the emitted tokens ---
+
+
+def chi_squared_tail(statistic: float, num_degrees: int) -> float:
+    half = torch.tensor([num_degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def assert_follows(counts: dict[tuple[int, int], int], probs: dict[tuple[int, int], float]) -> None:
+    """Pearson's test at 1e-6; cells expected under 8 times are pooled."""
+    assert all(probs[cell] > 0 for cell in counts)
+    total = sum(counts.values())
+    statistic, num_cells, rest_seen, rest_expected = 0.0, 0, 0, 0.0
+    for cell, prob in probs.items():
+        seen, expected = counts.get(cell, 0), total * prob
+        if expected < 8:
+            rest_seen, rest_expected = rest_seen + seen, rest_expected + expected
+        else:
+            statistic, num_cells = statistic + (seen - expected) ** 2 / expected, num_cells + 1
+    if rest_expected >= 8:
+        statistic += (rest_seen - rest_expected) ** 2 / rest_expected
+        num_cells += 1
+    assert chi_squared_tail(statistic, num_cells - 1) > 1e-6
+
+
+SAMPLED = [
+    SamplingParams(max_tokens=9),
+    SamplingParams(max_tokens=9, temperature=1.5, top_k=5),
+    SamplingParams(max_tokens=9, temperature=0.7, top_p=0.8),
+    SamplingParams(max_tokens=9, temperature=1.2, min_p=0.1),
+    SamplingParams(max_tokens=9, temperature=1.2, top_k=7, top_p=0.9, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("shape", ["none", "chain", "tree"])
+@pytest.mark.parametrize("params", SAMPLED)
+@pytest.mark.parametrize("vocab_size", [8, 16])
+def test_emitted_pairs_follow_the_target(
+    vocab_size: int, params: SamplingParams, shape: str
+) -> None:
+    """The first two tokens, whatever was drafted for either."""
+    model, rng, last = ToyModel(vocab_size, seed=vocab_size), random.Random(7), 2
+    likely = model.table.topk(3).indices.tolist()
+    a, b, c = likely[last]
+    tree = {
+        "none": EMPTY,
+        "chain": chain([a, likely[a][0]]),
+        "tree": DraftTree(
+            [a, likely[a][0], b, likely[a][1], c, likely[b][0]], [-1, 0, -1, 0, -1, 2], [0] * 6
+        ),
+    }[shape]
+    states = [
+        new_state(replace(params, seed=rng.randrange(2**64)), vocab_size) for _ in range(2000)
+    ]
+    texts: list[list[int]] = [[0, 1, last] for _ in states]
+    num_accepted = 0
+    while waiting := [i for i, text in enumerate(texts) if len(text) < 5]:
+        groups: list[RowGroup] = []
+        rows: list[int] = []
+        for i in waiting:
+            drafted = tree if len(texts[i]) == 3 else EMPTY
+            groups.append(RowGroup(states[i], len(rows), drafted))
+            rows += [texts[i][-1], *drafted.token_ids]
+        for i, o in zip(
+            waiting, verify(groups, choose_tokens(model.table[rows], groups)), strict=True
+        ):
+            states[i].append(o.emitted_token_ids)
+            if len(texts[i]) == 3:
+                num_accepted += o.num_accepted > 0
+            texts[i] += o.emitted_token_ids
+    first = truncated_probs(model.table[last], params)
+    probs = {
+        (x, y): first[x] * prob
+        for x in range(vocab_size)
+        for y, prob in enumerate(truncated_probs(model.table[x], params))
+    }
+    counts: dict[tuple[int, int], int] = {}
+    for text in texts:
+        pair = (text[3], text[4])
+        counts[pair] = counts.get(pair, 0) + 1
+    assert_follows(counts, probs)
+    # A draft is accepted as often as the target writes it: no lossless verifier accepts more.
+    offered = {t for t, parent in zip(tree.token_ids, tree.parents, strict=True) if parent == -1}
+    mean = len(states) * sum(first[t] for t in offered)
+    deviation = math.sqrt(mean * (1 - mean / len(states))) if shape != "none" else 0.0
+    assert abs(num_accepted - mean) <= 5 * deviation
+
+
+# --- drafts change when tokens come, never which ---
+
+
+def stream(
+    model: ToyModel, params: SamplingParams, prompt: list[int], rng: random.Random | None
+) -> tuple[list[int], str | None, int | None, int]:
+    """What a request writes, with random drafts if ``rng`` is given, and the steps it took."""
+    state = new_state(params, model.vocab_size, prompt, eos=(0,))
+    text, num_steps = list(prompt), 0
+    while True:
+        tree = model.likely_tree(rng, text[-1], 9) if rng else EMPTY
+        outcome = model.step(state, text, tree)
+        num_steps += 1
+        if outcome.finish_reason:
+            return text, outcome.finish_reason, outcome.stop_token_id, num_steps
+
+
+STREAMS = [
+    SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
+    for seed in range(5)
+    for temperature, top_p in [(1.0, 1.0), (0.7, 1.0), (1.3, 0.9), (0.0, 1.0)]
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    params=st.sampled_from(STREAMS),
+    edited=st.booleans(),
+    model_seed=st.integers(0, 5),
+    rng=st.randoms(use_true_random=False),
+)
+def test_a_stream_is_the_same_with_and_without_drafts(
+    params: SamplingParams, edited: bool, model_seed: int, rng: random.Random
+) -> None:
+    params = replace(params, max_tokens=rng.randrange(1, 16), ignore_eos=rng.random() < 0.3)
+    if edited:
+        params = replace(
+            params,
+            presence_penalty=rng.choice([0.0, 0.7]),
+            frequency_penalty=rng.choice([0.0, 0.4]),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            logit_bias={rng.randrange(20): 2.0},
+            min_tokens=rng.randrange(8),
+            bad_words_token_ids=((rng.randrange(20),), (rng.randrange(20), rng.randrange(20))),
+        )
+    model = ToyModel(20, model_seed)
+    prompt = [rng.randrange(20) for _ in range(3)]
+    plain = stream(model, params, prompt, None)
+    drafted = stream(model, params, prompt, rng)
+    assert drafted[:3] == plain[:3]
+    assert drafted[3] <= plain[3]
+
+
+def test_right_drafts_save_steps() -> None:
+    """The equality above would hold of drafts never accepted."""
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    model = ToyModel(20, 3)
+    plain = stream(model, params, [1], None)
+    drafted = stream(model, params, [1], random.Random(0))
+    assert drafted[0] == plain[0]
+    assert drafted[3] < 0.8 * plain[3]
+
+
+def test_choices_of_one_seed_differ_and_repeat() -> None:
+    model = ToyModel(20, 1)
+    params = SamplingParams(max_tokens=30, seed=9, ignore_eos=True)
+    texts = [stream(model, replace(params, choice_index=i % 2), [1], None)[0] for i in range(4)]
+    assert texts[:2] == texts[2:]
+    assert texts[0] != texts[1]

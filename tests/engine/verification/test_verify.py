@@ -1,0 +1,205 @@
+"""Verification by rejection through the whole core: tensors, noise streams, grants and all.
+
+The target is a Markov chain over 16 tokens; requests that differ in their seed alone write three tokens,
+most of them with drafts drawn from another chain. Counts of (first, second) and (second, third) token
+face a chi-squared test each. Seeds are fixed; over the choice of seeds each comparison would fail a
+correct engine once in 10,000 times (``ALPHA``). That the rules are exact is proved in
+``test_rejection.py``; what is shown here is that the engine applies them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chi2  # type: ignore[import-untyped]
+
+from drafters.tree import DraftTree, chain
+from engine.params import GenerationRequest, SamplingParams, SpeculativeParams, VerificationName
+from engine.sampling.noise import (
+    ACCEPT_STREAM,
+    DRAFT_STREAM,
+    RESIDUAL_STREAM,
+    step_key,
+    uniform_scalar,
+)
+from engine.sampling.state import RowGroup, SamplingState
+from engine.verification.verify import verify_step
+from worlds.drawing_drafter import DrawingDrafter, as_mapping
+from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
+from worlds.sampling_oracle import new_state
+from worlds.verified_streams import (
+    ALPHA,
+    CASES,
+    NUM_REQUESTS,
+    PROMPT,
+    TARGET,
+    VOCAB,
+    next_probs,
+    p_values,
+)
+
+torch.set_num_threads(1)
+
+DRAFT_PROBS = torch.softmax(
+    torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4)).double(), -1
+).tolist()
+
+
+def new_drafter(name: str) -> DrawingDrafter:
+    wrap = {"wrap": as_mapping} if "nucleus" in name else {}
+    return DrawingDrafter(DRAFT_PROBS, CASES[name][1], **wrap)
+
+
+def sample(name: str, drafter: DrawingDrafter, num_requests: int = NUM_REQUESTS) -> Driver:
+    verification, _, sampling, speculation = CASES[name]
+    setup = Setup(
+        num_blocks=1024,
+        cost=DictatedCost(row_seconds=0.05),
+        prefix_cache=False,
+        drafters={"drawing": drafter},
+    )
+    speculation = replace(speculation, verification=verification)
+    return Driver(TARGET.core(setup)).run(
+        *(
+            request(f"r{seed}", PROMPT, replace(sampling, seed=seed, max_tokens=3), speculation)
+            for seed in range(num_requests)
+        )
+    )
+
+
+@cache
+def sampled(name: str) -> Driver:
+    return sample(name, new_drafter(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_texts_follow_the_target(name: str) -> None:
+    driver = sampled(name)
+    assert min(p_values(name, driver)) > ALPHA
+    drafted = list(driver.drafted.values())
+    for at in (0, 1):
+        assert NUM_REQUESTS / 8 < sum(flags[at] for flags in drafted) < NUM_REQUESTS
+
+
+def test_the_test_sees_draft_probs_that_are_not_those_drawn_from() -> None:
+    drafter = new_drafter("chain")
+    drafter.claims = [[1 / VOCAB] * VOCAB] * VOCAB
+    assert min(p_values("chain", sample("chain", drafter))) < ALPHA
+
+
+@pytest.mark.parametrize("name", ["chain", "nucleus_chain", "nucleus_block"])
+def test_a_first_draft_is_accepted_with_one_minus_the_total_variation(name: str) -> None:
+    """Blocks of two keep at least as much: a second draft may save the first."""
+    target = next_probs(CASES[name][2], ())
+    overlap = sum(min(pair) for pair in zip(target, DRAFT_PROBS[PROMPT[-1]], strict=True))
+    accepted = sum(flags[0] for flags in sampled(name).drafted.values())
+    deviation = (NUM_REQUESTS * overlap * (1 - overlap)) ** 0.5
+    if CASES[name][0] == "block":
+        assert accepted > NUM_REQUESTS * overlap - 5 * deviation
+    else:
+        assert abs(accepted - NUM_REQUESTS * overlap) < 5 * deviation
+
+
+def test_blocks_keep_more_of_the_same_drafts() -> None:
+    num_accepted = [
+        sum(sum(flags) for flags in sampled(name).drafted.values()) for name in ("chain", "block")
+    ]
+    assert num_accepted[0] < num_accepted[1]
+
+
+def test_the_same_seeds_write_the_same_texts() -> None:
+    again = sample("chain", new_drafter("chain"), num_requests=100)
+    first = sampled("chain").token_ids
+    assert again.token_ids == {name: first[name] for name in again.token_ids}
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_greedy_requests_write_what_they_would_alone(verification: VerificationName) -> None:
+    drafter = DrawingDrafter(DRAFT_PROBS, [1, 1, 1])
+    speculation = replace(drafting("drawing", num_tokens=3), verification=verification)
+    greedy = SamplingParams(max_tokens=20, temperature=0)
+    setup = Setup(drafters={"drawing": drafter})
+    driver = Driver(TARGET.core(setup)).run(request("r", PROMPT, greedy, speculation))
+    plain = Driver(TARGET.core(Setup())).run(request("r", PROMPT, greedy, drafting("none")))
+    assert driver.token_ids == plain.token_ids
+    assert {ask.sampling.verification for asks in drafter.asks for ask in asks} == {"match"}
+
+
+# --- streams ---
+
+
+def new_request(verification: VerificationName, **sampling: float) -> SamplingState:
+    spec = GenerationRequest(
+        "r",
+        (0, 1, 2),
+        SamplingParams(max_tokens=99, **sampling),  # type: ignore[arg-type]
+        SpeculativeParams(verification=verification),
+    )
+    return SamplingState(spec, (), VOCAB, 1000)
+
+
+def test_draft_noise_is_new_in_every_step_that_emits() -> None:
+    state = new_request("rejection")
+    keys = [state.draft_sampling().key]
+    state.append([])  # a prompt chunk, or one recomputed after preemption
+    assert state.draft_sampling().key == keys[0]
+    for _ in range(3):
+        state.append([5])
+        keys.append(state.draft_sampling().key)
+    assert len({*keys, state.key}) == 5
+    sampling = state.draft_sampling()
+    assert sampling.noise(7, [1, 2]) != new_request("match").draft_sampling().noise(7, [1, 2])
+
+
+def test_no_two_draws_of_a_request_share_a_key() -> None:
+    streams = (DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM)
+    keys = {step_key(key, s, step) for key in range(-3, 3) for s in streams for step in range(50)}
+    assert len(keys) == 6 * 3 * 50
+
+
+def test_uniforms_fill_the_unit_interval() -> None:
+    found = [
+        uniform_scalar(step_key(9, ACCEPT_STREAM, step), row)
+        for step in range(400)
+        for row in range(5)
+    ]
+    assert 0 < min(found) < max(found) < 1
+    counts = Counter(int(8 * each) for each in found)
+    statistic = sum((counts[cell] - 250) ** 2 / 250 for cell in range(8))
+    assert chi2.sf(statistic, 7) > ALPHA
+
+
+# --- one step ---
+
+
+def test_a_step_serves_every_verification_and_keeps_the_order() -> None:
+    """Certain targets: then all verifications agree, and only the rows tell them apart."""
+    logits = torch.full((10, VOCAB), -1e4)
+    logits[torch.arange(10), [5, 6, 7, 5, 6, 7, 5, 8, 8, 9]] = 0.0
+    drafted = DraftTree([5, 6], [-1, 0], [0, 0], {-1: torch.full((VOCAB,), 1 / VOCAB)})
+    states = [new_request(name) for name in ("block", "match", "rejection", "block")]
+    groups = [
+        RowGroup(states[0], 0, drafted),
+        RowGroup(states[1], 3, drafted),
+        RowGroup(states[2], 6, DraftTree([4, 5], [-1, -1], [0, 0])),
+        RowGroup(states[3], 9),
+    ]
+    outcomes = verify_step(logits, groups)
+    assert [each.emitted_token_ids for each in outcomes] == [(5, 6, 7), (5, 6, 7), (5, 8), (9,)]
+    assert [each.path for each in outcomes] == [(0, 1, 2), (0, 1, 2), (0, 2), (0,)]
+    assert outcomes[2].row_token_ids == (5, -1, 8)
+
+
+def test_stop_tokens_and_lengths_trim_accepted_drafts() -> None:
+    logits = torch.full((4, VOCAB), -1e4)
+    logits[torch.arange(4), [5, 6, 7, 8]] = 0.0
+    params = SamplingParams(max_tokens=99, stop_token_ids=(6,))
+    state = new_state(params, VOCAB)
+    state.verification = "rejection"
+    (outcome,) = verify_step(logits, [RowGroup(state, 0, chain([5, 6, 7]))])
+    assert (outcome.emitted_token_ids, outcome.path, outcome.num_accepted) == ((5,), (0, 1), 3)
+    assert (outcome.finish_reason, outcome.stop_token_id) == ("stop", 6)

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import pytest
+
+from worlds.scripted_engine import ASSISTANT, USER, ScriptedEngine, byte_tokenizer
+from worlds.serving import Connect, events, openai_client
+
+pytestmark = pytest.mark.anyio
+
+TEXT = "hello wörld, 100 € spent"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+async def test_the_openai_client_chats(connect: Connect) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with openai_client(connect, engine) as client:
+        reply = await client.chat.completions.create(model="test/scripted", messages=MESSAGES)
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].message.content == TEXT
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == len(TEXT.encode())
+    assert reply.usage.model_dump()["speculative"]["num_accepted_tokens"] == 7
+
+
+async def test_messages_go_through_the_chat_template(connect: Connect) -> None:
+    engine = ScriptedEngine(TEXT)
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    async with connect(engine) as client:
+        await client.post("/chat/completions", json={"messages": messages})
+    expected = [USER, *b"system: be brief\n", USER, *b"user: a\nb\n", ASSISTANT]
+    assert list(engine.requests[0].prompt_token_ids) == expected
+
+
+async def test_max_tokens_defaults_to_the_room_there_is(connect: Connect) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with connect(engine) as client:
+        await client.post("/chat/completions", json={"messages": MESSAGES})
+    request = engine.requests[0]
+    assert request.sampling.max_tokens == 512 - len(request.prompt_token_ids)
+
+
+async def test_two_choices_stream_interleaved(connect: Connect) -> None:
+    async with openai_client(connect, ScriptedEngine(TEXT, group_sizes=(3,))) as client:
+        stream = await client.chat.completions.create(
+            model="test/scripted",
+            messages=MESSAGES,
+            n=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    order = [chunk.choices[0].index for chunk in chunks[:-1]]
+    assert order != sorted(order)
+    for index in (0, 1):
+        deltas = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == index]
+        assert deltas[0].delta.role == "assistant"
+        assert all(each.delta.role is None for each in deltas[1:])
+        assert "".join(each.delta.content or "" for each in deltas) == TEXT
+        assert deltas[-1].finish_reason == "stop"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 2 * len(TEXT.encode())
+
+
+async def test_logprobs_have_openai_shape(connect: Connect) -> None:
+    async with openai_client(connect, ScriptedEngine("a€")) as client:
+        reply = await client.chat.completions.create(
+            model="test/scripted", messages=MESSAGES, logprobs=True, top_logprobs=2
+        )
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [entry.token for entry in logprobs.content][:2] == ["a", "bytes:\\xe2"]
+    assert [entry.bytes for entry in logprobs.content] == [[97], [0xE2], [0x82], [0xAC]]
+    assert [entry.logprob for entry in logprobs.content] == [-0.5] * 4
+    top = logprobs.content[0].top_logprobs
+    assert [(each.token, each.logprob, each.bytes) for each in top] == [
+        ("a", -0.5, [97]),
+        ("b", -1.5, [98]),
+    ]
+
+
+async def test_streamed_logprobs_come_with_their_text(connect: Connect) -> None:
+    body = {"messages": MESSAGES, "logprobs": True, "stream": True, "stop": "rld"}
+    async with connect(ScriptedEngine(TEXT)) as client:
+        *chunks, _ = events((await client.post("/chat/completions", json=body)).text)
+    seen = b""
+    text = ""
+    for chunk in chunks:
+        choice = chunk["choices"][0]
+        text += choice["delta"].get("content", "")
+        seen += bytes(byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"])
+        assert seen.decode(errors="ignore") == text
+    assert text == "hello wö"
+
+
+async def test_a_tokenizer_without_a_template_is_a_400(connect: Connect) -> None:
+    async with connect(ScriptedEngine(), byte_tokenizer(chat_template=None)) as client:
+        refused = await client.post("/chat/completions", json={"messages": MESSAGES})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "messages"
+    assert "no chat template" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('roles must alternate') }}", "{{ messages[7].content }}"],
+)
+async def test_what_the_template_refuses_is_a_400(connect: Connect, template: str) -> None:
+    async with connect(ScriptedEngine(), byte_tokenizer(template)) as client:
+        refused = await client.post("/chat/completions", json={"messages": MESSAGES})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"unheard_of": 1}}, "chat_template_kwargs.unheard_of"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        ({"max_completion_tokens": 513}, "max_completion_tokens"),
+        ({"messages": []}, "messages"),
+    ],
+)
+async def test_contradictions_are_a_400(
+    connect: Connect, fields: dict[str, object], param: str
+) -> None:
+    async with connect(ScriptedEngine()) as client:
+        refused = await client.post("/chat/completions", json={"messages": MESSAGES} | fields)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+
+
+async def test_a_replayed_reply_message_is_accepted(connect: Connect) -> None:
+    """Clients send back what ``message.model_dump()`` gives, nulls included."""
+    async with openai_client(connect, ScriptedEngine(TEXT)) as client:
+        reply = await client.chat.completions.create(model="test/scripted", messages=MESSAGES)
+        message = reply.choices[0].message.model_dump()
+        again = await client.chat.completions.create(
+            model="test/scripted", messages=[*MESSAGES, message, *MESSAGES]
+        )
+    assert again.choices[0].message.content == TEXT
+
+
+# --- predicted outputs ---
+
+
+async def test_a_prediction_is_drafted_from_and_accounted(connect: Connect) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with openai_client(connect, engine) as client:
+        reply = await client.chat.completions.create(
+            model="test/scripted",
+            messages=MESSAGES,
+            prediction={"type": "content", "content": "hello world"},
+        )
+    speculative = engine.requests[0].speculative
+    assert speculative.drafter == "prediction"
+    assert speculative.reference_token_ids == tuple(b"hello world")
+    assert reply.usage is not None
+    details = reply.usage.completion_tokens_details
+    assert details is not None
+    stats = reply.usage.model_dump()["speculative"]
+    assert details.accepted_prediction_tokens == stats["num_accepted_tokens"] > 0
+    assert details.rejected_prediction_tokens == (
+        stats["num_draft_tokens"] - stats["num_accepted_tokens"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prediction": {"type": "text", "content": "a"}}, "prediction.type"),
+        ({"prediction": {"type": "content", "content": ""}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": "a" * 513}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": "a", "x": 1}}, "prediction.x"),
+        (
+            {
+                "prediction": {"type": "content", "content": "a"},
+                "speculative": {"draft_strategy": "ngram"},
+            },
+            "prediction",
+        ),
+        ({"speculative": {"draft_strategy": "prediction"}}, "speculative.draft_strategy"),
+    ],
+)
+async def test_predictions_without_effect_are_refused(
+    connect: Connect, body: dict[str, object], field: str
+) -> None:
+    async with connect(ScriptedEngine(TEXT)) as client:
+        reply = await client.post("/chat/completions", json={"messages": MESSAGES, **body})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == field

@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+from openai import BadRequestError, NotFoundError
+from tokenizers import processors
+
+from worlds.scripted_engine import BOS, EOS, ScriptedEngine, byte_tokenizer, engine_info
+from worlds.serving import Connect, events, openai_client
+
+pytestmark = pytest.mark.anyio
+
+TEXT = "hello wörld, 100 € spent"
+GROUPINGS = [(1,), (1, 3, 2), (7,), (1000,)]
+
+
+async def test_the_openai_client_completes(connect: Connect) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with openai_client(connect, engine) as client:
+        reply = await client.completions.create(model="test/scripted", prompt="ab", max_tokens=99)
+    assert reply.choices[0].text == TEXT
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == 2
+    assert reply.usage.completion_tokens == len(TEXT.encode())
+    assert reply.usage.total_tokens == 2 + len(TEXT.encode())
+    assert engine.open == set()
+
+
+@pytest.mark.parametrize("group_sizes", GROUPINGS)
+async def test_the_openai_client_streams_the_same_text(
+    connect: Connect, group_sizes: Sequence[int]
+) -> None:
+    async with openai_client(connect, ScriptedEngine(TEXT, group_sizes=group_sizes)) as client:
+        stream = await client.completions.create(
+            model="test/scripted",
+            prompt="ab",
+            max_tokens=99,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == TEXT
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-3:-1]][-1] == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(TEXT.encode())
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("group_sizes", GROUPINGS)
+@pytest.mark.parametrize("stop", [None, "rld", "€ s", ["zz", "0 €", "0"], "t"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_adds_up_to_the_whole_reply(
+    connect: Connect, group_sizes: Sequence[int], stop: Any, n: int
+) -> None:
+    """Text, tokens, logprobs, ends and usage; whatever the grouping of tokens into steps."""
+    body = {
+        "prompt": ["ab", "cde"],
+        "max_tokens": 99,
+        "n": n,
+        "stop": stop,
+        "logprobs": 1,
+        "seed": 5,
+        "return_token_ids": True,
+        "speculative": {"return_drafted": True},
+    }
+    async with connect(ScriptedEngine(TEXT, group_sizes=group_sizes)) as client:
+        whole = (await client.post("/completions", json=body)).json()
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, usage, done = events((await client.post("/completions", json=body)).text)
+    assert done == "[DONE]"
+    assert usage["usage"] == whole["usage"]
+    assert len(whole["choices"]) == 2 * n
+    for index, choice in enumerate(whole["choices"]):
+        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [each for part in parts for each in part["token_ids"]] == choice["token_ids"]
+        assert [each for part in parts for each in part["tokens"]] == choice["tokens"]
+        for key in ("num_steps", "num_draft_tokens"):
+            assert sum(part[key] for part in parts) == choice[key] > 0
+        for key, column in choice["logprobs"].items():
+            assert [each for part in parts for each in part["logprobs"][key]] == column
+        assert parts[-1]["finish_reason"] == choice["finish_reason"] == "stop"
+        assert parts[-1]["stop_reason"] == choice["stop_reason"]
+        assert all(part["finish_reason"] is None for part in parts[:-1])
+
+
+@pytest.mark.parametrize("group_sizes", GROUPINGS)
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", ["h", "lo w", "ör", "€", " spent", "t", "no such"])
+async def test_a_stop_string_cuts_text_tokens_and_bill(
+    connect: Connect, group_sizes: Sequence[int], include: bool, stop: str
+) -> None:
+    """Every byte is a token here, so that every longer stop string crosses token borders."""
+    engine = ScriptedEngine(TEXT, group_sizes=group_sizes)
+    at = TEXT.find(stop)
+    expected = TEXT if at < 0 else TEXT[: at + len(stop) * include]
+    async with connect(engine) as client:
+        reply = await client.post(
+            "/completions",
+            json={
+                "prompt": "ab",
+                "max_tokens": 99,
+                "stop": [stop],
+                "logprobs": 0,
+                "include_stop_str_in_output": include,
+            },
+        )
+    choice, usage = reply.json()["choices"][0], reply.json()["usage"]
+    assert choice["text"] == expected
+    assert choice["stop_reason"] == (None if at < 0 else stop)
+    assert choice["finish_reason"] == "stop"
+    assert usage["completion_tokens"] == len(expected.encode())
+    assert len(choice["logprobs"]["tokens"]) == len(expected.encode())
+    assert engine.open == set()
+    assert engine.closed_early == []
+
+
+async def test_a_stop_string_ends_the_request_in_the_engine(connect: Connect) -> None:
+    endless = ScriptedEngine(script=lambda _: [*b"abc"] * 1000, group_sizes=(1,))
+    async with connect(endless) as client:
+        await client.post("/completions", json={"prompt": "x", "max_tokens": 400, "stop": "cab"})
+    assert endless.aborted == {endless.requests[0].request_id}
+    assert endless.num_events < 10
+
+
+async def test_min_tokens_lets_early_stop_strings_pass(connect: Connect) -> None:
+    async with connect(ScriptedEngine("ab ab ab ab")) as client:
+        body = {"prompt": "x", "max_tokens": 99, "stop": "ab", "min_tokens": 5}
+        reply = await client.post("/completions", json=body)
+    assert reply.json()["choices"][0]["text"] == "ab ab "
+
+
+async def test_logprobs_have_openai_shape(connect: Connect) -> None:
+    async with openai_client(connect, ScriptedEngine("a€")) as client:
+        reply = await client.completions.create(
+            model="test/scripted", prompt="xyz", max_tokens=9, logprobs=2, echo=True
+        )
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert reply.choices[0].text == "xyza€"
+    assert logprobs.tokens == [*"xyza", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+    assert logprobs.text_offset == [0, 1, 2, 3, 4, 4, 4]
+    assert logprobs.token_logprobs == [None, *[-0.5] * 6]
+    assert logprobs.top_logprobs is not None
+    assert logprobs.top_logprobs[0] is None
+    assert logprobs.top_logprobs[3] == {"a": -0.5, "b": -1.5}
+
+
+async def test_prompt_logprobs_are_asked_for_only_with_echo(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        await client.post("/completions", json={"prompt": "a", "logprobs": 3})
+        await client.post("/completions", json={"prompt": "a", "logprobs": 3, "echo": True})
+        await client.post("/completions", json={"prompt": "a", "echo": True})
+    assert [each.sampling.prompt_logprobs for each in engine.requests] == [None, 3, None]
+
+
+async def test_echoed_offsets_skip_a_bos_that_is_not_in_the_text(connect: Connect) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BOS)]
+    )
+    engine = ScriptedEngine("z")
+    async with connect(engine, tokenizer) as client:
+        body = {"prompt": "é<|user|>b", "echo": True, "logprobs": 0}
+        reply = (await client.post("/completions", json=body)).json()
+        await client.post("/completions", json=body | {"add_special_tokens": False})
+    logprobs = reply["choices"][0]["logprobs"]
+    assert reply["choices"][0]["text"] == "é<|user|>bz"
+    assert logprobs["tokens"][0] == "<s>"
+    assert logprobs["text_offset"] == [0, 0, 0, 1, 9, 10]
+    assert [each.prompt_token_ids[0] == BOS for each in engine.requests] == [True, False]
+
+
+async def test_choices_share_a_seed_and_differ_in_their_index(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        reply = await client.post(
+            "/completions", json={"prompt": [[1], [2]], "n": 2, "seed": 9, "max_tokens": 1}
+        )
+    keys = [(each.sampling.seed, each.sampling.choice_index) for each in engine.requests]
+    assert keys == [(9, 0), (9, 1), (9, 0), (9, 1)]
+    assert [each.prompt_token_ids for each in engine.requests] == [(1,), (1,), (2,), (2,)]
+    assert [choice["index"] for choice in reply.json()["choices"]] == [0, 1, 2, 3]
+    assert len({each.request_id for each in engine.requests}) == 4
+
+
+async def test_a_drawn_seed_is_reported(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        seeds = [
+            (await client.post("/completions", json={"prompt": "a"})).json()["seed"]
+            for _ in range(2)
+        ]
+    assert seeds == [each.sampling.seed for each in engine.requests]
+    # Equal by chance once in 2**63 runs.
+    assert seeds[0] != seeds[1]
+
+
+async def test_usage_accounts_for_speculation(connect: Connect) -> None:
+    async with openai_client(connect, ScriptedEngine(TEXT)) as client:
+        reply = await client.completions.create(
+            model="test/scripted",
+            prompt="ab",
+            extra_body={"speculative": {"draft_strategy": "ngram", "num_speculative_tokens": 4}},
+        )
+    usage = reply.model_dump()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 3
+    assert usage["speculative"] == {
+        "drafter": "ngram",
+        "num_steps": 4,
+        "num_draft_tokens": 10,
+        "num_accepted_tokens": 7,
+        "acceptance_rate": 0.7,
+        "tokens_per_step": 2.75,
+        "mean_gamma": 2.5,
+        "acceptance_histogram": [1, 0, 2, 1],
+        "accepted_per_position": [3, 3, 1],
+        "estimated_speedup": 2.0,
+        "draft_ms": 1.0,
+        "verify_ms": 9.0,
+        "gamma_changes": [
+            {"choice": 0, "step": 0, "gamma": 4, "reason": "start"},
+            {"choice": 0, "step": 2, "gamma": 3, "reason": "low acceptance"},
+        ],
+    }
+
+
+async def test_drafted_tokens_are_told_on_request(connect: Connect) -> None:
+    async with connect(ScriptedEngine("a€b", group_sizes=(4, 1))) as client:
+        body = {"prompt": "x", "speculative": {"return_drafted": True}}
+        reply = (await client.post("/completions", json=body)).json()
+    assert reply["choices"][0]["tokens"] == [
+        {"id": 97, "text": "a", "drafted": True},
+        {"id": 226, "text": "", "drafted": True},
+        {"id": 130, "text": "", "drafted": True},
+        {"id": 172, "text": "€", "drafted": False},
+        {"id": 98, "text": "b", "drafted": False},
+    ]
+    assert reply["choices"][0]["num_steps"] == 2
+    assert reply["choices"][0]["num_draft_tokens"] == 4 + 1
+
+
+async def test_a_chunk_tells_of_the_steps_whose_text_was_held_back(connect: Connect) -> None:
+    """Two steps each write a half of a character: one chunk, with both steps' drafts."""
+    body = {"prompt": "x", "stream": True, "speculative": {"return_drafted": True}}
+    async with connect(ScriptedEngine("aé!", group_sizes=(1,))) as client:
+        *chunks, _ = events((await client.post("/completions", json=body)).text)
+    first, second = (chunk["choices"][0] for chunk in chunks[-2:])
+    assert (first["text"], first["num_steps"], first["num_draft_tokens"]) == ("é", 2, 2)
+    assert (second["text"], second["num_steps"]) == ("!", 1)
+
+
+async def test_text_that_ends_inside_a_character_is_still_given_out(connect: Connect) -> None:
+    async with connect(ScriptedEngine(b"a\xe2\x82")) as client:
+        body = {"prompt": "x", "speculative": {"return_drafted": True}}
+        choice = (await client.post("/completions", json=body)).json()["choices"][0]
+    assert choice["text"] == "a\ufffd"
+    assert "".join(token["text"] for token in choice["tokens"]) == "a\ufffd"
+
+
+async def test_max_tokens_is_clamped_to_the_context(connect: Connect) -> None:
+    engine = ScriptedEngine(script=lambda _: [97] * 1000, info=engine_info(max_model_len=32))
+    async with connect(engine) as client:
+        reply = await client.post("/completions", json={"prompt": [1] * 30, "max_tokens": 32})
+        default = await client.post("/completions", json={"prompt": [1] * 31})
+    assert [each.sampling.max_tokens for each in engine.requests] == [2, 1]
+    assert reply.json()["choices"][0]["finish_reason"] == "length"
+    assert default.status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [[1] * 32, "a" * 32, "a" * 100_000])
+async def test_a_prompt_that_leaves_no_room_is_a_400(connect: Connect, prompt: Any) -> None:
+    engine = ScriptedEngine(info=engine_info(max_model_len=32))
+    async with connect(engine) as client:
+        refused = await client.post("/completions", json={"prompt": prompt})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "prompt"
+    assert engine.requests == []
+
+
+async def test_too_many_choices_are_a_400(connect: Connect) -> None:
+    async with connect(ScriptedEngine(), max_choices=4) as client:
+        assert (await client.post("/completions", json={"prompt": "a", "n": 4})).status_code == 200
+        for body in ({"prompt": "a", "n": 5}, {"prompt": ["a", "b", "c"], "n": 2}):
+            assert (await client.post("/completions", json=body)).status_code == 400
+
+
+async def test_the_openai_client_raises_its_own_errors(connect: Connect) -> None:
+    async with openai_client(connect, ScriptedEngine()) as client:
+        with pytest.raises(NotFoundError) as missing:
+            await client.completions.create(model="gpt-4", prompt="a")
+        with pytest.raises(BadRequestError) as refused:
+            await client.completions.create(model="test/scripted", prompt="a", suffix="b")
+    assert missing.value.param == "model"
+    assert missing.value.code == "model_not_found"
+    assert refused.value.param == "suffix"
+
+
+async def test_a_batch_of_prompts_bills_each_prompt_once(connect: Connect) -> None:
+    async with connect(ScriptedEngine("abc")) as client:
+        body = {"prompt": ["a", "bcd"], "n": 2}
+        usage = (await client.post("/completions", json=body)).json()["usage"]
+    assert usage["prompt_tokens"] == 4
+    assert usage["completion_tokens"] == 12
+    # Choice 0 of each prompt found 3; later choices find what the first put there.
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 6
+
+
+async def test_stream_headers_keep_proxies_from_buffering(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        reply: httpx.Response = await client.post(
+            "/completions", json={"prompt": "a", "stream": True}
+        )
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["cache-control"] == "no-cache"
+    assert reply.headers["x-accel-buffering"] == "no"
+    assert reply.text.endswith("data: [DONE]\n\n")
+
+
+async def test_an_immediate_eos_still_answers(connect: Connect) -> None:
+    async with connect(ScriptedEngine(script=lambda _: [EOS])) as client:
+        whole = (await client.post("/completions", json={"prompt": "a"})).json()
+        streamed = events(
+            (await client.post("/completions", json={"prompt": "a", "stream": True})).text
+        )
+    assert whole["choices"][0]["text"] == ""
+    assert whole["usage"]["completion_tokens"] == 0
+    assert streamed[0]["choices"][0]["finish_reason"] == "stop"

@@ -1,0 +1,246 @@
+"""How replies end other than well: clients that leave, engines that break, queues that are full."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai import APIError, InternalServerError, RateLimitError
+
+import server.reply.streaming
+from engine.errors import EngineDeadError, QueueFullError, RequestError, RequestFailedError
+from server.errors import ApiError
+from worlds.scripted_engine import AsgiCall, ScriptedEngine
+from worlds.serving import Connect, endless, events, openai_client, until
+
+pytestmark = pytest.mark.anyio
+
+ENDLESS = {"prompt": "x", "max_tokens": 400}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_leaving_a_stream_aborts_its_choices(connect: Connect, n: int) -> None:
+    engine = endless()
+    async with connect(engine) as client:
+        body = ENDLESS | {"stream": True, "n": n}
+        async with AsgiCall(client.app, "/v1/completions", body) as call:
+            start = await call.messages.get()
+            await call.messages.get()
+            engine.gate.clear()
+            await call.hang_up()
+            assert engine.open == set()
+        metrics = (await client.get("http://test/metrics")).text
+    assert start["status"] == 200
+    assert len(engine.closed_early) == n
+    assert f'slipstream_requests_total{{finish_reason="abort"}} {n}.0' in metrics
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_leaving_before_a_whole_reply_aborts_its_choices(connect: Connect, n: int) -> None:
+    engine = endless()
+    engine.gate.clear()
+    async with (
+        connect(engine) as client,
+        AsgiCall(client.app, "/v1/completions", ENDLESS | {"n": n}) as call,
+    ):
+        await until(lambda: len(engine.open) == n)
+        await call.hang_up()
+        assert engine.open == set()
+        assert (await call.messages.get())["status"] == 499
+    assert len(engine.closed_early) == n
+
+
+async def test_leaving_before_the_first_token_of_a_stream_aborts_it(connect: Connect) -> None:
+    engine = endless()
+    engine.gate.clear()
+    async with connect(engine) as client:
+        body = ENDLESS | {"stream": True}
+        async with AsgiCall(client.app, "/v1/completions", body) as call:
+            await until(lambda: engine.open)
+            await call.hang_up()
+            assert engine.open == set()
+
+
+async def test_a_stream_starts_even_if_no_token_comes(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long queue must not look like a dead server: the head is sent, then comments."""
+    monkeypatch.setattr(server.reply.streaming, "ADMISSION_SECONDS", 0.01)
+    monkeypatch.setattr(server.reply.streaming, "KEEPALIVE_SECONDS", 0.01)
+    engine = ScriptedEngine("abc")
+    engine.gate.clear()
+    async with connect(engine) as client:
+        body = {"prompt": "x", "stream": True}
+        async with AsgiCall(client.app, "/v1/completions", body) as call:
+            assert (await call.messages.get())["status"] == 200
+            assert (await call.messages.get())["body"] == b": ping\n\n"
+            engine.gate.set()
+            text = b""
+            while (message := await call.messages.get())["more_body"]:
+                text += message["body"]
+    chunks = events(text.replace(b": ping\n\n", b"").decode())
+    assert "".join(each["choices"][0]["text"] for each in chunks[:-1]) == "abc"
+
+
+async def test_health_answers_while_a_request_streams(connect: Connect) -> None:
+    engine = endless()
+    async with connect(engine) as client:
+        body = ENDLESS | {"stream": True}
+        async with AsgiCall(client.app, "/v1/completions", body) as call:
+            await call.messages.get()
+            engine.gate.clear()
+            assert (await client.get("http://test/health")).status_code == 200
+            assert len(engine.open) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_queue_is_a_429_with_retry_after(connect: Connect, stream: bool) -> None:
+    engine = ScriptedEngine()
+    engine.capacity = 0
+    async with connect(engine) as client:
+        refused = await client.post("/completions", json={"prompt": "x", "stream": stream})
+        metrics = (await client.get("http://test/metrics")).text
+    assert refused.status_code == 429
+    # The engine said 2.5 s; the header holds whole seconds.
+    assert refused.headers["retry-after"] == "3"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert 'slipstream_rejections_total{reason="queue_full"} 1.0' in metrics
+    assert 'slipstream_requests_total{finish_reason="rejected"} 1.0' in metrics
+
+
+async def test_choices_beyond_the_queue_take_the_others_with_them(connect: Connect) -> None:
+    engine = endless()
+    engine.capacity = 2
+    engine.gate.clear()
+    async with connect(engine) as client:
+        refused = await client.post("/completions", json=ENDLESS | {"n": 3})
+    assert refused.status_code == 429
+    assert engine.open == set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_dead_engine_is_a_503(connect: Connect, stream: bool) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        engine.is_alive = False
+        refused = await client.post("/completions", json={"prompt": "x", "stream": stream})
+        health = await client.get("http://test/health")
+        ready = await client.get("http://test/ready")
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "engine_dead"
+    assert health.status_code == ready.status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (EngineDeadError("boom at 0x1234"), 503, None),
+        (RequestFailedError("boom at 0x1234"), 500, None),
+        (RequestError("top_k", "boom"), 400, "top_k"),
+        (QueueFullError(1), 429, None),
+    ],
+)
+async def test_an_engine_error_before_the_first_token_has_its_status(
+    connect: Connect, error: Any, status: int, param: str | None
+) -> None:
+    engine = ScriptedEngine()
+    engine.break_after, engine.error = 0, error
+    async with connect(engine) as client:
+        for stream in (False, True):
+            reply = await client.post("/completions", json={"prompt": "x", "stream": stream})
+            assert reply.status_code == status
+            assert reply.json()["error"]["param"] == param
+            assert "0x1234" not in reply.text
+    assert engine.open == set()
+
+
+async def test_an_unexpected_error_tells_nothing(connect: Connect) -> None:
+    def broken(_: Any) -> list[int]:
+        raise ZeroDivisionError("secret detail")
+
+    async with connect(ScriptedEngine(script=broken)) as client:
+        reply = await client.post("/completions", json={"prompt": "x"})
+    assert reply.status_code == 500
+    assert reply.json()["error"]["message"] == "Internal server error."
+    assert "secret" not in reply.text
+
+
+async def test_an_error_in_mid_stream_is_an_event(connect: Connect) -> None:
+    engine = ScriptedEngine("hello world", group_sizes=(2,))
+    engine.break_after, engine.error = 2, RequestFailedError("secret detail")
+    async with connect(engine) as client:
+        body = {"prompt": "x", "stream": True, "n": 2}
+        text = (await client.post("/completions", json=body)).text
+    *chunks, error, done = events(text)
+    assert error["error"]["type"] == "server_error"
+    assert done == "[DONE]"
+    assert "secret" not in text
+    assert all("choices" in chunk for chunk in chunks)
+    assert engine.open == set()
+
+
+async def test_the_openai_client_raises_on_an_error_in_mid_stream(connect: Connect) -> None:
+    engine = ScriptedEngine("hello world", group_sizes=(2,))
+    engine.break_after = 2
+    async with openai_client(connect, engine) as client:
+        stream = await client.completions.create(model="test/scripted", prompt="x", stream=True)
+        with pytest.raises(APIError, match="engine has stopped"):
+            async for _ in stream:
+                pass
+
+
+async def test_the_openai_client_knows_the_statuses(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with openai_client(connect, engine) as client:
+        engine.capacity = 0
+        with pytest.raises(RateLimitError):
+            await client.completions.create(model="test/scripted", prompt="x")
+        engine.is_alive = False
+        with pytest.raises(InternalServerError) as dead:
+            await client.completions.create(model="test/scripted", prompt="x")
+    assert dead.value.status_code == 503
+
+
+async def test_a_request_that_shutdown_cut_off_is_a_503(connect: Connect) -> None:
+    engine = endless()
+    async with connect(engine) as client:
+        engine.gate.clear()
+        pending = asyncio.ensure_future(client.post("/completions", json=ENDLESS))
+        await until(lambda: engine.open)
+        engine.aborted |= engine.open
+        engine.gate.set()
+        reply = await pending
+    assert reply.status_code == 503
+    assert reply.json()["error"]["code"] == "shutting_down"
+
+
+async def test_a_slow_reader_holds_up_its_own_choice_only(connect: Connect) -> None:
+    """Deltas wait in a bounded queue, so an unread stream stops asking the engine for more."""
+    engine = endless()
+    async with connect(engine) as client:
+        blocked = asyncio.Event()
+
+        async def send(_: Any) -> None:
+            await blocked.wait()
+
+        call = AsgiCall(client.app, "/v1/completions", ENDLESS | {"stream": True})
+        call.messages.put = send  # type: ignore[method-assign]
+        async with call:
+            await until(lambda: engine.num_events >= 5)
+            whole = await client.post("/completions", json={"prompt": "y", "max_tokens": 300})
+            assert whole.status_code == 200
+            assert engine.num_events < 300 + 50
+
+
+def test_api_errors_carry_openai_types() -> None:
+    types = {status: ApiError(status, "m").body()["error"]["type"] for status in (400, 404, 429)}
+    assert types == {
+        400: "invalid_request_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+    }
+    assert json.dumps(ApiError(418, "m", param="p", code="c").body()) == (
+        '{"error": {"message": "m", "type": "server_error", "param": "p", "code": "c"}}'
+    )

@@ -1,0 +1,409 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.base import DraftShape
+from drafters.registry import build_drafters
+from engine.params import SpeculativeParams
+from server.errors import ApiError
+from server.request.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver
+from worlds.scripted_engine import ScriptedEngine, engine_info
+from worlds.serving import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+def resolver(default: dict[str, Any] | None = None, **caps: Any) -> SpeculativeResolver:
+    return SpeculativeResolver(
+        engine_info(), SpeculativeField(**(default or {})), SpeculativeCaps(**caps)
+    )
+
+
+def resolve(fields: dict[str, Any], default: dict[str, Any] | None = None) -> SpeculativeParams:
+    return resolver(default).resolve(SpeculativeField(**fields))
+
+
+def test_a_request_that_says_nothing_drafts_all_the_same() -> None:
+    assert resolver().resolve(None) == SpeculativeParams(
+        drafter="ngram",
+        policy="goodput",
+        num_tokens=8,
+        min_tokens=0,
+        max_tokens=16,
+        target_acceptance_rate=None,
+        shape=DraftShape(width=1, depth=16),
+        options={"max_match": 4},
+    )
+
+
+def test_the_documented_object_is_accepted_whole() -> None:
+    """The example of the design, with this test's drafter."""
+    params = resolve(
+        {
+            "draft_strategy": "nasd",
+            "num_speculative_tokens": 8,
+            "adaptive_depth": "goodput",
+            "min_speculative_tokens": 0,
+            "max_speculative_tokens": 16,
+            "target_acceptance_rate": 0.7,
+            "tree_strategy": "tree",
+            "tree_width": 2,
+            "tree_depth": 6,
+            "verification": "match",
+        }
+    )
+    assert (params.num_tokens, params.min_tokens, params.max_tokens) == (8, 0, 16)
+    assert params.target_acceptance_rate == 0.7
+    assert params.shape == DraftShape(width=2, depth=6)
+
+
+def test_no_rate_is_aimed_at_unless_somebody_names_one() -> None:
+    assert resolve({"adaptive_depth": "target_rate"}).target_acceptance_rate is None
+    assert resolve({"adaptive_depth": "goodput"}).target_acceptance_rate is None
+    assert resolve({"target_acceptance_rate": 0.4}).target_acceptance_rate == 0.4
+
+
+def test_the_none_drafter_drafts_nothing() -> None:
+    params = resolve({"draft_strategy": "none"})
+    assert (params.drafter, params.num_tokens, params.max_tokens) == ("none", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy", "depths"),
+    [
+        ({"adaptive_depth": False}, "fixed", (8, 0, 8)),
+        ({"adaptive_depth": "fixed", "num_speculative_tokens": 3}, "fixed", (3, 0, 3)),
+        ({"adaptive_depth": False, "num_speculative_tokens": 0}, "fixed", (0, 0, 0)),
+        ({"adaptive_depth": True}, "goodput", (8, 0, 16)),
+        ({"num_speculative_tokens": 20}, "goodput", (20, 0, 20)),
+        ({"num_speculative_tokens": 4}, "goodput", (4, 0, 4)),
+        (
+            {"num_speculative_tokens": 4, "max_speculative_tokens": 8},
+            "goodput",
+            (4, 0, 8),
+        ),
+        ({"max_speculative_tokens": 4}, "goodput", (4, 0, 4)),
+        ({"max_speculative_tokens": 32}, "goodput", (8, 0, 32)),
+        ({"min_speculative_tokens": 12}, "goodput", (12, 12, 16)),
+        ({"min_speculative_tokens": 20}, "goodput", (20, 20, 20)),
+        (
+            {"adaptive_depth": "target_rate", "num_speculative_tokens": 30},
+            "target_rate",
+            (30, 0, 30),
+        ),
+        (
+            {
+                "adaptive_depth": "target_rate",
+                "min_speculative_tokens": 2,
+                "num_speculative_tokens": 4,
+                "max_speculative_tokens": 8,
+            },
+            "target_rate",
+            (4, 2, 8),
+        ),
+    ],
+)
+def test_what_is_given_stands_and_the_rest_gives_way(
+    fields: dict[str, Any], policy: str, depths: tuple[int, int, int]
+) -> None:
+    params = resolve(fields)
+    assert params.policy == policy
+    assert (params.num_tokens, params.min_tokens, params.max_tokens) == depths
+
+
+TREE = {"draft_strategy": "nasd", "tree_strategy": "tree"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape"),
+    [
+        ({}, DraftShape(1, 16)),
+        ({"tree_strategy": "linear"}, DraftShape(1, 16)),
+        ({"tree_strategy": "none", "max_speculative_tokens": 5}, DraftShape(1, 5)),
+        (TREE, DraftShape(2, 6)),
+        (TREE | {"tree_width": 4, "tree_depth": 9}, DraftShape(4, 9)),
+        (TREE | {"max_speculative_tokens": 3}, DraftShape(2, 3)),
+        ({"max_speculative_tokens": 0}, DraftShape(1, 1)),
+    ],
+)
+def test_shapes(fields: dict[str, Any], shape: DraftShape) -> None:
+    assert resolve(fields).shape == shape
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"draft_strategy": "eagle"}, "draft_strategy"),
+    ({"draft_strategy": "none", "num_speculative_tokens": 4}, "num_speculative_tokens"),
+    ({"draft_strategy": "none", "tree_strategy": "tree"}, "tree_strategy"),
+    ({"draft_strategy": "none", "adaptive_depth": True}, "adaptive_depth"),
+    ({"draft_strategy": "none", "options": {"max_match": 1}}, "options.max_match"),
+    ({"num_speculative_tokens": 33}, "num_speculative_tokens"),
+    ({"max_speculative_tokens": 33}, "max_speculative_tokens"),
+    ({"min_speculative_tokens": 33}, "min_speculative_tokens"),
+    ({"min_speculative_tokens": 9, "max_speculative_tokens": 8}, "min_speculative_tokens"),
+    ({"num_speculative_tokens": 4, "min_speculative_tokens": 6}, "min_speculative_tokens"),
+    (
+        {
+            "adaptive_depth": "target_rate",
+            "num_speculative_tokens": 9,
+            "max_speculative_tokens": 8,
+        },
+        "num_speculative_tokens",
+    ),
+    (
+        {
+            "adaptive_depth": "target_rate",
+            "num_speculative_tokens": 1,
+            "min_speculative_tokens": 2,
+        },
+        "num_speculative_tokens",
+    ),
+    ({"adaptive_depth": False, "min_speculative_tokens": 1}, "min_speculative_tokens"),
+    ({"adaptive_depth": False, "max_speculative_tokens": 9}, "max_speculative_tokens"),
+    ({"adaptive_depth": False, "target_acceptance_rate": 0.5}, "target_acceptance_rate"),
+    ({"tree_strategy": "tree"}, "tree_strategy"),
+    ({"tree_width": 2}, "tree_width"),
+    ({"tree_strategy": "linear", "tree_depth": 2}, "tree_depth"),
+    (TREE | {"tree_width": 9}, "tree_width"),
+    (TREE | {"tree_depth": 17}, "tree_depth"),
+    ({"options": {"colour": 1}}, "options.colour"),
+    ({"options": {"max_match": 17}}, "options.max_match"),
+    ({"options": {"max_match": "4"}}, "options.max_match"),
+    ({"options": {"max_match": True}}, "options.max_match"),
+    ({"draft_strategy": "nasd", "options": {"max_match": 4}}, "options.max_match"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name"), REFUSED)
+def test_the_impossible_and_the_ineffective_are_refused_by_name(
+    fields: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        resolve(fields)
+    assert refused.value.status == 400
+    assert refused.value.param == f"speculative.{name}"
+    assert name in refused.value.message
+
+
+CORE = engine_info(
+    drafters={name: each.info for name, each in build_drafters().items()}, max_num_nodes=32
+)
+"""An engine with the drafters that need no model, as they are."""
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("nasd", {"n": 6, "min_context": 4}),
+        ("nasd", {"min_context": 4, "n": 6}),
+        ("ngram", {"ngram_min": 9, "ngram_max": 12}),
+        ("stand", {"min_ctx": 6, "max_ctx": 8}),
+    ],
+)
+async def test_options_that_fit_only_together_are_taken(
+    connect: Connect, drafter: str, options: dict[str, int]
+) -> None:
+    engine = ScriptedEngine("x", info=CORE)
+    speculative = {"draft_strategy": drafter, "options": options}
+    async with connect(engine) as client:
+        reply = await client.post(
+            "/completions", json={"prompt": "ab", "max_tokens": 4, "speculative": speculative}
+        )
+    assert reply.status_code == 200, reply.text
+    assert options.items() <= engine.requests[0].speculative.options.items()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "name"),
+    [
+        ("nasd", {"n": 3, "min_context": 3}, "options.min_context"),
+        ("nasd", {"n": 2, "filler_top_k": 2, "min_context": 2}, "options.min_context"),
+        ("nasd", {"n": 9, "min_context": 1}, "options.n"),
+        ("nasd", {"min_context": 2, "a-b": 1}, "options.a-b"),
+        ("ngram", {"ngram_max": 2, "ngram_min": 3}, "options.ngram_min"),
+        ("ngram", {"ngram_max": 1}, "options.ngram_max"),
+        ("stand", {"min_ctx": 5, "share": True}, "options.min_ctx"),
+        ("jacobi", {"window": 4, "first_guess": "none"}, "options.first_guess"),
+    ],
+)
+async def test_options_that_do_not_fit_together_are_refused_by_name(
+    connect: Connect, drafter: str, options: dict[str, Any], name: str
+) -> None:
+    engine = ScriptedEngine("x", info=CORE)
+    speculative = {"draft_strategy": drafter, "options": options}
+    async with connect(engine) as client:
+        reply = await client.post("/completions", json={"prompt": "ab", "speculative": speculative})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == f"speculative.{name}"
+    assert engine.requests == []
+
+
+def test_a_request_answers_for_what_does_not_fit_the_servers_options() -> None:
+    default = SpeculativeField(draft_strategy="nasd", options={"n": 6, "min_context": 4})
+    subject = SpeculativeResolver(CORE, default, SpeculativeCaps())
+    assert subject.resolve(None).options["min_context"] == 4
+    with pytest.raises(ApiError) as refused:
+        subject.resolve(SpeculativeField(options={"n": 4}))
+    assert refused.value.param == "speculative.options.n"
+    assert subject.resolve(SpeculativeField(options={"n": 5})).options["n"] == 5
+
+
+SAMPLER = {"draft_strategy": "sampler"}
+SAMPLER_TREE = SAMPLER | {"tree_strategy": "tree"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "verification"),
+    [
+        (SAMPLER, "match"),
+        (SAMPLER | {"verification": "rejection"}, "rejection"),
+        (SAMPLER | {"verification": "block"}, "block"),
+        (SAMPLER_TREE | {"verification": "rejection"}, "rejection"),
+        (SAMPLER_TREE | {"tree_width": 1, "verification": "block"}, "block"),
+        ({"verification": "match"}, "match"),
+    ],
+)
+def test_drafters_that_draw_can_be_verified_by_rejection(
+    fields: dict[str, Any], verification: str
+) -> None:
+    assert resolve(fields).verification == verification
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"verification": "rejection"}, "must be 'match' .* 'ngram' does not draw"),
+        ({"draft_strategy": "nasd", "verification": "block"}, "must be 'match'"),
+        ({"draft_strategy": "none", "verification": "rejection"}, "no effect"),
+        (SAMPLER_TREE | {"verification": "block"}, "must be 'rejection' .* for chains"),
+    ],
+)
+def test_a_verification_that_cannot_be_is_refused(fields: dict[str, Any], part: str) -> None:
+    with pytest.raises(ApiError, match=part) as refused:
+        resolve(fields)
+    assert refused.value.param == "speculative.verification"
+
+
+def test_a_default_verification_gives_way_to_what_a_request_names() -> None:
+    block = SAMPLER | {"verification": "block"}
+    assert resolve({}, block).verification == "block"
+    assert resolve({"draft_strategy": "nasd"}, block).verification == "match"
+    assert resolve({"tree_strategy": "tree"}, block).verification == "rejection"
+    assert resolve({"verification": "match"}, block).verification == "match"
+    chain = resolve({"verification": "block"}, SAMPLER_TREE)
+    assert (chain.verification, chain.shape.width) == ("block", 1)
+    with pytest.raises(ValueError, match="must be 'rejection'"):
+        resolver(SAMPLER_TREE | {"verification": "block"})
+
+
+def test_an_unknown_drafter_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ApiError, match="none, ngram, nasd"):
+        resolve({"draft_strategy": "eagle"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"adaptive_depth": "often"}, "true, false, or one of: fixed, target_rate, goodput"),
+        ({"adaptive_depth": 1}, "true, false"),
+        ({"verification": "typical"}, "must be one of: match, rejection, block"),
+        ({"tree_strategy": "bush"}, "'none', 'linear' or 'tree'"),
+        ({"options": {"a": None}}, "booleans, numbers and strings"),
+        ({"options": [1]}, "must be an object"),
+        ({"num_speculative_tokens": True}, "valid integer"),
+        ({"target_acceptance_rate": 1.0}, "less than 1"),
+        ({"enabled": True}, "Extra inputs"),
+    ],
+)
+def test_values_that_do_not_exist_are_answered_with_those_that_do(
+    fields: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(ValueError, match=part):
+        SpeculativeField(**fields)
+
+
+def test_server_defaults_apply_to_what_a_request_leaves_open() -> None:
+    default = {
+        "draft_strategy": "nasd",
+        "adaptive_depth": "target_rate",
+        "num_speculative_tokens": 3,
+        "min_speculative_tokens": 1,
+        "max_speculative_tokens": 6,
+        "target_acceptance_rate": 0.5,
+        "tree_strategy": "tree",
+        "tree_width": 3,
+        "tree_depth": 4,
+        "options": {"decay": 0.9},
+    }
+    plain = resolve({}, default)
+    assert plain == SpeculativeParams(
+        drafter="nasd",
+        policy="target_rate",
+        num_tokens=3,
+        min_tokens=1,
+        max_tokens=6,
+        target_acceptance_rate=0.5,
+        shape=DraftShape(3, 4),
+        options={"fill": True, "decay": 0.9},
+    )
+    other = resolve({"draft_strategy": "ngram"}, default)
+    # It drafts no trees, and the default's options are not its own: both were defaults, not wishes.
+    assert other.shape == DraftShape(1, 6)
+    assert other.options == {"max_match": 4}
+    assert resolve({"adaptive_depth": True}, default).policy == "target_rate"
+    assert resolve({"options": {"fill": False}}, default).options == {"fill": False, "decay": 0.9}
+
+
+def test_a_server_that_does_not_draft_still_lets_requests_draft() -> None:
+    assert resolve({}, {"draft_strategy": "none"}).drafter == "none"
+    assert resolve({"draft_strategy": "ngram"}, {"draft_strategy": "none"}).max_tokens == 16
+
+
+def test_operator_caps_bound_requests_and_defaults() -> None:
+    capped = resolver(max_speculative_tokens=4, draft_strategies=["nasd"], max_tree_width=2)
+    plain = capped.resolve(None)
+    assert (plain.drafter, plain.max_tokens, plain.num_tokens) == ("none", 0, 0)
+    nasd = capped.resolve(SpeculativeField(draft_strategy="nasd"))
+    assert (nasd.num_tokens, nasd.max_tokens) == (4, 4)
+    for fields, name in (
+        ({"draft_strategy": "ngram"}, "draft_strategy"),
+        ({"draft_strategy": "nasd", "max_speculative_tokens": 5}, "max_speculative_tokens"),
+        (TREE | {"tree_width": 3}, "tree_width"),
+    ):
+        with pytest.raises(ApiError) as refused:
+            capped.resolve(SpeculativeField(**fields))
+        assert refused.value.param == f"speculative.{name}"
+
+
+depths = st.one_of(st.none(), st.integers(0, 40))
+
+
+@given(
+    num=depths,
+    low=depths,
+    high=depths,
+    policy=st.sampled_from([None, True, False, "fixed", "target_rate", "goodput"]),
+    cap=st.integers(0, 40),
+)
+def test_whatever_is_accepted_is_consistent(
+    num: int | None, low: int | None, high: int | None, policy: Any, cap: int
+) -> None:
+    subject = resolver(max_speculative_tokens=cap)
+    asked = SpeculativeField(
+        num_speculative_tokens=num,
+        min_speculative_tokens=low,
+        max_speculative_tokens=high,
+        adaptive_depth=policy,
+    )
+    try:
+        params = subject.resolve(asked)
+    except ApiError:
+        return
+    assert 0 <= params.min_tokens <= params.num_tokens <= params.max_tokens <= min(cap, 32)
+    assert low is None or params.min_tokens == low
+    assert num is None or params.num_tokens == num
+    assert high is None or params.max_tokens == high
+    assert params.shape.depth == max(1, params.max_tokens)

@@ -1,0 +1,1 @@
+"""Fakes and small worlds that tests share; no tests here."""

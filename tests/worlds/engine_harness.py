@@ -1,0 +1,300 @@
+"""An engine core small enough to run thousands of steps a second, and a driver that watches it.
+
+The cost model never looks at a clock, so what is granted depends on the requests alone. The driver
+steps the core by hand and checks at every step what has to hold at every step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from drafters.base import Drafter, DraftShape, OptionValue
+from drafters.registry import build_drafters
+from engine.core import EngineCore, ModelLimits, Runner
+from engine.events import ErrorEvent, FinishInfo, StepStats, TokenEvent, TokenLogprobs
+from engine.model.loader import adopt, prepare_model
+from engine.model.runner import ModelRunner
+from engine.params import GammaPolicyName, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.sampling.sampler import choose_tokens
+from engine.sampling.state import RowGroup, SamplingState
+from engine.schedule.scheduler import Scheduler
+from engine.speculation.cost import CostModel
+from engine.speculation.manager import Speculation
+from kvpool.block_pool import BlockPool
+from kvpool.store import KVStore
+
+TINY_VOCAB = 64
+MAX_STEPS = 2000
+
+
+class DictatedCost(CostModel):
+    """A cost model that is told what steps cost and never learns otherwise."""
+
+    def __init__(
+        self, row_seconds: float = 0.01, drafting: Mapping[str, float] | None = None
+    ) -> None:
+        super().__init__([(1, 0, 1.0), (64, 0, 1.0 + 63 * row_seconds)])
+        self._draft_seconds.update(drafting or {})
+
+    def observe(self, num_rows: int, num_kv_tokens: int, num_requests: int, seconds: float) -> None:
+        assert num_rows >= num_requests > 0
+        assert num_kv_tokens >= 0
+        assert seconds >= 0
+
+    def observe_overhead(self, seconds: float) -> None:
+        assert seconds >= 0
+
+    def observe_draft(self, drafter: str, num_requests: int, seconds: float) -> None:
+        assert drafter
+        assert num_requests > 0
+        assert seconds >= 0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Sizes of an engine; ``eos_token_ids`` empty lets every request run to its length."""
+
+    num_blocks: int = 256
+    block_size: int = 4
+    max_num_seqs: int = 16
+    max_num_rows: int = 128
+    prefill_chunk: int = 64
+    prefix_cache: bool = True
+    max_num_nodes: int = 64
+    max_model_len: int = 256
+    eos_token_ids: tuple[int, ...] = ()
+    cost: CostModel = field(default_factory=DictatedCost)
+    drafters: Mapping[str, Drafter] | None = None
+    check_integrity: bool = False
+
+    def but(self, **changes: object) -> Setup:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
+    pool = BlockPool(setup.num_blocks, setup.block_size, setup.prefix_cache)
+    scheduler = Scheduler(
+        pool, setup.block_size, setup.max_num_seqs, setup.max_num_rows, setup.prefill_chunk
+    )
+    drafters = build_drafters() if setup.drafters is None else setup.drafters
+    speculation = Speculation(drafters, setup.cost, vocab_size, setup.max_num_nodes, pool)
+    longest = min(setup.max_model_len, setup.num_blocks * setup.block_size)
+    limits = ModelLimits(vocab_size, longest, setup.eos_token_ids)
+    return EngineCore(
+        runner, pool, scheduler, speculation, setup.cost, limits, setup.check_integrity
+    )
+
+
+class TinyTarget:
+    """A random two-layer fp32 Llama that likes to count in circles of eight, but is not sure to.
+
+    Its head knows the next number of the circle; what attention adds from the whole text decides
+    whether it is said. So drafts from repetition are often right, and never safely.
+    ``reference`` is the same model on transformers' own attention.
+    """
+
+    def __init__(self) -> None:
+        self.reference = tiny_llama()
+        self._model = prepare_model(tiny_llama(), torch.device("cpu"))
+        self._shapes = adopt(self._model)
+
+    def core(self, setup: Setup) -> EngineCore:
+        return build_core(self._runner(setup), TINY_VOCAB, setup)
+
+    def _runner(self, setup: Setup) -> ModelRunner:
+        heads, dim = self._shapes[0].num_kv_heads, self._shapes[0].key_dim
+        store = KVStore(
+            len(self._shapes),
+            setup.num_blocks,
+            setup.block_size,
+            heads,
+            dim,
+            dim,
+            torch.float32,
+            "cpu",
+        )
+        return ModelRunner(self._model, self._shapes, store, exact=False)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """transformers' own, ``[len(token_ids), vocab_size]``."""
+        return self.reference(torch.tensor([token_ids])).logits[0]  # type: ignore[no-any-return]
+
+    def recomputed(self, each: GenerationRequest, num_tokens: int) -> list[int]:
+        """The request's text by a forward over all of it for every token; nothing stops it."""
+        state = SamplingState(each, (), TINY_VOCAB, 256)
+        token_ids = list(each.prompt_token_ids)
+        for _ in range(num_tokens):
+            token_ids += choose_tokens(self.logits(token_ids)[-1:], [RowGroup(state, 0)])
+            state.append(token_ids[-1:])
+        return token_ids[-num_tokens:]
+
+
+def circle_prompt(index: int) -> list[int]:
+    """24 tokens: numbers counted in a circle with a few others between them, twice."""
+    rng = random.Random(index)
+    circle, start = 8 * rng.randrange(8), rng.randrange(8)
+    phrase = [circle + (start + step) % 8 for step in range(9)]
+    phrase += [rng.randrange(TINY_VOCAB) for _ in range(3)]
+    return phrase * 2
+
+
+def tiny_llama() -> PreTrainedModel:
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=TINY_VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.15,
+        )
+    )
+    model.requires_grad_(False)
+    embeddings = torch.randn(TINY_VOCAB, 32)
+    model.model.embed_tokens.weight.copy_(embeddings)
+    before = [token_id // 8 * 8 + (token_id - 1) % 8 for token_id in range(TINY_VOCAB)]
+    model.lm_head.weight.copy_(0.32 * embeddings[before] + 0.24 * torch.randn(TINY_VOCAB, 32))
+    return model
+
+
+def request(
+    request_id: str,
+    prompt: Sequence[int],
+    sampling: SamplingParams | None = None,
+    drafting: SpeculativeParams | None = None,
+    *,
+    priority: int = 0,
+    salt: str = "",
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id,
+        tuple(prompt),
+        sampling or SamplingParams(temperature=0.0),
+        drafting or SpeculativeParams(),
+        priority,
+        salt,
+    )
+
+
+def drafting(
+    drafter: str,
+    policy: GammaPolicyName = "fixed",
+    num_tokens: int = 8,
+    width: int = 1,
+    **options: OptionValue,
+) -> SpeculativeParams:
+    return SpeculativeParams(
+        drafter=drafter,
+        policy=policy,
+        num_tokens=num_tokens,
+        max_tokens=max(num_tokens, 16),
+        shape=DraftShape(width, 16),
+        options=options,
+    )
+
+
+class Driver:
+    """Steps a core and keeps what it says, by request."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.token_ids: dict[str, list[int]] = {}
+        self.drafted: dict[str, list[bool]] = {}
+        self.num_draft_tokens: dict[str, int] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[str, list[tuple[TokenLogprobs | None, ...]]] = {}
+        self.finishes: dict[str, FinishInfo] = {}
+        self.first_step: dict[str, int] = {}
+        """The step that brought a request's first event, counted from its submission."""
+        self.stats: list[StepStats] = []
+        self.num_steps = 0
+        self._submitted: dict[str, int] = {}
+
+    def submit(self, *requests: GenerationRequest) -> None:
+        for each in requests:
+            self.token_ids[each.request_id] = []
+            self.drafted[each.request_id] = []
+            self.num_draft_tokens[each.request_id] = 0
+            self.logprobs[each.request_id] = []
+            self.prompt_logprobs[each.request_id] = []
+            self._submitted[each.request_id] = self.num_steps
+            self.core.submit(self.core.prepare(each))
+
+    def step(self) -> None:
+        result = self.core.step()
+        self.num_steps += 1
+        self.core.pool.check_integrity()
+        assert self.core.pool.counts()["draft"] == 0, "a lease outlived its step"
+        if result.stats is not None:
+            self.stats.append(result.stats)
+        for event in result.events:
+            self._take(event)
+
+    def run(self, *requests: GenerationRequest) -> Driver:
+        """Submit and step until nothing is left."""
+        self.submit(*requests)
+        for _ in range(MAX_STEPS):
+            if not self.core.has_work:
+                return self
+            self.step()
+        raise AssertionError(f"still busy after {MAX_STEPS} steps")
+
+    def _take(self, event: TokenEvent | ErrorEvent) -> None:
+        assert isinstance(event, TokenEvent), event
+        name = event.request_id
+        assert name not in self.finishes, f"{name} speaks after its last event"
+        assert len(event.drafted) == len(event.token_ids)
+        self.first_step.setdefault(name, self.num_steps - self._submitted[name])
+        self.token_ids[name] += event.token_ids
+        self.drafted[name] += event.drafted
+        self.num_draft_tokens[name] += event.num_draft_tokens
+        if event.logprobs is not None:
+            assert len(event.logprobs) == len(event.token_ids)
+            self.logprobs[name] += event.logprobs
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs[name].append(event.prompt_logprobs)
+        if event.finish is not None:
+            self.finishes[name] = event.finish
+
+
+def traces_of(core: EngineCore, request_ids: Iterable[str]) -> list[str]:
+    """Where the core's objects still name a request: paths to dictionary keys, list and set items.
+
+    Walks whatever this project's classes hold, so a new dictionary by request cannot be forgotten.
+    """
+    wanted, seen, found = set(request_ids), set[int](), []
+    stack: list[tuple[str, object]] = [("core", core)]
+    while stack:
+        path, thing = stack.pop()
+        if isinstance(thing, str):
+            if thing in wanted:
+                found.append(path)
+            continue
+        if id(thing) in seen or thing is None or isinstance(thing, int | float | bytes):
+            continue
+        seen.add(id(thing))
+        stack += _parts(path, thing)
+    return found
+
+
+def _parts(path: str, thing: object) -> list[tuple[str, object]]:
+    if isinstance(thing, Mapping):
+        return [(f"{path} key", key) for key in thing] + [
+            (f"{path}[{key!r}]", value) for key, value in thing.items()
+        ]
+    if isinstance(thing, list | tuple | set | frozenset):
+        return [(f"{path}[]", item) for item in thing]
+    if type(thing).__module__.split(".")[0] in ("engine", "drafters", "kvpool"):
+        names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+        names += list(getattr(thing, "__dict__", ()))
+        return [(f"{path}.{name}", getattr(thing, name, None)) for name in names]
+    return []

@@ -1,0 +1,68 @@
+"""A tiny target with every drafter there is: models, copies, layers and heads of its own size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from drafters.model.eagle import FeatureModel
+from drafters.model.medusa import PredictionHeads
+from drafters.model.protocol import DraftModel
+from drafters.registry import PlainContext, build_drafters
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.drafting.models import DraftModels, prepare_drafts
+from engine.model.loader import prepare_model
+from worlds.engine_harness import TINY_VOCAB, Setup, TinyTarget, build_core, tiny_llama
+from worlds.trained_heads import eagle_layer, eagle_model, medusa_heads
+
+MAX_LEN = 256
+
+
+class TinyContext(PlainContext):
+    """What a core of such a target lends. Drafters that ask for something else are not built: then
+    ``EveryDrafterTarget`` has to learn to lend it."""
+
+    def __init__(self, drafts: DraftModels, setup: Setup) -> None:
+        super().__init__(TINY_VOCAB)
+        self._drafts = drafts
+        self._setup = setup
+
+    def draft_model(self, name: str) -> DraftModel:
+        return self._drafts.get(name)
+
+    def medusa_heads(self) -> PredictionHeads:
+        return medusa_heads()
+
+    def eagle_head(self) -> FeatureModel:
+        return eagle_model(eagle_layer(), self._setup)
+
+
+class EveryDrafterTarget(TinyTarget):
+    """``TinyTarget`` whose cores have all drafters of the registry: the small model is the target with
+    noise on its weights, the quantised copy has 8-bit weights, one of the two layers drafts, heads are
+    random. ``folder``: where to save the small model."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        _near_target().save_pretrained(folder)
+        config = EngineConfig(draft_model=str(folder), quantized="int8", prefix_layers="1")
+        source = prepare_model(tiny_llama(), torch.device("cpu"))
+        self._drafts = prepare_drafts(source, None, config)
+
+    def core(self, setup: Setup) -> EngineCore:
+        runner = self._runner(setup)
+        self._drafts.attach(runner, self._shapes, TINY_VOCAB, MAX_LEN)
+        drafters = build_drafters(None, TinyContext(self._drafts, setup))
+        return build_core(runner, TINY_VOCAB, setup.but(drafters=drafters))
+
+
+@torch.no_grad()
+def _near_target() -> PreTrainedModel:
+    model = tiny_llama()
+    generator = torch.Generator().manual_seed(3)
+    for weight in model.parameters():
+        weight.add_(0.03 * weight.std() * torch.randn(weight.shape, generator=generator))
+    return model

@@ -1,0 +1,349 @@
+"""A deterministic engine for the server's tests, tokenizers to go with it, and ASGI by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from drafters.base import DrafterInfo, DrafterOption
+from engine.errors import EngineDeadError, EngineError, QueueFullError
+from engine.events import (
+    FinishInfo,
+    FinishReason,
+    GammaChange,
+    RequestTimings,
+    SpeculativeStats,
+    StepStats,
+    TokenEvent,
+    TokenLogprobs,
+)
+from engine.info import EngineInfo
+from engine.params import GenerationRequest
+from server.reply.token_texts import byte_level_alphabet
+
+BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
+VOCAB_SIZE = 270
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|user|>{{ message['role'] }}: {{ message['content'] }}\n"
+    "{% endfor %}{% if shout %}LOUD {% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Every byte a token (its own id), then four special tokens."""
+    vocabulary = byte_level_alphabet()
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _wrap(backend, chat_template)
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """The byte tokenizer with some longer tokens, parts of characters among them."""
+    alphabet = {byte: char for char, byte in byte_level_alphabet().items()}
+    vocabulary = {char: byte for byte, char in alphabet.items()}
+    merges = []
+    for text in (b"he", b"ll", b" w", b"\xe2\x82", b"\x9f\x98", b"\xacx", b"st", b"op"):
+        left, right = alphabet[text[0]], alphabet[text[1]]
+        merges.append((left, right))
+        vocabulary[left + right] = len(vocabulary)
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _wrap(backend, None)
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Llama 2's: word marks, bytes as fallback, and a decoder that strips the first space."""
+    words = ["\u2581", "\u2581hello", "\u2581world", "lo", "a", "b", ".", "\u00e9"]
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocabulary |= {word: 256 + rank for rank, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def _wrap(backend: Tokenizer, chat_template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.add_special_tokens(
+        {
+            "additional_special_tokens": [
+                AddedToken("<|user|>", special=True),
+                AddedToken("<|assistant|>", special=True),
+            ]
+        }
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def engine_info(**changes: Any) -> EngineInfo:
+    drafters = (
+        DrafterInfo("none", "plain decoding", False),
+        DrafterInfo(
+            "ngram",
+            "prompt lookup",
+            False,
+            (DrafterOption("max_match", 4, "longest match", 1, 16),),
+        ),
+        DrafterInfo(
+            "nasd",
+            "counted n-grams",
+            True,
+            (
+                DrafterOption("fill", True, "fill up"),
+                DrafterOption("decay", 0.5, "forgetting", 0, 1),
+            ),
+        ),
+        DrafterInfo("prediction", "Predicted.", drafts_trees=True, takes_reference=True),
+        DrafterInfo("sampler", "Draws.", drafts_trees=True, draws=True),
+    )
+    values: dict[str, Any] = {
+        "model": "test/scripted",
+        "vocab_size": VOCAB_SIZE,
+        "max_model_len": 512,
+        "max_num_nodes": 32,
+        "eos_token_ids": (EOS,),
+        "drafters": {each.name: each for each in drafters},
+        "device": "cpu",
+        "dtype": "float32",
+        "num_blocks": 100,
+        "block_size": 16,
+        "num_parameters": 7,
+        "determinism": "exact",
+        "exact_verified": True,
+    }
+    return EngineInfo(**(values | changes))
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """Made-up but recognisable: the alternatives are the ids after the chosen one."""
+    top = tuple(((token_id + rank) % VOCAB_SIZE, -0.5 - rank) for rank in range(num_top))
+    return TokenLogprobs(token_id, -0.5, top)
+
+
+class ScriptedEngine:
+    """Writes ``script(request)`` in steps of ``group_sizes`` tokens, all but a step's last drafted,
+    and one draft in each step refused.
+
+    Ends like the engine: at EOS, at a stop id, at ``max_tokens``. ``gate`` holds back every event
+    while it is clear; ``break_after`` raises ``error`` after so many events; ``capacity`` bounds
+    open requests.
+    """
+
+    def __init__(
+        self,
+        text: str | bytes = "hello world",
+        *,
+        script: Callable[[GenerationRequest], Sequence[int]] | None = None,
+        group_sizes: Sequence[int] = (1, 3, 2),
+        info: EngineInfo | None = None,
+    ) -> None:
+        data = text.encode() if isinstance(text, str) else text
+        self._script = script or (lambda _: [*data, EOS])
+        self._group_sizes = tuple(group_sizes)
+        self.info = info or engine_info()
+        self.is_alive = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.capacity = 1000
+        self.break_after: int | None = None
+        self.error: EngineError = EngineDeadError("the engine died")
+        self.requests: list[GenerationRequest] = []
+        self.open: set[str] = set()
+        self.closed_early: list[str] = []
+        self.aborted: set[str] = set()
+        self.num_events = 0
+        self.stopped_with: float | None = None
+        self._listeners: list[Callable[[StepStats], None]] = []
+
+    async def start(self) -> None:
+        self.is_alive = True
+
+    async def stop(self, drain_seconds: float) -> None:
+        self.is_alive = False
+        self.stopped_with = drain_seconds
+
+    def add_step_listener(self, callback: Callable[[StepStats], None]) -> None:
+        self._listeners.append(callback)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.add(request_id)
+
+    def emit(self, stats: StepStats) -> None:
+        for listener in self._listeners:
+            listener(stats)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        if not self.is_alive:
+            raise EngineDeadError("the engine died")
+        if len(self.open) >= self.capacity:
+            raise QueueFullError(2.5)
+        self.requests.append(request)
+        self.open.add(request.request_id)
+        finished = False
+        try:
+            for number, event in enumerate(self._events(request)):
+                if self.break_after is not None and number >= self.break_after:
+                    raise self.error
+                await self.gate.wait()
+                await asyncio.sleep(0)
+                if request.request_id in self.aborted and event.finish is None:
+                    event = self._event(request, [], event_index=number, end="abort")
+                finished = event.finish is not None
+                self.num_events += 1
+                yield event
+                if finished:
+                    return
+        finally:
+            self.open.discard(request.request_id)
+            if not finished:
+                self.closed_early.append(request.request_id)
+
+    def _events(self, request: GenerationRequest) -> list[TokenEvent]:
+        token_ids, reason, stop_id = self._run(request)
+        events, position, index = [], 0, 0
+        while True:
+            size = self._group_sizes[index % len(self._group_sizes)]
+            group = token_ids[position : position + size]
+            position += len(group)
+            last = position >= len(token_ids)
+            events.append(
+                self._event(
+                    request, group, event_index=index, end=reason if last else None, stop_id=stop_id
+                )
+            )
+            index += 1
+            if last:
+                return events
+
+    def _run(self, request: GenerationRequest) -> tuple[list[int], FinishReason, int | None]:
+        sampling = request.sampling
+        written: list[int] = []
+        for token_id in self._script(request):
+            is_eos = token_id in self.info.eos_token_ids and not sampling.ignore_eos
+            if is_eos or token_id in sampling.stop_token_ids:
+                return written, "stop", token_id
+            written.append(token_id)
+            if len(written) == sampling.max_tokens:
+                return written, "length", None
+        return written, "stop", EOS
+
+    def _event(
+        self,
+        request: GenerationRequest,
+        token_ids: Sequence[int],
+        *,
+        event_index: int,
+        end: FinishReason | None,
+        stop_id: int | None = None,
+    ) -> TokenEvent:
+        sampling = request.sampling
+        logprobs = prompt_logprobs = None
+        if sampling.logprobs is not None:
+            logprobs = tuple(logprobs_of(each, sampling.logprobs) for each in token_ids)
+        if sampling.prompt_logprobs is not None and event_index == 0:
+            rest = request.prompt_token_ids[1:]
+            number = sampling.prompt_logprobs
+            prompt_logprobs = (None, *(logprobs_of(each, number) for each in rest))
+        return TokenEvent(
+            request.request_id,
+            tuple(token_ids),
+            tuple(index < len(token_ids) - 1 for index in range(len(token_ids))),
+            logprobs,
+            prompt_logprobs,
+            None if end is None else self._finish(request, end, stop_id),
+            max(1, len(token_ids)),
+        )
+
+    def _finish(
+        self, request: GenerationRequest, reason: FinishReason, stop_id: int | None
+    ) -> FinishInfo:
+        return FinishInfo(
+            reason=reason,
+            stop_token_id=stop_id,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=3 + 10 * request.sampling.choice_index,
+            num_output_tokens=11,
+            speculative=SpeculativeStats(
+                drafter=request.speculative.drafter,
+                num_steps=4,
+                num_draft_tokens=10,
+                num_accepted_tokens=7,
+                num_emitted_tokens=11,
+                acceptance_rate=0.7,
+                tokens_per_step=2.75,
+                mean_gamma=2.5,
+                acceptance_histogram=(1, 0, 2, 1),
+                accepted_per_position=(3, 3, 1),
+                estimated_speedup=2.0 + request.sampling.choice_index,
+                draft_ms=1.0,
+                verify_ms=9.0,
+                gamma_changes=(GammaChange(0, 4, "start"), GammaChange(2, 3, "low acceptance")),
+            ),
+            timings=RequestTimings(request.arrival_time, 0.01, 0.02, 0.12),
+        )
+
+
+class AsgiCall:
+    """One request driven by hand: read events as they are sent, hang up at will."""
+
+    def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
+        self._app = app
+        self._path = path
+        self._body = json.dumps(body).encode()
+        self._hung_up = asyncio.Event()
+        self._body_sent = False
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> AsgiCall:
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": self._path,
+            "raw_path": self._path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(b"content-type", b"application/json"), (b"host", b"test")],
+            "client": ("127.0.0.1", 1),
+            "server": ("test", 80),
+        }
+        self._task = asyncio.ensure_future(self._app(scope, self._receive, self.messages.put))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._body_sent:
+            self._body_sent = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self._hung_up.wait()
+        return {"type": "http.disconnect"}
+
+    async def hang_up(self) -> None:
+        """Disconnect, and wait until the application has given up the request."""
+        assert self._task is not None
+        self._hung_up.set()
+        await asyncio.wait_for(asyncio.shield(self._task), 5)

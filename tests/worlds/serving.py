@@ -1,0 +1,62 @@
+"""An HTTP client of a server around a given engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import httpx
+from openai import (
+    AsyncOpenAI,
+)
+
+from server.app import build_app
+from server.settings import Settings
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
+
+Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@asynccontextmanager
+async def serve(
+    engine: ScriptedEngine, tokenizer: Any = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    app = build_app(engine, tokenizer or byte_tokenizer(), Settings(**settings))
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as client:
+            client.app = app  # type: ignore[attr-defined]
+            yield client
+
+
+@asynccontextmanager
+async def openai_client(
+    connect: Connect, engine: ScriptedEngine, **settings: Any
+) -> AsyncIterator[AsyncOpenAI]:
+    async with connect(engine, **settings) as client:
+        yield AsyncOpenAI(
+            api_key="unused", base_url="http://test/v1", http_client=client, max_retries=0
+        )
+
+
+def events(text: str) -> list[Any]:
+    """The data of server-sent events."""
+    return [
+        line if line == "[DONE]" else json.loads(line)
+        for line in (part.removeprefix("data: ") for part in text.split("\n\n"))
+        if line
+    ]
+
+
+def endless(**options: Any) -> ScriptedEngine:
+    return ScriptedEngine(script=lambda _: [97] * 400, group_sizes=(1,), **options)
+
+
+async def until(condition: Any) -> None:
+    """Waits for the event loop to bring something about; fails after 5 s."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)

@@ -1,0 +1,193 @@
+"""Bodies that the server takes, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.params import GenerationRequest
+from server.request.protocol import ChatRequest, CompletionRequest
+from server.request.wire import Wire
+
+TEXT = "hello wörld. the end"
+
+
+COMPLETION = {"prompt": "ab", "max_tokens": 64}
+
+
+CHAT = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 64}
+
+
+class Outcome:
+    """What one request led to."""
+
+    def __init__(self, requests: list[GenerationRequest], reply: Any, raw: str, log: str) -> None:
+        self.requests = requests
+        self.request = requests[0]
+        self.sampling = self.request.sampling
+        self.spec = self.request.speculative
+        self.reply = reply
+        self.raw = raw
+        self.log = log
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        choice: dict[str, Any] = self.reply["choices"][0]
+        return choice
+
+    @property
+    def text(self) -> str:
+        message = self.choice.get("message")
+        return str(self.choice["text"] if message is None else message["content"])
+
+
+Check = Callable[[Outcome], bool]
+
+
+# field -> (fields sent, whether it had its effect); without the field the effect must be absent.
+SHARED: dict[str, tuple[dict[str, Any], Check]] = {
+    "n": ({"n": 3}, lambda o: len(o.reply["choices"]) == 3),
+    "temperature": ({"temperature": 0}, lambda o: o.sampling.temperature == 0),
+    "top_p": ({"top_p": 0.5}, lambda o: o.sampling.top_p == 0.5),
+    "top_k": ({"top_k": 7}, lambda o: o.sampling.top_k == 7),
+    "min_p": ({"min_p": 0.1}, lambda o: o.sampling.min_p == 0.1),
+    "presence_penalty": ({"presence_penalty": 1}, lambda o: o.sampling.presence_penalty == 1),
+    "frequency_penalty": ({"frequency_penalty": -1}, lambda o: o.sampling.frequency_penalty == -1),
+    "repetition_penalty": (
+        {"repetition_penalty": 1.2},
+        lambda o: o.sampling.repetition_penalty == 1.2,
+    ),
+    "logit_bias": ({"logit_bias": {"5": -3}}, lambda o: o.sampling.logit_bias == {5: -3}),
+    "bad_words": (
+        {"bad_words": ["x"]},
+        lambda o: o.sampling.bad_words_token_ids == ((120,), (32, 120)),
+    ),
+    "seed": ({"seed": 11}, lambda o: o.sampling.seed == 11 and o.reply["seed"] == 11),
+    "min_tokens": ({"min_tokens": 4}, lambda o: o.sampling.min_tokens == 4),
+    "max_tokens": ({"max_tokens": 5}, lambda o: o.sampling.max_tokens == 5),
+    "stop": ({"stop": ["wör"]}, lambda o: o.text.endswith("hello ")),
+    "stop_token_ids": (
+        {"stop_token_ids": [119]},
+        lambda o: o.text.endswith("hello ") and o.choice["stop_reason"] == 119,
+    ),
+    "include_stop_str_in_output": (
+        {"stop": ".", "include_stop_str_in_output": True},
+        lambda o: o.text.endswith("wörld."),
+    ),
+    "ignore_eos": ({"ignore_eos": True}, lambda o: o.sampling.ignore_eos),
+    "skip_special_tokens": (
+        {"skip_special_tokens": False, "ignore_eos": True},
+        lambda o: o.text.endswith("</s>"),
+    ),
+    "return_token_ids": (
+        {"return_token_ids": True},
+        lambda o: (
+            o.choice.get("token_ids") == list(TEXT.encode())
+            and o.choice["prompt_token_ids"] == list(o.request.prompt_token_ids)
+        ),
+    ),
+    "priority": ({"priority": -2}, lambda o: o.request.priority == -2),
+    "cache_salt": ({"cache_salt": "tenant"}, lambda o: o.request.salt == "tenant"),
+    "user": ({"user": "someone"}, lambda o: "user='someone'" in o.log),
+    "stream": ({"stream": True}, lambda o: o.raw.startswith("data: ")),
+    "stream_options": (
+        {"stream": True, "stream_options": {"include_usage": True}},
+        lambda o: '"usage":{' in o.raw and o.raw.startswith("data: "),
+    ),
+    "speculative": (
+        {"speculative": {"draft_strategy": "nasd"}},
+        lambda o: o.spec.drafter == "nasd" and o.reply["usage"]["speculative"]["drafter"] == "nasd",
+    ),
+    "prediction": (
+        {"prediction": {"type": "content", "content": "hello"}},
+        lambda o: (
+            o.spec.reference_token_ids == tuple(b"hello")
+            and "completion_tokens_details" in o.reply["usage"]
+        ),
+    ),
+}
+
+
+COMPLETION_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
+    "prompt": ({"prompt": [1, 2, 3]}, lambda o: o.request.prompt_token_ids == (1, 2, 3)),
+    "echo": ({"echo": True}, lambda o: o.text == "ab" + TEXT),
+    "logprobs": (
+        {"logprobs": 2},
+        lambda o: (
+            o.sampling.logprobs == 2 and len(o.choice["logprobs"]["tokens"]) == len(TEXT.encode())
+        ),
+    ),
+}
+
+
+CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
+    "messages": (
+        {"messages": [{"role": "system", "content": "zz"}, {"role": "user", "content": "ab"}]},
+        lambda o: (
+            b"system: zz\n" in bytes(each for each in o.request.prompt_token_ids if each < 256)
+        ),
+    ),
+    "max_completion_tokens": (
+        {"max_completion_tokens": 9, "max_tokens": None},
+        lambda o: o.sampling.max_tokens == 9,
+    ),
+    "logprobs": (
+        {"logprobs": True},
+        lambda o: (
+            o.sampling.logprobs == 0 and len(o.choice["logprobs"]["content"]) == len(TEXT.encode())
+        ),
+    ),
+    "top_logprobs": (
+        {"logprobs": True, "top_logprobs": 3},
+        lambda o: len(o.choice["logprobs"]["content"][0]["top_logprobs"]) == 3,
+    ),
+    "add_generation_prompt": (
+        {"add_generation_prompt": False},
+        lambda o: o.request.prompt_token_ids[-1] == ord("\n"),
+    ),
+    "continue_final_message": (
+        {"add_generation_prompt": False, "continue_final_message": True},
+        lambda o: o.request.prompt_token_ids[-1] == ord("b"),
+    ),
+    "chat_template_kwargs": (
+        {"chat_template_kwargs": {"shout": True}},
+        lambda o: b"LOUD" in bytes(each for each in o.request.prompt_token_ids if each < 256),
+    ),
+}
+
+
+# Accepted for their meaning, which the server has anyway; another value is a 400.
+WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "model": ("test/scripted", "gpt-4"),
+    "store": (False, True),
+    "response_format": ({"type": "text"}, {"type": "json_schema", "json_schema": {}}),
+}
+
+
+COMPLETION_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "best_of": (1, 2),
+    "add_special_tokens": (True, "yes"),
+}
+
+
+CHAT_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "modalities": (["text"], ["text", "audio"]),
+    "tool_choice": ("none", "auto"),
+    "add_special_tokens": (False, "no"),
+}
+
+
+ENDPOINTS: dict[str, tuple[type[Wire], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "/completions": (
+        CompletionRequest,
+        COMPLETION,
+        SHARED | COMPLETION_ONLY,
+        WITHOUT_CHANGE | COMPLETION_WITHOUT_CHANGE,
+    ),
+    "/chat/completions": (
+        ChatRequest,
+        CHAT,
+        SHARED | CHAT_ONLY,
+        WITHOUT_CHANGE | CHAT_WITHOUT_CHANGE,
+    ),
+}
