@@ -82,7 +82,7 @@ def engine_config(options: Options) -> EngineConfig:
         dtype=options.dtype,
         determinism=options.determinism,
         max_num_seqs=max(options.batch_sizes),
-        max_num_rows=options.max_num_rows,
+        max_num_batched_tokens=options.max_num_batched_tokens,
         enable_prefix_cache=options.prefix_cache,
     )
 

@@ -110,7 +110,7 @@ def _tiny_core(model: PreTrainedModel, device: torch.device) -> EngineCore:
         device=str(device),
         num_blocks=256,
         max_num_seqs=8,
-        max_num_rows=128,
+        max_num_batched_tokens=128,
         prefill_chunk=32,
         # fp32 kernels offer no equal bits for all row counts; tokens have to be equal all the same.
         determinism="fast",

@@ -35,7 +35,7 @@ class Options:
     device: str
     dtype: str
     num_threads: int | None
-    max_num_rows: int
+    max_num_batched_tokens: int
     with_transformers: bool
     prefix_cache: bool
     steady: bool
@@ -72,7 +72,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         device=args.device,
         dtype=args.dtype,
         num_threads=args.threads,
-        max_num_rows=_QUICK_ROWS if args.quick else 1024,
+        max_num_batched_tokens=_QUICK_ROWS if args.quick else 1024,
         with_transformers=not args.skip_transformers,
         prefix_cache=args.prefix_cache,
         steady=args.steady,

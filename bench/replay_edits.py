@@ -65,9 +65,9 @@ class ArcticDrafter:
         request_id: str,
         token_ids: Sequence[int],
         options: Mapping[str, OptionValue],
-        salt: str,
+        cache_salt: str,
     ) -> None:
-        del options, salt
+        del options, cache_salt
         self._cache.start_request(request_id, self._array(token_ids))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

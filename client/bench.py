@@ -157,12 +157,12 @@ class Sender:
     service: Service
     load: Load
 
-    async def send(self, arm: Arm, index: int, salt: str) -> Reply:
+    async def send(self, arm: Arm, index: int, cache_salt: str) -> Reply:
         """The whole reply to a prompt. Raises ClientError."""
         prompt = self.load.prompts[index]
         fields = {**self.load.fields, **prompt.fields, "seed": self.load.first_seed + index}
         if arm.speculative is not None:
-            fields |= {"cache_salt": salt, "speculative": arm.speculative}
+            fields |= {"cache_salt": cache_salt, "speculative": arm.speculative}
         reply = Reply(time.perf_counter(), self.service.tells_drafts)
         async with aclosing(self.connection.stream(prompt.path, self.service.body(fields))) as all_:
             async for piece in all_:
@@ -170,7 +170,7 @@ class Sender:
         return reply
 
 
-async def _run_round(sender: Sender, arm: Arm, salt: str, advance: Callable[[], Any]) -> None:
+async def _run_round(sender: Sender, arm: Arm, cache_salt: str, advance: Callable[[], Any]) -> None:
     """All prompts, so many at a time; a failure ends all of them."""
     load = sender.load
     waiting = iter(range(len(load.prompts)))
@@ -178,7 +178,7 @@ async def _run_round(sender: Sender, arm: Arm, salt: str, advance: Callable[[], 
 
     async def work() -> None:
         for index in waiting:
-            replies[index] = await sender.send(arm, index, salt)
+            replies[index] = await sender.send(arm, index, cache_salt)
             advance()
 
     start = time.perf_counter()

@@ -104,7 +104,7 @@ class AutoDrafter:
         request_id: str,
         token_ids: Sequence[int],
         options: Mapping[str, OptionValue],
-        salt: str,
+        cache_salt: str,
     ) -> None:
         """Raises ValueError for options (there are none) and for a request that is already open."""
         self.info.resolve(options)
@@ -116,7 +116,7 @@ class AutoDrafter:
             member = _Member(drafter, self.estimator.for_request(name))
             members.append(member)
             defaults = drafter.info.defaults()
-            if not self._tried(member, drafter.open, request_id, token_ids, defaults, salt):
+            if not self._tried(member, drafter.open, request_id, token_ids, defaults, cache_salt):
                 member.num_failures = _FAILURES_BEFORE_SILENCE
 
     def refer(self, request_id: str, reference_token_ids: Sequence[int]) -> None:

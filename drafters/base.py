@@ -64,7 +64,7 @@ class DraftRequest:
     """One request's turn to draft.
 
     ``token_ids`` is the request's live list, prompt plus everything emitted (the last one is the
-    anchor); read it, never keep or change it. ``max_nodes`` bounds the tree. ``num_committed``
+    anchor); read it, never keep or change it. ``max_nodes`` bounds the tree. ``num_computed_tokens``
     tokens have their keys and values in the target's store. ``block_table`` is live too; for drafters
     that need ``draft_slots`` it covers the slots of ``max_nodes`` nodes after the known tokens.
     ``tokens_per_second``: what the engine would write in this step without drafts, all requests
@@ -76,7 +76,7 @@ class DraftRequest:
     max_nodes: int
     shape: DraftShape
     sampling: DraftSampling = GREEDY
-    num_committed: int = 0
+    num_computed_tokens: int = 0
     block_table: Sequence[int] = ()
     tokens_per_second: float = 0.0
 
@@ -204,11 +204,11 @@ class Drafter(Protocol):
         request_id: str,
         token_ids: Sequence[int],
         options: Mapping[str, OptionValue],
-        salt: str,
+        cache_salt: str,
     ) -> None:
         """Start a request whose known tokens are ``token_ids`` (its prompt).
 
-        ``salt`` names the tenant: nothing learned under one salt may draft under another.
+        ``cache_salt`` names the tenant: nothing learned under one cache_salt may draft under another.
         """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

@@ -22,10 +22,10 @@ class NoneDrafter:
         request_id: str,
         token_ids: Sequence[int],
         options: Mapping[str, OptionValue],
-        salt: str,
+        cache_salt: str,
     ) -> None:
         """Raises ValueError if options are given: there are none."""
-        del request_id, token_ids, salt
+        del request_id, token_ids, cache_salt
         self.info.resolve(options)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

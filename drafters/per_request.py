@@ -1,7 +1,7 @@
 """The base of drafters whose requests have nothing to share: one state object per request.
 
 A subclass brings a ``DraftState`` factory; nothing crosses from one state to another, so tenants
-are isolated whatever their salt. Drafters that batch their requests implement ``Drafter`` directly.
+are isolated whatever their cache_salt. Drafters that batch their requests implement ``Drafter`` directly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PerRequestDrafter:
         request_id: str,
         token_ids: Sequence[int],
         options: Mapping[str, OptionValue],
-        salt: str,  # noqa: ARG002  (part of the protocol; nothing is shared that it could divide)
+        cache_salt: str,  # noqa: ARG002  (part of the protocol; nothing is shared that it could divide)
     ) -> None:
         """Raises ValueError for options that do not fit and for a request that is already open."""
         if request_id in self._states:

@@ -83,7 +83,7 @@ def build_engine_for(
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = adopt(model)
     if can_pack(model.device, model.dtype):
-        pack_linears(model, config.max_num_rows, exact)
+        pack_linears(model, config.max_num_batched_tokens, exact)
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
     store, max_model_len = _build_store(model, shapes, config, draft_bytes)
     runner = ModelRunner(model, shapes, store, exact)
@@ -159,7 +159,7 @@ def _build_core(
     limits: ModelLimits,
     drafters: Mapping[str, Drafter],
 ) -> EngineCore:
-    most = min(config.max_num_rows, limits.max_model_len, runner.store.num_slots)
+    most = min(config.max_num_batched_tokens, limits.max_model_len, runner.store.num_slots)
     far = min(512, max(0, limits.max_model_len - 64))
     cost = CostModel(
         measure(
@@ -173,7 +173,11 @@ def _build_core(
     )
     pool = BlockPool(runner.store.num_blocks, config.block_size, config.enable_prefix_cache)
     scheduler = Scheduler(
-        pool, config.block_size, config.max_num_seqs, config.max_num_rows, config.prefill_chunk
+        pool,
+        config.block_size,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.prefill_chunk,
     )
     speculation = Speculation(drafters, cost, limits.vocab_size, config.max_num_nodes, pool)
     return EngineCore(runner, pool, scheduler, speculation, cost, limits, config.check_integrity)

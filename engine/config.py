@@ -18,7 +18,7 @@ class EngineConfig:
     ``drafter_plugins``: names of the drafters that other distributions may bring; None: all, empty: none.
     ``kv_memory_fraction``: share of the memory that is free once the model is loaded.
     ``stand_template``: file with the static tree of the ``stand`` drafter; None: the one shipped.
-    ``max_num_rows``: token budget of a step, prompt rows and draft nodes included.
+    ``max_num_batched_tokens``: token budget of a step, prompt rows and draft nodes included.
     ``draft_model``: folder or hub id of a small model with the target's tokenizer; None: none, beside
     the bundled target its own. ``draft_kv_dtype``: "fp8" halves its keys and values. ``quantized``:
     make a copy of ``quantized_model`` with such weights. ``prefix_layers``: a number of first layers, or
@@ -33,7 +33,7 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_memory_fraction: float = 0.5
     max_num_seqs: int = 64
-    max_num_rows: int = 1024
+    max_num_batched_tokens: int = 1024
     max_model_len: int | None = None
     max_num_waiting: int = 256
     prefill_chunk: int = 512
@@ -59,7 +59,7 @@ class EngineConfig:
         positive = (
             "block_size",
             "max_num_seqs",
-            "max_num_rows",
+            "max_num_batched_tokens",
             "prefill_chunk",
             "max_num_waiting",
         )
@@ -74,7 +74,7 @@ class EngineConfig:
             raise ValueError("max_num_nodes must not be negative")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ValueError("kv_memory_fraction must be above 0 and at most 1")
-        if self.max_num_rows < self.max_num_seqs:
+        if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                "max_num_rows must not be below max_num_seqs: each needs a row per step"
+                "max_num_batched_tokens must not be below max_num_seqs: each needs a row per step"
             )

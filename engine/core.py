@@ -126,13 +126,13 @@ class EngineCore:
 
     # --- commands ---
 
-    def prepare(self, spec: GenerationRequest) -> Request:
+    def prepare(self, params: GenerationRequest) -> Request:
         """A request ready to submit; callable from any thread. Raises RequestError."""
         limits = self.limits
         sampling = SamplingState(
-            spec, limits.eos_token_ids, limits.vocab_size, limits.max_model_len
+            params, limits.eos_token_ids, limits.vocab_size, limits.max_model_len
         )
-        return Request(spec, sampling, RequestSpeculationStats(spec.speculative.drafter))
+        return Request(params, sampling, RequestSpeculationStats(params.speculative.drafter))
 
     def submit(self, request: Request) -> None:
         request.arrival_order = self._num_arrived
@@ -191,7 +191,7 @@ class EngineCore:
         rows = [
             _Rows(
                 each.request,
-                each.request.num_committed,
+                each.request.num_computed_tokens,
                 each.num_known,
                 each.samples,
                 self._lease(each, round_.of(each.request)),
@@ -210,7 +210,7 @@ class EngineCore:
         if not draft.tree.token_ids:
             return draft
         request = scheduled.request
-        known = request.num_committed + scheduled.num_known
+        known = request.num_computed_tokens + scheduled.num_known
         covered = self.pool.allocate_draft(request.request_id, known + len(draft.tree))
         room = max(0, covered - known)
         if room >= len(draft.tree):
@@ -257,7 +257,7 @@ class EngineCore:
                     sources.append(slot_of(table, anchor + row, self.pool.block_size))
                     targets.append(slot_of(table, anchor + depth, self.pool.block_size))
             request.commit(each.num_known + len(accepted), emitted)
-            self.pool.promote(request.request_id, request.token_ids, request.num_committed)
+            self.pool.promote(request.request_id, request.token_ids, request.num_computed_tokens)
             self.pool.free_draft(request.request_id)
         self.runner.move(sources, targets)
 
@@ -374,7 +374,7 @@ class EngineCore:
             baseline_seconds=baseline.seconds(num_emitted),
             reason=reason,
         )
-        drafter = rows.request.spec.speculative.drafter
+        drafter = rows.request.params.speculative.drafter
         builder.add_request(drafter, gamma, outcome.num_accepted, num_emitted, reason)
 
     def _tell(self, rows: _Rows, outcome: Outcome, logits: torch.Tensor) -> None:

@@ -67,13 +67,13 @@ class SpeculativeParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One completion to write. ``priority``: lower runs first. ``salt`` names the tenant."""
+    """One completion to write. ``priority``: lower runs first. ``cache_salt`` names the tenant."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculative: SpeculativeParams = field(default_factory=SpeculativeParams)
     priority: int = 0
-    salt: str = ""
+    cache_salt: str = ""
     arrival_time: float = 0.0
     """``time.perf_counter()`` at arrival; seconds."""

@@ -48,7 +48,7 @@ def read_prompt_logprobs(
 
     ``first_row`` is the chunk's first row in ``logits``; all its rows are there.
     """
-    num_top = request.spec.sampling.prompt_logprobs
+    num_top = request.params.sampling.prompt_logprobs
     if num_top is None:
         return
     last = min(base + num_known, request.num_prompt_tokens - 1)
@@ -83,7 +83,7 @@ def token_event(
 def _emitted_logprobs(
     request: Request, outcome: Outcome, first_row: int, logits: torch.Tensor
 ) -> tuple[TokenLogprobs, ...] | None:
-    num_top = request.spec.sampling.logprobs
+    num_top = request.params.sampling.logprobs
     if num_top is None:
         return None
     emitted = outcome.emitted_token_ids
@@ -94,7 +94,7 @@ def _emitted_logprobs(
 
 def _take_prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
     """All of them, once, with the request's first event; the first token has none."""
-    if request.spec.sampling.prompt_logprobs is None or request.told_prompt_logprobs:
+    if request.params.sampling.prompt_logprobs is None or request.told_prompt_logprobs:
         return None
     request.told_prompt_logprobs = True
     return (None, *(request.prompt_logprobs[at] for at in range(1, request.num_prompt_tokens)))
@@ -104,9 +104,9 @@ def finish_info(
     request: Request, reason: FinishReason, stop_token_id: int | None = None
 ) -> FinishInfo:
     """The account that goes out with a request's last event."""
-    now, spec = time.perf_counter(), request.spec
+    now, params = time.perf_counter(), request.params
     scheduled = request.first_scheduled_time or now
-    arrival = spec.arrival_time or scheduled
+    arrival = params.arrival_time or scheduled
     first_token = request.first_token_time or now
     return FinishInfo(
         reason=reason,

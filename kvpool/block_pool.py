@@ -54,7 +54,7 @@ class BlockPool:
     # Life of a request
 
     def open(
-        self, request_id: str, token_ids: Sequence[int], salt: str, max_cached_tokens: int
+        self, request_id: str, token_ids: Sequence[int], cache_salt: str, max_cached_tokens: int
     ) -> int:
         """Start a table with the longest cached run of full blocks; returns ``num_cached_tokens``.
 
@@ -69,7 +69,9 @@ class BlockPool:
         if not self.enable_prefix_cache:
             self._tables[request_id] = BlockTable(digest=None)
             return 0
-        digest, block_ids = self._match(token_ids, salt, min(max_cached_tokens, len(token_ids)))
+        digest, block_ids = self._match(
+            token_ids, cache_salt, min(max_cached_tokens, len(token_ids))
+        )
         num_cached_tokens = len(block_ids) * self.block_size
         if max_cached_tokens > 0:
             self.num_prefix_queries += len(token_ids)
@@ -109,8 +111,8 @@ class BlockPool:
             self._lease(table)
         return len(table.block_ids) * self.block_size
 
-    def promote(self, request_id: str, token_ids: Sequence[int], num_committed: int) -> None:
-        """The first ``num_committed`` of ``token_ids`` are final, and their KV is in its slots.
+    def promote(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """The first ``num_computed_tokens`` of ``token_ids`` are final, and their KV is in its slots.
 
         Draft blocks that they reach into become committed; newly full blocks are published, unless
         an equal block is in the cache already: then the request's own stays private. Costs time in
@@ -119,16 +121,20 @@ class BlockPool:
         """
         table = self._table(request_id)
         num_covered = len(table.block_ids) * self.block_size
-        if not table.num_committed_tokens <= num_committed <= min(num_covered, len(token_ids)):
+        if (
+            not table.num_committed_tokens
+            <= num_computed_tokens
+            <= min(num_covered, len(token_ids))
+        ):
             raise BlockPoolError(
-                f"request {request_id!r} cannot promote {num_committed} tokens: it has "
+                f"request {request_id!r} cannot promote {num_computed_tokens} tokens: it has "
                 f"{table.num_committed_tokens} committed, {num_covered} slots, "
                 f"{len(token_ids)} token ids"
             )
-        self._commit_blocks(table, self._num_blocks_for(num_committed))
+        self._commit_blocks(table, self._num_blocks_for(num_computed_tokens))
         first_new = table.num_committed_tokens // self.block_size
-        table.num_committed_tokens = num_committed
-        for index in range(first_new, num_committed // self.block_size):
+        table.num_committed_tokens = num_computed_tokens
+        for index in range(first_new, num_computed_tokens // self.block_size):
             self._publish(table, index, token_ids)
 
     def free_draft(self, request_id: str) -> None:
@@ -206,9 +212,9 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def _match(
-        self, token_ids: Sequence[int], salt: str, max_tokens: int
+        self, token_ids: Sequence[int], cache_salt: str, max_tokens: int
     ) -> tuple[bytes, list[int]]:
-        digest = root_digest(salt)
+        digest = root_digest(cache_salt)
         block_ids: list[int] = []
         for start in range(0, max_tokens - self.block_size + 1, self.block_size):
             next_digest = block_digest(digest, token_ids[start : start + self.block_size])

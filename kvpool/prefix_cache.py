@@ -1,8 +1,8 @@
 """The prefix cache: which block holds the keys and values of which run of tokens.
 
 A full block is named by a chained digest: of its own tokens and of the digest of the block before
-it, down to a root made from the tenant's salt. Equal digests mean equal salt and equal tokens from
-the first on, so a hit needs no comparison and tenants never share. Called by the block pool only,
+it, down to a root made from the tenant's ``cache_salt``. Equal digests mean equal salt and equal tokens
+from the first on, so a hit needs no comparison and tenants never share. Called by the block pool only,
 which owns reference counts and decides what is final enough to be published.
 """
 
@@ -17,17 +17,17 @@ DIGEST_SIZE = 32
 """Bytes. Cryptographic and wide, because a collision would show one request another one's text."""
 
 
-def root_digest(salt: str) -> bytes:
+def root_digest(cache_salt: str) -> bytes:
     """The parent of a tenant's first blocks."""
     # Salts come from outside: a lone surrogate is odd, but has to be hashed like the rest.
-    data = salt.encode("utf-8", "surrogatepass")
+    data = cache_salt.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(data, digest_size=DIGEST_SIZE, person=b"kv-root").digest()
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The digest of the block that holds ``token_ids`` and follows the one named ``parent``.
 
-    The distinct ``person`` keeps a salt from being made to look like a block."""
+    The distinct ``person`` keeps a cache_salt from being made to look like a block."""
     data = parent + array("q", token_ids).tobytes()
     return hashlib.blake2b(data, digest_size=DIGEST_SIZE, person=b"kv-block").digest()
 

@@ -152,8 +152,8 @@ class Settings(BaseSettings):
     max_num_seqs: int = Field(
         default=_ENGINE.max_num_seqs, ge=1, description="Most requests in a batch."
     )
-    max_num_rows: int = Field(
-        default=_ENGINE.max_num_rows,
+    max_num_batched_tokens: int = Field(
+        default=_ENGINE.max_num_batched_tokens,
         ge=1,
         description="Most tokens in a step: prompt, decode and drafts.",
     )

@@ -130,7 +130,7 @@ def replay(
 ) -> ReplayResult:
     """Replay all lines in order; one request is open at a time.
 
-    What a drafter learns from finished requests serves later ones of the same salt, as when
+    What a drafter learns from finished requests serves later ones of the same cache_salt, as when
     serving; ``isolate`` starts every line with a fresh drafter. ``advance`` is called after each.
     ``build`` makes a case's drafter of its name.
     """
@@ -169,7 +169,7 @@ class _Replay:
     def run(self) -> None:
         drafter, token_ids = self._drafter, self._token_ids
         start = self._clock()
-        drafter.open(self._request_id, token_ids, {}, self._line.salt)
+        drafter.open(self._request_id, token_ids, {}, self._line.cache_salt)
         self._result.open_seconds.append(self._clock() - start)
         try:
             while len(token_ids) < len(self._text):

@@ -35,7 +35,7 @@ _DESCRIPTION = """Replay a log of prompts and completions through drafters, with
 and tell how many tokens per step each would have yielded.
 
 LOG has one JSON object per line: {"prompt": ..., "completion": ...}, texts or lists of token ids;
-"messages" in place of "prompt" goes through the model's chat template; "salt" names a tenant.
+"messages" in place of "prompt" goes through the model's chat template; "cache_salt" names a tenant.
 A draft is accepted where it equals the completion, as in serving. See docs/replay.md.
 """
 _EXAMPLES = """examples:

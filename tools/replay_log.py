@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-_FIELDS = ("prompt", "messages", "completion", "salt")
+_FIELDS = ("prompt", "messages", "completion", "cache_salt")
 _MAX_TOKEN_ID = 2**24 - 2
 """What the drafters' packed contexts hold."""
 
@@ -28,12 +28,12 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One request as it ran. ``salt`` names its tenant."""
+    """One request as it ran. ``cache_salt`` names its tenant."""
 
     number: int
     prompt_token_ids: Sequence[int]
     completion_token_ids: Sequence[int]
-    salt: str = ""
+    cache_salt: str = ""
 
 
 class LogError(ValueError):
@@ -46,7 +46,7 @@ def read_log(
     """All lines of the log; ``load_tokenizer`` is called once, where one of them has text.
 
     ``prompt`` (or ``messages``, through the model's chat template) and ``completion`` are text or
-    token ids; ``salt`` may name a tenant; fields in ``ignored`` are not read. Empty lines are
+    token ids; ``cache_salt`` may name a tenant; fields in ``ignored`` are not read. Empty lines are
     skipped. Raises LogError for lines that do not fit, OSError for a file that cannot be read.
     """
     reader = _Reader(load_tokenizer, frozenset(ignored))
@@ -79,13 +79,13 @@ class _Reader:
                     f"line {number}: unknown field {name!r} (known: {', '.join(_FIELDS)}; "
                     f"--ignore-fields {name} to leave it out)"
                 )
-        salt = fields.get("salt", "")
-        if not isinstance(salt, str):
-            raise LogError(f"line {number}: salt must be a string")
+        cache_salt = fields.get("cache_salt", "")
+        if not isinstance(cache_salt, str):
+            raise LogError(f"line {number}: cache_salt must be a string")
         completion = self._token_ids(number, "completion", fields)
         if not completion:
             raise LogError(f"line {number}: completion is empty")
-        return LogLine(number, self._prompt(number, fields), completion, salt)
+        return LogLine(number, self._prompt(number, fields), completion, cache_salt)
 
     def _prompt(self, number: int, fields: dict[str, Any]) -> Sequence[int]:
         if "messages" not in fields:

@@ -98,7 +98,7 @@ class TenantHistory:
 
 
 class Histories:
-    """One ``TenantHistory`` per salt: at most ``max_tenants``, and ``max_tokens`` in all (80 to
+    """One ``TenantHistory`` per cache_salt: at most ``max_tenants``, and ``max_tokens`` in all (80 to
     160 MB); the tenants used longest ago are forgotten."""
 
     def __init__(self, max_tenants: int = MAX_TENANTS, max_tokens: int = MAX_TOKENS_OF_ALL) -> None:
@@ -109,12 +109,12 @@ class Histories:
     def __len__(self) -> int:
         return len(self._by_salt)
 
-    def of(self, salt: str) -> TenantHistory:
+    def of(self, cache_salt: str) -> TenantHistory:
         """The tenant's history, begun if there is none; makes room for it."""
-        history = self._by_salt.get(salt)
+        history = self._by_salt.get(cache_salt)
         if history is None:
-            history = self._by_salt[salt] = TenantHistory()
-        self._by_salt.move_to_end(salt)
+            history = self._by_salt[cache_salt] = TenantHistory()
+        self._by_salt.move_to_end(cache_salt)
         while len(self._by_salt) > 1 and self._is_full():
             self._by_salt.popitem(last=False)
         return history

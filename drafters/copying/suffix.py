@@ -45,7 +45,7 @@ INFO = DrafterInfo(
 
 class SuffixDrafter:
     """See the module and ``Drafter``. State: an ``Alignment`` per request, bounded, and a bounded
-    ``TenantHistory`` per salt."""
+    ``TenantHistory`` per cache_salt."""
 
     def __init__(self) -> None:
         self.info = INFO
@@ -57,13 +57,13 @@ class SuffixDrafter:
         request_id: str,
         token_ids: Sequence[int],
         options: Mapping[str, OptionValue],
-        salt: str,
+        cache_salt: str,
     ) -> None:
         """Raises ValueError for options that do not fit and for a request that is already open."""
         if request_id in self._states:
             raise ValueError(f"request {request_id!r} is already open")
         wanted = self.info.resolve(options)
-        history = self._histories.of(salt) if wanted["use_history"] else None
+        history = self._histories.of(cache_salt) if wanted["use_history"] else None
         self._states[request_id] = SuffixState(token_ids, history)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

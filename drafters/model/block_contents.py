@@ -24,9 +24,9 @@ class TextDigests:
     """A request's growing text, named block by block: ``digests[i]`` stands for its first i blocks
     and the tenant."""
 
-    def __init__(self, salt: str, block_size: int) -> None:
+    def __init__(self, cache_salt: str, block_size: int) -> None:
         self._block_size = block_size
-        self.digests = [blake2b(salt.encode(), digest_size=32).digest()]
+        self.digests = [blake2b(cache_salt.encode(), digest_size=32).digest()]
 
     @property
     def root(self) -> bytes:

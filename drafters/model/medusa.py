@@ -79,7 +79,7 @@ class MedusaDrafter:
         request_id: str,
         token_ids: Sequence[int],  # noqa: ARG002
         options: Mapping[str, OptionValue],
-        salt: str,  # noqa: ARG002
+        cache_salt: str,  # noqa: ARG002
     ) -> None:
         """Raises ValueError for options that do not fit and for a request that is already open."""
         if request_id in self._states:

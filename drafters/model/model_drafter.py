@@ -120,7 +120,7 @@ class RoundTimes:
 
 class ModelDrafter:
     """See ``Drafter``. Nothing learned from one tenant's text reaches another: calibration counts hold
-    no tokens, and rows are found by digests that start with the tenant's salt."""
+    no tokens, and rows are found by digests that start with the tenant's cache_salt."""
 
     def __init__(self, name: str, description: str, cost: str, model: DraftModel) -> None:
         self.info = DrafterInfo(
@@ -143,12 +143,12 @@ class ModelDrafter:
         request_id: str,
         token_ids: Sequence[int],
         options: Mapping[str, OptionValue],
-        salt: str,
+        cache_salt: str,
     ) -> None:
         """Raises ValueError for options that do not fit."""
         del token_ids
         resolved = self.info.resolve(options)
-        text = TextDigests(salt, self._model.block_size)
+        text = TextDigests(cache_salt, self._model.block_size)
         self._states[request_id] = _State(float(resolved["min_confidence"]), text)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -191,7 +191,7 @@ class ModelDrafter:
     def _turn(self, index: int, ask: DraftRequest) -> _Turn:
         state = self._states[ask.request_id]
         if not self._model.owns_rows:
-            return _Turn(index, ask, state, min(ask.num_committed, len(ask.token_ids) - 1))
+            return _Turn(index, ask, state, min(ask.num_computed_tokens, len(ask.token_ids) - 1))
         state.text.update(ask.token_ids)
         most = len(ask.token_ids) - 1
         valid = self._contents.num_valid(ask.block_table, state.text, ask.token_ids, most)

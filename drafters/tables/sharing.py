@@ -1,7 +1,7 @@
 """Tables that the requests of one tenant may share: several samples of a prompt teach each other.
 
-Sharing is asked for per request (option ``share``). A table belongs to one salt; nothing passes from
-one salt's table to another's. Of at most ``MAX_TENANTS`` tables, the one whose tenant drafted
+Sharing is asked for per request (option ``share``). A table belongs to one ``cache_salt``; nothing passes
+from one tenant's table to another's. Of at most ``MAX_TENANTS`` tables, the one whose tenant drafted
 longest ago makes room for the next tenant's; tables of open requests stay. Where all of them are in
 use, a request gets a table of its own.
 """
@@ -31,30 +31,34 @@ class TenantTables(Generic[Table]):
     def __init__(self, make: Callable[[], Table], max_tenants: int = MAX_TENANTS) -> None:
         self._make = make
         self._max_tenants = max_tenants
-        self._tables: dict[str, Table] = {}  # by salt, the tenant that drafted last at the end
+        self._tables: dict[
+            str, Table
+        ] = {}  # by cache_salt, the tenant that drafted last at the end
         self._num_open: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._tables)
 
-    def borrow(self, salt: str) -> Table | None:
+    def borrow(self, cache_salt: str) -> Table | None:
         """The tenant's table, kept until ``give_back``; None where all are in use by others."""
-        if salt not in self._tables:
+        if cache_salt not in self._tables:
             if len(self._tables) >= self._max_tenants and not self._make_room():
                 return None
-            self._tables[salt] = self._make()
-        self._num_open[salt] = self._num_open.get(salt, 0) + 1
-        table = self._tables[salt] = self._tables.pop(salt)
+            self._tables[cache_salt] = self._make()
+        self._num_open[cache_salt] = self._num_open.get(cache_salt, 0) + 1
+        table = self._tables[cache_salt] = self._tables.pop(cache_salt)
         return table
 
-    def give_back(self, salt: str) -> None:
+    def give_back(self, cache_salt: str) -> None:
         """One of the tenant's requests has ended. Its table stays for the next."""
-        self._num_open[salt] -= 1
-        if not self._num_open[salt]:
-            del self._num_open[salt]
+        self._num_open[cache_salt] -= 1
+        if not self._num_open[cache_salt]:
+            del self._num_open[cache_salt]
 
     def _make_room(self) -> bool:
-        idle = next((salt for salt in self._tables if salt not in self._num_open), None)
+        idle = next(
+            (cache_salt for cache_salt in self._tables if cache_salt not in self._num_open), None
+        )
         if idle is None:
             return False
         del self._tables[idle]
@@ -79,20 +83,22 @@ class SharingDrafter(PerRequestDrafter, Generic[Table]):
         self._tables = TenantTables(make_shared)
         self._borrowers: dict[str, str] = {}
 
-    def open(self, request_id: str, token_ids: Sequence[int], options: Options, salt: str) -> None:
+    def open(
+        self, request_id: str, token_ids: Sequence[int], options: Options, cache_salt: str
+    ) -> None:
         """Raises as ``PerRequestDrafter.open`` does."""
         resolved = self.info.resolve(options)
         table = None
         if resolved["share"] and request_id not in self._states:
-            table = self._tables.borrow(salt)
+            table = self._tables.borrow(cache_salt)
         if table is None:
-            super().open(request_id, token_ids, options, salt)
+            super().open(request_id, token_ids, options, cache_salt)
             return
-        self._borrowers[request_id] = salt
+        self._borrowers[request_id] = cache_salt
         self._states[request_id] = self._make_sharing_state(token_ids, resolved, table)
 
     def close(self, request_id: str) -> None:
         super().close(request_id)
-        salt = self._borrowers.pop(request_id, None)
-        if salt is not None:
-            self._tables.give_back(salt)
+        cache_salt = self._borrowers.pop(request_id, None)
+        if cache_salt is not None:
+            self._tables.give_back(cache_salt)

@@ -79,7 +79,7 @@ class DraftHeads:
             layer_store(layer, runner.store),
             vocab_size=self.facts.vocab_size,
             max_len=layer.sizes["max_position_embeddings"],
-            max_catch_up_rows=self._config.max_num_rows,
+            max_catch_up_rows=self._config.max_num_batched_tokens,
         )
 
     def _folder(self, kind: str) -> HeadFolder:

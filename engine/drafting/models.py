@@ -99,7 +99,9 @@ class DraftModels:
                 vocab_size=vocab_size,
                 owns_rows=owns_rows,
                 max_len=min(max_position(model.config), max_model_len),
-                max_catch_up_rows=self._config.max_num_rows if owns_rows else _SHARED_CATCH_UP_ROWS,
+                max_catch_up_rows=self._config.max_num_batched_tokens
+                if owns_rows
+                else _SHARED_CATCH_UP_ROWS,
             )
 
     def get(self, name: str) -> EngineDraftModel:
@@ -149,7 +151,7 @@ def _small_model(
         return model
     prepared = _prepared(model, owns_rows=True)
     if can_pack(model.device, model.dtype):
-        pack_linears(model, config.max_num_rows, exact=False)
+        pack_linears(model, config.max_num_batched_tokens, exact=False)
     return prepared
 
 

@@ -1,8 +1,7 @@
-"""Decides which known tokens run in a step: token-deficit continuous batching.
+"""Decides which known tokens run in a step: continuous batching by the tokens each request lacks.
 
-There are no phases. Every request has known tokens whose keys and values are not yet committed; each step
-gives it rows until they are. A decoding request is one whose deficit is a single token. Plain Python,
-no clock, no tensors; blocks come from the pool, and on shortage the lowest-ranked request is
+There are no phases. Every request has known tokens whose keys and values are not computed; each step
+gives it rows until they are. A decoding request is one that lacks one. Plain Python, no clock, no tensors; blocks come from the pool, and on shortage the lowest-ranked request is
 preempted and later recomputed.
 """
 
@@ -22,7 +21,7 @@ class Blocks(Protocol):
     @property
     def num_available(self) -> int: ...
     def open(
-        self, request_id: str, token_ids: list[int], salt: str, max_cached_tokens: int
+        self, request_id: str, token_ids: list[int], cache_salt: str, max_cached_tokens: int
     ) -> int: ...
     def allocate(self, request_id: str, num_tokens: int) -> bool: ...
     def free(self, request_id: str) -> None: ...
@@ -30,7 +29,7 @@ class Blocks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """``num_known`` rows of known tokens, from ``request.num_committed`` on."""
+    """``num_known`` rows of known tokens, from ``request.num_computed_tokens`` on."""
 
     request: Request
     num_known: int
@@ -38,7 +37,7 @@ class ScheduledRequest:
     @property
     def samples(self) -> bool:
         """The anchor is among the rows: the target's next token comes out of this step."""
-        return self.num_known == self.request.deficit
+        return self.num_known == self.request.num_new_tokens
 
 
 @dataclass(slots=True)
@@ -58,13 +57,13 @@ class Scheduler:
         pool: Blocks,
         block_size: int,
         max_num_seqs: int,
-        max_num_rows: int,
+        max_num_batched_tokens: int,
         prefill_chunk: int,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
-        self.max_num_rows = max_num_rows
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.prefill_chunk = prefill_chunk
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -89,25 +88,25 @@ class Scheduler:
         """Rows for this step; every scheduled row has its slot allocated."""
         plan = Plan()
         self._admit(plan)
-        budget = self.max_num_rows
+        budget = self.max_num_batched_tokens
         index = 0
         while index < len(self.running):
             request = self.running[index]
             # Whoever comes later keeps at least a row, so long prompts do not stall decoding.
             behind = len(self.running) - index - 1
-            num_known = min(request.deficit, self.prefill_chunk, budget - behind)
+            num_known = min(request.num_new_tokens, self.prefill_chunk, budget - behind)
             if not self._allocate(request, num_known, plan):
                 break
             plan.scheduled.append(ScheduledRequest(request, num_known))
             budget -= num_known
             index += 1
-        plan.num_rows = self.max_num_rows - budget
+        plan.num_rows = self.max_num_batched_tokens - budget
         plan.spare_rows = budget
         return plan
 
     def _allocate(self, request: Request, num_known: int, plan: Plan) -> bool:
         """Slots for the rows, preempting from the back of the ranks. False: it preempted itself."""
-        while not self.pool.allocate(request.request_id, request.num_committed + num_known):
+        while not self.pool.allocate(request.request_id, request.num_computed_tokens + num_known):
             victim = self.running[-1]
             self._preempt(victim, plan)
             if victim is request:
@@ -135,7 +134,7 @@ class Scheduler:
             num_cached = self.pool.open(
                 request.request_id,
                 request.token_ids,
-                request.spec.salt,
+                request.params.cache_salt,
                 request.max_cached_tokens(),
             )
             request.start(num_cached)
@@ -144,13 +143,15 @@ class Scheduler:
     def _has_room(self, request: Request) -> bool:
         """Admission asks for blocks for all known tokens, lest a prompt be preempted half-way."""
         needed = -(-len(request.token_ids) // self.block_size)
-        promised = sum(-(-r.deficit // self.block_size) for r in self.running if r.deficit > 1)
+        promised = sum(
+            -(-r.num_new_tokens // self.block_size) for r in self.running if r.num_new_tokens > 1
+        )
         return (
             len(self.running) < self.max_num_seqs and needed + promised <= self.pool.num_available
         ) or not self.running
 
     def _outranks_last(self, request: Request) -> bool:
-        return bool(self.running) and request.spec.priority < self.running[-1].spec.priority
+        return bool(self.running) and request.params.priority < self.running[-1].params.priority
 
 
 def _insert(requests: list[Request], request: Request) -> None:

@@ -87,7 +87,7 @@ class DraftRound:
 
     def share(self, request: Request) -> float:
         """One request's share of its drafter's seconds."""
-        name = request.spec.speculative.drafter
+        name = request.params.speculative.drafter
         num_sharing = self.num_by_drafter.get(name, 0)
         return self.seconds_by_drafter.get(name, 0.0) / num_sharing if num_sharing else 0.0
 
@@ -114,7 +114,7 @@ class Speculation:
 
     def open(self, request: Request) -> None:
         """Start drafting for a request, if it asked for a drafter."""
-        wanted = request.spec.speculative
+        wanted = request.params.speculative
         if wanted.drafter == NO_DRAFTER:
             return
         drafter = self.drafters[wanted.drafter]
@@ -122,7 +122,9 @@ class Speculation:
         drafting = _Drafting(drafter, acceptance)
         self._drafting[request.request_id] = drafting
         try:
-            drafter.open(request.request_id, request.token_ids, wanted.options, request.spec.salt)
+            drafter.open(
+                request.request_id, request.token_ids, wanted.options, request.params.cache_salt
+            )
             if wanted.reference_token_ids and isinstance(drafter, ReferenceDrafter):
                 drafter.refer(request.request_id, wanted.reference_token_ids)
         except Exception:
@@ -155,7 +157,7 @@ class Speculation:
             candidates,
             num_base_rows=plan.num_rows,
             num_sampling_requests=sum(each.samples for each in plan.scheduled),
-            num_kv_tokens=sum(each.request.num_committed for each in plan.scheduled),
+            num_kv_tokens=sum(each.request.num_computed_tokens for each in plan.scheduled),
             num_requests=len(plan.scheduled),
             num_spare_rows=plan.spare_rows,
         )
@@ -229,8 +231,8 @@ class Speculation:
 
     def _limits(self, request: Request) -> tuple[int, int]:
         """Nodes and depth that make sense: the target writes the last token itself."""
-        depth = min(request.spec.speculative.shape.depth, request.num_tokens_left - 1)
-        wanted = self._gamma.num_to_propose(request.request_id, request.spec.speculative)
+        depth = min(request.params.speculative.shape.depth, request.num_tokens_left - 1)
+        wanted = self._gamma.num_to_propose(request.request_id, request.params.speculative)
         return (min(wanted, self._max_num_nodes) if depth > 0 else 0), max(depth, 0)
 
     def _candidate(
@@ -241,7 +243,7 @@ class Speculation:
         return DraftCandidate(
             request.request_id,
             drafting.drafter.info.name,
-            request.spec.speculative,
+            request.params.speculative,
             tree,
             drafting.acceptance.survivals(tree),
             limits[0],
@@ -273,7 +275,7 @@ class Speculation:
 
     def _plain_rate(self, plan: Plan) -> float:
         """Tokens per second that this step would write without drafts."""
-        num_kv_tokens = sum(each.request.num_committed for each in plan.scheduled)
+        num_kv_tokens = sum(each.request.num_computed_tokens for each in plan.scheduled)
         seconds = self._cost.step_seconds(plan.num_rows, num_kv_tokens, len(plan.scheduled))
         return sum(each.samples for each in plan.scheduled) / seconds
 
@@ -287,11 +289,11 @@ class Speculation:
             request.request_id,
             request.token_ids,
             num_nodes,
-            DraftShape(request.spec.speculative.shape.width, depth),
+            DraftShape(request.params.speculative.shape.width, depth),
             request.sampling.draft_sampling(),
-            request.num_committed,
+            request.num_computed_tokens,
             self._slots.block_table(request.request_id),
-            plain_rate if self._gamma.weighs_cost(request.spec.speculative) else 0.0,
+            plain_rate if self._gamma.weighs_cost(request.params.speculative) else 0.0,
         )
 
     def _ask_all(

@@ -119,7 +119,7 @@ class SamplingFields(Wire):
         default=None,
         min_length=1,
         max_length=256,
-        description="Caches are shared within one salt only.",
+        description="Caches are shared within one cache_salt only.",
     )
     user: str | None = Field(
         default=None, max_length=256, description="Written to the request log."

@@ -216,7 +216,7 @@ class Translator:
                 ),
                 speculative=speculative,
                 priority=wire.priority,
-                salt=wire.cache_salt or "",
+                cache_salt=wire.cache_salt or "",
                 arrival_time=arrival_time,
             )
             text = TextOptions(

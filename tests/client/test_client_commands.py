@@ -65,10 +65,10 @@ def test_flags_become_the_request(url: str, engine: ScriptedEngine) -> None:
     sampling = "--max-tokens 7 --temperature 0.5 --top-k 9 --seed 4 --field min_tokens=2"
     assert main(["complete", "ab", "--url", f"{url}/v1", *flags.split(), *sampling.split()]) == 0
     (request,) = engine.requests
-    spec, params = request.speculative, request.sampling
-    assert (spec.drafter, spec.policy, spec.num_tokens) == ("nasd", "fixed", 3)
-    assert dict(spec.options) == {"decay": 0.25, "fill": False}
-    assert spec.shape is not None
+    speculative, params = request.speculative, request.sampling
+    assert (speculative.drafter, speculative.policy, speculative.num_tokens) == ("nasd", "fixed", 3)
+    assert dict(speculative.options) == {"decay": 0.25, "fill": False}
+    assert speculative.shape is not None
     assert (params.max_tokens, params.temperature, params.top_k) == (7, 0.5, 9)
     assert (params.seed, params.min_tokens) == (4, 2)
 
@@ -259,7 +259,7 @@ def test_a_bench_compares_with_plain_decoding(
     assert drafters[3:] == [name for name in rounds for _ in range(3)]
     counted = engine.requests[3:]
     assert {each.speculative.num_tokens for each in counted} == {0, 4}
-    assert len({each.salt for each in counted}) == len(rounds)
+    assert len({each.cache_salt for each in counted}) == len(rounds)
 
     document = json.loads(json_path.read_text())
     assert document["model"]["id"] == "test/scripted"

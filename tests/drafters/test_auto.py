@@ -38,9 +38,9 @@ class Guesser:
         request_id: str,
         token_ids: Sequence[int],
         options: Mapping[str, OptionValue],
-        salt: str,
+        cache_salt: str,
     ) -> None:
-        del request_id, token_ids, options, salt
+        del request_id, token_ids, options, cache_salt
         self.is_open = True
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

@@ -26,13 +26,13 @@ def own(tenant: int) -> range:
     return range(100 + tenant * ALPHABET, 100 + (tenant + 1) * ALPHABET)
 
 
-def serve(drafter: Drafter, tenant: int, salt: str | None = None) -> set[int]:
+def serve(drafter: Drafter, tenant: int, cache_salt: str | None = None) -> set[int]:
     """A request from open to close, with a chain and a tree at every step; the tokens drafted."""
     name = f"r{next(_ids)}"
     tokens = own(tenant)
     options = {option.name: True for option in drafter.info.options if option.name == "share"}
     text = list(SEED)
-    drafter.open(name, text, options, f"tenant {tenant}" if salt is None else salt)
+    drafter.open(name, text, options, f"tenant {tenant}" if cache_salt is None else cache_salt)
     if isinstance(drafter, ReferenceDrafter):
         drafter.refer(name, [*SEED, *tokens])
     drafted = set[int]()
@@ -81,8 +81,8 @@ def test_no_draft_carries_another_tenants_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(REMEMBERS))
 def test_under_one_salt_it_would(name: str) -> None:
     drafter = build_drafters([name])[name]
-    serve(drafter, 0, salt="both")
-    assert serve(drafter, 1, salt="both") & set(own(0))
+    serve(drafter, 0, cache_salt="both")
+    assert serve(drafter, 1, cache_salt="both") & set(own(0))
 
 
 @pytest.mark.parametrize("name", FREE)

@@ -34,7 +34,7 @@ from worlds.tiny_models import (
 SMALL: dict[str, Any] = {
     "block_size": 4,
     "num_blocks": 48,
-    "max_num_rows": 16,
+    "max_num_batched_tokens": 16,
     "max_num_seqs": 4,
     "check_integrity": True,
 }
@@ -163,7 +163,9 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
     expected, _ = write_all(plain, prompts, 20)
     texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
     monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
-    drafting = build_engine_for(model(), None, EngineConfig(**SMALL | {"max_num_rows": 40}))
+    drafting = build_engine_for(
+        model(), None, EngineConfig(**SMALL | {"max_num_batched_tokens": 40})
+    )
     written, num_accepted = write_all(drafting, prompts, 20, ORACLE)
     assert written == expected
     assert num_accepted > 30
@@ -206,7 +208,7 @@ def test_a_request_ends_at_the_last_position_with_drafts_up_to_it(
     expected = greedy(model, prompt, limit - len(prompt))
     texts = [prompt + expected + [1] * 20]
     monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
-    engine = build_engine_for(model, None, EngineConfig(**SMALL | {"max_num_rows": 40}))
+    engine = build_engine_for(model, None, EngineConfig(**SMALL | {"max_num_batched_tokens": 40}))
     assert engine.info.max_model_len == limit
     written, num_accepted = write_all(engine, [prompt], 100, ORACLE)
     assert written == [expected]

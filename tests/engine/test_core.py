@@ -163,7 +163,8 @@ def test_drafts_shrink_to_the_blocks_there_are() -> None:
 def test_drafts_are_given_up_before_anybody_is_preempted() -> None:
     setup = Setup(num_blocks=14, block_size=4, drafters={"fake": FakeDrafter(propose=wide)})
     requests = [
-        request(name, PROMPT, GREEDY, drafting("fake", num_tokens=8), salt=name) for name in "ab"
+        request(name, PROMPT, GREEDY, drafting("fake", num_tokens=8), cache_salt=name)
+        for name in "ab"
     ]
     driver = Driver(TARGET.core(setup)).run(*requests)
     assert sum(stats.num_preemptions for stats in driver.stats) == 0
@@ -177,7 +178,7 @@ def test_drafts_are_given_up_before_anybody_is_preempted() -> None:
 
 
 def test_row_budget_bounds_drafts() -> None:
-    setup = Setup(max_num_seqs=4, max_num_rows=10)
+    setup = Setup(max_num_seqs=4, max_num_batched_tokens=10)
     driver = Driver(TARGET.core(setup)).run(*several())
     assert max(stats.num_rows for stats in driver.stats) == 10
     assert all(driver.token_ids[each.request_id] == text_of(each) for each in several())

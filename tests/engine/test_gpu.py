@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
     "device": "cuda",
     "block_size": 4,
     "num_blocks": 128,
-    "max_num_rows": 64,
+    "max_num_batched_tokens": 64,
     "max_num_seqs": 4,
     "prefill_chunk": 9,
     "check_integrity": True,

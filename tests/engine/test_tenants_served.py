@@ -29,7 +29,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
 
 
 def wanted(
-    target: EveryDrafterTarget, name: str, drafter: str, salt: str
+    target: EveryDrafterTarget, name: str, drafter: str, cache_salt: str
 ) -> list[GenerationRequest]:
     """A tenant's requests, nearly the same twice. Chains as long as asked for: how a draft model's trees
     branch depends on how often it was right, whoever's text that was."""
@@ -41,9 +41,9 @@ def wanted(
         drafting(drafter, "fixed", 6, **given),
         reference_token_ids=tuple(circle_prompt(5)),
     )
-    prompt = circle_prompt(5 if salt == "mine" else 9)
+    prompt = circle_prompt(5 if cache_salt == "mine" else 9)
     return [
-        request(f"{name}-{index}", prompt[index:], GREEDY, speculative, salt=salt)
+        request(f"{name}-{index}", prompt[index:], GREEDY, speculative, cache_salt=cache_salt)
         for index in range(2)
     ]
 

@@ -1,6 +1,6 @@
 """Random lives of requests in a tiny pool, against a model that knows what each slot holds.
 
-The model writes, for every slot, the salt and all tokens up to it: what a key in that slot depends
+The model writes, for every slot, the cache_salt and all tokens up to it: what a key in that slot depends
 on. A prefix hit is right if and only if the slots hold exactly that; sharing is safe if and only if
 nobody ever writes to a slot that another request sees.
 """
@@ -28,9 +28,9 @@ DRAFT = ("unverified",)
 
 @dataclass
 class ModelRequest:
-    salt: str
+    cache_salt: str
     token_ids: list[int]
-    num_committed: int
+    num_computed_tokens: int
     num_draft_blocks: int = 0
     seen_table: list[int] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.slots[slot] = content
 
     def _content(self, request: ModelRequest, position: int) -> Any:
-        return request.salt, tuple(request.token_ids[: position + 1])
+        return request.cache_salt, tuple(request.token_ids[: position + 1])
 
     def _model_available(self) -> int:
         held = {block_id for name in self.model for block_id in self.pool.block_table(name)}
@@ -77,25 +77,25 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(
         target=requests,
         token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=12),
-        salt=st.sampled_from(["a", "b"]),
+        cache_salt=st.sampled_from(["a", "b"]),
         slack=st.integers(0, 2),
     )
-    def open(self, token_ids: list[int], salt: str, slack: int) -> Any:
+    def open(self, token_ids: list[int], cache_salt: str, slack: int) -> Any:
         request_id = f"r{self.num_opened}"
         self.num_opened += 1
         cap = max(0, len(token_ids) - slack)
         size = self.pool.block_size
-        published = self._expected_hit(token_ids, salt, cap)
-        num_cached = self.pool.open(request_id, token_ids, salt, cap)
+        published = self._expected_hit(token_ids, cache_salt, cap)
+        num_cached = self.pool.open(request_id, token_ids, cache_salt, cap)
         assert num_cached == published
         assert num_cached <= cap
         assert len(self.pool.block_table(request_id)) * size == num_cached
-        request = ModelRequest(salt, token_ids, num_cached)
+        request = ModelRequest(cache_salt, token_ids, num_cached)
         self.model[request_id] = request
         return multiple(request_id)
 
-    def _expected_hit(self, token_ids: list[int], salt: str, cap: int) -> int:
-        size, digest, num_cached = self.pool.block_size, root_digest(salt), 0
+    def _expected_hit(self, token_ids: list[int], cache_salt: str, cap: int) -> int:
+        size, digest, num_cached = self.pool.block_size, root_digest(cache_salt), 0
         while num_cached + size <= cap:
             digest = block_digest(digest, token_ids[num_cached : num_cached + size])
             if self.pool._cache.lookup(digest) is None:
@@ -106,7 +106,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(request_id=requests, num_more=st.integers(0, 8))
     def allocate(self, request_id: str, num_more: int) -> None:
         request = self.model[request_id]
-        num_tokens = request.num_committed + num_more
+        num_tokens = request.num_computed_tokens + num_more
         before = list(self.pool.block_table(request_id))
         num_new = self._num_blocks_for(num_tokens) - len(before)
         fits = num_new <= self._model_available()
@@ -121,13 +121,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(request_id=requests, num_more=st.integers(0, 8))
     def allocate_draft(self, request_id: str, num_more: int) -> None:
         request = self.model[request_id]
-        num_tokens = request.num_committed + num_more
+        num_tokens = request.num_computed_tokens + num_more
         before, available = len(self.pool.block_table(request_id)), self._model_available()
         num_new = max(0, min(self._num_blocks_for(num_tokens) - before, available))
         covered = self.pool.allocate_draft(request_id, num_tokens)
         assert covered == (before + num_new) * self.pool.block_size
         request.num_draft_blocks += num_new
-        for position in range(request.num_committed, covered):
+        for position in range(request.num_computed_tokens, covered):
             self._write(request_id, position, DRAFT)
 
     @rule(request_id=requests, num_more=st.integers(0, 8), token=st.integers(0, 1))
@@ -135,14 +135,14 @@ class PoolMachine(RuleBasedStateMachine):
         """Verification: tokens are emitted, their KV lies in their slots, the pool is told."""
         request = self.model[request_id]
         covered = len(self.pool.block_table(request_id)) * self.pool.block_size
-        num_committed = min(request.num_committed + num_more, covered)
-        while len(request.token_ids) <= num_committed:
+        num_computed_tokens = min(request.num_computed_tokens + num_more, covered)
+        while len(request.token_ids) <= num_computed_tokens:
             request.token_ids.append(token)
-        for position in range(request.num_committed, num_committed):
+        for position in range(request.num_computed_tokens, num_computed_tokens):
             self._write(request_id, position, self._content(request, position))
-        self.pool.promote(request_id, request.token_ids, num_committed)
-        request.num_committed = num_committed
-        num_past = covered // self.pool.block_size - self._num_blocks_for(num_committed)
+        self.pool.promote(request_id, request.token_ids, num_computed_tokens)
+        request.num_computed_tokens = num_computed_tokens
+        num_past = covered // self.pool.block_size - self._num_blocks_for(num_computed_tokens)
         request.num_draft_blocks = min(request.num_draft_blocks, num_past)
 
     @rule(request_id=requests)
@@ -164,7 +164,9 @@ class PoolMachine(RuleBasedStateMachine):
         request = self.model.pop(request_id)
         self.pool.free(request_id)
         cap = max(0, len(request.token_ids) - slack)
-        request.num_committed = self.pool.open(request_id, request.token_ids, request.salt, cap)
+        request.num_computed_tokens = self.pool.open(
+            request_id, request.token_ids, request.cache_salt, cap
+        )
         request.num_draft_blocks = 0
         self.model[request_id] = request
 
@@ -193,7 +195,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def committed_slots_hold_the_request_own_past(self) -> None:
         for request_id, request in self.model.items():
-            for position in range(request.num_committed):
+            for position in range(request.num_computed_tokens):
                 slot = self._slot(request_id, position)
                 assert self.slots[slot] == self._content(request, position)
 

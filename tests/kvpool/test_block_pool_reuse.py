@@ -43,7 +43,7 @@ def test_a_capped_request_recomputes_its_last_block_privately() -> None:
 
 def test_tenants_never_share() -> None:
     pool = CheckedPool(8, SIZE)
-    run(pool, "a", TOKENS[:8], salt="one")
+    run(pool, "a", TOKENS[:8], cache_salt="one")
     assert pool.open("b", TOKENS[:8], "two", 100) == 0
     assert pool.open("c", TOKENS[:8], "", 100) == 0
     assert pool.open("d", TOKENS[:8], "one", 100) == 8
@@ -76,9 +76,9 @@ def test_a_block_is_published_when_its_last_token_is_committed() -> None:
     pool = CheckedPool(8, SIZE)
     pool.open("a", TOKENS, "", 0)
     pool.allocate("a", 12)
-    for num_committed in range(13):
-        pool.promote("a", TOKENS, num_committed)
-        assert pool.open("probe", TOKENS, "", 100) == num_committed // SIZE * SIZE
+    for num_computed_tokens in range(13):
+        pool.promote("a", TOKENS, num_computed_tokens)
+        assert pool.open("probe", TOKENS, "", 100) == num_computed_tokens // SIZE * SIZE
         pool.free("probe")
 
 

@@ -5,8 +5,8 @@ import pytest
 from kvpool.prefix_cache import PrefixCache, block_digest, root_digest
 
 
-def _chain(salt: str, *blocks: list[int]) -> bytes:
-    digest = root_digest(salt)
+def _chain(cache_salt: str, *blocks: list[int]) -> bytes:
+    digest = root_digest(cache_salt)
     for token_ids in blocks:
         digest = block_digest(digest, token_ids)
     return digest

@@ -34,7 +34,7 @@ def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]
     ("arguments", "part"),
     [
         (["--port", "70000"], "port: "),
-        (["--max-num-seqs", "64", "--max-num-rows", "8"], "max_num_rows"),
+        (["--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "max_num_batched_tokens"),
         (["--config", "no/such/file.yaml"], "cannot read"),
     ],
 )

@@ -108,7 +108,7 @@ CHANGED = {
     "num_blocks": 77,
     "kv_memory_fraction": 0.25,
     "max_num_seqs": 5,
-    "max_num_rows": 99,
+    "max_num_batched_tokens": 99,
     "max_model_len": 123,
     "max_num_waiting": 6,
     "prefill_chunk": 64,

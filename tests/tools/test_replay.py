@@ -192,7 +192,7 @@ def test_logs_hold_texts_chats_and_token_ids(tmp_path: Path) -> None:
     path = write_log(
         tmp_path,
         {"prompt": "ab", "completion": "c"},
-        {"prompt": [5, 6], "completion": [7], "salt": "s", "note": 1},
+        {"prompt": [5, 6], "completion": [7], "cache_salt": "s", "note": 1},
         {"messages": [{"role": "user", "content": "x"}], "completion": "y"},
     )
     path.write_text(path.read_text() + "\n  \n")
@@ -215,7 +215,7 @@ def test_logs_hold_texts_chats_and_token_ids(tmp_path: Path) -> None:
         ({"prompt": [1, -1], "completion": [1]}, r"prompt\[1\] is not a token id"),
         ({"prompt": [1], "completion": [1, True]}, r"completion\[1\] is not a token id"),
         ({"prompt": [1], "completion": [1, 2**24]}, r"completion\[1\] is not a token id"),
-        ({"prompt": [1], "completion": [1], "salt": 3}, "salt must be a string"),
+        ({"prompt": [1], "completion": [1], "cache_salt": 3}, "cache_salt must be a string"),
         ({"prompt": [1], "completion": [1], "sallt": ""}, "unknown field 'sallt'"),
         (
             {"prompt": [1], "messages": [], "completion": [1]},

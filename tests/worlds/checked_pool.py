@@ -18,10 +18,10 @@ class CheckedPool(BlockPool):
             self.check_integrity()
 
     def open(
-        self, request_id: str, token_ids: Sequence[int], salt: str, max_cached_tokens: int
+        self, request_id: str, token_ids: Sequence[int], cache_salt: str, max_cached_tokens: int
     ) -> int:
         opened = super().open
-        result = self._checked(lambda: opened(request_id, token_ids, salt, max_cached_tokens))
+        result = self._checked(lambda: opened(request_id, token_ids, cache_salt, max_cached_tokens))
         assert isinstance(result, int)
         return result
 
@@ -35,9 +35,9 @@ class CheckedPool(BlockPool):
         assert isinstance(result, int)
         return result
 
-    def promote(self, request_id: str, token_ids: Sequence[int], num_committed: int) -> None:
+    def promote(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         promote = super().promote
-        self._checked(lambda: promote(request_id, token_ids, num_committed))
+        self._checked(lambda: promote(request_id, token_ids, num_computed_tokens))
 
     def free_draft(self, request_id: str) -> None:
         free_draft = super().free_draft
@@ -52,10 +52,14 @@ class CheckedPool(BlockPool):
 
 
 def run(
-    pool: BlockPool, request_id: str, token_ids: Sequence[int], salt: str = "", cap: int = 10**9
+    pool: BlockPool,
+    request_id: str,
+    token_ids: Sequence[int],
+    cache_salt: str = "",
+    cap: int = 10**9,
 ) -> int:
     """Open a request and commit all its tokens; returns how many came from the cache."""
-    num_cached = pool.open(request_id, token_ids, salt, cap)
+    num_cached = pool.open(request_id, token_ids, cache_salt, cap)
     assert pool.allocate(request_id, len(token_ids))
     pool.promote(request_id, token_ids, len(token_ids))
     return num_cached

@@ -28,7 +28,7 @@ class OracleDrafter:
         request_id: str,
         token_ids: Sequence[int],
         options: Mapping[str, OptionValue],
-        salt: str,
+        cache_salt: str,
     ) -> None: ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

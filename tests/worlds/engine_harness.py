@@ -62,7 +62,7 @@ class Setup:
     num_blocks: int = 256
     block_size: int = 4
     max_num_seqs: int = 16
-    max_num_rows: int = 128
+    max_num_batched_tokens: int = 128
     prefill_chunk: int = 64
     prefix_cache: bool = True
     max_num_nodes: int = 64
@@ -79,7 +79,11 @@ class Setup:
 def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
     pool = BlockPool(setup.num_blocks, setup.block_size, setup.prefix_cache)
     scheduler = Scheduler(
-        pool, setup.block_size, setup.max_num_seqs, setup.max_num_rows, setup.prefill_chunk
+        pool,
+        setup.block_size,
+        setup.max_num_seqs,
+        setup.max_num_batched_tokens,
+        setup.prefill_chunk,
     )
     drafters = build_drafters() if setup.drafters is None else setup.drafters
     speculation = Speculation(drafters, setup.cost, vocab_size, setup.max_num_nodes, pool)
@@ -173,7 +177,7 @@ def request(
     drafting: SpeculativeParams | None = None,
     *,
     priority: int = 0,
-    salt: str = "",
+    cache_salt: str = "",
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id,
@@ -181,7 +185,7 @@ def request(
         sampling or SamplingParams(temperature=0.0),
         drafting or SpeculativeParams(),
         priority,
-        salt,
+        cache_salt,
     )
 
 

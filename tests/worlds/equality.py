@@ -81,14 +81,14 @@ def alone(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
 
 
 def mixed_batch(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
-    setup = Setup(max_num_seqs=32, max_num_rows=256, cost=DictatedCost(row_seconds=0.001))
+    setup = Setup(max_num_seqs=32, max_num_batched_tokens=256, cost=DictatedCost(row_seconds=0.001))
     driver = Driver(target.core(setup)).run(*neighbours(4), *requests)
     assert max(stats.num_running for stats in driver.stats) > len(requests) // 2
     return driver
 
 
 def chunked(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
-    setup = Setup(prefill_chunk=5, max_num_seqs=6, max_num_rows=40, prefix_cache=False)
+    setup = Setup(prefill_chunk=5, max_num_seqs=6, max_num_batched_tokens=40, prefix_cache=False)
     driver = Driver(target.core(setup)).run(*requests)
     num_chunks = -(-len(circle_prompt(0)) // 5)
     assert min(driver.first_step[each.request_id] for each in requests) >= num_chunks
@@ -123,7 +123,7 @@ def preempted(
 
 
 def aborted_neighbours(target: TinyTarget, requests: Sequence[GenerationRequest]) -> Driver:
-    setup = Setup(max_num_seqs=32, max_num_rows=256)
+    setup = Setup(max_num_seqs=32, max_num_batched_tokens=256)
     driver = Driver(target.core(setup))
     doomed = neighbours(8, "doomed")
     # Some share a subject's prompt, and with it the blocks.

@@ -42,9 +42,9 @@ class FakeDrafter:
         request_id: str,
         token_ids: Sequence[int],
         options: Mapping[str, OptionValue],
-        salt: str,
+        cache_salt: str,
     ) -> None:
-        del token_ids, options, salt
+        del token_ids, options, cache_salt
         self.opened.append(request_id)
         self._maybe_fail("open", request_id)
 

@@ -126,8 +126,8 @@ class Running:
     shape: DraftShape
     max_nodes: int
     drafts: bool
-    salt: str = ""
-    num_committed: int = 0
+    cache_salt: str = ""
+    num_computed_tokens: int = 0
     is_placed: bool = False
     trees: list[DraftTree] = field(default_factory=list)
     num_accepted: int = 0
@@ -155,13 +155,13 @@ class World:
         depth: int = 16,
         max_nodes: int = 6,
         drafts: bool = True,
-        salt: str = "",
+        cache_salt: str = "",
         options: Mapping[str, OptionValue] | None = None,
     ) -> Running:
-        request = Running(list(prompt), DraftShape(width, depth), max_nodes, drafts, salt)
+        request = Running(list(prompt), DraftShape(width, depth), max_nodes, drafts, cache_salt)
         self.requests[name] = request
         if drafts:
-            self.drafter.open(name, request.token_ids, options or {}, salt)
+            self.drafter.open(name, request.token_ids, options or {}, cache_salt)
         return request
 
     def remove(self, name: str) -> None:
@@ -173,7 +173,7 @@ class World:
         request = self.requests[name]
         if request.is_placed:
             self.pool.free(name)
-            request.is_placed, request.num_committed = False, 0
+            request.is_placed, request.num_computed_tokens = False, 0
 
     def step(self, names: Sequence[str] | None = None, speculate: bool = True) -> None:
         """One step of these requests; without ``speculate`` nobody drafts (gamma 0)."""
@@ -197,7 +197,9 @@ class World:
         if not request.is_placed:
             if self.pool.num_available < 2 + known // BLOCK_SIZE:
                 return False
-            request.num_committed = self.pool.open(name, request.token_ids, request.salt, known - 1)
+            request.num_computed_tokens = self.pool.open(
+                name, request.token_ids, request.cache_salt, known - 1
+            )
             request.is_placed = True
         if not self.pool.allocate(name, known):
             self.preempt(name)
@@ -214,7 +216,7 @@ class World:
             max(0, min(request.max_nodes, covered - known)),
             request.shape,
             self.sampling,
-            request.num_committed,
+            request.num_computed_tokens,
             self.pool.block_table(name),
             self.tokens_per_second,
         )
@@ -233,19 +235,19 @@ class World:
             emitted.append(target([*request.token_ids, *emitted]))
         row_token_ids = [request.token_ids[-1], *tree.token_ids]
         request.token_ids += emitted
-        request.num_committed = anchor + len(path)
+        request.num_computed_tokens = anchor + len(path)
         request.trees.append(tree)
         request.num_accepted += len(path) - 1
         request.num_steps += 1
         # Where the rows are the target's own, verification wrote the accepted ones anew.
         if not self.model.owns_rows:
             self._target_writes(name, request)
-        self.pool.promote(name, request.token_ids, request.num_committed)
+        self.pool.promote(name, request.token_ids, request.num_computed_tokens)
         self.pool.free_draft(name)
         return Observation(name, request.token_ids, tree, row_token_ids, path, emitted)
 
     def _target_writes(self, name: str, request: Running) -> None:
         table = self.pool.block_table(name)
-        for position in range(request.num_committed):
+        for position in range(request.num_computed_tokens):
             slot = table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
             self.model.rows[slot] = tuple(request.token_ids[: position + 1])

@@ -85,7 +85,7 @@ def _setup(
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
-        max_num_rows=max_num_seqs + num_spare_rows,
+        max_num_batched_tokens=max_num_seqs + num_spare_rows,
         prefill_chunk=prefill_chunk,
         prefix_cache=prefix_cache,
         max_num_nodes=max_num_nodes,
@@ -182,7 +182,7 @@ def _arrival(
     sampling: SamplingParams,
     speculative: SpeculativeParams,
     priority: int,
-    salt: str,
+    cache_salt: str,
     step: int,
     abort_after: int | None,
 ) -> Arrival:
@@ -192,7 +192,7 @@ def _arrival(
         replace(sampling, max_tokens=max_tokens, seed=prompt_len % 3),
         speculative,
         priority,
-        salt,
+        cache_salt,
     )
     return Arrival(request, step, None if abort_after is None else step + abort_after)
 
@@ -239,11 +239,11 @@ def _check_step(driver: Driver, setup: Setup) -> None:
     running = core.scheduler.running
     assert len(running) <= setup.max_num_seqs
     if driver.stats:
-        assert driver.stats[-1].num_rows <= setup.max_num_rows
+        assert driver.stats[-1].num_rows <= setup.max_num_batched_tokens
     blocks_of: dict[str, set[int]] = {}
     for request in running:
         blocks = core.pool.block_table(request.request_id)
-        blocks_of.setdefault(request.spec.salt, set()).update(blocks)
+        blocks_of.setdefault(request.params.cache_salt, set()).update(blocks)
     tenants = list(blocks_of.values())
     assert sum(map(len, tenants)) == len(set().union(*tenants)), "tenants share a block"
 

@@ -53,5 +53,5 @@ def eagle_model(layer: torch.nn.Module, setup: Setup) -> EagleModel:
         store,
         vocab_size=TINY_VOCAB,
         max_len=256,
-        max_catch_up_rows=setup.max_num_rows,
+        max_catch_up_rows=setup.max_num_batched_tokens,
     )

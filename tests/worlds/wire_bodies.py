@@ -25,7 +25,7 @@ class Outcome:
         self.requests = requests
         self.request = requests[0]
         self.sampling = self.request.sampling
-        self.spec = self.request.speculative
+        self.params = self.request.speculative
         self.reply = reply
         self.raw = raw
         self.log = log
@@ -87,7 +87,7 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
         ),
     ),
     "priority": ({"priority": -2}, lambda o: o.request.priority == -2),
-    "cache_salt": ({"cache_salt": "tenant"}, lambda o: o.request.salt == "tenant"),
+    "cache_salt": ({"cache_salt": "tenant"}, lambda o: o.request.cache_salt == "tenant"),
     "user": ({"user": "someone"}, lambda o: "user='someone'" in o.log),
     "stream": ({"stream": True}, lambda o: o.raw.startswith("data: ")),
     "stream_options": (
@@ -96,12 +96,14 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
     ),
     "speculative": (
         {"speculative": {"draft_strategy": "nasd"}},
-        lambda o: o.spec.drafter == "nasd" and o.reply["usage"]["speculative"]["drafter"] == "nasd",
+        lambda o: (
+            o.params.drafter == "nasd" and o.reply["usage"]["speculative"]["drafter"] == "nasd"
+        ),
     ),
     "prediction": (
         {"prediction": {"type": "content", "content": "hello"}},
         lambda o: (
-            o.spec.reference_token_ids == tuple(b"hello")
+            o.params.reference_token_ids == tuple(b"hello")
             and "completion_tokens_details" in o.reply["usage"]
         ),
     ),

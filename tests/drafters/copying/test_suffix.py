@@ -290,13 +290,13 @@ def test_longer_matches_never_weigh_less():
 # --- history ---
 
 
-def finish(drafter, token_ids, salt, request_id="done", options=None):
-    drafter.open(request_id, token_ids, options or {}, salt)
+def finish(drafter, token_ids, cache_salt, request_id="done", options=None):
+    drafter.open(request_id, token_ids, options or {}, cache_salt)
     drafter.close(request_id)
 
 
-def draft_of(drafter, token_ids, salt, options=None):
-    drafter.open("new", token_ids, options or {}, salt)
+def draft_of(drafter, token_ids, cache_salt, options=None):
+    drafter.open("new", token_ids, options or {}, cache_salt)
     (tree,) = drafter.propose([DraftRequest("new", token_ids, 4, CHAIN)])
     drafter.close("new")
     return list(tree.token_ids)
@@ -394,8 +394,8 @@ def test_the_tenant_seen_longest_ago_is_forgotten():
 
 def test_all_tenants_together_are_bounded():
     histories = Histories(max_tenants=99, max_tokens=100)
-    for salt in "abcde":
-        histories.of(salt).add(list(range(39)))  # 40 with what separates texts
+    for cache_salt in "abcde":
+        histories.of(cache_salt).add(list(range(39)))  # 40 with what separates texts
     assert len(histories) == 3  # the newest came when two fitted
     histories.of("e")
     assert list(histories._by_salt) == ["d", "e"]
@@ -403,10 +403,12 @@ def test_all_tenants_together_are_bounded():
 
 def test_a_step_indexes_a_bounded_part_of_what_waits():
     histories = Histories()
-    for salt in "ab":
-        histories.of(salt).add(list(range(1_000)))
+    for cache_salt in "ab":
+        histories.of(cache_salt).add(list(range(1_000)))
     histories.advance()
-    indexed = [len(histories.of(salt)) - histories.of(salt)._num_waiting for salt in "ab"]
+    indexed = [
+        len(histories.of(cache_salt)) - histories.of(cache_salt)._num_waiting for cache_salt in "ab"
+    ]
     assert sum(indexed) == suffix_history._INDEXED_PER_STEP
 
 

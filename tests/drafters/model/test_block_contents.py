@@ -11,14 +11,16 @@ TEXT = [7, 1, 7, 2, 7, 1, 7, 2, 9, 9]
 TABLE = [5, 3, 8]
 
 
-def digests(token_ids: list[int], salt: str = "") -> TextDigests:
-    text = TextDigests(salt, SIZE)
+def digests(token_ids: list[int], cache_salt: str = "") -> TextDigests:
+    text = TextDigests(cache_salt, SIZE)
     text.update(token_ids)
     return text
 
 
-def valid(contents: BlockContents, table: list[int], token_ids: list[int], salt: str = "") -> int:
-    return contents.num_valid(table, digests(token_ids, salt), token_ids, len(token_ids))
+def valid(
+    contents: BlockContents, table: list[int], token_ids: list[int], cache_salt: str = ""
+) -> int:
+    return contents.num_valid(table, digests(token_ids, cache_salt), token_ids, len(token_ids))
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def test_what_was_written_is_valid_as_far_as_texts_agree(written: BlockContents)
 def test_other_blocks_and_other_tenants_hold_nothing(written: BlockContents) -> None:
     assert valid(written, [5, 4, 8], TEXT) == 4
     assert valid(written, [3, 5, 8], TEXT) == 0
-    assert valid(written, TABLE, TEXT, salt="other") == 0
+    assert valid(written, TABLE, TEXT, cache_salt="other") == 0
     assert valid(written, TABLE[:2], TEXT) == 8
 
 

@@ -259,7 +259,7 @@ def test_a_prefix_that_was_drafted_on_is_not_read_again_by_the_same_tenant() -> 
     world.remove("first")
     model.calls.clear()
     world.add("again", PROMPT * 2)
-    world.add("stranger", PROMPT * 2, salt="other")
+    world.add("stranger", PROMPT * 2, cache_salt="other")
     world.step()
     fed = {rows.ask.request_id: len(rows.token_ids) for rows in model.calls[0]}
     # The last block's end is open: its rows were written under another table.

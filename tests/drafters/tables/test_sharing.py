@@ -52,13 +52,13 @@ class TestDrafters:
         self, make: type[StandDrafter | RecyclingDrafter]
     ) -> None:
         drafter = make()
-        for name, salt, share in (
+        for name, cache_salt, share in (
             ("teacher", "mine", True),
             ("early", "mine", True),
             ("private", "mine", False),
             ("stranger", "theirs", True),
         ):
-            drafter.open(name, PROMPT, {"share": share}, salt)
+            drafter.open(name, PROMPT, {"share": share}, cache_salt)
         self.teach(drafter, "teacher")
         drafter.close("teacher")
         drafter.open("late", PROMPT, {"share": True}, "mine")

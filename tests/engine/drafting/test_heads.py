@@ -379,7 +379,9 @@ def test_heads_are_settings_and_refused_where_they_do_not_fit(
 def test_a_served_model_drafts_with_its_heads() -> None:
     """The bundled model as it is served: its own type, packed layers, exact mode."""
     engine, tokenizer = build_engine(
-        EngineConfig(drafters=("none", "medusa", "eagle"), num_blocks=64, max_num_rows=128)
+        EngineConfig(
+            drafters=("none", "medusa", "eagle"), num_blocks=64, max_num_batched_tokens=128
+        )
     )
     assert {"medusa", "eagle"} <= set(engine.info.drafters)
     prompt = tokenizer("def read_lines(path):\n    with open(path) as handle:\n")["input_ids"]

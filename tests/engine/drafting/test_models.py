@@ -38,7 +38,7 @@ SAMPLINGS = {
 SIZES: dict[str, Any] = {
     "block_size": 4,
     "num_blocks": 160,
-    "max_num_rows": 256,
+    "max_num_batched_tokens": 256,
     "max_num_seqs": 16,
     "check_integrity": True,
 }

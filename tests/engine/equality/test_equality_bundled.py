@@ -105,7 +105,7 @@ def bundled() -> BundledTarget:
 
 
 SETUP = Setup(
-    num_blocks=160, block_size=16, max_model_len=1024, prefill_chunk=512, max_num_rows=640
+    num_blocks=160, block_size=16, max_model_len=1024, prefill_chunk=512, max_num_batched_tokens=640
 )
 
 
@@ -135,7 +135,7 @@ def mixed_batch(bundled: BundledTarget, requests: Sequence[GenerationRequest]) -
 
 
 def chunked(bundled: BundledTarget, requests: Sequence[GenerationRequest]) -> Driver:
-    setup = SETUP.but(prefill_chunk=23, max_num_rows=70, prefix_cache=False)
+    setup = SETUP.but(prefill_chunk=23, max_num_batched_tokens=70, prefix_cache=False)
     driver = Driver(bundled.core(setup)).run(*requests)
     least = len(min(bundled.prompts, key=len)) // 23
     assert min(driver.first_step.values()) > least

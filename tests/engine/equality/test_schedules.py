@@ -90,7 +90,9 @@ def test_a_real_models_texts_survive_any_schedule(tiny_target: TinyTarget) -> No
         each, setup = asked[key]
         alone = Setup(max_model_len=longest_text(setup), eos_token_ids=setup.eos_token_ids)
         driver = Driver(tiny_target.core(alone)).run(
-            replace(each, request_id="plain", speculative=SpeculativeParams(), priority=0, salt="")
+            replace(
+                each, request_id="plain", speculative=SpeculativeParams(), priority=0, cache_salt=""
+            )
         )
         return driver.token_ids["plain"], driver.finishes["plain"].reason
 

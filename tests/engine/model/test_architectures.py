@@ -99,7 +99,7 @@ def test_greedy_text_with_drafts_and_neighbours_equals_generate(
     config = EngineConfig(
         block_size=4,
         num_blocks=64,
-        max_num_rows=40,
+        max_num_batched_tokens=40,
         max_num_seqs=4,
         prefill_chunk=5,
         check_integrity=True,

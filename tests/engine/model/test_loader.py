@@ -111,7 +111,9 @@ def make_fake(kind: type[hf.LlamaForCausalLM]) -> hf.PreTrainedModel:
 
 def build(model: hf.PreTrainedModel) -> None:
     build_engine_for(
-        model, None, EngineConfig(num_blocks=32, block_size=4, max_num_rows=8, max_num_seqs=2)
+        model,
+        None,
+        EngineConfig(num_blocks=32, block_size=4, max_num_batched_tokens=8, max_num_seqs=2),
     )
 
 
@@ -220,7 +222,9 @@ def test_dtypes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_built_from_a_folder_knows_its_end_of_text(folder: Path) -> None:
     engine, tokenizer = build_engine(
-        EngineConfig(model=str(folder), num_blocks=32, block_size=4, max_num_rows=8, max_num_seqs=2)
+        EngineConfig(
+            model=str(folder), num_blocks=32, block_size=4, max_num_batched_tokens=8, max_num_seqs=2
+        )
     )
     assert engine.info.model == str(folder)
     assert engine.info.vocab_size == VOCAB_SIZE

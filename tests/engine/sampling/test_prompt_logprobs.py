@@ -44,7 +44,7 @@ def test_prompt_in_any_chunks(tiny_target: TinyTarget, prefill_chunk: int) -> No
 
 
 def test_beside_others_that_ask_and_do_not(tiny_target: TinyTarget) -> None:
-    core = tiny_target.core(Setup(prefill_chunk=7, max_num_rows=20))
+    core = tiny_target.core(Setup(prefill_chunk=7, max_num_batched_tokens=20))
     others = [
         request("plain", circle_prompt(3), replace(SAMPLING, prompt_logprobs=None)),
         asking("second", prompt_token_ids=tuple(circle_prompt(2)[:11])),

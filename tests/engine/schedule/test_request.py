@@ -13,14 +13,14 @@ PROMPT = (5, 6, 7, 8, 9)
 
 def make(max_tokens: int = 10, longest: int = 100, prompt_logprobs: int | None = None) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
-    spec = GenerationRequest("r", PROMPT, sampling, priority=2)
-    return Request(spec, SamplingState(spec, (), 50, longest), RequestSpeculationStats("none"))
+    params = GenerationRequest("r", PROMPT, sampling, priority=2)
+    return Request(params, SamplingState(params, (), 50, longest), RequestSpeculationStats("none"))
 
 
 def test_everything_is_owed_at_first() -> None:
     request = make()
     assert request.status is RequestStatus.WAITING
-    assert request.deficit == request.num_prompt_tokens == 5
+    assert request.num_new_tokens == request.num_prompt_tokens == 5
     assert request.num_output_tokens == 0
     assert request.num_tokens_left == 10
     assert request.first_scheduled_time is request.first_token_time is None
@@ -29,7 +29,7 @@ def test_everything_is_owed_at_first() -> None:
 def test_prompt_is_copied() -> None:
     request = make()
     request.commit(5, [1])
-    assert request.spec.prompt_token_ids == PROMPT
+    assert request.params.prompt_token_ids == PROMPT
     assert request.token_ids == [*PROMPT, 1]
 
 
@@ -37,7 +37,11 @@ def test_a_chunk_commits_and_emits_nothing() -> None:
     request = make()
     request.start(0)
     request.commit(3, [])
-    assert (request.num_committed, request.deficit, request.num_output_tokens) == (3, 2, 0)
+    assert (request.num_computed_tokens, request.num_new_tokens, request.num_output_tokens) == (
+        3,
+        2,
+        0,
+    )
     assert request.first_token_time is None
 
 
@@ -46,7 +50,7 @@ def test_emitted_tokens_are_owed_but_for_those_already_committed() -> None:
     request.start(0)
     request.commit(5 + 2, [1, 2, 3])
     assert request.token_ids == [*PROMPT, 1, 2, 3]
-    assert (request.deficit, request.num_output_tokens, request.num_tokens_left) == (1, 3, 7)
+    assert (request.num_new_tokens, request.num_output_tokens, request.num_tokens_left) == (1, 3, 7)
     assert request.sampling.num_output_tokens == 3
     assert request.first_token_time is not None
 
@@ -62,11 +66,11 @@ def test_preemption_takes_the_keys_and_leaves_the_text() -> None:
     scheduled, first_token = request.first_scheduled_time, request.first_token_time
     request.preempt()
     assert request.status is RequestStatus.WAITING
-    assert (request.num_committed, request.num_preemptions) == (0, 1)
-    assert request.deficit == 6
+    assert (request.num_computed_tokens, request.num_preemptions) == (0, 1)
+    assert request.num_new_tokens == 6
     assert request.sampling.num_output_tokens == 1
     request.start(4)
-    assert (request.num_committed, request.deficit) == (4, 2)
+    assert (request.num_computed_tokens, request.num_new_tokens) == (4, 2)
     # What the client is told is how it was served first.
     assert request.num_cached_tokens == 0
     assert (request.first_scheduled_time, request.first_token_time) == (scheduled, first_token)
@@ -76,13 +80,17 @@ def test_cached_tokens_are_those_of_the_first_start() -> None:
     request = make()
     request.start(4)
     assert request.status is RequestStatus.RUNNING
-    assert (request.num_cached_tokens, request.num_committed, request.deficit) == (4, 4, 1)
+    assert (request.num_cached_tokens, request.num_computed_tokens, request.num_new_tokens) == (
+        4,
+        4,
+        1,
+    )
 
 
 def test_rank_is_priority_then_arrival() -> None:
     early, late, important = make(), make(), make()
     early.arrival_order, late.arrival_order, important.arrival_order = 0, 1, 2
-    important.spec = GenerationRequest("i", PROMPT, priority=-1)
+    important.params = GenerationRequest("i", PROMPT, priority=-1)
     assert sorted([late, important, early], key=lambda each: each.rank) == [important, early, late]
 
 

@@ -27,11 +27,13 @@ class CountedBlocks:
     held: dict[str, int] = field(default_factory=dict)
     salts: list[str] = field(default_factory=list)
 
-    def open(self, request_id: str, token_ids: list[int], salt: str, max_cached_tokens: int) -> int:
+    def open(
+        self, request_id: str, token_ids: list[int], cache_salt: str, max_cached_tokens: int
+    ) -> int:
         assert request_id not in self.held
         assert max_cached_tokens < len(token_ids)
         found = min(self.cached, max_cached_tokens) // BLOCK_SIZE
-        self.salts.append(salt)
+        self.salts.append(cache_salt)
         self.held[request_id] = found
         self.num_available -= found
         return found * BLOCK_SIZE
@@ -55,27 +57,27 @@ class World:
         self,
         num_blocks: int = 100,
         max_num_seqs: int = 8,
-        max_num_rows: int = 32,
+        max_num_batched_tokens: int = 32,
         prefill_chunk: int = 16,
     ) -> None:
         self.blocks = CountedBlocks(num_blocks)
         self.scheduler = Scheduler(
-            self.blocks, BLOCK_SIZE, max_num_seqs, max_num_rows, prefill_chunk
+            self.blocks, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens, prefill_chunk
         )
         self.num_arrived = 0
 
     def add(
         self, request_id: str, num_prompt: int = 8, max_tokens: int = 50, priority: int = 0
     ) -> Request:
-        spec = GenerationRequest(
+        params = GenerationRequest(
             request_id,
             tuple(range(num_prompt)),
             SamplingParams(max_tokens=max_tokens),
             priority=priority,
-            salt=f"salt of {request_id}",
+            cache_salt=f"cache_salt of {request_id}",
         )
         request = Request(
-            spec, SamplingState(spec, (), 1000, 1000), RequestSpeculationStats("none")
+            params, SamplingState(params, (), 1000, 1000), RequestSpeculationStats("none")
         )
         request.arrival_order = self.num_arrived
         self.num_arrived += 1
@@ -120,7 +122,7 @@ def test_only_the_row_of_the_last_known_token_samples() -> None:
 
 
 def test_rows_stay_within_the_budget_and_the_rest_is_spare() -> None:
-    world = World(max_num_rows=20, prefill_chunk=16)
+    world = World(max_num_batched_tokens=20, prefill_chunk=16)
     world.add("long", num_prompt=30)
     world.add("other", num_prompt=30)
     plan = world.scheduler.plan()
@@ -129,7 +131,7 @@ def test_rows_stay_within_the_budget_and_the_rest_is_spare() -> None:
 
 
 def test_a_long_prompt_leaves_every_decoding_request_its_row() -> None:
-    world = World(max_num_rows=8, prefill_chunk=1000, max_num_seqs=4)
+    world = World(max_num_batched_tokens=8, prefill_chunk=1000, max_num_seqs=4)
     for name in "abc":
         world.add(name, num_prompt=1)
     world.step()
@@ -140,7 +142,7 @@ def test_a_long_prompt_leaves_every_decoding_request_its_row() -> None:
 
 
 def test_decoding_goes_on_while_prompts_keep_arriving() -> None:
-    world = World(num_blocks=1000, max_num_rows=8, max_num_seqs=8, prefill_chunk=4)
+    world = World(num_blocks=1000, max_num_batched_tokens=8, max_num_seqs=8, prefill_chunk=4)
     first = world.add("first", num_prompt=4, max_tokens=30)
     for index in range(30):
         world.add(f"prompt-{index}", num_prompt=60, max_tokens=1)
@@ -187,7 +189,7 @@ def test_shortage_preempts_the_lowest_ranked_and_recomputes_it_whole() -> None:
     while not second.num_preemptions:
         world.step()
         assert first.num_preemptions == 0
-    assert second.num_committed == 0
+    assert second.num_computed_tokens == 0
     known = len(second.token_ids)
     assert known > 8
     world.scheduler.remove(first)
@@ -232,7 +234,7 @@ def test_cached_tokens_need_no_rows_but_one_always_runs() -> None:
     plan = world.step()
     assert rows_of(plan) == {"r": 4}
     assert request.num_cached_tokens == 8
-    assert world.blocks.salts == ["salt of r"]
+    assert world.blocks.salts == ["cache_salt of r"]
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "preempted"])
@@ -253,7 +255,7 @@ def test_a_removed_request_holds_nothing(state: str) -> None:
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
-    plan = World(max_num_rows=9).step()
+    plan = World(max_num_batched_tokens=9).step()
     assert (plan.scheduled, plan.preempted, plan.num_rows, plan.spare_rows) == ([], [], 0, 9)
 
 
@@ -284,15 +286,15 @@ def test_everyone_is_served_in_the_end(
             if at == step:
                 requests.append(world.add(f"r{index}", num_prompt, max_tokens, priority))
         best = world.scheduler.running[:1]
-        progress = best[0].num_committed if best else 0
+        progress = best[0].num_computed_tokens if best else 0
         plan = world.step()
-        assert plan.num_rows <= world.scheduler.max_num_rows
+        assert plan.num_rows <= world.scheduler.max_num_batched_tokens
         assert plan.num_rows == sum(each.num_known for each in plan.scheduled)
         assert all(each.num_known >= 1 for each in plan.scheduled)
         assert len({id(each.request) for each in plan.scheduled}) == len(plan.scheduled)
         # Whoever leads, and is not overtaken by somebody better, moves on.
         if best and best[0] not in plan.preempted:
-            assert best[0].num_committed > progress
+            assert best[0].num_computed_tokens > progress
         if len(requests) == len(arrivals) and not list(world.scheduler.requests()):
             break
     assert all(request.status is RequestStatus.FINISHED for request in requests)

@@ -51,11 +51,11 @@ class World:
         self, request_id: str, speculative: SpeculativeParams = FIXED, max_tokens: int = 50
     ) -> Request:
         """A request whose prompt is committed but for the anchor."""
-        spec = GenerationRequest(
+        params = GenerationRequest(
             request_id, (1, 2, 3), SamplingParams(max_tokens=max_tokens), speculative
         )
-        state = SamplingState(spec, (), VOCAB, 100)
-        request = Request(spec, state, RequestSpeculationStats(speculative.drafter))
+        state = SamplingState(params, (), VOCAB, 100)
+        request = Request(params, state, RequestSpeculationStats(speculative.drafter))
         self.pool.open(request_id, request.token_ids, "", 0)
         self.pool.allocate(request_id, len(request.token_ids))
         request.start(0)
@@ -118,7 +118,7 @@ def test_rows_that_do_not_sample_get_no_draft() -> None:
     drafter = fake()
     world = World(drafter)
     request = world.open("r")
-    request.num_committed = 0
+    request.num_computed_tokens = 0
     plan = Plan([ScheduledRequest(request, 2)], [], 2, 100)
     assert world.speculation.draft(plan).drafts == {}
     assert drafter.asks == []

@@ -109,7 +109,7 @@ def sample(name: str) -> tuple[Counter[tuple[int, ...]], Driver]:
     setup = Setup(
         num_blocks=1024,
         max_num_seqs=128,
-        max_num_rows=2048,
+        max_num_batched_tokens=2048,
         cost=DictatedCost(row_seconds=1e-4),
         prefix_cache=False,
     )

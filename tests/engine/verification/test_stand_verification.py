@@ -30,7 +30,7 @@ def test_texts_follow_the_target(name: str) -> None:
     setup = Setup(
         num_blocks=512,
         max_num_seqs=32,
-        max_num_rows=1024,
+        max_num_batched_tokens=1024,
         cost=DictatedCost(row_seconds=1e-4),
         prefix_cache=False,
     )

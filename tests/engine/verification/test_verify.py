@@ -133,13 +133,13 @@ def test_greedy_requests_write_what_they_would_alone(verification: VerificationN
 
 
 def new_request(verification: VerificationName, **sampling: float) -> SamplingState:
-    spec = GenerationRequest(
+    params = GenerationRequest(
         "r",
         (0, 1, 2),
         SamplingParams(max_tokens=99, **sampling),  # type: ignore[arg-type]
         SpeculativeParams(verification=verification),
     )
-    return SamplingState(spec, (), VOCAB, 1000)
+    return SamplingState(params, (), VOCAB, 1000)
 
 
 def test_draft_noise_is_new_in_every_step_that_emits() -> None:

@@ -104,31 +104,34 @@ async def test_null_is_not_given(connect: Connect, path: str) -> None:
 
 NASD = {"draft_strategy": "nasd"}
 SPECULATIVE: dict[str, tuple[dict[str, Any], Check]] = {
-    "draft_strategy": (NASD, lambda o: o.spec.drafter == "nasd"),
+    "draft_strategy": (NASD, lambda o: o.params.drafter == "nasd"),
     "num_speculative_tokens": (
         {"num_speculative_tokens": 5, "adaptive_depth": False},
-        lambda o: o.spec.num_tokens == 5,
+        lambda o: o.params.num_tokens == 5,
     ),
-    "adaptive_depth": ({"adaptive_depth": "target_rate"}, lambda o: o.spec.policy == "target_rate"),
-    "min_speculative_tokens": ({"min_speculative_tokens": 3}, lambda o: o.spec.min_tokens == 3),
-    "max_speculative_tokens": ({"max_speculative_tokens": 9}, lambda o: o.spec.max_tokens == 9),
+    "adaptive_depth": (
+        {"adaptive_depth": "target_rate"},
+        lambda o: o.params.policy == "target_rate",
+    ),
+    "min_speculative_tokens": ({"min_speculative_tokens": 3}, lambda o: o.params.min_tokens == 3),
+    "max_speculative_tokens": ({"max_speculative_tokens": 9}, lambda o: o.params.max_tokens == 9),
     "target_acceptance_rate": (
         {"target_acceptance_rate": 0.9, "adaptive_depth": "target_rate"},
-        lambda o: o.spec.target_acceptance_rate == 0.9,
+        lambda o: o.params.target_acceptance_rate == 0.9,
     ),
-    "tree_strategy": (NASD | {"tree_strategy": "tree"}, lambda o: o.spec.shape.width == 2),
+    "tree_strategy": (NASD | {"tree_strategy": "tree"}, lambda o: o.params.shape.width == 2),
     "tree_width": (
         NASD | {"tree_strategy": "tree", "tree_width": 4},
-        lambda o: o.spec.shape.width == 4,
+        lambda o: o.params.shape.width == 4,
     ),
     "tree_depth": (
         NASD | {"tree_strategy": "tree", "tree_depth": 3},
-        lambda o: o.spec.shape.depth == 3,
+        lambda o: o.params.shape.depth == 3,
     ),
-    "options": ({"options": {"max_match": 9}}, lambda o: o.spec.options["max_match"] == 9),
+    "options": ({"options": {"max_match": 9}}, lambda o: o.params.options["max_match"] == 9),
     "verification": (
         {"draft_strategy": "sampler", "verification": "rejection"},
-        lambda o: o.spec.verification == "rejection",
+        lambda o: o.params.verification == "rejection",
     ),
     "return_drafted": (
         {"return_drafted": True},
