@@ -1,8 +1,9 @@
 """Decides which known tokens run in a step: continuous batching by the tokens each request lacks.
 
 There are no phases. Every request has known tokens whose keys and values are not computed; each step
-gives it rows until they are. A decoding request is one that lacks one. Plain Python, no clock, no tensors; blocks come from the pool, and on shortage the lowest-ranked request is
-preempted and later recomputed.
+gives it rows until they are. A decoding request is one that lacks a single token. Plain Python, no clock,
+no tensors; blocks come from the pool, and on shortage the lowest-ranked request is preempted and later
+recomputed.
 """
 
 from __future__ import annotations
