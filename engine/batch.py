@@ -1,31 +1,37 @@
-"""From the plan of a step to the flat rows of one forward."""
+"""From the plan of a step to the flat rows of one forward, and what the forward gives back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-NUM_ROWS_ALONE = 32
-"""Requests with more rows than this in a step (prompt chunks) attend by themselves: padding every
-decoding neighbour to their length would cost more than a second call."""
+import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestRows:
-    """One request's rows of a step: ``num_known`` tokens in a chain (prompt chunk or anchor), then
-    draft nodes. ``parents`` as in DraftTree: -1 is the last known row.
+    """One request's rows of a step: ``num_known`` tokens in a chain from position ``base`` on (prompt
+    chunk or anchor), then draft nodes. ``parents`` as in DraftTree: -1 is the last known row. The last
+    ``num_logits`` rows get logits (anchor and nodes when the request samples).
 
     The first ``num_stored`` nodes have no rows: they are in the store from steps before, as a draft
     model that grows its tree level by level leaves them. Then there are no known rows, and -1 is the
     token before ``base``.
+
+    ``first_row``, ``first_logit``: where its rows begin in the batch, and its logits among the batch's;
+    ``build_batch`` says so.
     """
 
-    first_row: int
+    token_ids: Sequence[int]
     num_known: int
     base: int
     parents: Sequence[int]
     block_table: Sequence[int]
+    num_logits: int
     num_stored: int = 0
+    first_row: int = 0
+    first_logit: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -48,37 +54,17 @@ class RequestRows:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """A request's part in a step: ``token_ids`` are its known tokens from ``base`` on, then its draft
-    nodes; ``num_logit_rows`` of its last rows get logits (anchor and nodes when it samples).
-
-    ``num_stored``: so many of the first nodes have no row, as in ``RequestRows``."""
-
-    token_ids: Sequence[int]
-    num_known: int
-    base: int
-    parents: Sequence[int]
-    block_table: Sequence[int]
-    num_logit_rows: int
-    num_stored: int = 0
-
-
 @dataclass(slots=True)
 class InputBatch:
-    """Flat rows; ``first_row[i]`` is where request i's rows start, ``first_logit_row[i]`` its logits.
+    """Flat rows, in the order of the requests. ``wants_hidden``: the forward also returns what the output
+    head read."""
 
-    ``wants_hidden``: somebody will ask the runner for hidden states after the forward.
-    """
-
+    requests: Sequence[RequestRows]
+    wants_hidden: bool = False
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    logit_rows: list[int] = field(default_factory=list)
-    requests: list[RequestRows] = field(default_factory=list)
-    first_logit_row: list[int] = field(default_factory=list)
-    first_row: list[int] = field(default_factory=list)
-    wants_hidden: bool = False
+    slot_mapping: list[int] = field(default_factory=list)
+    logits_indices: list[int] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -89,35 +75,24 @@ class InputBatch:
         return sum(request.end for request in self.requests)
 
 
-def build_batch(requests: Sequence[BatchRequest], block_size: int) -> InputBatch:
-    """Lay the requests' rows one after another, long chunks first (attention wants its shared
-    group consecutive); ``first_logit_row`` keeps the order of ``requests``."""
-    batch = InputBatch(first_logit_row=[0] * len(requests), first_row=[0] * len(requests))
-    order = sorted(
-        range(len(requests)), key=lambda index: len(requests[index].token_ids) <= NUM_ROWS_ALONE
-    )
-    for index in order:
-        request = requests[index]
-        rows = RequestRows(
-            len(batch.token_ids),
-            request.num_known,
-            request.base,
-            request.parents,
-            request.block_table,
-            request.num_stored,
-        )
-        num_rows = len(request.token_ids)
-        end = rows.first_row + num_rows
-        batch.requests.append(rows)
+def build_batch(
+    requests: Sequence[RequestRows], block_size: int, wants_hidden: bool = False
+) -> InputBatch:
+    """Lay the requests' rows one after another, and tell each where its own are."""
+    batch = InputBatch(requests, wants_hidden)
+    for request in requests:
+        request.first_row = len(batch.token_ids)
+        request.first_logit = len(batch.logits_indices)
+        end = request.first_row + request.num_rows
         batch.token_ids.extend(request.token_ids)
-        batch.positions.extend(range(request.base, request.base + request.num_known))
         anchor = request.base + request.num_known - 1
-        batch.positions.extend(anchor + depth for depth in rows.depths()[request.num_stored :])
-        first_slot = request.base + request.num_stored
-        batch.slots.extend(_slots(request.block_table, first_slot, num_rows, block_size))
-        batch.first_row[index] = rows.first_row
-        batch.first_logit_row[index] = len(batch.logit_rows)
-        batch.logit_rows.extend(range(end - request.num_logit_rows, end))
+        batch.positions.extend(range(request.base, anchor + 1))
+        batch.positions.extend(anchor + depth for depth in request.depths()[request.num_stored :])
+        batch.slot_mapping.extend(
+            slot_of(request.block_table, position, block_size)
+            for position in range(request.base + request.num_stored, request.end)
+        )
+        batch.logits_indices.extend(range(end - request.num_logits, end))
     return batch
 
 
@@ -125,5 +100,60 @@ def slot_of(block_table: Sequence[int], position: int, block_size: int) -> int:
     return block_table[position // block_size] * block_size + position % block_size
 
 
-def _slots(block_table: Sequence[int], base: int, count: int, block_size: int) -> list[int]:
-    return [slot_of(block_table, position, block_size) for position in range(base, base + count)]
+class InputTensors(NamedTuple):
+    """A batch on the device, each ``[num_rows]`` int64 but for ``logits_indices``, of at least one."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    logits_indices: torch.Tensor
+
+
+class InputBuffers:
+    """Device memory that every step's inputs come in: views at the same addresses, so that a captured
+    step can be run again. ``max_num_rows`` is an estimate: a larger batch gets larger buffers.
+    """
+
+    def __init__(self, device: torch.device, max_num_rows: int = 256) -> None:
+        self._device = device
+        self._allocate(max_num_rows)
+
+    def _allocate(self, num_rows: int) -> None:
+        shape = (len(InputTensors._fields), num_rows)
+        self._tensors = torch.zeros(shape, dtype=torch.long, device=self._device)
+        self._host, self._copied = self._tensors, None
+        if self._device.type == "cuda":
+            self._host = torch.zeros(shape, dtype=torch.long, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        self._array = self._host.numpy()
+
+    def fill(self, batch: InputBatch) -> InputTensors:
+        """Valid until the next fill."""
+        if self._copied is not None:
+            self._copied.synchronize()  # The copy of the last step's may still be reading.
+        if batch.num_rows > self._tensors.shape[1]:
+            self._allocate(max(batch.num_rows, 2 * self._tensors.shape[1]))
+        # A step of prompt chunks alone needs no logits, but models want at least one row.
+        columns = (
+            batch.token_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.logits_indices or [0],
+        )
+        views = []
+        for index, values in enumerate(columns):
+            self._array[index, : len(values)] = values
+            views.append(self._tensors[index, : len(values)])
+            if self._copied is not None:
+                views[-1].copy_(self._host[index, : len(values)], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return InputTensors(*views)
+
+
+class ForwardOutput(NamedTuple):
+    """``logits``: ``[num_logits, vocab_size]``, those of ``logits_indices``, in the model's type.
+    ``hidden``: ``[num_rows, hidden_size]``, what the output head reads, where the batch wants it."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None

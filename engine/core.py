@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from drafters.base import HiddenRows, Observation
-from engine.batch import BatchRequest, InputBatch, build_batch, slot_of
+from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
 from engine.events import ErrorEvent, StepStats, TokenEvent
 from engine.params import GenerationRequest
 from engine.report import StepClock, finish_info, read_prompt_logprobs, token_event
@@ -40,12 +40,8 @@ from kvpool.block_pool import BlockPool
 class Runner(Protocol):
     """What the core asks of the target; ``engine.model.runner`` has the real one."""
 
-    hidden: (
-        torch.Tensor | None
-    )  # [num_rows, hidden_size] of the last forward, if the batch wants it
-
-    def forward(self, batch: InputBatch) -> torch.Tensor:
-        """``[num_logit_rows, vocab_size]``; keys and values of all rows are stored afterwards."""
+    def forward(self, batch: InputBatch) -> ForwardOutput:
+        """Keys and values of all rows are stored afterwards."""
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         """Copy stored rows between slots, reading all before writing any."""
@@ -174,12 +170,12 @@ class EngineCore:
                 round_ = self.speculation.draft(plan)
             rows, batch = self._lay_out(plan, round_)
             with clock.measure("forward"):
-                logits = self.runner.forward(batch)
+                logits, hidden = self.runner.forward(batch)
             with clock.measure("verify"):
                 self._verify(rows, logits)
             self._commit(rows)
             with clock.measure("draft"):
-                self._observe_hidden(rows, batch, round_)
+                self._observe_hidden(rows, batch, hidden, round_)
                 self._observe(rows, round_, logits)
             self._report(plan, rows, batch, round_, logits, clock.seconds())
         if self._check_integrity:
@@ -198,12 +194,14 @@ class EngineCore:
             )
             for each in plan.scheduled
         ]
-        requests = [self._batch_request(each) for each in rows]
-        batch = build_batch(requests, self.pool.block_size)
-        batch.wants_hidden = any(self.speculation.wants_hidden(each.request) for each in rows)
-        for each, part, first in zip(rows, requests, batch.first_logit_row, strict=True):
-            each.first_row = first
-            each.anchor_row = first + part.num_logit_rows - 1 - len(each.draft.tree)
+        batch = build_batch(
+            [self._request_rows(each) for each in rows],
+            self.pool.block_size,
+            wants_hidden=any(self.speculation.wants_hidden(each.request) for each in rows),
+        )
+        for each, part in zip(rows, batch.requests, strict=True):
+            each.first_row = part.first_logit
+            each.anchor_row = part.first_logit + part.num_logits - 1 - len(each.draft.tree)
         return rows, batch
 
     def _lease(self, scheduled: ScheduledRequest, draft: Draft) -> Draft:
@@ -217,19 +215,19 @@ class EngineCore:
             return draft
         return Draft(draft.proposal, draft.tree.subtree(range(room)), "no_kv")
 
-    def _batch_request(self, rows: _Rows) -> BatchRequest:
+    def _request_rows(self, rows: _Rows) -> RequestRows:
         request, tree = rows.request, rows.draft.tree
         known = request.token_ids[rows.base : rows.base + rows.num_known]
-        num_logit_rows = 1 + len(tree) if rows.samples else 0
+        num_logits = 1 + len(tree) if rows.samples else 0
         if request.wants_prompt_logprobs:
-            num_logit_rows = rows.num_known + len(tree)
-        return BatchRequest(
+            num_logits = rows.num_known + len(tree)
+        return RequestRows(
             token_ids=[*known, *tree.token_ids],
             num_known=rows.num_known,
             base=rows.base,
             parents=tree.parents,
             block_table=self.pool.block_table(request.request_id),
-            num_logit_rows=num_logit_rows,
+            num_logits=num_logits,
         )
 
     def _verify(self, rows: Sequence[_Rows], logits: torch.Tensor) -> None:
@@ -261,17 +259,21 @@ class EngineCore:
             self.pool.free_draft(request.request_id)
         self.runner.move(sources, targets)
 
-    def _observe_hidden(self, rows: Sequence[_Rows], batch: InputBatch, round_: DraftRound) -> None:
-        if not batch.wants_hidden:
+    def _observe_hidden(
+        self,
+        rows: Sequence[_Rows],
+        batch: InputBatch,
+        hidden: torch.Tensor | None,
+        round_: DraftRound,
+    ) -> None:
+        if hidden is None:
             return
-        hidden = self.runner.hidden
-        assert hidden is not None
         seen = []
-        for each, first in zip(rows, batch.first_row, strict=True):
+        for each, part in zip(rows, batch.requests, strict=True):
             if self.speculation.wants_hidden(each.request):
                 accepted = each.outcome.path[1:] if each.outcome else ()
-                anchor = first + each.num_known - 1
-                kept = [*range(first, anchor + 1), *(anchor + row for row in accepted)]
+                anchor = part.first_row + each.num_known - 1
+                kept = [*range(part.first_row, anchor + 1), *(anchor + row for row in accepted)]
                 request = each.request
                 seen.append(
                     HiddenRows(request.request_id, each.base, request.token_ids, hidden[kept])

@@ -19,7 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.batch import NUM_ROWS_ALONE, RequestRows
+from engine.batch import RequestRows, slot_of
+
+NUM_ROWS_ALONE = 32
+"""Requests with more rows than this in a step (prompt chunks) attend by themselves: padding every
+decoding neighbour to their length would cost more than a second call."""
 
 EXACT_KEY_MULTIPLE = 512
 # Query rows (times the heads that share a key head) of a tile: enough to fill the kernel's registers.
@@ -193,7 +197,7 @@ def _strands(request: RequestRows, block_size: int) -> list[Strand]:
     if lead == len(parents):
         return _whole(request)
     first, num_known = request.first_row, request.num_known
-    trunk = RequestRows(first, num_known, request.base, parents[:lead], table)
+    trunk = RequestRows((), num_known, request.base, parents[:lead], table, 0, first_row=first)
     strands = _whole(trunk)
     placed = set(range(lead))
     for start in range(lead, len(parents)):
@@ -209,12 +213,9 @@ def _strands(request: RequestRows, block_size: int) -> list[Strand]:
             path.insert(0, parents[path[0]])
         anchor = request.base + num_known - 1
         base = anchor + 1 + len(path) - len(branch)
-        slots = [
-            table[slot // block_size] * block_size + slot % block_size
-            for slot in (anchor + 1 + node for node in path)
-        ]
+        slots = [slot_of(table, anchor + 1 + node, block_size) for node in path]
         rows = [first + num_known + node for node in branch]
-        shape = RequestRows(rows[0], len(rows), base, (), table)
+        shape = RequestRows((), len(rows), base, (), table, 0, first_row=rows[0])
         strands.append(Strand(rows, shape, slots))
     return strands
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafters.model.protocol import Candidates, DraftRows
-from engine.batch import BatchRequest, build_batch
+from engine.batch import RequestRows, build_batch
 from engine.drafting.candidates import ScoredRow, choose_candidates
 from engine.model.runner import ModelRunner
 
@@ -33,14 +33,13 @@ class EngineDraftModel:
 
     def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
         """One forward over all rows; per request, candidates per scored row."""
-        requests = [batch_request(each) for each in rows]
-        batch = build_batch(requests, self.block_size)
-        logits = self._runner.forward(batch)
+        batch = build_batch([request_rows(each) for each in rows], self.block_size)
+        logits = self._runner.forward(batch).logits
         order: list[int] = []
         scored: list[ScoredRow] = []
-        for part, first in zip(rows, batch.first_logit_row, strict=True):
-            for row in range(first, first + part.num_scored):
-                position = batch.positions[batch.logit_rows[row]] + 1
+        for part, run in zip(rows, batch.requests, strict=True):
+            for row in range(run.first_logit, run.first_logit + part.num_scored):
+                position = batch.positions[batch.logits_indices[row]] + 1
                 order.append(row)
                 scored.append(ScoredRow(part.ask.sampling, position, part.num_candidates))
         if not scored:
@@ -49,14 +48,14 @@ class EngineDraftModel:
         return [[next(found) for _ in range(part.num_scored)] for part in rows]
 
 
-def batch_request(rows: DraftRows) -> BatchRequest:
+def request_rows(rows: DraftRows) -> RequestRows:
     is_tree = bool(rows.parents)
-    return BatchRequest(
+    return RequestRows(
         token_ids=rows.token_ids,
         num_known=0 if is_tree else len(rows.token_ids),
         base=rows.base,
         parents=rows.parents,
         block_table=rows.ask.block_table,
-        num_logit_rows=rows.num_scored,
+        num_logits=rows.num_scored,
         num_stored=rows.num_stored,
     )

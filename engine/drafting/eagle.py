@@ -23,9 +23,9 @@ from drafters.model.protocol import Candidates, DraftRows
 from drafters.tree import ROOT
 from engine.attention.backend import IMPLEMENTATION, AttentionStep
 from engine.attention.groups import MASKED, group_rows
-from engine.batch import InputBatch, build_batch
+from engine.batch import InputBatch, InputBuffers, build_batch
 from engine.drafting.candidates import ScoredRow, choose_candidates
-from engine.drafting.draft_model import batch_request
+from engine.drafting.draft_model import request_rows
 from engine.drafting.head_files import HeadFolder, HeadsRefusedError
 from engine.drafting.medusa import OutputHead
 from engine.model.linear import can_pack, pack_linears
@@ -145,6 +145,7 @@ class EagleModel:
         self.max_catch_up_rows = max_catch_up_rows
         self._blank = torch.zeros_like(layer.token_norm.weight)  # [hidden_size]
         self._fused = not can_pack(store.device, store.dtype)
+        self._buffers = InputBuffers(store.device)
         self._requests: dict[str, _Features] = {}
 
     def take_hidden(self, request_id: str, first: int, hidden: torch.Tensor) -> None:
@@ -157,22 +158,22 @@ class EagleModel:
     @torch.inference_mode()
     def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
         """One forward over all rows; per request, candidates per scored row."""
-        batch = build_batch([batch_request(each) for each in rows], self.block_size)
+        batch = build_batch([request_rows(each) for each in rows], self.block_size)
         hidden = self._blank.repeat(batch.num_rows, 1)
-        for each, first in zip(rows, batch.first_row, strict=True):
-            hidden[first : first + len(each.token_ids)] = self._read(each)
+        for each, run in zip(rows, batch.requests, strict=True):
+            hidden[run.first_row : run.first_row + run.num_rows] = self._read(each)
         features = self._run(batch, hidden)
         scored: list[ScoredRow] = []
         picked: list[int] = []
-        for each, first in zip(rows, batch.first_row, strict=True):
-            end = first + len(each.token_ids)
+        for each, run in zip(rows, batch.requests, strict=True):
+            end = run.first_row + run.num_rows
             wanted = range(end - each.num_scored, end)
             picked += wanted
             scored += [
                 ScoredRow(each.ask.sampling, batch.positions[row] + 1, each.num_candidates)
                 for row in wanted
             ]
-            self._keep(each, features[first:end])
+            self._keep(each, features[run.first_row : end])
         if not picked:
             return [[] for _ in rows]
         chosen = features[torch.tensor(picked, device=features.device)]
@@ -203,17 +204,17 @@ class EagleModel:
 
     def _run(self, batch: InputBatch, hidden: torch.Tensor) -> torch.Tensor:
         device = hidden.device
-        token_ids = torch.tensor(batch.token_ids, device=device)
+        inputs = self._buffers.fill(batch)
         step = AttentionStep(
             self._store,
-            torch.tensor(batch.slots, device=device),
+            inputs.slot_mapping,
             group_rows(batch.requests, self.block_size, MASKED, device),
             self._fused,
         )
         output: torch.Tensor = self._layer(
-            self._embed(token_ids)[None],
+            self._embed(inputs.token_ids)[None],
             hidden[None],
-            position_ids=torch.tensor(batch.positions, device=device)[None],
+            position_ids=inputs.positions[None],
             slipstream_step=step,
         )
         return output[0]

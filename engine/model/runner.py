@@ -21,7 +21,7 @@ from engine.attention.groups import (
     group_rows,
 )
 from engine.attention.products import products_keep_bits
-from engine.batch import BatchRequest, InputBatch, build_batch
+from engine.batch import ForwardOutput, InputBatch, InputBuffers, RequestRows, build_batch
 from engine.model.linear import can_pack
 from engine.model.loader import KVShape
 from kvpool.store import KVStore
@@ -37,30 +37,24 @@ class ModelRunner:
         self.store = store
         self.device = model.device
         self.exact = exact
-        self.hidden: torch.Tensor | None = None  # [num_rows, hidden_size], where a batch wanted it
+        self._buffers = InputBuffers(self.device)
         self._fused, self._shapes = _attention_calls(model, shapes, exact)
 
     @torch.inference_mode()
-    def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Logits of the batch's logit rows, in the model's type: ``[num_logit_rows, vocab_size]``.
-
-        Keys and values of all rows are in the store afterwards, and in ``hidden`` what the output
-        head reads, if the batch wants it.
-        """
+    def forward(self, batch: InputBatch) -> ForwardOutput:
+        """Keys and values of all rows are in the store afterwards."""
+        inputs = self._buffers.fill(batch)
         rows = group_rows(batch.requests, self.store.block_size, self._shapes, self.device)
-        step = AttentionStep(self.store, self._tensor(batch.slots), rows, self._fused)
-        with self._hidden_kept(batch.wants_hidden):
+        with self._hidden_kept(batch.wants_hidden) as hidden:
             output = self.model(
-                input_ids=self._tensor(batch.token_ids)[None],
-                position_ids=self._tensor(batch.positions)[None],
+                input_ids=inputs.token_ids[None],
+                position_ids=inputs.positions[None],
                 use_cache=False,
-                # A step of prompt chunks alone needs no logits, but models want at least one row.
-                logits_to_keep=self._tensor(batch.logit_rows or [0]),
-                slipstream_step=step,
+                logits_to_keep=inputs.logits_indices,
+                slipstream_step=AttentionStep(self.store, inputs.slot_mapping, rows, self._fused),
             )
-        logits: torch.Tensor = output.logits[0, : len(batch.logit_rows)]
         self.synchronize()  # so that a caller's clock stops when the device is done
-        return logits
+        return ForwardOutput(output.logits[0, : len(batch.logits_indices)], *hidden)
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         """Copy accepted rows to their committed slots, all layers at once."""
@@ -68,20 +62,20 @@ class ModelRunner:
             self.store.move(self._tensor(source_slots), self._tensor(target_slots))
 
     @contextmanager
-    def _hidden_kept(self, wanted: bool) -> Iterator[None]:
+    def _hidden_kept(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
         """The output head may see fewer rows than the base model wrote: so they are taken there."""
-        self.hidden = None
+        hidden: list[torch.Tensor] = []
         if not wanted:
-            yield
+            yield hidden
             return
 
         def keep(module: torch.nn.Module, args: object, output: Any) -> None:
             del module, args
-            self.hidden = output.last_hidden_state[0]
+            hidden.append(output.last_hidden_state[0])
 
         handle = self.model.base_model.register_forward_hook(keep)
         try:
-            yield
+            yield hidden
         finally:
             handle.remove()
 
@@ -97,13 +91,13 @@ class ModelRunner:
         rows, base = num_rows // num_requests, num_kv_tokens // num_requests
         num_blocks = -(-(base + rows) // block_size)
         requests = [
-            BatchRequest(
+            RequestRows(
                 token_ids=[0] * rows,
                 num_known=rows,
                 base=base,
                 parents=(),
                 block_table=range(first, first + num_blocks),
-                num_logit_rows=min(rows, 64),
+                num_logits=min(rows, 64),
             )
             for first in range(0, num_requests * num_blocks, num_blocks)
         ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.batch import BatchRequest, build_batch
+from engine.batch import RequestRows, build_batch
 from engine.errors import UnsupportedModelError
 from engine.model.runner import ModelRunner
 
@@ -77,10 +77,10 @@ def check_exact(runner: ModelRunner) -> bool | None:
     for count in _CHUNKS:
         # The neighbour is the same text in other blocks: both have to come out.
         parts = [
-            BatchRequest(token_ids[base : base + count], count, base, (), table, count)
+            RequestRows(token_ids[base : base + count], count, base, (), table, count)
             for table in (mine, other)
         ]
-        logits = runner.forward(build_batch(parts, block_size)).clone()
+        logits = runner.forward(build_batch(parts, block_size)).logits
         steps.append(logits.view(2, count, -1))
         base += count
     beside = torch.cat(steps, dim=1)
@@ -103,8 +103,8 @@ def _run_chunks(
     logits: list[torch.Tensor] = []
     base = 0
     for count in chunks:
-        part = BatchRequest(token_ids[base : base + count], count, base, (), table, count)
-        logits.append(runner.forward(build_batch([part], runner.store.block_size)).clone())
+        part = RequestRows(token_ids[base : base + count], count, base, (), table, count)
+        logits.append(runner.forward(build_batch([part], runner.store.block_size)).logits)
         base += count
     return logits
 
@@ -115,6 +115,6 @@ def _run_tree(runner: ModelRunner, token_ids: Sequence[int], table: Sequence[int
     right = token_ids[_FORK : _FORK + 3]
     nodes = [right[0], other, right[1], other, right[2], other]
     known = token_ids[:_FORK]
-    part = BatchRequest([*known, *nodes], _FORK, 0, _PARENTS, table, 1 + len(nodes))
-    logits = runner.forward(build_batch([part], runner.store.block_size))
-    return logits[[0, 1, 3, 5]]
+    part = RequestRows([*known, *nodes], _FORK, 0, _PARENTS, table, 1 + len(nodes))
+    output = runner.forward(build_batch([part], runner.store.block_size))
+    return output.logits[[0, 1, 3, 5]]

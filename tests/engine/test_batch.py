@@ -2,42 +2,70 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import NUM_ROWS_ALONE, BatchRequest, build_batch, slot_of
+from engine.batch import InputBuffers, RequestRows, build_batch, slot_of
 
 SIZE = 4
 
 
 def test_a_chunk_a_tree_and_a_lone_row_worked_out_by_hand() -> None:
-    chunk = BatchRequest([10, 11, 12], 3, 2, (), [5, 1], 0)
-    tree = BatchRequest([20, 21, 22, 23, 24], 2, 7, (-1, -1, 1), [3, 0, 2], 4)
-    lone = BatchRequest([30], 1, 0, (), [9], 1)
+    chunk = RequestRows([10, 11, 12], 3, 2, (), [5, 1], 0)
+    tree = RequestRows([20, 21, 22, 23, 24], 2, 7, (-1, -1, 1), [3, 0, 2], 4)
+    lone = RequestRows([30], 1, 0, (), [9], 1)
     batch = build_batch([chunk, tree, lone], SIZE)
     assert batch.token_ids == [10, 11, 12, 20, 21, 22, 23, 24, 30]
     # Known rows count on; siblings share a position.
     assert batch.positions == [2, 3, 4, 7, 8, 9, 9, 10, 0]
     # Slots count on, whatever the positions: 5*4+2, 5*4+3, then block 1; block 0's last, then block 2.
-    assert batch.slots == [22, 23, 4, 3, 8, 9, 10, 11, 36]
-    assert batch.logit_rows == [4, 5, 6, 7, 8]
-    assert batch.first_logit_row == [0, 0, 4]
+    assert batch.slot_mapping == [22, 23, 4, 3, 8, 9, 10, 11, 36]
+    assert batch.logits_indices == [4, 5, 6, 7, 8]
+    assert [each.first_row for each in batch.requests] == [0, 3, 8]
+    assert [each.first_logit for each in batch.requests] == [0, 0, 4]
     assert batch.num_rows == 9
     assert batch.num_kv_tokens == 5 + 12 + 1
 
 
-def test_long_chunks_lie_first_and_logits_keep_the_callers_order() -> None:
-    short = BatchRequest([1], 1, 0, (), [0], 1)
-    just_short = BatchRequest([2] * NUM_ROWS_ALONE, NUM_ROWS_ALONE, 0, (), range(1, 20), 2)
-    long = BatchRequest([3] * (NUM_ROWS_ALONE + 1), NUM_ROWS_ALONE + 1, 0, (), range(20, 40), 3)
-    batch = build_batch([short, just_short, long], SIZE)
-    assert batch.token_ids == [*long.token_ids, 1, *just_short.token_ids]
-    assert batch.first_logit_row == [3, 4, 0]
-    assert [request.first_row for request in batch.requests] == [0, 33, 34]
+def test_rows_keep_the_order_of_the_requests_whatever_their_length() -> None:
+    short = RequestRows([1], 1, 0, (), [0], 1)
+    long = RequestRows([3] * 50, 50, 0, (), range(20, 40), 3)
+    last = RequestRows([2] * 20, 20, 0, (), range(1, 20), 2)
+    batch = build_batch([short, long, last], SIZE, wants_hidden=True)
+    assert batch.token_ids == [1, *long.token_ids, *last.token_ids]
+    assert [each.first_logit for each in batch.requests] == [0, 1, 4]
+    assert [each.first_row for each in batch.requests] == [0, 1, 51]
+    assert batch.wants_hidden
+
+
+def test_inputs_of_every_step_lie_at_the_same_addresses() -> None:
+    buffers = InputBuffers(torch.device("cpu"), max_num_rows=8)
+    steps = [
+        RequestRows([10, 11, 12], 3, 2, (), [5, 1], 2),
+        RequestRows([30], 1, 0, (), [9], 0),
+        RequestRows(list(range(8)), 8, 0, (), [3, 4], 8),
+    ]
+    addresses = set()
+    for step in steps:
+        batch = build_batch([step], SIZE)
+        inputs = buffers.fill(batch)
+        assert inputs.token_ids.tolist() == step.token_ids
+        assert inputs.positions.tolist() == batch.positions
+        assert inputs.slot_mapping.tolist() == batch.slot_mapping
+        # A model is asked for one row's logits at least.
+        assert inputs.logits_indices.tolist() == (batch.logits_indices or [0])
+        assert all(each.is_contiguous() and each.dtype == torch.long for each in inputs)
+        addresses.add(tuple(each.data_ptr() for each in inputs))
+    assert len(addresses) == 1
+    more = build_batch([RequestRows(list(range(20)), 20, 0, (), range(5), 20)], SIZE)
+    assert buffers.fill(more).token_ids.tolist() == list(range(20))
+    larger = buffers.fill(more).token_ids.data_ptr()
+    assert buffers.fill(build_batch(steps[:1], SIZE)).token_ids.data_ptr() == larger
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> list[BatchRequest]:
+def requests(draw: st.DrawFn) -> list[RequestRows]:
     """Up to five requests with blocks of their own and random trees."""
     drawn = []
     for index in range(draw(st.integers(1, 5))):
@@ -50,29 +78,30 @@ def requests(draw: st.DrawFn) -> list[BatchRequest]:
         table = draw(st.permutations(range(100 * index, 100 * index + needed)))
         num_logits = draw(st.sampled_from([0, 1 + num_nodes, num_rows]))
         token_ids = [1000 * index + row for row in range(num_rows)]
-        drawn.append(BatchRequest(token_ids, num_known, base, parents, table, num_logits))
+        drawn.append(RequestRows(token_ids, num_known, base, parents, table, num_logits))
     return drawn
 
 
 @settings(max_examples=150, deadline=None)
 @given(given=requests())
-def test_every_row_is_where_its_request_says(given: list[BatchRequest]) -> None:
+def test_every_row_is_where_its_request_says(given: list[RequestRows]) -> None:
     batch = build_batch(given, SIZE)
-    assert sorted(batch.token_ids) == sorted(t for each in given for t in each.token_ids)
-    assert len(set(batch.slots)) == batch.num_rows == len(batch.positions)
-    assert sorted(batch.logit_rows) == batch.logit_rows
+    assert batch.token_ids == [t for each in given for t in each.token_ids]
+    assert len(set(batch.slot_mapping)) == batch.num_rows == len(batch.positions)
+    assert sorted(batch.logits_indices) == batch.logits_indices
     next_row = 0
     for rows in batch.requests:
         assert rows.first_row == next_row
         next_row += rows.num_rows
     row_of = {token_id: row for row, token_id in enumerate(batch.token_ids)}
-    for request, first_logit in zip(given, batch.first_logit_row, strict=True):
-        with_logits = request.token_ids[len(request.token_ids) - request.num_logit_rows :]
-        reported = batch.logit_rows[first_logit : first_logit + request.num_logit_rows]
+    for request in given:
+        with_logits = request.token_ids[len(request.token_ids) - request.num_logits :]
+        first = request.first_logit
+        reported = batch.logits_indices[first : first + request.num_logits]
         assert [batch.token_ids[row] for row in reported] == list(with_logits)
         for index, token_id in enumerate(request.token_ids):
             row = row_of[token_id]
-            slot = batch.slots[row]
+            slot = batch.slot_mapping[row]
             assert slot // SIZE == request.block_table[(request.base + index) // SIZE]
             assert slot == slot_of(request.block_table, request.base + index, SIZE)
             if index < request.num_known:

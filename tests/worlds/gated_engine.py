@@ -12,10 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from engine.async_engine import AsyncEngine
-from engine.batch import InputBatch
+from engine.batch import ForwardOutput, InputBatch
 from engine.errors import EngineError
 from engine.events import TokenEvent
 from engine.info import EngineInfo
@@ -49,7 +47,7 @@ class GatedRunner(ScriptedRunner):
         self._is_open = True
         self._permits.release()
 
-    def forward(self, batch: InputBatch) -> torch.Tensor:
+    def forward(self, batch: InputBatch) -> ForwardOutput:
         self.num_entered += 1
         assert self._is_open or self._permits.acquire(timeout=HANG)
         self.num_forwards += 1

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from engine.batch import InputBatch, RequestRows, slot_of
+from engine.batch import ForwardOutput, InputBatch, RequestRows, slot_of
 from engine.core import EngineCore
 from engine.params import GenerationRequest
 from engine.sampling.sampler import choose_tokens
@@ -112,13 +112,13 @@ class ScriptedRunner:
         self._block_size = block_size
         self._slots: list[_Entry | None] = [None] * (num_blocks * block_size)
 
-    def forward(self, batch: InputBatch) -> torch.Tensor:
-        written = set(batch.slots)
-        assert len(written) == len(batch.slots), "two rows of a step share a slot"
+    def forward(self, batch: InputBatch) -> ForwardOutput:
+        written = set(batch.slot_mapping)
+        assert len(written) == len(batch.slot_mapping), "two rows of a step share a slot"
         bank_rows = [-1] * batch.num_rows
         for rows in batch.requests:
             self._run(batch, rows, written, bank_rows)
-        return self._target.logits([bank_rows[row] for row in batch.logit_rows])
+        return ForwardOutput(self._target.logits([bank_rows[row] for row in batch.logits_indices]))
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         assert len(set(target_slots)) == len(target_slots)
@@ -141,7 +141,7 @@ class ScriptedRunner:
             token_id, position = batch.token_ids[row], batch.positions[row]
             value = self._target.value(token_id, position, seen)
             slot = slot_of(rows.block_table, rows.base + index, self._block_size)
-            assert slot == batch.slots[row]
+            assert slot == batch.slot_mapping[row]
             self._slots[slot] = (position, token_id, value)
             bank_rows[row] = self._target.logit_row(value, token_id, previous)
             seen = [*seen, value]

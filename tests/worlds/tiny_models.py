@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.batch import BatchRequest, build_batch
+from engine.batch import RequestRows, build_batch
 from engine.model.loader import adopt, prepare_model
 from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
@@ -205,9 +205,9 @@ def scattered_table(seed: int, num_blocks: int, first: int = 0, among: int = 24)
     return [first + block for block in order.tolist()]
 
 
-def chunk(token_ids: Sequence[int], base: int, count: int, table: Sequence[int]) -> BatchRequest:
+def chunk(token_ids: Sequence[int], base: int, count: int, table: Sequence[int]) -> RequestRows:
     """``count`` tokens of a text from ``base`` on, logits for all of them."""
-    return BatchRequest(token_ids[base : base + count], count, base, (), table, count)
+    return RequestRows(token_ids[base : base + count], count, base, (), table, count)
 
 
 def tree(
@@ -216,20 +216,19 @@ def tree(
     node_token_ids: Sequence[int],
     parents: Sequence[int],
     table: Sequence[int],
-) -> BatchRequest:
+) -> RequestRows:
     """The text's last ``num_known`` tokens with a draft tree under them; logits for anchor and nodes."""
     base = len(token_ids) - num_known
     rows = [*token_ids[base:], *node_token_ids]
-    return BatchRequest(rows, num_known, base, parents, table, 1 + len(node_token_ids))
+    return RequestRows(rows, num_known, base, parents, table, 1 + len(node_token_ids))
 
 
-def run_together(runner: ModelRunner, requests: Sequence[BatchRequest]) -> list[torch.Tensor]:
+def run_together(runner: ModelRunner, requests: Sequence[RequestRows]) -> list[torch.Tensor]:
     """One step; each request's logits."""
     batch = build_batch(requests, runner.store.block_size)
-    logits = runner.forward(batch)
+    logits = runner.forward(batch).logits
     return [
-        logits[first : first + request.num_logit_rows].clone()
-        for first, request in zip(batch.first_logit_row, requests, strict=True)
+        logits[each.first_logit : each.first_logit + each.num_logits] for each in batch.requests
     ]
 
 

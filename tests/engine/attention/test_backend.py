@@ -20,13 +20,12 @@ from engine.attention.groups import (
     NUM_ROWS_ALONE,
     GroupedRows,
     GroupShapes,
-    RequestRows,
     exact_tile_rows,
     exact_tiles,
     group_rows,
 )
 from engine.attention.products import AttentionOptions
-from engine.batch import BatchRequest, InputBatch, build_batch
+from engine.batch import InputBatch, RequestRows, build_batch
 from kvpool.store import KVStore
 from worlds.tiny_models import path_to, scattered_table
 
@@ -47,7 +46,7 @@ class Text:
     query: torch.Tensor  # [num_tokens, HEADS, DIM_K]
     key: torch.Tensor  # [num_tokens, KV_HEADS, DIM_K]
     value: torch.Tensor  # [num_tokens, KV_HEADS, DIM_V]
-    request: BatchRequest
+    request: RequestRows
 
 
 def draw(
@@ -70,15 +69,15 @@ def draw(
     if table is None:
         needed = -(-(base + num_rows) // SIZE)
         table = scattered_table(seed, needed, first=10 * seed, among=max(needed, 10))
-    return Text(*rows, BatchRequest([0] * num_rows, num_known, base, parents, table, num_rows))
+    return Text(*rows, RequestRows([0] * num_rows, num_known, base, parents, table, num_rows))
 
 
 def fill(store: KVStore, text: Text) -> None:
     """Write the past of a request, as earlier steps would have."""
     base = text.request.base
     if base:
-        past = BatchRequest([0] * base, base, 0, (), text.request.block_table, 0)
-        slots = torch.tensor(build_batch([past], SIZE).slots)
+        past = RequestRows([0] * base, base, 0, (), text.request.block_table, 0)
+        slots = torch.tensor(build_batch([past], SIZE).slot_mapping)
         store.write(0, slots, text.key[:base], text.value[:base])
 
 
@@ -97,20 +96,16 @@ def run(
     shapes = exact_tiles(exact_tile_rows(HEADS, KV_HEADS)) if exact else MASKED
     step = AttentionStep(
         store,
-        torch.tensor(batch.slots),
+        torch.tensor(batch.slot_mapping),
         group_rows(batch.requests, SIZE, shapes, CPU),
     )
-    lying = sorted(range(len(texts)), key=lambda index: batch.first_logit_row[index])
     query, key, value = (
-        torch.cat([getattr(texts[index], kind)[texts[index].request.base :] for index in lying])
+        torch.cat([getattr(text, kind)[text.request.base :] for text in texts])
         for kind in ("query", "key", "value")
     )
     output = step.attend(0, query, key, value, options)
     assert output.shape == (batch.num_rows, HEADS, DIM_V)
-    return [
-        output[first : first + len(text.request.token_ids)]
-        for first, text in zip(batch.first_logit_row, texts, strict=True)
-    ]
+    return [output[each.first_row : each.first_row + each.num_rows] for each in batch.requests]
 
 
 def naive(text: Text, options: AttentionOptions = PLAIN) -> torch.Tensor:
@@ -137,7 +132,7 @@ def naive(text: Text, options: AttentionOptions = PLAIN) -> torch.Tensor:
     return torch.stack(outputs).view(-1, HEADS, DIM_V)
 
 
-def visible(request: BatchRequest, row: int) -> tuple[list[int], list[int]]:
+def visible(request: RequestRows, row: int) -> tuple[list[int], list[int]]:
     """Indices of the tokens a row sees, its own last, and their positions."""
     if row < request.num_known:
         past = list(range(request.base + row + 1))
@@ -180,7 +175,7 @@ def test_rows_see_their_past_and_their_ancestors_and_nothing_else(
         torch.testing.assert_close(output.double(), naive(text, options), rtol=0, atol=1e-5)
 
 
-def rows_of(*requests: BatchRequest) -> InputBatch:
+def rows_of(*requests: RequestRows) -> InputBatch:
     return build_batch(requests, SIZE)
 
 
@@ -194,9 +189,9 @@ def test_long_chunks_attend_alone_and_others_with_their_like() -> None:
     assert [group.rows_per_request for group in groups] == [41, 33, 12]
 
 
-def lying(base: int, num_rows: int) -> BatchRequest:
+def lying(base: int, num_rows: int) -> RequestRows:
     table = range(-(-(base + num_rows) // SIZE))
-    return BatchRequest([0] * num_rows, 1, base, tuple(range(-1, num_rows - 2)), table, num_rows)
+    return RequestRows([0] * num_rows, 1, base, tuple(range(-1, num_rows - 2)), table, num_rows)
 
 
 @pytest.mark.parametrize("shapes", [MASKED, FREE_STRANDS, exact_tiles(4)])
@@ -208,7 +203,7 @@ def test_deep_drafts_and_long_pasts_do_not_pad_everybody(shapes: GroupShapes) ->
         rows = group_rows(batch.requests, SIZE, shapes, CPU)
         assert [group.num_requests for group in rows.groups] == [8, 2]
         assert rows.order is not None
-        outputs = [0, 1, 2, 3, *range(4 + others[0].num_logit_rows + others[1].num_logit_rows, 99)]
+        outputs = [0, 1, 2, 3, *range(4 + others[0].num_logits + others[1].num_logits, 99)]
         assert rows.order.argsort()[:8].tolist() == outputs[:8]
 
 
@@ -324,7 +319,7 @@ def test_in_exact_mode_a_draft_row_has_the_bits_of_the_text_it_guesses(
             token_ids=[0] * (2 + len(path)),
             num_known=2 + len(path),
             parents=(),
-            num_logit_rows=2 + len(path),
+            num_logits=2 + len(path),
         )
         rows = (each[indices] for each in (text.query, text.key, text.value))
         (linear,) = run([Text(*rows, request)], True, options)
@@ -387,12 +382,14 @@ def test_products_that_overflow_with_masked_keys_do_no_harm(sinks: torch.Tensor 
 
 
 def test_depths_and_chains_of_rows() -> None:
-    rows = RequestRows(0, 2, 5, (-1, 0, 0, 2, -1), range(3))
-    assert rows.num_rows == 7
+    rows = RequestRows([0] * 7, 2, 5, (-1, 0, 0, 2, -1), range(3), 6)
+    assert (rows.num_rows, rows.end) == (7, 12)
     assert rows.depths() == [1, 2, 2, 3, 1]
     assert not rows.is_chain()
-    assert RequestRows(0, 2, 5, (-1, 0, 1), range(3)).is_chain()
-    assert RequestRows(0, 2, 5, (), range(3)).is_chain()
+    assert RequestRows([0] * 5, 2, 5, (-1, 0, 1), range(3), 4).is_chain()
+    assert RequestRows([0] * 2, 2, 5, (), range(3), 1).is_chain()
+    stored = replace(rows, num_known=0, parents=(-1, 0, 1), num_stored=2)
+    assert (stored.num_rows, stored.is_chain()) == (1, False)
 
 
 def attention_inputs() -> list[torch.Tensor]:

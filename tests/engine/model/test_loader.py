@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from engine.batch import ForwardOutput
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
@@ -158,12 +159,12 @@ def test_the_check_of_logits_sees_a_tree_that_goes_wrong() -> None:
     wrong = reference.clone()
     reached = []
 
-    def forward(batch: Any) -> torch.Tensor:
-        logits = type(runner).forward(runner, batch)
+    def forward(batch: Any) -> ForwardOutput:
+        output = type(runner).forward(runner, batch)
         if any(request.parents for request in batch.requests):
             reached.append(batch)
-            return logits.roll(1, 0)
-        return logits
+            return ForwardOutput(output.logits.roll(1, 0))
+        return output
 
     runner.forward = forward  # type: ignore[method-assign]
     with pytest.raises(UnsupportedModelError, match="run in a draft tree"):

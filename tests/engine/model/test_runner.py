@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.batch import BatchRequest, build_batch, slot_of
+from engine.batch import RequestRows, build_batch, slot_of
 from engine.model.runner import ModelRunner
 from worlds.tiny_models import (
     BLOCK_SIZE,
@@ -90,8 +90,8 @@ def test_a_step_without_logits_still_writes_keys_and_values(exact: bool) -> None
     runner = make_runner(reference_model("llama"), exact)
     text = random_ids(5, 12)
     table = scattered_table(0, 3)
-    silent = BatchRequest(text[:11], 11, 0, (), table, 0)
-    assert runner.forward(build_batch([silent], BLOCK_SIZE)).shape == (0, 97)
+    silent = RequestRows(text[:11], 11, 0, (), table, 0)
+    assert runner.forward(build_batch([silent], BLOCK_SIZE)).logits.shape == (0, 97)
     (last,) = run_together(runner, [chunk(text, 11, 1, table)])
     expected = own_logits(reference_model("llama"), text)[-1:]
     torch.testing.assert_close(last, expected, rtol=0.0, atol=2e-4)
