@@ -19,6 +19,7 @@ from engine.errors import EngineDeadError, QueueFullError, RequestError, Request
 from engine.events import ErrorEvent, StepStats, TokenEvent
 from engine.info import EngineInfo
 from engine.params import GenerationRequest
+from engine.speculation.gamma import gamma_policy_names
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,12 @@ class AsyncEngine:
             raise RequestError(
                 "speculative.draft_strategy",
                 f"no drafter {request.speculative.drafter!r}; loaded: {known}",
+            )
+        if request.speculative.policy not in gamma_policy_names():
+            raise RequestError(
+                "speculative.adaptive_depth",
+                f"no gamma policy {request.speculative.policy!r}; "
+                f"there are: {', '.join(gamma_policy_names())}",
             )
 
     def _release(self, request_id: str, seconds: float) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from drafters.base import DraftShape, OptionValue
 
-GammaPolicyName = Literal["fixed", "target_rate", "goodput"]
+GammaPolicyName: TypeAlias = str
+"""One of ``engine.speculation.gamma.gamma_policy_names()``."""
 VerificationName = Literal["match", "rejection", "block"]
 
 

@@ -9,7 +9,7 @@ Seconds throughout.
 ``curve`` is piecewise linear between knots and never falls. ``num_kv_tokens`` is the context summed
 over the step's requests, which has to be read whatever reads it; ``num_pairs`` are pairs of a row and
 a token of context, about ``num_rows`` times the mean context: what makes a draft row dear in a batch
-of long texts. Online, ``machine`` and a factor per knot are learnt (``cost_correction.py``).
+of long texts. Online, ``machine`` and a factor per knot are learnt (``Correction``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from statistics import median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-from engine.speculation.cost_correction import Correction
 
 _EMA_RATE = 0.1
 _LARGEST_SURPRISE = 0.15
@@ -33,6 +31,19 @@ _MOST_CHOSEN_ROWS = 64
 _FAR_REQUESTS = 8
 _FAR_ROWS = 4
 """Rows of each of the ``_FAR_REQUESTS`` requests that are measured side by side."""
+_NOISE = 0.07**2
+"""Variance of a step's seconds about their mean, relative."""
+_MACHINE_DOUBT = 0.05**2
+_MACHINE_DRIFT = 0.012**2
+"""Per step."""
+_KNOT_DOUBT = 0.08**2
+_KNOT_MEMORY = 1.0 - 1.0 / 400
+"""Of a knot's factor, per step: without forgetting, a few slow steps at high row counts would be
+believed for ever, since gamma then never goes there again."""
+_LARGEST_STEP_SURPRISE = 0.1
+"""Relative error beyond which an observation counts no more (Huber): a step that a neighbour made
+three times slower moves the model by less than that, what stays half as slow again is learnt in ten or
+twenty steps."""
 
 
 class Measurement(NamedTuple):
@@ -291,3 +302,51 @@ def _never_falling(values: Sequence[float]) -> list[float]:
 
 def _bounded(error: float) -> float:
     return max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, error))
+
+
+class Correction:
+    """Factors of ``num_knots`` knots and of all, 1 at first: a Kalman filter over their logarithms.
+
+    One factor holds for all steps and follows the machine (clocks, neighbours); one per knot of the cost
+    curve follows what start-up got wrong about the curve's shape, and drifts back to 1 while nobody
+    looks. The filter knows how sure it is of each, so the first steps of a kind count most, and it knows
+    that a machine that slowed down as a whole slowed down at the row counts, too, that are not visited
+    meanwhile.
+    """
+
+    def __init__(self, num_knots: int) -> None:
+        self._logs = np.zeros(1 + num_knots)
+        self._covariance = np.diag([_MACHINE_DOUBT, *[_KNOT_DOUBT] * num_knots])
+
+    @property
+    def machine(self) -> float:
+        return math.exp(self._logs[0])
+
+    @property
+    def knots(self) -> list[float]:
+        factors: list[float] = np.exp(self._logs[1:]).tolist()
+        return factors
+
+    def observe(self, knots: Sequence[tuple[int, float]], surprise: float) -> None:
+        """A step among ``knots``, with weights, took ``exp(surprise)`` times what was predicted."""
+        self._forget()
+        taught = np.zeros(len(self._logs))
+        taught[0] = 1.0
+        for knot, weight in knots:
+            taught[1 + knot] = weight
+        spread = self._covariance @ taught
+        variance = float(taught @ spread) + _NOISE
+        # What is not believed does not make anything surer either.
+        weight = _LARGEST_STEP_SURPRISE / max(_LARGEST_STEP_SURPRISE, abs(surprise))
+        gain = spread * (weight / variance)
+        self._logs += gain * surprise
+        self._covariance -= np.outer(spread, gain)
+
+    def _forget(self) -> None:
+        covariance: np.ndarray[Any, Any] = self._covariance
+        self._logs[1:] *= _KNOT_MEMORY
+        covariance[1:] *= _KNOT_MEMORY
+        covariance[:, 1:] *= _KNOT_MEMORY
+        doubt = np.full(len(self._logs), _KNOT_DOUBT * (1.0 - _KNOT_MEMORY**2))
+        doubt[0] = _MACHINE_DRIFT
+        covariance[np.diag_indices_from(covariance)] += doubt

@@ -247,7 +247,7 @@ class Speculation:
             tree,
             drafting.acceptance.survivals(tree),
             limits[0],
-            whole=drafting.drafter.info.needs.whole_trees,
+            all_or_nothing=drafting.drafter.info.needs.whole_trees,
         )
 
     def _propose(

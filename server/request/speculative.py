@@ -18,10 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from drafters.base import DrafterInfo, DraftShape, OptionValue
 from engine.info import EngineInfo
 from engine.params import GammaPolicyName, SpeculativeParams, VerificationName
+from engine.speculation.gamma import gamma_policy_names
 from server.errors import ApiError, bad_request
 from server.request.wire import Wire
 
-POLICIES: tuple[GammaPolicyName, ...] = ("fixed", "target_rate", "goodput")
+POLICIES = gamma_policy_names()
 TREE_STRATEGIES = ("none", "linear", "tree")
 VERIFICATIONS: tuple[VerificationName, ...] = ("match", "rejection", "block")
 NO_DRAFTER = "none"

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.params import SpeculativeParams
-from engine.speculation.gamma.fixed import FixedPolicy
-from engine.speculation.gamma.goodput import GoodputPolicy
-from engine.speculation.gamma.policy import DraftCandidate, GammaPolicy, Grant, Load, StepCost
-from engine.speculation.gamma.target_rate import TargetRatePolicy
+from engine.speculation.gamma.policy import (
+    DraftCandidate,
+    GammaPolicy,
+    Grant,
+    Load,
+    StepCost,
+    registered_policies,
+)
 
 _UNLIMITED = 1 << 30
 
@@ -16,15 +20,13 @@ _UNLIMITED = 1 << 30
 class GammaController:
     """Asks each policy in turn; what one grants is base load for the next.
 
-    Goodput comes last: the others grant regardless of cost, so their rows are facts to it.
+    Those that weigh cost come last: the others grant regardless of it, so their rows are facts to them.
     """
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
         self._policies: dict[str, GammaPolicy] = {
-            "fixed": FixedPolicy(),
-            "target_rate": TargetRatePolicy(),
-            "goodput": GoodputPolicy(cost),
+            info.name: info.kind(cost) for info in registered_policies()
         }
         self._policy_of: dict[str, GammaPolicy] = {}
 
@@ -35,7 +37,7 @@ class GammaController:
 
     def weighs_cost(self, params: SpeculativeParams) -> bool:
         """Whether the request's policy asks what drafting costs; then a drafter should, too."""
-        return isinstance(self._policies[params.policy], GoodputPolicy)
+        return self._policies[params.policy].info.weighs_cost
 
     def grant(
         self,

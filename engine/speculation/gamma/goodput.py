@@ -20,14 +20,15 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from engine.params import SpeculativeParams
-from engine.speculation.gamma.all_or_nothing import WholeDrafts
-from engine.speculation.gamma.backoff import DraftingPrice
+from engine.speculation.gamma.backoff import AllOrNothing, Backoff
 from engine.speculation.gamma.policy import (
     DraftCandidate,
+    GammaPolicy,
     Grant,
     Load,
     Reason,
     StepCost,
+    gamma_policy,
     why_nothing_offered,
 )
 
@@ -49,12 +50,18 @@ class _Choice(NamedTuple):
     """Mean cost of a granted row; of the next one where none was granted."""
 
 
-class GoodputPolicy:
+@gamma_policy(
+    "goodput",
+    "fastest for the batch",
+    ["num_tokens", "min_tokens", "max_tokens", "target_acceptance_rate"],
+    weighs_cost=True,
+)
+class GoodputPolicy(GammaPolicy):
     """Between ``min_tokens`` (granted whatever it costs) and ``max_tokens`` per request; ``num_tokens``
     is the most until a draft of the request has been verified. With a ``target_acceptance_rate``, the
-    mean survival of what a request is granted never falls below it. Whole drafts are granted last, at
-    the price of the rows that are left, by what they gain on average (``WholeDrafts``); their drafter
-    has fitted them to ``max_tokens``.
+    mean survival of what a request is granted never falls below it. Drafts that are granted whole or
+    not at all come last, at the price of the rows that are left, by what they gain on average
+    (``AllOrNothing``); their drafter has fitted them to ``max_tokens``.
 
     Hysteresis: the last allocation is remembered as the survival down to which it went. It is kept
     while the best one gains no more than ``hysteresis`` on the tokens of the requests it would
@@ -62,15 +69,15 @@ class GoodputPolicy:
     """
 
     def __init__(self, cost: StepCost, hysteresis: float = 0.02) -> None:
-        self._cost = cost
+        super().__init__(cost)
         self._hysteresis = hysteresis
         self._held_survival: float | None = None
-        self._price = DraftingPrice(cost)
-        self._whole = WholeDrafts(cost, self._price)
+        self._backoff = Backoff(cost)
+        self._all_or_nothing = AllOrNothing(cost, self._backoff)
         self._verified: set[str] = set()
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        return 0 if self._price.is_resting(request_id) else params.max_tokens
+        return 0 if self._backoff.is_resting(request_id) else params.max_tokens
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         offers = [
@@ -84,11 +91,11 @@ class GoodputPolicy:
         for node in islice(pool, choice.num_nodes):
             counts[node.rank] += 1
         left = _with_chosen(load, pool, choice.num_nodes)
-        judge = _Judge(self._cost, load, self._hysteresis)
+        judge = _Judge(self.cost, load, self._hysteresis)
         grants = []
         for candidate, offer, count in zip(candidates, offers, counts, strict=True):
-            if candidate.whole and candidate.tree.token_ids:
-                grant, left = self._whole.grant(candidate, left)
+            if candidate.all_or_nothing and candidate.tree.token_ids:
+                grant, left = self._all_or_nothing.grant(candidate, left)
                 grants.append(grant)
                 continue
             nodes = sorted(node.node for node in offer[:count])
@@ -96,25 +103,20 @@ class GoodputPolicy:
             grants.append(Grant(candidate.request_id, nodes, reason))
             gain = -sum(node.negative_survival for node in offer[:count])
             cost = count * choice.marginal_seconds
-            self._price.record(candidate, gain, choice.tokens_per_second, cost)
+            self._backoff.record(candidate, gain, choice.tokens_per_second, cost)
         return grants
 
-    def observe(
-        self,
-        request_id: str,
-        num_granted: int,
-        num_accepted: int,
-    ) -> None:
+    def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
         """Acceptance of nodes reaches this policy through the survivals; only the first draft is
-        news, and what whole drafts gained."""
+        news, and what drafts granted whole gained."""
         if num_granted:
             self._verified.add(request_id)
-            self._whole.observe(request_id, num_accepted)
+            self._all_or_nothing.observe(request_id, num_accepted)
 
     def forget(self, request_id: str) -> None:
         self._verified.discard(request_id)
-        self._price.forget(request_id)
-        self._whole.forget(request_id)
+        self._backoff.forget(request_id)
+        self._all_or_nothing.forget(request_id)
 
     def _most(self, candidate: DraftCandidate) -> int:
         params = candidate.params
@@ -124,7 +126,7 @@ class GoodputPolicy:
 
     def _choose(self, pool: Sequence[_Node], load: Load) -> _Choice:
         limit = min(len(pool), load.num_spare_rows)
-        table = self._cost.step_seconds_table(
+        table = self.cost.step_seconds_table(
             load.num_rows, limit, load.num_kv_tokens, load.num_requests
         )
         tokens, spent = load.expected_tokens, load.draft_seconds
@@ -163,7 +165,7 @@ class GoodputPolicy:
     ) -> Reason:
         num_offered = len(candidate.tree)
         if num_offered == 0:
-            resting = self._price.is_resting(candidate.request_id)
+            resting = self._backoff.is_resting(candidate.request_id)
             return "low_acceptance" if resting else _why_empty(candidate)
         if count == num_offered:
             return ""
@@ -207,7 +209,7 @@ class _Judge:
 def _likeliest(candidate: DraftCandidate, rank: int, most: int) -> list[_Node]:
     """The nodes that the request's own bounds allow, as granted: each prefix is closed under
     parents."""
-    if most <= 0 or candidate.whole or not candidate.tree.token_ids:
+    if most <= 0 or candidate.all_or_nothing or not candidate.tree.token_ids:
         return []
     survivals: list[float] = []
     depths: list[int] = []

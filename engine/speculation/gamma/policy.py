@@ -1,10 +1,11 @@
-"""What every gamma policy is given, gives back, and has to be."""
+"""What every gamma policy is given, gives back, and has to be, and the register of all there are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from drafters.tree import DraftTree
 from engine.params import SpeculativeParams
@@ -25,8 +26,7 @@ class DraftCandidate:
 
     ``survivals[i]``: estimated probability that node i and all its ancestors are accepted.
     ``max_nodes`` holds what tokens left, model length and KV allow, and ``cap_reason`` which of
-    them it was. ``whole``: the drafter's rows are of use only together (``DrafterNeeds``), so that
-    all of the tree is granted or nothing.
+    them it was. ``all_or_nothing``: the drafter's rows are of use only together (``DrafterNeeds``).
     """
 
     request_id: str
@@ -36,7 +36,7 @@ class DraftCandidate:
     survivals: Sequence[float]
     max_nodes: int
     cap_reason: Reason = "client_cap"
-    whole: bool = False
+    all_or_nothing: bool = False
 
 
 class Grant(NamedTuple):
@@ -77,20 +77,81 @@ class StepCost(Protocol):
     def draft_seconds(self, drafter: str) -> float: ...
 
 
-class GammaPolicy(Protocol):
-    """Grants for all its requests of a step together; keeps what it must know of each."""
+class GammaPolicy(ABC):
+    """Grants for all its requests of a step together; keeps what it must know of each.
 
+    A policy that says no more than ``num_to_propose`` grants so many of the drafter's first nodes.
+    """
+
+    info: ClassVar[PolicyInfo]
+    bound: ClassVar[Reason] = "policy"
+    """What it means when the policy's own gamma is what limits a grant."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+
+    @abstractmethod
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
         """How many nodes the drafter should offer in the coming step; 0: do not ask it."""
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         """A grant per candidate, in order; together at most ``load.num_spare_rows`` nodes."""
+        num_spare = load.num_spare_rows
+        grants = []
+        for candidate in candidates:
+            gamma = self.num_to_propose(candidate.request_id, candidate.params)
+            grant = grant_first(candidate, gamma, num_spare, self.bound)
+            num_spare -= grant.gamma
+            grants.append(grant)
+        return grants
 
-    def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
+    # A policy that learns nothing keeps nothing.
+
+    def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:  # noqa: B027
         """How the request's grant of this step fared."""
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:  # noqa: B027
         """The request is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInfo:
+    """The public face of a policy.
+
+    ``settings``: the fields of ``SpeculativeParams`` that it reads; to the others a request's value
+    would have no effect. ``weighs_cost``: it grants by what rows cost, so that others' grants are
+    facts to it, and drafters of its requests should weigh their own time, too.
+    """
+
+    name: str
+    description: str
+    settings: tuple[str, ...]
+    weighs_cost: bool
+    kind: type[GammaPolicy]
+
+
+_POLICIES: dict[str, PolicyInfo] = {}
+_Kind = TypeVar("_Kind", bound=type[GammaPolicy])
+
+
+def gamma_policy(
+    name: str, description: str, settings: Sequence[str], weighs_cost: bool = False
+) -> Callable[[_Kind], _Kind]:
+    """Registers a policy under the name that requests use. Raises ValueError if it is taken."""
+
+    def register(kind: _Kind) -> _Kind:
+        if name in _POLICIES:
+            raise ValueError(f"there are two gamma policies named {name!r}")
+        kind.info = PolicyInfo(name, description, tuple(settings), weighs_cost, kind)
+        _POLICIES[name] = kind.info
+        return kind
+
+    return register
+
+
+def registered_policies() -> list[PolicyInfo]:
+    """Those that weigh cost come last, else by name."""
+    return sorted(_POLICIES.values(), key=lambda info: (info.weighs_cost, info.name))
 
 
 def grant_first(candidate: DraftCandidate, gamma: int, num_spare: int, bound: Reason) -> Grant:
@@ -100,7 +161,7 @@ def grant_first(candidate: DraftCandidate, gamma: int, num_spare: int, bound: Re
     """
     num_offered = len(candidate.tree)
     kept = min(num_offered, gamma, candidate.max_nodes, num_spare)
-    if candidate.whole and kept < num_offered:
+    if candidate.all_or_nothing and kept < num_offered:
         return Grant(candidate.request_id, (), _why(candidate, kept, gamma, bound))
     return Grant(candidate.request_id, range(kept), _why(candidate, kept, gamma, bound))
 

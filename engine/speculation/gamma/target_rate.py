@@ -7,19 +7,16 @@ to gamma 0 tries one node again after a window's worth of steps, since at 0 ther
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.params import SpeculativeParams
-from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, grant_first
+from engine.speculation.gamma.policy import GammaPolicy, StepCost, gamma_policy
 
 _WINDOW = 10
 _TOLERANCE = 0.1
 _ROUNDING = 1e-9
-
-
 _USUAL_TARGET = 0.7
-"""The seed documents' value, where nobody names another."""
+"""Where the request names no other."""
 
 
 @dataclass(slots=True)
@@ -47,28 +44,28 @@ class _State:
             self.rates.clear()
 
 
-class TargetRatePolicy:
+@gamma_policy(
+    "target_rate",
+    "steers to an acceptance rate",
+    ["num_tokens", "min_tokens", "max_tokens", "target_acceptance_rate"],
+)
+class TargetRatePolicy(GammaPolicy):
     """Mean of the last ten rates above target + 0.1: one more; below target - 0.1: one fewer.
 
     Starts from ``num_tokens`` within ``min_tokens``..``max_tokens``. The rate is accepted over
     verified drafts; steps without a draft say nothing and change nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cost: StepCost) -> None:
+        super().__init__(cost)
         self._states: dict[str, _State] = {}
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        return self._state(request_id, params).gamma
-
-    def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
-        num_spare = load.num_spare_rows
-        grants = []
-        for candidate in candidates:
-            gamma = self._state(candidate.request_id, candidate.params).gamma
-            grant = grant_first(candidate, gamma, num_spare, "policy")
-            num_spare -= grant.gamma
-            grants.append(grant)
-        return grants
+        state = self._states.get(request_id)
+        if state is None:
+            gamma = max(params.min_tokens, min(params.num_tokens, params.max_tokens))
+            state = self._states[request_id] = _State(params, gamma)
+        return state.gamma
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
         state = self._states.get(request_id)
@@ -81,10 +78,3 @@ class TargetRatePolicy:
 
     def forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)
-
-    def _state(self, request_id: str, params: SpeculativeParams) -> _State:
-        state = self._states.get(request_id)
-        if state is None:
-            gamma = max(params.min_tokens, min(params.num_tokens, params.max_tokens))
-            state = self._states[request_id] = _State(params, gamma)
-        return state

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from engine.params import SpeculativeParams
 from engine.speculation.gamma.target_rate import TargetRatePolicy
-from worlds.gamma_cases import chain_candidate, load_of
+from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
 
 PARAMS = SpeculativeParams(
     policy="target_rate", num_tokens=4, min_tokens=1, max_tokens=6, target_acceptance_rate=0.7
@@ -26,23 +26,23 @@ def trace(
 
 
 def test_gamma_climbs_by_one_a_step_to_its_maximum_while_all_is_accepted() -> None:
-    assert trace(TargetRatePolicy(), [9] * 5, PARAMS) == [4, 5, 6, 6, 6]
+    assert trace(TargetRatePolicy(DictatedCost(float)), [9] * 5, PARAMS) == [4, 5, 6, 6, 6]
 
 
 def test_gamma_sinks_by_one_a_step_to_its_minimum_while_nothing_is() -> None:
-    assert trace(TargetRatePolicy(), [0] * 5, PARAMS) == [4, 3, 2, 1, 1]
+    assert trace(TargetRatePolicy(DictatedCost(float)), [0] * 5, PARAMS) == [4, 3, 2, 1, 1]
 
 
 def test_gamma_rests_within_a_tenth_of_the_target() -> None:
     """0.8 and 0.6 are on the border: rounding must not push either across."""
     five = replace(PARAMS, num_tokens=5, max_tokens=9)
-    assert trace(TargetRatePolicy(), [4] * 4, five) == [5] * 4
-    assert trace(TargetRatePolicy(), [3] * 4, five) == [5] * 4
+    assert trace(TargetRatePolicy(DictatedCost(float)), [4] * 4, five) == [5] * 4
+    assert trace(TargetRatePolicy(DictatedCost(float)), [3] * 4, five) == [5] * 4
 
 
 def test_the_mean_of_the_last_ten_rates_decides_not_the_last_one() -> None:
     one = SpeculativeParams(policy="target_rate", num_tokens=1, min_tokens=1, max_tokens=2)
-    policy = TargetRatePolicy()
+    policy = TargetRatePolicy(DictatedCost(float))
     for _ in range(10):
         policy.num_to_propose("r", one)
         policy.observe("r", 10, 0)
@@ -55,7 +55,7 @@ def test_the_mean_of_the_last_ten_rates_decides_not_the_last_one() -> None:
 
 
 def test_steps_without_a_draft_say_nothing() -> None:
-    policy = TargetRatePolicy()
+    policy = TargetRatePolicy(DictatedCost(float))
     trace(policy, [9], PARAMS)
     for _ in range(20):
         policy.observe("r", 0, 0)
@@ -64,13 +64,13 @@ def test_steps_without_a_draft_say_nothing() -> None:
 
 def test_gamma_zero_is_left_again_after_a_windows_worth_of_steps() -> None:
     params = SpeculativeParams(policy="target_rate", num_tokens=1, min_tokens=0, max_tokens=4)
-    policy = TargetRatePolicy()
+    policy = TargetRatePolicy(DictatedCost(float))
     assert trace(policy, [0] * 12, params) == [1] + [0] * 10 + [1]
     assert trace(policy, [9] * 13, params) == [0] * 10 + [1, 2, 3]
 
 
 def test_the_start_is_clamped_and_requests_do_not_share_state() -> None:
-    policy = TargetRatePolicy()
+    policy = TargetRatePolicy(DictatedCost(float))
     wide = SpeculativeParams(policy="target_rate", num_tokens=9, min_tokens=2, max_tokens=5)
     assert policy.num_to_propose("other", wide) == 5
     trace(policy, [0, 0], PARAMS)
@@ -80,7 +80,7 @@ def test_the_start_is_clamped_and_requests_do_not_share_state() -> None:
 
 
 def test_cuts_by_the_controller_are_called_policy_and_by_rows_overload() -> None:
-    policy = TargetRatePolicy()
+    policy = TargetRatePolicy(DictatedCost(float))
     pair = [chain_candidate(name, [0.5] * 8, PARAMS) for name in ("a", "b")]
     grants = policy.grant(pair, load_of(2, 2, num_spare_rows=5))
     assert [(list(grant.nodes), grant.reason) for grant in grants] == [

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from engine.params import SpeculativeParams
 from engine.speculation.gamma import DraftCandidate, GammaController
-from engine.speculation.gamma.all_or_nothing import WholeDrafts
-from engine.speculation.gamma.backoff import DraftingPrice
+from engine.speculation.gamma.backoff import AllOrNothing, Backoff
 from engine.speculation.gamma.goodput import GoodputPolicy
 from engine.speculation.gamma.policy import Load
 from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
@@ -27,7 +26,9 @@ def whole(
 ) -> DraftCandidate:
     """By its survivals not worth a row."""
     survivals = [survival] * num_nodes
-    return replace(chain_candidate(request_id, survivals, params, drafter="window"), whole=True)
+    return replace(
+        chain_candidate(request_id, survivals, params, drafter="window"), all_or_nothing=True
+    )
 
 
 def rows_at(seconds: float) -> DictatedCost:
@@ -36,7 +37,7 @@ def rows_at(seconds: float) -> DictatedCost:
 
 @pytest.mark.parametrize("policy", ["fixed", "target_rate"])
 def test_fixed_gammas_grant_what_fits_whole_and_nothing_of_what_does_not(policy: str) -> None:
-    params = SpeculativeParams(policy=policy, num_tokens=8)  # type: ignore[arg-type]
+    params = SpeculativeParams(policy=policy, num_tokens=8)
     for num_nodes, spare, gamma, reason in (
         (8, 8, 8, ""),
         (5, 8, 5, ""),
@@ -77,7 +78,7 @@ def test_goodput_never_cuts_one_and_stays_within_the_rows(
         assert sum(grant.gamma for grant in grants) <= spare
         for candidate, grant in zip(candidates, grants, strict=True):
             assert grant.request_id == candidate.request_id
-            if candidate.whole:
+            if candidate.all_or_nothing:
                 assert grant.gamma in (0, len(candidate.tree))
                 assert (grant.reason == "") == (grant.gamma > 0)
             policy.observe(grant.request_id, grant.gamma, num_accepted)
@@ -158,7 +159,7 @@ def test_new_requests_start_from_what_others_gained() -> None:
 
 def test_a_likely_draft_is_granted_whatever_others_gained() -> None:
     cost = rows_at(0.05)
-    drafts = WholeDrafts(cost, DraftingPrice(cost))
+    drafts = AllOrNothing(cost, Backoff(cost))
     for _ in range(50):
         drafts.grant(whole(), load_of(1))
         drafts.observe("r", 0)
@@ -173,7 +174,7 @@ def test_time_spent_drafting_has_to_be_earned_too() -> None:
     free = DictatedCost(lambda num_rows: 1.0 + 0.01 * num_rows)
     dear = DictatedCost(free.seconds, {"window": 0.5})
     for cost, expected in ((free, 8), (dear, 0)):
-        drafts = WholeDrafts(cost, DraftingPrice(cost))
+        drafts = AllOrNothing(cost, Backoff(cost))
         for _ in range(40):
             drafts.grant(whole(), load_of(1)._replace(draft_seconds=cost.draft_seconds("window")))
             drafts.observe("r", 0)
@@ -207,7 +208,7 @@ def test_who_limits_a_whole_draft_is_named() -> None:
 
 def test_forgotten_requests_leave_nothing() -> None:
     cost = rows_at(1.0)
-    drafts = WholeDrafts(cost, DraftingPrice(cost))
+    drafts = AllOrNothing(cost, Backoff(cost))
     drafts.grant(whole(), load_of(1))
     drafts.forget("r")
     drafts.observe("r", 3)  # must not count for anybody
