@@ -16,13 +16,13 @@ ARG PIP_EXTRA_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/slipstream/bin:$PATH
 WORKDIR /src
 RUN python -m venv /opt/slipstream
-# Dependencies have a layer of their own: it lasts until pyproject.toml changes.
-COPY pyproject.toml ./
+# Dependencies have a layer of their own: it lasts until one of these files changes.
+COPY pyproject.toml scripts/constraints.txt ./
 # hadolint ignore=DL3013
 RUN python -c "import tomllib; \
 print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > dependencies.txt \
-    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch' dependencies.txt)" \
-    && pip install -r dependencies.txt
+    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt "$(grep '^torch' dependencies.txt)" \
+    && pip install -c constraints.txt -r dependencies.txt
 COPY README.md LICENSE ./
 COPY server server
 COPY engine engine

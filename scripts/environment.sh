@@ -4,30 +4,65 @@
 #   make_environment dev      that, and what tests and checks need
 #
 # A stamp says what .venv was made from, so that nothing is done while it is current. It is written last:
-# an interrupted installation is taken up again. PYTHON names the interpreter to begin with (3.11+).
+# an interrupted installation is taken up again, in a new .venv where it left damage that pip cannot mend.
+# PYTHON names the interpreter to begin with (3.11+); constraints.txt says which versions are installed.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
 python=$venv/bin/python
+constraints=$root/scripts/constraints.txt
 
 # Nothing from outside the environment may be imported.
 unset PYTHONPATH PYTHONHOME
 export PYTHONNOUSERSITE=1
 
 make_environment() {
-    local wanted=$1 current
-    current="$root $(cksum <"$root/pyproject.toml")"
+    local wanted=$1 extra=client current status=0
+    current="$root $(cat "$root/pyproject.toml" "$constraints" | cksum)"
     if _is_current dev "$current" || _is_current "$wanted" "$current"; then
         return 0
     fi
-    echo "making the environment in .venv; the first time takes a few minutes" >&2
+    if _is_damaged; then
+        echo "the last installation in .venv was interrupted: making it anew" >&2
+        rm -rf "$venv"
+    else
+        echo "making the environment in .venv; the first time takes a few minutes" >&2
+    fi
     _make_venv
-    local extra=client
     if [ "$wanted" = dev ]; then extra=dev; fi
-    "$python" -m pip install --quiet --editable "$root[$extra]" </dev/null >&2
-    # Stamps of another pyproject.toml say nothing any more.
+    local said
+    said=$(_install "$extra" 2>&1) || status=$?
+    # pip ends with 1 when something cannot be had, with more when it breaks: on what it found, mostly.
+    if [ "$status" -gt 1 ]; then
+        echo "pip broke on what is in .venv: making it anew" >&2
+        rm -rf "$venv"
+        _make_venv
+        _install "$extra" >&2
+    elif [ "$status" -ne 0 ]; then
+        printf '%s\n' "$said" >&2
+        return 1
+    fi
+    # Stamps of other requirements say nothing any more.
     rm -f "$venv"/made-from-*
     printf '%s\n' "$current" >"$venv/made-from-$wanted"
+}
+
+_install() {
+    "$python" -m pip install --quiet --constraint "$constraints" --editable "$root[$1]" </dev/null
+}
+
+# Killed while it copies files, pip leaves a distribution whose metadata is not complete (it writes INSTALLER
+# when all files are there), or an old one that it had moved out of the way, as ~name.
+_is_damaged() {
+    local each file
+    for each in "$venv"/lib/python*/site-packages/~* "$venv"/lib/python*/site-packages/*.dist-info; do
+        [ -e "$each" ] || continue
+        case ${each##*/} in "~"*) return 0 ;; esac
+        for file in METADATA RECORD INSTALLER; do
+            if [ ! -s "$each/$file" ]; then return 0; fi
+        done
+    done
+    return 1
 }
 
 _is_current() {
