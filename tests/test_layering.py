@@ -219,9 +219,9 @@ def test_the_block_is_effective() -> None:
     assert "torch" in result.stderr
 
 
-@pytest.mark.parametrize("module", PLAIN)
-def test_plain_modules_run_without_torch(module: str) -> None:
-    result = run_without(MODEL, f"import {module}")
+def test_plain_modules_run_without_torch() -> None:
+    # In one interpreter, since every start takes a second: what one of them needs fails for all.
+    result = run_without(MODEL, f"import {', '.join(PLAIN)}")
     assert result.returncode == 0, result.stderr
 
 
@@ -234,6 +234,23 @@ def test_the_command_line_needs_no_torch_to_explain_itself() -> None:
 def test_the_engine_runs_without_the_web() -> None:
     result = run_without(WEB, "import engine.build")
     assert result.returncode == 0, result.stderr
+
+
+def test_what_tests_share_lies_in_worlds() -> None:
+    found = set()
+    for path in sources("tests"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for parts in (name.split(".") for name in names):
+                # A test's name imported from a product module starts alike: only modules count.
+                modules = parts if isinstance(node, ast.Import) else parts[:-1]
+                if parts[0] == "tests" or any(
+                    part == "conftest" or part.startswith("test_") for part in modules
+                ):
+                    found.add((path.name, ".".join(parts)))
+    assert found == set()
 
 
 @pytest.mark.parametrize("package", [*MAY_IMPORT, "bench", "training"])

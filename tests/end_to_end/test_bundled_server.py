@@ -52,7 +52,7 @@ class Served:
 
     def until_idle(self) -> None:
         """Wait for the engine to hold no request: aborts take effect between steps."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while self.engine.core.has_work:
             assert time.monotonic() < deadline, "requests stayed in the engine"
             time.sleep(0.005)

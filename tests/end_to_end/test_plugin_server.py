@@ -63,7 +63,7 @@ def served(
                 yield client, log
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(60)
 
 
 def complete(client: httpx.Client, prompt: str, **fields: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import InputBuffers, RequestRows, build_batch, slot_of
+from worlds.lanes import examples
 
 SIZE = 4
 
@@ -82,7 +83,7 @@ def requests(draw: st.DrawFn) -> list[RequestRows]:
     return drawn
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(given=requests())
 def test_every_row_is_where_its_request_says(given: list[RequestRows]) -> None:
     batch = build_batch(given, SIZE)

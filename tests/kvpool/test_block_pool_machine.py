@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 from kvpool.block_pool import BlockPool
 from kvpool.prefix_cache import block_digest, root_digest
+from worlds.lanes import examples
 
 DRAFT = ("unverified",)
 
@@ -213,4 +214,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=examples(150), stateful_step_count=40)

@@ -17,7 +17,7 @@ from server.app import build_app
 from server.settings import Settings
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
 
-WAIT_SECONDS = 20
+WAIT_SECONDS = 60
 USER_AND_KEY = {"user", "max_tokens", "temperature", "seed", "stop", "stream", "stream_options"}
 
 

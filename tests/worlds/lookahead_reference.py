@@ -1,4 +1,4 @@
-"""Lookahead decoding, naively: rows and mask as in ALGORITHMS 1.5, over a target that is a function."""
+"""Lookahead decoding, naively: rows and mask as Fu et al. (2024) define them, over a scripted target."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from drafters.model.growth import NUM_FEATURES, NUM_LEVELS, NUM_RANKS, DraftGrow
 from drafters.model.model_drafter import Calibration
 from drafters.model.protocol import Candidates
 from drafters.tree import ROOT, DraftTree, chain
+from worlds.lanes import examples
 from worlds.model_world import BLOCK_SIZE, FakeDraftModel, World, ranking, target
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -313,7 +314,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(ACTIONS, st.booleans(), st.sampled_from([5, 64]), st.integers(12, 40))
 def test_every_row_attends_to_its_own_text_whatever_happens(
     actions: list[tuple[str, int]], owns_rows: bool, budget: int, num_blocks: int

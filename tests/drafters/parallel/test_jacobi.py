@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from drafters.base import DraftRequest, DraftShape, Observation
 from drafters.parallel.jacobi import CHANGED, FRESH, UNCHANGED, JacobiDrafter
 from drafters.tree import EMPTY, chain
+from worlds.lanes import examples
 from worlds.simulated_target import Target, decode, propose_once
 
 PROMPT = [5, 1, 2, 3, 1, 4]
@@ -39,7 +40,7 @@ def iterate(target: Target, text: Sequence[int], guesses: Sequence[int]) -> list
     return [target([*text, *guesses[:i]]) for i in range(len(guesses) + 1)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 10**6),
     vocab_size=st.integers(1, 5),
@@ -61,7 +62,7 @@ def test_every_draft_is_the_definitions_next_iterate(
         end += num_emitted
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 10**6), vocab_size=st.integers(2, 4), window=st.integers(1, 9))
 def test_after_r_steps_r_tokens_are_final_so_m_tokens_take_at_most_m(
     seed: int, vocab_size: int, window: int

@@ -14,6 +14,7 @@ from drafters.parallel.lookahead import WINDOW_FEATURE, LookaheadDrafter, Lookah
 from drafters.parallel.lookahead_window import LookaheadWindow, num_window_nodes
 from drafters.tree import EMPTY
 from drafters.trie import Trie
+from worlds.lanes import examples
 from worlds.lookahead_reference import ReferenceLookahead, paths_of
 from worlds.simulated_target import Target, check_tree, decode, propose_once, verify_step
 
@@ -59,7 +60,7 @@ def _node_paths(tree) -> list[list[int]]:
 # --- the recipe ---
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 10**6),
     vocab_size=st.integers(1, 6),
@@ -195,7 +196,7 @@ def test_it_learns_ngrams_that_the_text_has_never_shown() -> None:
 # --- bounds ---
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 80), st.integers(1, 60), st.integers(2, 8), st.integers(1, 60))
 def test_sizes_fit_and_give_way_in_order(
     max_nodes: int, width: int, n: int, num_guesses: int
@@ -241,7 +242,7 @@ def test_window_nodes_are_counted_over_the_warm_up_too() -> None:
             assert most == num_window_nodes(width, n)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 10**6),
     vocab_size=st.integers(2, 9),

@@ -17,6 +17,7 @@ from drafters.tables.stand import INFO, StandDrafter
 from drafters.tables.template import DraftTemplate
 from drafters.tree import EMPTY, ROOT, DraftTree, chain
 from engine.sampling.noise import gumbel_list, request_key
+from worlds.lanes import examples
 from worlds.sampled_target import choose, decode, markov_probs, noise_of, sampling_of
 from worlds.simulated_target import check_tree
 
@@ -106,7 +107,7 @@ def test_a_run_cut_short_by_a_stop_teaches_the_rows_whose_text_was_written() -> 
     assert list(propose(drafter, [1, 2]).token_ids) == [4, 5]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10_000), st.floats(0.4, 1.5), st.integers(1, 4))
 def test_children_are_gumbel_top_k_under_the_verifiers_noise(
     seed: int, temperature: float, width: int

@@ -27,6 +27,7 @@ from engine.attention.groups import (
 from engine.attention.products import AttentionOptions
 from engine.batch import InputBatch, RequestRows, build_batch
 from kvpool.store import KVStore
+from worlds.lanes import examples
 from worlds.tiny_models import path_to, scattered_table
 
 torch.set_num_threads(1)
@@ -207,7 +208,7 @@ def test_deep_drafts_and_long_pasts_do_not_pad_everybody(shapes: GroupShapes) ->
         assert rows.order.argsort()[:8].tolist() == outputs[:8]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 32)), min_size=1, max_size=9))
 def test_no_other_cuts_of_the_order_cost_less(sizes: list[tuple[int, int]]) -> None:
     batch = rows_of(*(lying(*size) for size in sizes))

@@ -14,6 +14,7 @@ from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, RequestStatus
 from engine.schedule.scheduler import Plan, Scheduler
 from engine.stats import RequestSpeculationStats
+from worlds.lanes import examples
 
 BLOCK_SIZE = 4
 
@@ -259,7 +260,7 @@ def test_nothing_to_do_is_an_empty_plan() -> None:
     assert (plan.scheduled, plan.preempted, plan.num_rows, plan.spare_rows) == ([], [], 0, 9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(-1, 1), st.integers(0, 15)),

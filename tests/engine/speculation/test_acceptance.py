@@ -25,6 +25,7 @@ from engine.speculation.acceptance import (
 from engine.speculation.gamma.controller import GammaController
 from engine.speculation.gamma.policy import DraftCandidate
 from worlds.engine_harness import DictatedCost
+from worlds.lanes import examples
 from worlds.sampling_oracle import random_tree
 
 
@@ -59,7 +60,7 @@ def disguised(rng: random.Random, tree: DraftTree) -> DraftTree:
     return DraftTree(tokens, tree.parents, [rng.randrange(64) for _ in tokens])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.randoms(use_true_random=False), st.sampled_from(["fixed", "target_rate", "goodput"]))
 def test_grants_do_not_depend_on_the_tokens_and_keep_the_first_that_were_drawn(
     rng: random.Random, policy: str

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.speculation.cost import Correction, CostModel, bucket_row_counts, measure
+from worlds.lanes import examples
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -89,7 +90,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(points=MEASUREMENTS, steps=STEPS, first=st.integers(1, 120), context=st.integers(0, 999))
 def test_cost_is_positive_and_never_falls_in_rows_whatever_was_measured_and_observed(
     points: list[tuple[int, int, float, int]],

@@ -2,7 +2,7 @@
 every answer over three tokens, in fractions.
 
 What policies grant is a function of the tree's shape, so a shape that tells something of the tokens
-lets grants depend on them (ALGORITHMS 2.6). Here grants are as unreasonable as functions of a shape
+lets grants depend on them. Here grants are as unreasonable as functions of a shape
 can be, and the emitted law is the target's all the same.
 """
 

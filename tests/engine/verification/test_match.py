@@ -20,6 +20,7 @@ from engine.params import SamplingParams
 from engine.sampling.sampler import choose_tokens
 from engine.sampling.state import RowGroup
 from engine.verification.match import Outcome, verify
+from worlds.lanes import examples
 from worlds.sampling_oracle import ToyModel, new_state, random_tree, truncated_probs
 
 torch.set_num_threads(1)
@@ -281,7 +282,7 @@ STREAMS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     params=st.sampled_from(STREAMS),
     edited=st.booleans(),

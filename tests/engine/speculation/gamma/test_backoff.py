@@ -14,6 +14,7 @@ from engine.speculation.gamma.backoff import AllOrNothing, Backoff
 from engine.speculation.gamma.goodput import GoodputPolicy
 from engine.speculation.gamma.policy import Load
 from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
+from worlds.lanes import examples
 
 PARAMS = SpeculativeParams(policy="goodput", num_tokens=2, max_tokens=16)
 
@@ -58,7 +59,7 @@ def test_a_refused_whole_draft_leaves_its_rows_to_others() -> None:
     assert (grants["r"].gamma, grants["other"].gamma) == (0, 6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     accepted=st.lists(st.integers(0, 4), max_size=12),

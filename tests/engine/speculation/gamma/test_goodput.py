@@ -18,6 +18,7 @@ from worlds.gamma_cases import (
     random_candidates,
     random_costs,
 )
+from worlds.lanes import examples
 
 GOOD = [0.9**k for k in range(1, 9)]
 BAD = [0.05**k for k in range(1, 9)]
@@ -31,7 +32,7 @@ def steep(num_rows: int) -> float:
     return float(num_rows)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(candidates=random_candidates(), cost=random_costs(), spare=st.integers(6, 20))
 def test_no_other_grant_within_the_bounds_writes_more_tokens_per_second(
     candidates: list[DraftCandidate], cost: DictatedCost, spare: int
@@ -42,7 +43,7 @@ def test_no_other_grant_within_the_bounds_writes_more_tokens_per_second(
     assert achieved == pytest.approx(best_goodput(candidates, load, cost), rel=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(candidates=random_candidates(), cost=random_costs(), spare=st.integers(0, 8))
 def test_grants_are_ascending_parent_closed_and_within_every_bound(
     candidates: list[DraftCandidate], cost: DictatedCost, spare: int
@@ -62,7 +63,7 @@ def test_grants_are_ascending_parent_closed_and_within_every_bound(
         assert (grant.reason == "") == (len(nodes) == len(candidate.tree) > 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     steps=st.lists(
         st.tuples(random_candidates(with_floors=False), random_costs()), min_size=2, max_size=5
