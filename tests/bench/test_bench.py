@@ -14,6 +14,8 @@ from bench.contenders import parse_drafter
 from bench.summary import summarise
 from worlds.tiny_bench_model import save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 CONTENDERS = ["transformers", "transformers lookup 10", "gamma 0", "ngram", "nasd fixed 3"]
 
 

@@ -23,6 +23,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_speculation_writes_gamma_0s_text_on_tiny_models() -> None:
     results = check_tiny_models(torch.device("cpu"), num_new_tokens=10)
     assert fp32_holds(results)
@@ -67,6 +68,7 @@ def test_command_fails_on_a_difference(
     assert "fp32 equality FAILS" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_check_imports_nothing_of_the_server() -> None:
     code = (
         "import sys, bench.gpu_check; "

@@ -99,6 +99,7 @@ def test_unsupported_sizes_are_refused(width: int, layers: int) -> None:
         build_scaled_copy(tiny_model(True), width=width, num_layers=layers)
 
 
+@pytest.mark.slow
 def test_bundled_models_write_the_same_text_when_scaled() -> None:
     folder = bundled_path("target")
     tok = AutoTokenizer.from_pretrained(folder)

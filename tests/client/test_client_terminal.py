@@ -19,6 +19,8 @@ import pytest
 
 from worlds.client_servers import WAIT_SECONDS, ScriptedEngine, slipstream, wait_for
 
+pytestmark = pytest.mark.slow
+
 UNDERLINED = re.compile(r"\x1b\[(?:[0-9;]*;)?4(?:;[0-9;]*)?m([^\x1b]*)")
 
 

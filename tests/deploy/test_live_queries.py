@@ -22,6 +22,8 @@ from worlds.live_prometheus import (
     until,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Watched:

@@ -23,6 +23,8 @@ from drafters.parallel import lookahead
 from drafters.registry import build_drafters, drafter_names
 from drafters.tree import EMPTY
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "drafters" / "memory.md"
 FREE = tuple(build_drafters())
 NUM = 1_024

@@ -13,6 +13,8 @@ from drafters.registry import build_drafters
 from drafters.tables.sharing import MAX_TENANTS as MAX_TABLES
 from drafters.tree import DraftTree
 
+pytestmark = pytest.mark.slow
+
 FREE = tuple(build_drafters())
 ALPHABET = 12
 SEED = [0, 1, 2, 3, 4, 5]

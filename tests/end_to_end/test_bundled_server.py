@@ -22,6 +22,8 @@ from engine.config import EngineConfig
 from server.app import build_app
 from server.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 CODE = '''def load_table(path, separator=","):
     """Read a table of numbers."""
     rows = []

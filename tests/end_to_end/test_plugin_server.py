@@ -18,6 +18,8 @@ import pytest
 
 from server.cli import main
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "slipstream_phrase_book"
 

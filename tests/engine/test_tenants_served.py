@@ -16,6 +16,8 @@ from engine.params import GenerationRequest, SamplingParams
 from worlds.engine_harness import Driver, Setup, circle_prompt, drafting, request
 from worlds.every_drafter import EveryDrafterTarget
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 COUNTS_OF_ALL = {"auto"}
 """Drafters whose choice of draft depends on how often drafts of all requests were right. They may

@@ -14,6 +14,8 @@ from playwright.sync_api import Browser, Response, expect, sync_playwright
 from worlds.browser_visit import ENDLESS, PHONE, WIDE, Visit, launch, visit
 from worlds.playground_server import HANG, Line, live_server, until
 
+pytestmark = pytest.mark.slow
+
 KEY = "s3cret-key"
 
 

@@ -12,6 +12,8 @@ from engine.model.loader import BUNDLED
 from slipstream.speculative_config import SpeculativeConfig
 from slipstream.speculative_decoder import SpeculativeDecoder
 
+pytestmark = pytest.mark.slow
+
 TARGET = str(BUNDLED / "target")
 # One thread: where another process wants a core, two wait for each other.
 SMALL = EngineConfig(

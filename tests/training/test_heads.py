@@ -84,6 +84,7 @@ def arguments(folder: Path, kind: str, out: Path, max_steps: int) -> list[str]:
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "steps"), [("medusa", 160), ("eagle", 50)])
 def test_heads_learn_what_the_target_says_and_are_served(
     folder: Path, tmp_path: Path, kind: str, steps: int

@@ -376,6 +376,7 @@ def test_heads_are_settings_and_refused_where_they_do_not_fit(
     assert "hidden_size is 256" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_served_model_drafts_with_its_heads() -> None:
     """The bundled model as it is served: its own type, packed layers, exact mode."""
     engine, tokenizer = build_engine(

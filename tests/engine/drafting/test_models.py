@@ -112,6 +112,7 @@ def num_accepted(driver: Driver, prefix: str) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_streams_are_those_of_gamma_0_in_a_mixed_batch(
     folders: dict[str, str], sampling: str
@@ -128,6 +129,7 @@ def test_streams_are_those_of_gamma_0_in_a_mixed_batch(
     assert num_accepted(driver, "quantized") > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_streams_survive_preemption_and_prefix_hits(folders: dict[str, str], sampling: str) -> None:
     core = full_core(folders, num_blocks=32, max_num_seqs=8)
@@ -147,6 +149,7 @@ def test_streams_survive_preemption_and_prefix_hits(folders: dict[str, str], sam
     assert core.pool.num_prefix_hits > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("width", [1, 3])
 def test_the_target_as_its_own_draft_is_always_right(
@@ -223,6 +226,7 @@ class Watched:
         return rows.ask.block_table[position // 4] * 4 + position % 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["small_model", "prefix_layers"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_draft_logits_are_those_of_a_fresh_forward_over_the_same_text(

@@ -29,6 +29,8 @@ from worlds.equality import (
     plain,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def gammas(drafter: str, width: int) -> list[SpeculativeParams]:
     fixed = [drafting(drafter, "fixed", gamma, width) for gamma in (0, 1, 2, 4, 7, 11, 16)]

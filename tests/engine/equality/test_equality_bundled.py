@@ -51,6 +51,7 @@ CODE = '''def read_table(path, separator=","):
 INSTRUCTIONS = ("Rename the variable rows to table.", "Repeat the code.")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         not can_pack(CPU, torch.bfloat16), reason="this CPU has no bf16 kernels to pack weights for"
     ),

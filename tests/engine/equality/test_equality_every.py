@@ -110,6 +110,7 @@ def test_every_drafter_is_in_the_matrix(target: EveryDrafterTarget) -> None:
     assert set(DRAFTERS) | set(WITH_MODELS) == set(drafter_names())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", WITH_MODELS)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_drafter_with_a_model_changes_no_token(

@@ -16,6 +16,8 @@ from engine.events import TokenLogprobs
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 24
 PROMPT = circle_prompt(3)
 CIRCLE = [8 + step % 8 for step in range(19)]

@@ -15,6 +15,8 @@ from worlds.lanes import examples
 from worlds.schedules import Schedule, Totals, longest_text, play, schedules
 from worlds.scripted_target import ScriptedTarget
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 8
 TARGET = ScriptedTarget(VOCAB)
 TEXTS = [[first, *TARGET.stream(request("text", [first, 5]), (), 26)[0]] for first in range(3)]

@@ -25,6 +25,8 @@ from engine.params import SamplingParams, SpeculativeParams
 from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
 from worlds.scripted_target import ScriptedTarget
 
+pytestmark = pytest.mark.slow
+
 ALPHA = 1e-4
 VOCAB = 6
 NUM_REQUESTS = 2_500

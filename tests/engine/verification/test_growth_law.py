@@ -21,6 +21,8 @@ from drafters.tree import ROOT, DraftTree
 from engine.verification.rejection import reject_tokens
 from worlds.exact_laws import Model, Text, completed, drawn_trees, draws, emitted_law, random_model
 
+pytestmark = pytest.mark.slow
+
 DRAWN = DraftSampling(temperature=1.0, verification="rejection")
 BUDGETS = [
     # width, depth, max_nodes, least survival of a node that is run

@@ -204,6 +204,7 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["none", "chain", "tree"])
 @pytest.mark.parametrize("params", SAMPLED)
 @pytest.mark.parametrize("vocab_size", [8, 16])

@@ -14,6 +14,8 @@ from engine.params import SpeculativeParams, VerificationName
 from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
 from worlds.verified_streams import ALPHA, CASES, NUM_REQUESTS, PROMPT, TARGET, p_values
 
+pytestmark = pytest.mark.slow
+
 CHAIN = drafting("stand", num_tokens=2, share=True)
 STAND: dict[str, tuple[VerificationName, SpeculativeParams]] = {
     "chain": ("rejection", CHAIN),

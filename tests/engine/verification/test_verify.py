@@ -76,6 +76,7 @@ def sampled(name: str) -> Driver:
     return sample(name, new_drafter(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_texts_follow_the_target(name: str) -> None:
     driver = sampled(name)
@@ -85,6 +86,7 @@ def test_texts_follow_the_target(name: str) -> None:
         assert NUM_REQUESTS / 8 < sum(flags[at] for flags in drafted) < NUM_REQUESTS
 
 
+@pytest.mark.slow
 def test_the_test_sees_draft_probs_that_are_not_those_drawn_from() -> None:
     drafter = new_drafter("chain")
     drafter.claims = [[1 / VOCAB] * VOCAB] * VOCAB
