@@ -12,7 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from packaging.requirements import Requirement
+
+from worlds.lanes import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,6 +70,13 @@ class Sandbox:
         return subprocess.run(
             ["bash", "-c", script], env=environment, check=False, capture_output=True, text=True
         )
+
+    def test(self, arguments: str) -> subprocess.CompletedProcess[str]:
+        """scripts/test with these arguments."""
+        shutil.copy(ROOT / "scripts" / "test", self.root / "scripts")
+        environment = os.environ | {"PYTHON": str(self.python), "CALLS": str(self._calls)}
+        command = [self.root / "scripts" / "test", *arguments.split()]
+        return subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
 
     def calls(self) -> list[str]:
         """What was asked since the last time."""
@@ -267,6 +277,45 @@ def test_pip_itself_gets_over_an_interruption(
     assert again.stderr == "the last installation in .venv was interrupted: making it anew\n"
     found = run([python, "-c", "import project, treasure; print(treasure.gold)"])
     assert found.stdout == "1\n"
+
+
+# --- the lanes of scripts/test ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed_on"),
+    [
+        ("", ""),
+        ("-k verifier", "-k verifier"),
+        ("--fast -x", "-m not slow -x"),
+        (
+            "--fuzz 7 tests/drafters",
+            "-m hypothesis --hypothesis-profile fuzz --hypothesis-seed=7 tests/drafters",
+        ),
+    ],
+)
+def test_a_lane_is_what_pytest_is_asked_for(
+    sandbox: Sandbox, arguments: str, passed_on: str
+) -> None:
+    assert sandbox.test(arguments).returncode == 0
+    parallel = "--numprocesses auto --maxprocesses 4 --dist loadfile"
+    assert sandbox.calls()[-1] == f"PYTHONPATH= -m pytest -q {parallel} {passed_on}".rstrip()
+
+
+def test_every_search_has_a_seed_of_its_own_and_says_it(sandbox: Sandbox) -> None:
+    said = {sandbox.test("--fuzz").stderr.splitlines()[0] for _ in range(3)}
+    seeds = {line.removeprefix("the same examples again: scripts/test --fuzz ") for line in said}
+    assert len(seeds) > 1
+    asked = [call for call in sandbox.calls() if "-m pytest" in call]
+    assert {call.rpartition("--hypothesis-seed=")[2] for call in asked} == seeds
+
+
+def test_the_fuzz_lane_multiplies_what_is_pinned() -> None:
+    pinned, fuzz = settings.get_profile("pinned"), settings.get_profile("fuzz")
+    assert pinned.derandomize
+    assert not fuzz.derandomize
+    assert fuzz.max_examples == 10 * pinned.max_examples
+    assert examples(400) == 400 * settings().max_examples // pinned.max_examples
 
 
 # --- what is pinned ---
