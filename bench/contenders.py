@@ -375,12 +375,12 @@ def parse_drafter(text: str, known: Sequence[str]) -> tuple[str, SpeculativePara
         raise ValueError(f"{text!r}: after the colon comes a number of draft tokens")
     params = SpeculativeParams(
         drafter=drafter,
-        max_tokens=16 if width == 1 else 32,
+        max_draft_tokens=16 if width == 1 else 32,
         shape=DraftShape(width, 16),
         options=dict(_option(text, each) for each in settings),
     )
     if colon:
-        params = replace(params, policy="fixed", num_tokens=int(gamma), max_tokens=16)
+        params = replace(params, policy="fixed", num_draft_tokens=int(gamma), max_draft_tokens=16)
     words = [drafter, "" if width == 1 else f"tree {width}", f"fixed {gamma}" if colon else ""]
     return " ".join(filter(None, [*words, *settings])), params
 

@@ -66,13 +66,13 @@ class EqualityResult:
 
 SPECULATIONS: Mapping[str, SpeculativeParams] = {
     "ngram, goodput": SpeculativeParams(drafter="ngram"),
-    "ngram, chain of 4": SpeculativeParams(drafter="ngram", policy="fixed", num_tokens=4),
+    "ngram, chain of 4": SpeculativeParams(drafter="ngram", policy="fixed", num_draft_tokens=4),
     "ngram, tree of 8": SpeculativeParams(
-        drafter="ngram", policy="fixed", num_tokens=8, shape=DraftShape(width=2)
+        drafter="ngram", policy="fixed", num_draft_tokens=8, shape=DraftShape(width=2)
     ),
-    "nasd, chain of 6": SpeculativeParams(drafter="nasd", policy="fixed", num_tokens=6),
+    "nasd, chain of 6": SpeculativeParams(drafter="nasd", policy="fixed", num_draft_tokens=6),
     "nasd, tree of 12": SpeculativeParams(
-        drafter="nasd", policy="fixed", num_tokens=12, shape=DraftShape(width=3)
+        drafter="nasd", policy="fixed", num_draft_tokens=12, shape=DraftShape(width=3)
     ),
 }
 """A tree and a chain of each drafter, fixed so that rejections are met too."""

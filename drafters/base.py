@@ -9,7 +9,7 @@ tokens per verified row. What else a drafter asks of the engine stands in its ``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from drafters.tree import DraftTree
@@ -239,12 +239,3 @@ class ReferenceDrafter(Drafter, Protocol):
 
     def refer(self, request_id: str, reference_token_ids: Sequence[int]) -> None:
         """Called once, right after ``open``, for a request that comes with such a text."""
-
-
-@dataclass(slots=True)
-class DraftOptions:
-    """A request's choice of drafter as the engine carries it: all options present and checked."""
-
-    name: str = "none"
-    shape: DraftShape = field(default_factory=DraftShape)
-    options: dict[str, OptionValue] = field(default_factory=dict)

@@ -46,18 +46,19 @@ class SamplingParams:
 class SpeculativeParams:
     """Who drafts, in what shape, and who decides how much (DESIGN's words: gamma, survival).
 
-    ``policy`` "fixed" verifies ``num_tokens`` nodes whenever the drafter has them; "target_rate" moves
-    gamma by one within ``min_tokens``..``max_tokens`` around ``target_acceptance_rate``, starting at
-    ``num_tokens``; "goodput" grants what pays, between ``min_tokens`` and ``max_tokens`` (``num_tokens``
-    while none of the request's drafts has been verified), and with a ``target_acceptance_rate`` no
-    more than can be expected to be accepted at that rate. Without one, "target_rate" steers to 0.7.
+    ``policy`` "fixed" verifies ``num_draft_tokens`` nodes whenever the drafter has them; "target_rate"
+    moves gamma by one within ``min_draft_tokens``..``max_draft_tokens`` around
+    ``target_acceptance_rate``, starting at ``num_draft_tokens``; "goodput" grants what pays, between
+    ``min_draft_tokens`` and ``max_draft_tokens`` (``num_draft_tokens`` while none of the request's
+    drafts has been verified), and with a ``target_acceptance_rate`` no more than can be expected to be
+    accepted at that rate. Without one, "target_rate" steers to 0.7.
     """
 
     drafter: str = "none"
     policy: GammaPolicyName = "goodput"
-    num_tokens: int = 8
-    min_tokens: int = 0
-    max_tokens: int = 16
+    num_draft_tokens: int = 8
+    min_draft_tokens: int = 0
+    max_draft_tokens: int = 16
     target_acceptance_rate: float | None = None
     shape: DraftShape = field(default_factory=DraftShape)
     options: Mapping[str, OptionValue] = field(default_factory=dict)

@@ -98,9 +98,9 @@ def catalogue_router(
             "defaults": {
                 "draft_strategy": defaults["drafter"],
                 "adaptive_depth": defaults["policy"],
-                "num_speculative_tokens": defaults["num_tokens"],
-                "min_speculative_tokens": defaults["min_tokens"],
-                "max_speculative_tokens": defaults["max_tokens"],
+                "num_speculative_tokens": defaults["num_draft_tokens"],
+                "min_speculative_tokens": defaults["min_draft_tokens"],
+                "max_speculative_tokens": defaults["max_draft_tokens"],
                 "target_acceptance_rate": defaults["target_acceptance_rate"],
                 "tree_strategy": "tree" if defaults["tree"] else "linear",
                 "tree_width": defaults["tree_width"],

@@ -159,9 +159,9 @@ class SpeculativeConfig:
         return SpeculativeParams(
             drafter=self.draft_strategy,
             policy="target_rate" if self.adaptive_depth else "fixed",
-            num_tokens=num_tokens,
-            min_tokens=self.min_speculative_tokens if self.adaptive_depth else 0,
-            max_tokens=self._most() if self.adaptive_depth else num_tokens,
+            num_draft_tokens=num_tokens,
+            min_draft_tokens=self.min_speculative_tokens if self.adaptive_depth else 0,
+            max_draft_tokens=self._most() if self.adaptive_depth else num_tokens,
             target_acceptance_rate=self.target_acceptance_rate if self.adaptive_depth else None,
             shape=shape,
         )

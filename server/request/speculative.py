@@ -141,9 +141,9 @@ class Defaults:
     drafter: str
     policy: GammaPolicyName
     adaptive_policy: GammaPolicyName
-    num_tokens: int
-    min_tokens: int
-    max_tokens: int
+    num_draft_tokens: int
+    min_draft_tokens: int
+    max_draft_tokens: int
     target_acceptance_rate: float | None
     tree: bool
     tree_width: int
@@ -196,7 +196,11 @@ class SpeculativeResolver:
             for name in (*_DEPTH_FIELDS, *_TREE_FIELDS, "verification"):
                 _no_effect_if(name in given, name, f"draft_strategy {NO_DRAFTER!r}")
             return SpeculativeParams(
-                drafter=NO_DRAFTER, policy="fixed", num_tokens=0, min_tokens=0, max_tokens=0
+                drafter=NO_DRAFTER,
+                policy="fixed",
+                num_draft_tokens=0,
+                min_draft_tokens=0,
+                max_draft_tokens=0,
             )
         policy = self._policy(asked)
         num_tokens, min_tokens, max_tokens = self._depth(asked, policy)
@@ -204,9 +208,9 @@ class SpeculativeResolver:
         return SpeculativeParams(
             drafter=info.name,
             policy=policy,
-            num_tokens=num_tokens,
-            min_tokens=min_tokens,
-            max_tokens=max_tokens,
+            num_draft_tokens=num_tokens,
+            min_draft_tokens=min_tokens,
+            max_draft_tokens=max_tokens,
             target_acceptance_rate=self._rate(asked, policy),
             shape=shape,
             options=options,
@@ -224,9 +228,9 @@ class SpeculativeResolver:
             drafter=PREFERRED_DRAFTER if PREFERRED_DRAFTER in self.allowed else NO_DRAFTER,
             policy="goodput",
             adaptive_policy="goodput",
-            num_tokens=min(8, self.max_tokens),
-            min_tokens=0,
-            max_tokens=min(16, self.max_tokens),
+            num_draft_tokens=min(8, self.max_tokens),
+            min_draft_tokens=0,
+            max_draft_tokens=min(16, self.max_tokens),
             target_acceptance_rate=None,
             tree=False,
             tree_width=min(2, self.caps.max_tree_width),
@@ -239,19 +243,23 @@ class SpeculativeResolver:
         base = self.defaults
         if params.drafter == NO_DRAFTER:
             # A request may still name a drafter: it then gets the built-in depth.
-            num_tokens, min_tokens, max_tokens = base.num_tokens, base.min_tokens, base.max_tokens
+            num_tokens, min_tokens, max_tokens = (
+                base.num_draft_tokens,
+                base.min_draft_tokens,
+                base.max_draft_tokens,
+            )
             policy = base.policy
         else:
             policy = params.policy
-            num_tokens, min_tokens = params.num_tokens, params.min_tokens
-            max_tokens = base.max_tokens if policy == "fixed" else params.max_tokens
+            num_tokens, min_tokens = params.num_draft_tokens, params.min_draft_tokens
+            max_tokens = base.max_draft_tokens if policy == "fixed" else params.max_draft_tokens
         return Defaults(
             drafter=params.drafter,
             policy=policy,
             adaptive_policy=base.adaptive_policy if policy == "fixed" else policy,
-            num_tokens=num_tokens,
-            min_tokens=min_tokens,
-            max_tokens=max(max_tokens, num_tokens),
+            num_draft_tokens=num_tokens,
+            min_draft_tokens=min_tokens,
+            max_draft_tokens=max(max_tokens, num_tokens),
             target_acceptance_rate=default.target_acceptance_rate,
             tree=default.tree_strategy == "tree",
             tree_width=default.tree_width or base.tree_width,
@@ -322,7 +330,7 @@ class SpeculativeResolver:
                 message = f"must be at most {self.max_tokens} on this server"
                 raise _refuse(f"{name}_speculative_tokens", message)
         if policy == "fixed":
-            fixed = self.defaults.num_tokens if num is None else num
+            fixed = self.defaults.num_draft_tokens if num is None else num
             return fixed, 0, fixed
         if high is None and policy == "goodput":
             high = num
@@ -333,11 +341,11 @@ class SpeculativeResolver:
         if num is not None and high is not None and num > high:
             raise _refuse("num_speculative_tokens", "must not exceed max_speculative_tokens")
         if high is None:
-            high = max(self.defaults.max_tokens, num or 0, low or 0)
+            high = max(self.defaults.max_draft_tokens, num or 0, low or 0)
         if low is None:
-            low = min(self.defaults.min_tokens, high if num is None else num)
+            low = min(self.defaults.min_draft_tokens, high if num is None else num)
         if num is None:
-            num = min(max(self.defaults.num_tokens, low), high)
+            num = min(max(self.defaults.num_draft_tokens, low), high)
         return num, low, high
 
     def _shape(self, asked: SpeculativeField, info: DrafterInfo, max_tokens: int) -> DraftShape:

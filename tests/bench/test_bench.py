@@ -175,7 +175,11 @@ def test_drafters_are_named_with_shape_and_gamma(
 ) -> None:
     told, params = parse_drafter(text, ["none", "ngram", "nasd"])
     assert told == name
-    assert (params.shape.width, params.policy, params.num_tokens) == (width, policy, num_tokens)
+    assert (params.shape.width, params.policy, params.num_draft_tokens) == (
+        width,
+        policy,
+        num_tokens,
+    )
 
 
 @pytest.mark.parametrize("text", ["none", "ngramx0", "ngram:", "ngram:x", "ngram:0", "other"])

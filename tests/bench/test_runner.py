@@ -84,7 +84,7 @@ def test_a_drafter_is_named_alone_or_with_a_fixed_gamma() -> None:
     assert parse_drafter("ngram", ["none", "ngram"]) == ("ngram", SpeculativeParams("ngram"))
     assert parse_drafter("ngram:4", ["none", "ngram"]) == (
         "ngram fixed 4",
-        SpeculativeParams("ngram", policy="fixed", num_tokens=4),
+        SpeculativeParams("ngram", policy="fixed", num_draft_tokens=4),
     )
 
 

@@ -66,7 +66,11 @@ def test_flags_become_the_request(url: str, engine: ScriptedEngine) -> None:
     assert main(["complete", "ab", "--url", f"{url}/v1", *flags.split(), *sampling.split()]) == 0
     (request,) = engine.requests
     speculative, params = request.speculative, request.sampling
-    assert (speculative.drafter, speculative.policy, speculative.num_tokens) == ("nasd", "fixed", 3)
+    assert (speculative.drafter, speculative.policy, speculative.num_draft_tokens) == (
+        "nasd",
+        "fixed",
+        3,
+    )
     assert dict(speculative.options) == {"decay": 0.25, "fill": False}
     assert speculative.shape is not None
     assert (params.max_tokens, params.temperature, params.top_k) == (7, 0.5, 9)
@@ -258,7 +262,7 @@ def test_a_bench_compares_with_plain_decoding(
     rounds = ["none", "ngram", "nasd", "ngram", "nasd", "none"]
     assert drafters[3:] == [name for name in rounds for _ in range(3)]
     counted = engine.requests[3:]
-    assert {each.speculative.num_tokens for each in counted} == {0, 4}
+    assert {each.speculative.num_draft_tokens for each in counted} == {0, 4}
     assert len({each.cache_salt for each in counted}) == len(rounds)
 
     document = json.loads(json_path.read_text())

@@ -37,7 +37,7 @@ NUM_WRITTEN = 32
 # The second half of each repeats the first, for the drafter that looks it up.
 PROMPTS = [random_ids(seed, count) * 2 for seed, count in ((1, 9), (2, 20), (3, 5))]
 NGRAM = SpeculativeParams(
-    drafter="ngram", policy="fixed", num_tokens=8, shape=DraftShape(width=2, depth=6)
+    drafter="ngram", policy="fixed", num_draft_tokens=8, shape=DraftShape(width=2, depth=6)
 )
 MODELS = pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss"])
 

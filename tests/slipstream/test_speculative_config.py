@@ -116,7 +116,7 @@ def test_a_schedulers_node_becomes_a_config() -> None:
     config = SpeculativeConfig.from_node(node)
     assert config.draft_strategy == "small_model"
     assert config.draft_model_path == "small/folder"
-    assert config.speculative_params().num_tokens == 12
+    assert config.speculative_params().num_draft_tokens == 12
     assert config.speculative_params().policy == "fixed"
     bare = {"type": "decode_speculative", "config": {"speculative": {}}}
     assert SpeculativeConfig.from_node(bare).draft_strategy == "ngram"

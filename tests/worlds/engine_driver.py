@@ -61,7 +61,7 @@ class OracleDrafter:
 
 
 ORACLE = SpeculativeParams(
-    drafter="oracle", policy="fixed", num_tokens=8, shape=DraftShape(width=2, depth=4)
+    drafter="oracle", policy="fixed", num_draft_tokens=8, shape=DraftShape(width=2, depth=4)
 )
 PLAIN = SpeculativeParams()
 

@@ -199,8 +199,8 @@ def drafting(
     return SpeculativeParams(
         drafter=drafter,
         policy=policy,
-        num_tokens=num_tokens,
-        max_tokens=max(num_tokens, 16),
+        num_draft_tokens=num_tokens,
+        max_draft_tokens=max(num_tokens, 16),
         shape=DraftShape(width, 16),
         options=options,
     )

@@ -75,8 +75,8 @@ def best_goodput(candidates: Sequence[DraftCandidate], load: Load, cost: Dictate
     # For a given number of rows only the sum of survivals counts.
     best_gain = {0: 0.0}
     for candidate in candidates:
-        most = min(len(candidate.tree), candidate.params.max_tokens, candidate.max_nodes)
-        least = min(candidate.params.min_tokens, most)
+        most = min(len(candidate.tree), candidate.params.max_draft_tokens, candidate.max_nodes)
+        least = min(candidate.params.min_draft_tokens, most)
         merged: dict[int, float] = {}
         for size in range(least, most + 1):
             gains = [
@@ -113,7 +113,7 @@ def random_candidates(draw: st.DrawFn, with_floors: bool = True) -> list[DraftCa
             DraftCandidate(
                 f"r{rank}",
                 "ngram",
-                SpeculativeParams(min_tokens=floor, max_tokens=max_tokens),
+                SpeculativeParams(min_draft_tokens=floor, max_draft_tokens=max_tokens),
                 DraftTree(list(range(num_nodes)), parents, [0] * num_nodes),
                 survivals,
                 draw(st.integers(0, 6)),

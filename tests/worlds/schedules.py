@@ -133,9 +133,9 @@ def _speculation(
     return SpeculativeParams(
         drafter=drafter,
         policy=policy,  # type: ignore[arg-type]
-        num_tokens=num_tokens,
-        min_tokens=min(min_tokens, num_tokens),
-        max_tokens=max(num_tokens, 6),
+        num_draft_tokens=num_tokens,
+        min_draft_tokens=min(min_tokens, num_tokens),
+        max_draft_tokens=max(num_tokens, 6),
         target_acceptance_rate=0.4,
         shape=DraftShape(width, 8),
         options=options,

@@ -65,7 +65,7 @@ class Backoff:
             return
         price = tokens_per_second * self._cost.draft_seconds(candidate.drafter)
         pays = expected_gain >= price + tokens_per_second * verify_seconds
-        if price <= _FREE_TOKENS or pays or candidate.params.min_tokens > 0:
+        if price <= _FREE_TOKENS or pays or candidate.params.min_draft_tokens > 0:
             self.reset(candidate.request_id)
         else:
             self.back_off(candidate.request_id)
@@ -172,14 +172,14 @@ class AllOrNothing:
     ) -> Reason:
         """Why the draft is not granted, "" if it is; the outcome is settled with ``backoff``."""
         params, num_nodes = candidate.params, len(candidate.tree)
-        if num_nodes > min(candidate.max_nodes, params.max_tokens):
+        if num_nodes > min(candidate.max_nodes, params.max_draft_tokens):
             return candidate.cap_reason
         if num_nodes > load.num_spare_rows:
             return "overload"
         target_rate = params.target_acceptance_rate
         if target_rate is not None and gain < target_rate * num_nodes:
             return self._refuse(candidate, account, "policy")
-        if params.min_tokens > 0 or self._pays(candidate, load, gain):
+        if params.min_draft_tokens > 0 or self._pays(candidate, load, gain):
             account.num_trials = 0
             self._backoff.reset(candidate.request_id)
             return ""

@@ -53,15 +53,15 @@ class _Choice(NamedTuple):
 @gamma_policy(
     "goodput",
     "fastest for the batch",
-    ["num_tokens", "min_tokens", "max_tokens", "target_acceptance_rate"],
+    ["num_draft_tokens", "min_draft_tokens", "max_draft_tokens", "target_acceptance_rate"],
     weighs_cost=True,
 )
 class GoodputPolicy(GammaPolicy):
-    """Between ``min_tokens`` (granted whatever it costs) and ``max_tokens`` per request; ``num_tokens``
-    is the most until a draft of the request has been verified. With a ``target_acceptance_rate``, the
-    mean survival of what a request is granted never falls below it. Drafts that are granted whole or
-    not at all come last, at the price of the rows that are left, by what they gain on average
-    (``AllOrNothing``); their drafter has fitted them to ``max_tokens``.
+    """Between ``min_draft_tokens`` (granted whatever it costs) and ``max_draft_tokens`` per request;
+    ``num_draft_tokens`` is the most until a draft of the request has been verified. With a
+    ``target_acceptance_rate``, the mean survival of what a request is granted never falls below it.
+    Drafts that are granted whole or not at all come last, at the price of the rows that are left, by
+    what they gain on average (``AllOrNothing``); their drafter has fitted them to ``max_draft_tokens``.
 
     Hysteresis: the last allocation is remembered as the survival down to which it went. It is kept
     while the best one gains no more than ``hysteresis`` on the tokens of the requests it would
@@ -77,7 +77,7 @@ class GoodputPolicy(GammaPolicy):
         self._verified: set[str] = set()
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        return 0 if self._backoff.is_resting(request_id) else params.max_tokens
+        return 0 if self._backoff.is_resting(request_id) else params.max_draft_tokens
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         offers = [
@@ -121,8 +121,12 @@ class GoodputPolicy(GammaPolicy):
     def _most(self, candidate: DraftCandidate) -> int:
         params = candidate.params
         started = candidate.request_id in self._verified
-        wanted = params.max_tokens if started else max(params.min_tokens, params.num_tokens)
-        return min(wanted, params.max_tokens, candidate.max_nodes)
+        wanted = (
+            params.max_draft_tokens
+            if started
+            else max(params.min_draft_tokens, params.num_draft_tokens)
+        )
+        return min(wanted, params.max_draft_tokens, candidate.max_nodes)
 
     def _choose(self, pool: Sequence[_Node], load: Load) -> _Choice:
         limit = min(len(pool), load.num_spare_rows)
@@ -253,7 +257,7 @@ def _split(
     floors: list[int] = []
     pool: list[_Node] = []
     for candidate, offer in zip(candidates, offers, strict=True):
-        floor = min(candidate.params.min_tokens, len(offer), num_spare)
+        floor = min(candidate.params.min_draft_tokens, len(offer), num_spare)
         num_spare -= floor
         floors.append(floor)
         pool += offer[floor:] if floor else offer
@@ -287,4 +291,4 @@ def _with_chosen(load: Load, pool: Sequence[_Node], num_nodes: int) -> Load:
 
 
 def _why_empty(candidate: DraftCandidate) -> Reason:
-    return why_nothing_offered(candidate, candidate.params.max_tokens, "client_cap")
+    return why_nothing_offered(candidate, candidate.params.max_draft_tokens, "client_cap")

@@ -20,7 +20,7 @@ from worlds.engine_harness import DictatedCost
 from worlds.fake_drafters import FakeDrafter, Propose
 
 VOCAB = 20
-FIXED = SpeculativeParams("fake", "fixed", num_tokens=4)
+FIXED = SpeculativeParams("fake", "fixed", num_draft_tokens=4)
 
 
 def zeros(ask: DraftRequest) -> DraftTree:
@@ -95,7 +95,7 @@ def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
     first, second = fake("first"), fake("second")
     world = World(first, second)
     requests = [
-        world.open(name, replace(FIXED, drafter=drafter, num_tokens=num_tokens))
+        world.open(name, replace(FIXED, drafter=drafter, num_draft_tokens=num_tokens))
         for name, drafter, num_tokens in (("a", "first", 2), ("b", "second", 3), ("c", "first", 5))
     ]
     round_ = world.draft(*requests)
@@ -128,7 +128,7 @@ def test_rows_that_do_not_sample_get_no_draft() -> None:
 def test_the_last_token_is_never_drafted(max_tokens: int, depth: int | None) -> None:
     drafter = fake()
     world = World(drafter)
-    request = world.open("r", replace(FIXED, num_tokens=30), max_tokens)
+    request = world.open("r", replace(FIXED, num_draft_tokens=30), max_tokens)
     world.draft(request)
     depths = [ask.shape.depth for asks in drafter.asks for ask in asks]
     assert depths == ([] if depth is None else [depth])
@@ -136,7 +136,7 @@ def test_the_last_token_is_never_drafted(max_tokens: int, depth: int | None) -> 
 
 def test_the_engine_bounds_nodes() -> None:
     world = World(fake(), max_num_nodes=3)
-    request = world.open("r", replace(FIXED, num_tokens=30))
+    request = world.open("r", replace(FIXED, num_draft_tokens=30))
     assert len(world.draft(request).of(request).tree) == 3
 
 

@@ -31,9 +31,9 @@ def test_a_request_that_says_nothing_drafts_all_the_same() -> None:
     assert resolver().resolve(None) == SpeculativeParams(
         drafter="ngram",
         policy="goodput",
-        num_tokens=8,
-        min_tokens=0,
-        max_tokens=16,
+        num_draft_tokens=8,
+        min_draft_tokens=0,
+        max_draft_tokens=16,
         target_acceptance_rate=None,
         shape=DraftShape(width=1, depth=16),
         options={"max_match": 4},
@@ -56,7 +56,7 @@ def test_the_documented_object_is_accepted_whole() -> None:
             "verification": "match",
         }
     )
-    assert (params.num_tokens, params.min_tokens, params.max_tokens) == (8, 0, 16)
+    assert (params.num_draft_tokens, params.min_draft_tokens, params.max_draft_tokens) == (8, 0, 16)
     assert params.target_acceptance_rate == 0.7
     assert params.shape == DraftShape(width=2, depth=6)
 
@@ -69,7 +69,7 @@ def test_no_rate_is_aimed_at_unless_somebody_names_one() -> None:
 
 def test_the_none_drafter_drafts_nothing() -> None:
     params = resolve({"draft_strategy": "none"})
-    assert (params.drafter, params.num_tokens, params.max_tokens) == ("none", 0, 0)
+    assert (params.drafter, params.num_draft_tokens, params.max_draft_tokens) == ("none", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_is_given_stands_and_the_rest_gives_way(
 ) -> None:
     params = resolve(fields)
     assert params.policy == policy
-    assert (params.num_tokens, params.min_tokens, params.max_tokens) == depths
+    assert (params.num_draft_tokens, params.min_draft_tokens, params.max_draft_tokens) == depths
 
 
 TREE = {"draft_strategy": "nasd", "tree_strategy": "tree"}
@@ -342,9 +342,9 @@ def test_server_defaults_apply_to_what_a_request_leaves_open() -> None:
     assert plain == SpeculativeParams(
         drafter="nasd",
         policy="target_rate",
-        num_tokens=3,
-        min_tokens=1,
-        max_tokens=6,
+        num_draft_tokens=3,
+        min_draft_tokens=1,
+        max_draft_tokens=6,
         target_acceptance_rate=0.5,
         shape=DraftShape(3, 4),
         options={"fill": True, "decay": 0.9},
@@ -359,15 +359,15 @@ def test_server_defaults_apply_to_what_a_request_leaves_open() -> None:
 
 def test_a_server_that_does_not_draft_still_lets_requests_draft() -> None:
     assert resolve({}, {"draft_strategy": "none"}).drafter == "none"
-    assert resolve({"draft_strategy": "ngram"}, {"draft_strategy": "none"}).max_tokens == 16
+    assert resolve({"draft_strategy": "ngram"}, {"draft_strategy": "none"}).max_draft_tokens == 16
 
 
 def test_operator_caps_bound_requests_and_defaults() -> None:
     capped = resolver(max_speculative_tokens=4, draft_strategies=["nasd"], max_tree_width=2)
     plain = capped.resolve(None)
-    assert (plain.drafter, plain.max_tokens, plain.num_tokens) == ("none", 0, 0)
+    assert (plain.drafter, plain.max_draft_tokens, plain.num_draft_tokens) == ("none", 0, 0)
     nasd = capped.resolve(SpeculativeField(draft_strategy="nasd"))
-    assert (nasd.num_tokens, nasd.max_tokens) == (4, 4)
+    assert (nasd.num_draft_tokens, nasd.max_draft_tokens) == (4, 4)
     for fields, name in (
         ({"draft_strategy": "ngram"}, "draft_strategy"),
         ({"draft_strategy": "nasd", "max_speculative_tokens": 5}, "max_speculative_tokens"),
@@ -402,8 +402,14 @@ def test_whatever_is_accepted_is_consistent(
         params = subject.resolve(asked)
     except ApiError:
         return
-    assert 0 <= params.min_tokens <= params.num_tokens <= params.max_tokens <= min(cap, 32)
-    assert low is None or params.min_tokens == low
-    assert num is None or params.num_tokens == num
-    assert high is None or params.max_tokens == high
-    assert params.shape.depth == max(1, params.max_tokens)
+    assert (
+        0
+        <= params.min_draft_tokens
+        <= params.num_draft_tokens
+        <= params.max_draft_tokens
+        <= min(cap, 32)
+    )
+    assert low is None or params.min_draft_tokens == low
+    assert num is None or params.num_draft_tokens == num
+    assert high is None or params.max_draft_tokens == high
+    assert params.shape.depth == max(1, params.max_draft_tokens)

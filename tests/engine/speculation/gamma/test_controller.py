@@ -5,8 +5,8 @@ from engine.params import SpeculativeParams
 from engine.speculation.gamma import DraftCandidate, GammaController
 from worlds.gamma_cases import DictatedCost, chain_candidate
 
-FIXED = SpeculativeParams(policy="fixed", num_tokens=4)
-TARGET = SpeculativeParams(policy="target_rate", num_tokens=3, min_tokens=1)
+FIXED = SpeculativeParams(policy="fixed", num_draft_tokens=4)
+TARGET = SpeculativeParams(policy="target_rate", num_draft_tokens=3, min_draft_tokens=1)
 GOODPUT = SpeculativeParams(policy="goodput")
 
 
@@ -23,7 +23,7 @@ def test_fixed_names_what_left_it_empty() -> None:
     candidates = [
         chain_candidate("silent", [], FIXED),
         DraftCandidate("full", "ngram", FIXED, DraftTree(), [], 0, "no_kv"),
-        chain_candidate("off", [], SpeculativeParams(policy="fixed", num_tokens=0)),
+        chain_candidate("off", [], SpeculativeParams(policy="fixed", num_draft_tokens=0)),
         chain_candidate("short", [0.5], FIXED),
     ]
     grants = controller.grant(candidates, 4, 4, 0)
@@ -98,6 +98,6 @@ def test_each_policy_says_how_much_to_propose() -> None:
     controller = GammaController(DictatedCost(float))
     sizes = [
         controller.num_to_propose(params.policy, params)
-        for params in (FIXED, TARGET, SpeculativeParams(max_tokens=7))
+        for params in (FIXED, TARGET, SpeculativeParams(max_draft_tokens=7))
     ]
     assert sizes == [4, 3, 7]
