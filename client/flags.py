@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from client.errors import FlagError
+from slipstream.options import FIXED_POLICY, SpeculativeOptions
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _RESERVED = ("speculative", "prompt", "messages", "stream", "stream_options", "n", "model")
@@ -23,28 +25,10 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("seed", int, "repeats a sampled text"),
 )
 
-
-_DRAFTING: tuple[tuple[str, str, type, str, str], ...] = (
-    ("gamma", "num_speculative_tokens", int, "N", "drafts in every step; 0 is plain decoding"),
-    (
-        "policy",
-        "adaptive_depth",
-        str,
-        "NAME",
-        "what sets gamma: fixed, target_rate or goodput; with "
-        "one of the last two, --gamma is the first gamma",
-    ),
-    (
-        "max-gamma",
-        "max_speculative_tokens",
-        int,
-        "N",
-        "the most drafts an adaptive policy may ask for",
-    ),
-    ("tree", "tree_strategy", str, "NAME", "shape of the drafts: linear or tree"),
-    ("verification", "verification", str, "NAME", "match, rejection or block"),
-)
-"""Flag, field of the ``speculative`` object, type, metavar, help."""
+_FLAGS = {
+    each.metadata["flag"]: each for each in fields(SpeculativeOptions) if each.metadata["flag"]
+}
+"""Options of speculation that have a flag of their own."""
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
@@ -106,8 +90,14 @@ def add_speculative(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group(
         "speculation", "For Slipstream servers. What is left out is the server's default."
     )
-    for flag, _, kind, metavar, text in _DRAFTING:
-        group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=text)
+    for flag, each in _FLAGS.items():
+        is_number = each.type == "int"
+        group.add_argument(
+            f"--{flag}",
+            type=int if is_number else str,
+            metavar="N" if is_number else "NAME",
+            help=each.metadata["description"],
+        )
     group.add_argument(
         "--option",
         action="append",
@@ -162,9 +152,11 @@ def speculative_object(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises FlagError for a field that is given twice.
     """
     pairs = [("draft_strategy", getattr(arguments, "drafter", None))]
-    pairs += [(name, getattr(arguments, flag.replace("-", "_"))) for flag, name, *_ in _DRAFTING]
+    pairs += [
+        (each.name, getattr(arguments, flag.replace("-", "_"))) for flag, each in _FLAGS.items()
+    ]
     if arguments.gamma is not None and arguments.policy is None:
-        pairs.append(("adaptive_depth", "fixed"))
+        pairs.append(("adaptive_depth", FIXED_POLICY))
     given = [(name, value) for name, value in pairs if value is not None]
     given += [(f"options.{key}", value) for key, value in arguments.option]
     return _nested([*given, *arguments.speculative])

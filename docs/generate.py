@@ -1,51 +1,43 @@
-"""Writes the tables of docs/settings.md and docs/metrics.md from the code: ``python -m docs.generate``.
+"""Writes the tables of docs/*.md that the code knows: ``python -m docs.generate``.
 
-Between a page's ``<!-- generated -->`` marks stands what the code says; the rest is written by hand.
-tests/docs checks that the tables are current.
+Between ``<!-- generated: NAME -->`` and ``<!-- end -->`` stands what the function of that name in
+``TABLES`` says; the rest of a page is written by hand. tests/docs checks that the tables are current.
 """
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Iterator
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
+from fastapi.routing import APIRoute
 from prometheus_client import Metric
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from drafters.registry import drafter_settings
 from engine.info import EngineInfo
+from engine.speculation.gamma import gamma_policy_names
+from server.endpoints import routers
 from server.metrics import Metrics
-from server.settings import Settings
+from server.settings import all_settings, flag_name, with_drafters
+from slipstream.options import SpeculativeOptions
 
 DOCS = Path(__file__).resolve().parent
-START, END = "<!-- generated -->\n", "<!-- end -->"
+_MARKED = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def settings_table() -> str:
     lines = ["| flag | type | default | |", "| --- | --- | --- | --- |"]
-    for path, field in _settings(Settings, ()):
-        name = ".".join(path).replace("_", "-")
-        flag = "`MODEL`" if path == ("model",) else f"`--{name}`"
+    for path, field in all_settings(with_drafters(drafter_settings())):
+        flag = "`MODEL`" if path == ("model",) else f"`{flag_name(path)}`"
         lines.append(
             f"| {flag} | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def _settings(
-    model: type[BaseModel], prefix: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _settings(kind, (*prefix, name))
-        else:
-            yield (*prefix, name), field
 
 
 def _type(field: FieldInfo) -> str:
@@ -136,22 +128,52 @@ def make_metrics() -> Metrics:
     return Metrics(info, "model", lambda: True, lambda: {"used": 0.0})
 
 
-TABLES = {"settings.md": settings_table, "metrics.md": metrics_table}
+def endpoints_table() -> str:
+    lines = ["| endpoint | |", "| --- | --- |"]
+    for route in (route for router in routers() for route in router.routes):
+        assert isinstance(route, APIRoute)
+        path = route.path.replace(":path", "")
+        text = (route.endpoint.__doc__ or "").strip()
+        lines += [f"| `{method} {path}` | {_cell(text)} |" for method in sorted(route.methods)]
+    return "\n".join(lines) + "\n"
 
 
-def with_table(text: str, table: str) -> str:
-    """The page with its table replaced. Raises ValueError where a mark is missing."""
-    head, start, rest = text.partition(START)
-    _, end, tail = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"the page lacks {START.strip()} or {END}")
-    return f"{head}{START}\n{table}\n{END}{tail}"
+def speculative_table() -> str:
+    lines = ["| field | default | range | |", "| --- | --- | --- | --- |"]
+    signs = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
+    for each in fields(SpeculativeOptions):
+        about = each.metadata
+        choices = gamma_policy_names() if each.name == "adaptive_depth" else about["choices"]
+        span = [f"`{choice}`" for choice in choices]
+        span += [signs[kind].format(n) for kind, n in about["bounds"].items() if kind in signs]
+        default = str(each.default).lower() if isinstance(each.default, bool) else each.default
+        shown = f"`{default}`" if isinstance(default, str | int | float) else ""
+        lines.append(
+            f"| `{each.name}` | {shown} | {', '.join(span)} | {_cell(about['description'])} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {
+    "settings": settings_table,
+    "metrics": metrics_table,
+    "endpoints": endpoints_table,
+    "speculative": speculative_table,
+}
+
+
+def refreshed(text: str) -> str:
+    """A page with its tables as they are now. Raises KeyError for one that is not known."""
+    return _MARKED.sub(
+        lambda mark: f"<!-- generated: {mark[1]} -->\n\n{TABLES[mark[1]]()}\n<!-- end -->", text
+    )
 
 
 def main() -> None:
-    for name, make in TABLES.items():
-        page = DOCS / name
-        page.write_text(with_table(page.read_text(encoding="utf-8"), make()), encoding="utf-8")
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if refreshed(text) != text:
+            page.write_text(refreshed(text), encoding="utf-8")
 
 
 if __name__ == "__main__":

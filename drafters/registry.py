@@ -95,6 +95,12 @@ def drafter_names() -> tuple[str, ...]:
     return tuple(_FACTORIES)
 
 
+def drafter_settings() -> Mapping[str, type]:
+    """By drafter, a frozen dataclass of the settings that it wants when it is loaded; their metadata
+    has a ``description``. Drafters without such settings are not in it."""
+    return {}
+
+
 def build_drafters(
     names: Iterable[str] | None = None,
     context: DrafterContext | None = None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Determinism = Literal["exact", "fast"]
 Quantization = Literal["int8", "int4", "fp8"]
@@ -23,6 +24,7 @@ class EngineConfig:
     the bundled target its own. ``draft_kv_dtype``: "fp8" halves its keys and values. ``quantized``:
     make a copy of ``quantized_model`` with such weights. ``prefix_layers``: a number of first layers, or
     the numbers of layers, that draft ("3", "0,1,4,5").
+    ``drafter_settings``: by drafter, those of its own settings that are not left at their defaults.
     ``medusa_heads``, ``eagle_head``: folders of trained heads; None: those of the bundled target.
     """
 
@@ -42,6 +44,7 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     drafters: tuple[str, ...] | None = None
     drafter_plugins: tuple[str, ...] | None = None
+    drafter_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     stand_template: str | None = None
     draft_model: str | None = None
     draft_kv_dtype: Literal["auto", "fp8"] = "auto"

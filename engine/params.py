@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from drafters.base import DraftShape, OptionValue
+from slipstream.options import INSIDE, SpeculativeOptions
+from slipstream.options import VerificationName as VerificationName
 
 GammaPolicyName: TypeAlias = str
 """One of ``engine.speculation.gamma.gamma_policy_names()``."""
-VerificationName = Literal["match", "rejection", "block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,14 @@ class SpeculativeParams:
     verification: VerificationName = "match"
     reference_token_ids: tuple[int, ...] = ()
     """What the client expects the output to be for the most part; for drafters that take it."""
+
+    @classmethod
+    def from_options(cls, options: SpeculativeOptions) -> SpeculativeParams:
+        """Options that fit each other, in the engine's words."""
+        is_tree = options.tree_strategy == "tree"
+        depth = options.tree_depth if is_tree else max(1, options.max_speculative_tokens)
+        given: dict[str, Any] = {name: getattr(options, public) for public, name in INSIDE.items()}
+        return cls(**given, shape=DraftShape(options.tree_width if is_tree else 1, depth))
 
 
 @dataclass(frozen=True, slots=True)

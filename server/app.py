@@ -13,24 +13,21 @@ from typing import Any
 from fastapi import FastAPI
 
 from engine.info import EngineInfo
+from server.endpoints import Services, routers
 from server.engine_client import EngineClient
 from server.errors import install_error_handlers
-from server.gpu import gpu_memory_reader
-from server.metrics import Metrics
+from server.metrics import Metrics, gpu_memory_reader
 from server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     HttpMetricsMiddleware,
     RequestIdMiddleware,
 )
-from server.ops import Lifecycle, ops_router
-from server.page import page_router
 from server.reply.choices import ChoiceSource
 from server.reply.streaming import Responder
 from server.reply.token_texts import TokenTexts
 from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
-from server.routes import catalogue_router, openai_router
 from server.settings import Settings
 from server.version import server_version
 
@@ -46,18 +43,26 @@ def build_app(engine: EngineClient, tokenizer: Any, settings: Settings) -> FastA
     engine.add_step_listener(metrics.observe_step)
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
     texts = TokenTexts(tokenizer)
-    translator = Translator(info, tokenizer, resolver, model_name, settings.max_choices)
-    responder = Responder(ChoiceSource(engine, tokenizer, texts, metrics))
-    lifecycle = Lifecycle()
+    services = Services(
+        engine=engine,
+        metrics=metrics,
+        resolver=resolver,
+        translator=Translator(info, tokenizer, resolver, model_name, settings.max_choices),
+        responder=Responder(ChoiceSource(engine, tokenizer, texts, metrics)),
+        texts=texts,
+        model_name=model_name,
+        fingerprint=_fingerprint(info, model_name),
+        has_chat_template=bool(tokenizer.chat_template),
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start()
-        lifecycle.serving = True
+        services.serving = True
         try:
             yield
         finally:
-            lifecycle.serving = False
+            services.serving = False
             await engine.stop(settings.drain_seconds)
 
     app = FastAPI(
@@ -67,12 +72,9 @@ def build_app(engine: EngineClient, tokenizer: Any, settings: Settings) -> FastA
         lifespan=lifespan,
     )
     install_error_handlers(app, metrics.count_rejection)
-    fingerprint = _fingerprint(info, model_name)
-    app.include_router(openai_router(translator, responder, texts, model_name, fingerprint))
-    has_chat_template = bool(tokenizer.chat_template)
-    app.include_router(catalogue_router(info, resolver, model_name, has_chat_template))
-    app.include_router(ops_router(engine, metrics, lifecycle))
-    app.include_router(page_router())
+    app.state.services = services
+    for router in routers():
+        app.include_router(router)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     if settings.api_key is not None:

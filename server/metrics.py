@@ -303,5 +303,22 @@ class Metrics:
         self._http.labels(method, path, str(status)).inc()
 
 
+def gpu_memory_reader(device: str) -> GpuMemory | None:
+    """Reads bytes used and free on the device, and allocated by this process; None off CUDA."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    def read() -> Mapping[str, float]:
+        free, total = torch.cuda.mem_get_info(device)
+        return {
+            "used": float(total - free),
+            "free": float(free),
+            "allocated": float(torch.cuda.memory_allocated(device)),
+        }
+
+    return read
+
+
 def _read(gpu_memory: GpuMemory, kind: str) -> float:
     return gpu_memory()[kind]

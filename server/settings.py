@@ -1,32 +1,59 @@
 """All settings of the server in one class: flags, then ``SLIPSTREAM_*`` variables, then a file,
 then defaults.
+
+Drafters declare settings of their own, a dataclass each; ``with_drafters`` adds them, as
+``--drafter.NAME.FIELD``.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import sys
 import tomllib
 from argparse import ArgumentParser, Namespace
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
     CliSettingsSource,
+    EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
+from drafters.registry import drafter_settings
 from engine.config import EngineConfig
-from server.request.speculative import SpeculativeCaps, SpeculativeField
+from engine.speculation.gamma import gamma_policy_names
+from server.request.body import described_by
+from server.request.speculative import Names, SpeculativeCaps, SpeculativeField
+from slipstream.options import SpeculativeOptions
 
+logger = logging.getLogger("slipstream.settings")
+
+RENAMED = {"max_num_rows": "max_num_batched_tokens"}
+"""Old name, with dots between levels, to new one. The old one is taken for one version."""
+_PREFIX = "SLIPSTREAM_"
 _ENGINE = EngineConfig()
 
 
+@described_by(
+    SpeculativeOptions,
+    {
+        "adaptive_depth": bool | Literal[gamma_policy_names()],
+        "options": dict[str, bool | int | float | str],
+    },
+    optional=True,
+)
 class SpeculativeDefaults(SpeculativeField):
     """Speculation of requests that do not say otherwise: the fields of a request's ``speculative``
     object.
@@ -35,15 +62,25 @@ class SpeculativeDefaults(SpeculativeField):
     # Flags and variables are text, so types are not strict here.
     model_config = ConfigDict(strict=False)
 
-    adaptive_depth: bool | Literal["fixed", "target_rate", "goodput"] | None = Field(
-        default=None, description="true, false, fixed, target_rate or goodput."
-    )
-    verification: Literal["match", "rejection", "block"] | None = Field(
-        default=None, description="match, or for drafters that draw, rejection or block."
-    )
-    options: dict[str, bool | int | float | str] | None = Field(
-        default=None, description="The drafter's own options, as GET /v1/drafters lists them."
-    )
+
+class DrafterSettings(BaseModel):
+    """What drafters want to be set when they are loaded, by drafter."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class VariablesSource(EnvSettingsSource):
+    """``SLIPSTREAM_*``, those with former names included."""
+
+    def __init__(self, settings_cls: type[BaseSettings]) -> None:
+        super().__init__(settings_cls)
+        found = dict(self.env_vars)
+        for old, new in RENAMED.items():
+            old_name, new_name = (_PREFIX + each.replace(".", "__").upper() for each in (old, new))
+            if old_name.lower() in found:
+                _warn_of(old_name, new_name)
+                found.setdefault(new_name.lower(), found.pop(old_name.lower()))
+        self.env_vars = found
 
 
 class ConfigFileSource(PydanticBaseSettingsSource):
@@ -71,7 +108,20 @@ class ConfigFileSource(PydanticBaseSettingsSource):
         if not isinstance(content, dict):
             raise ValueError(f"the settings file {path.name} does not hold a mapping")
         # Files may spell names as flags do.
-        return {str(key).replace("-", "_"): value for key, value in content.items()}
+        found = {str(key).replace("-", "_"): value for key, value in content.items()}
+        for old, new in RENAMED.items():
+            if old in found:
+                _warn_of(old, new)
+                *above, name = new.split(".")
+                place = found
+                for part in above:
+                    place = place.setdefault(part, {})
+                place.setdefault(name, found.pop(old))
+        return found
+
+
+def _warn_of(old: str, new: str) -> None:
+    logger.warning("%s is called %s now; the old name goes with the next version", old, new)
 
 
 class Settings(BaseSettings):
@@ -84,7 +134,7 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="SLIPSTREAM_",
+        env_prefix=_PREFIX,
         env_nested_delimiter="__",
         extra="forbid",
         cli_kebab_case=True,
@@ -126,8 +176,8 @@ class Settings(BaseSettings):
         default=128, ge=1, description="Most choices a request may ask for, over all its prompts."
     )
 
-    drafters: list[str] | None = Field(default=None, description="Drafters to load; default: all.")
-    drafter_plugins: list[str] | None = Field(
+    drafters: Names = Field(default=None, description="Drafters to load; default: all.")
+    drafter_plugins: Names = Field(
         default=None,
         description="Drafters that other installed packages may bring; default: all, []: none.",
     )
@@ -136,6 +186,7 @@ class Settings(BaseSettings):
         description="File with the stand drafter's static tree, as slipstream stand-template "
         "writes it; default: the one shipped.",
     )
+    drafter: DrafterSettings = DrafterSettings()
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: SpeculativeCaps = SpeculativeCaps()
 
@@ -228,12 +279,12 @@ class Settings(BaseSettings):
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Highest rank first; a source of flags, where there is one, comes before all."""
-        return init_settings, env_settings, ConfigFileSource(settings_cls)
+        return init_settings, VariablesSource(settings_cls), ConfigFileSource(settings_cls)
 
     def engine_config(self) -> EngineConfig:
         """Raises ValueError where the engine's settings contradict each other."""
@@ -244,7 +295,36 @@ class Settings(BaseSettings):
         }
         for name in ("drafters", "drafter_plugins"):
             values[name] = None if values[name] is None else tuple(values[name])
+        own = self.drafter.model_dump(exclude_defaults=True)
+        values["drafter_settings"] = {name: given for name, given in own.items() if given}
         return EngineConfig(**values)
+
+
+def with_drafters(declared: Mapping[str, type]) -> type[Settings]:
+    """The settings, those of drafters among them. ``declared``: by drafter a dataclass, whose fields'
+    metadata has ``description`` and may have ``bounds``."""
+    parts = {name: described_by(kind)(DrafterSettings) for name, kind in declared.items()}
+    own: Any = {name: (part, part()) for name, part in parts.items()}
+    group = create_model("DrafterSettings", __base__=DrafterSettings, **own)
+    return create_model(
+        "Settings", __base__=Settings, __doc__=Settings.__doc__, drafter=(group, group())
+    )
+
+
+def all_settings(
+    model: type[BaseModel], prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every setting with its path: those of nested models, too."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from all_settings(kind, (*prefix, name))
+        else:
+            yield (*prefix, name), field
+
+
+def flag_name(path: Sequence[str]) -> str:
+    return f"--{'.'.join(path).replace('_', '-')}"
 
 
 Flags = CliSettingsSource[Any]
@@ -252,8 +332,44 @@ Flags = CliSettingsSource[Any]
 
 def add_flags(parser: ArgumentParser) -> Flags:
     """Gives ``parser`` a flag for each setting; the result turns its findings into settings."""
-    flags: Flags = CliSettingsSource(Settings, root_parser=parser)
+    settings = with_drafters(drafter_settings())
+    flags: Flags = CliSettingsSource(settings, root_parser=parser)
+    lists = {
+        flag_name(path) for path, field in all_settings(settings) if NoDecode in field.metadata
+    }
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+        return parse(_spelled_out(sys.argv[1:] if args is None else args, lists), namespace)
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
     return flags
+
+
+def _spelled_out(words: Sequence[str], lists: Collection[str]) -> list[str]:
+    """Flags by their present names, and one for each item of a list: ``--drafters none ngram`` is
+    ``--drafters none --drafters ngram``. A list with commas or brackets ends with its word, and a word
+    with a slash is MODEL."""
+    present = {flag_name(old.split(".")): flag_name(new.split(".")) for old, new in RENAMED.items()}
+    found: list[str] = []
+    flag = ""
+    for word in words:
+        if word.startswith("-"):
+            name, equals, value = word.partition("=")
+            if name in present:
+                _warn_of(name, present[name])
+                word = present[name] + equals + value
+            flag = word if word in lists else ""
+        elif flag:
+            is_first = found[-1] == flag
+            if not is_first and ("/" in word or os.sep in word):
+                flag = ""
+            elif not is_first:
+                found.append(flag)
+            if re.search(r"[,\[]", word):
+                flag = ""
+        found.append(word)
+    return found
 
 
 def load_settings(flags: Flags, parsed: Namespace) -> Settings:
@@ -264,4 +380,4 @@ def load_settings(flags: Flags, parsed: Namespace) -> Settings:
     names = {action.dest for action in flags.root_parser._actions}
     given = Namespace(**{name: value for name, value in vars(parsed).items() if name in names})
     # mypy knows the fields only, not the arguments that BaseSettings adds to them.
-    return Settings(_cli_settings_source=flags(parsed_args=given))  # type: ignore[call-arg]
+    return flags.settings_cls(_cli_settings_source=flags(parsed_args=given))  # type: ignore

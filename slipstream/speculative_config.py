@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from drafters.base import DraftShape
 from engine.config import EngineConfig, Quantization
 from engine.params import SamplingParams, SpeculativeParams
-
-TreeStrategy = Literal["none", "linear", "tree"]
+from slipstream.options import (
+    FIXED_POLICY,
+    NO_DRAFTER,
+    SpeculativeOptions,
+    TreeStrategy,
+    check_ranges,
+)
 
 _REFUSED: dict[tuple[str, Any], str] = {
     ("share_kv_cache", False): (
@@ -132,10 +136,8 @@ class SpeculativeConfig:
         """``base`` with the target and what the drafter needs loaded."""
         changes: dict[str, Any] = {
             "model": verify_model_path,
-            "drafters": ("none", self.draft_strategy),
+            "drafters": tuple(dict.fromkeys((NO_DRAFTER, self.draft_strategy))),
         }
-        if self.draft_strategy == "none":
-            changes["drafters"] = ("none",)
         if self.draft_strategy in _MODELS and self.draft_model_path is not None:
             changes["draft_model"] = self.draft_model_path
         if self.draft_strategy == "quantized":
@@ -149,50 +151,42 @@ class SpeculativeConfig:
 
     def speculative_params(self, depth: int | None = None) -> SpeculativeParams:
         """``depth`` replaces ``num_speculative_tokens``."""
-        num_tokens = self.num_speculative_tokens if depth is None else depth
-        is_tree = self.tree_strategy == "tree"
-        shape = (
-            DraftShape(self.tree_width, self.tree_depth)
-            if is_tree
-            else DraftShape(1, max(1, self._most()))
-        )
-        return SpeculativeParams(
-            drafter=self.draft_strategy,
-            policy="target_rate" if self.adaptive_depth else "fixed",
-            num_draft_tokens=num_tokens,
-            min_draft_tokens=self.min_speculative_tokens if self.adaptive_depth else 0,
-            max_draft_tokens=self._most() if self.adaptive_depth else num_tokens,
-            target_acceptance_rate=self.target_acceptance_rate if self.adaptive_depth else None,
-            shape=shape,
-        )
+        given = self._options()
+        num = given["num_speculative_tokens"] if depth is None else depth
+        given |= {"num_speculative_tokens": num, "adaptive_depth": "target_rate"}
+        if not self.adaptive_depth:
+            given |= {
+                "adaptive_depth": FIXED_POLICY,
+                "min_speculative_tokens": 0,
+                "max_speculative_tokens": num,
+                "target_acceptance_rate": None,
+            }
+        return SpeculativeParams.from_options(SpeculativeOptions(**given))
+
+    def _options(self) -> dict[str, Any]:
+        """The fields that a request's ``speculative`` object has, too."""
+        shared = {field.name for field in fields(SpeculativeOptions)}
+        return {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name in shared
+        }
 
     def sampling_params(self, max_new_tokens: int, seed: int) -> SamplingParams:
         return SamplingParams(
             max_tokens=max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=seed
         )
 
-    def _most(self) -> int:
-        return self.max_speculative_tokens if self.adaptive_depth else self.num_speculative_tokens
-
     def _check_ranges(self) -> None:
+        check_ranges(self._options())
         low, num, high = (
             self.min_speculative_tokens,
             self.num_speculative_tokens,
             self.max_speculative_tokens,
         )
-        if min(low, num, high) < 0:
-            raise ValueError("numbers of speculative tokens must not be negative")
         if self.adaptive_depth and not low <= num <= high:
             raise ValueError(
                 f"num_speculative_tokens {num} must lie between min_speculative_tokens {low} "
                 f"and max_speculative_tokens {high}"
             )
-        if not 0 < self.target_acceptance_rate < 1:
-            raise ValueError("target_acceptance_rate must lie between 0 and 1")
-        if self.tree_strategy not in ("none", "linear", "tree"):
-            raise ValueError("tree_strategy must be none, linear or tree")
-        if min(self.tree_width, self.tree_depth) < 1:
-            raise ValueError("tree_width and tree_depth must be at least 1")
         if self.temperature < 0:
             raise ValueError("temperature must not be negative")
         if not 0 < self.top_p <= 1:

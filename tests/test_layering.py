@@ -20,6 +20,8 @@ MAY_IMPORT = {
     "tools": {"tools", "client", "engine", "drafters"},
     "slipstream": {"slipstream", "engine", "drafters"},
 }
+# A module that imports nothing of the project, so that everybody may have its words.
+SHARED = {"slipstream.options"}
 # The command line is the door to all commands.
 DOOR = {"server/cli.py": {"client", "tools"}}
 # Wings of a package and the wings of the same package that each may import. "base" is what stands below
@@ -57,7 +59,8 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "base": set(),
         "request": {"base"},
         "reply": {"base", "request"},
-        "top": {"base", "request", "reply"},
+        "endpoints": {"base", "request", "reply"},
+        "top": {"base", "request", "reply", "endpoints"},
     },
 }
 BASE = {
@@ -103,7 +106,8 @@ def imported_names(source: str) -> Iterator[str]:
 
 
 def top_level_imports(path: Path) -> set[str]:
-    return {name.partition(".")[0] for name in imported_names(path.read_text(encoding="utf-8"))}
+    names = set(imported_names(path.read_text(encoding="utf-8"))) - SHARED
+    return {name.partition(".")[0] for name in names}
 
 
 def run_without(blocked: set[str], statement: str) -> subprocess.CompletedProcess[str]:
@@ -211,6 +215,11 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_only_the_server_knows_the_web(package: str) -> None:
     found = {path.name: top_level_imports(path) & WEB for path in sources(package)}
     assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_what_everybody_may_import_imports_nothing_of_ours() -> None:
+    for module in SHARED:
+        assert project_imports()[module] == set()
 
 
 def test_the_block_is_effective() -> None:

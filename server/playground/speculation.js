@@ -3,25 +3,6 @@
 
 import { byId, element } from "./dom.js";
 
-const FIELDS = {
-  num_speculative_tokens: "Draft tokens per step under fixed; otherwise the most to begin with.",
-  min_speculative_tokens: "Never fewer per step.",
-  max_speculative_tokens: "Never more per step.",
-  target_acceptance_rate: "The acceptance rate to steer to.",
-  tree_width: "Children per node of the draft tree.",
-  tree_depth: "Longest path of the draft tree.",
-};
-const POLICIES = {
-  fixed: "always the same number of drafts",
-  target_rate: "steers to an acceptance rate",
-  goodput: "fastest for the batch",
-};
-const TREES = { none: "one continuation", linear: "one continuation", tree: "several continuations" };
-const VERIFICATIONS = {
-  match: "the same text as without drafts",
-  rejection: "the same distribution, not the same text",
-  block: "as rejection, drafts judged together; chains only",
-};
 const DEPTHS = ["num_speculative_tokens", "min_speculative_tokens", "max_speculative_tokens"];
 const LARGEST_EXACT = 2 ** 31;
 
@@ -29,8 +10,7 @@ export class SpeculationForm {
   constructor(form, catalogue, changed) {
     this._form = form;
     this._defaults = catalogue.defaults;
-    this._caps = catalogue.caps;
-    this._catalogue = catalogue;
+    this._told = new Map(catalogue.fields.map((each) => [each.name, each]));
     this._drafters = new Map(catalogue.data.map((each) => [each.id, each]));
     this._hues = new Map([...this._drafters.keys()].map((id, at) => [id, hue(at)]));
     this._changed = changed;
@@ -136,37 +116,27 @@ export class SpeculationForm {
   }
 
   _depthFields() {
-    const policy = this._value("adaptive_depth");
-    const choices = this._catalogue.policies.map((id) => [id, POLICIES[id]]);
-    const names = policy === "fixed" ? DEPTHS.slice(0, 1) : DEPTHS;
-    const most = this._caps.max_speculative_tokens;
-    const numbers = names.map((name) => this._number(name, 0, most));
+    const policies = this._told.get("adaptive_depth").choices;
+    const { fields: read } = policies.find((each) => each.id === this._value("adaptive_depth"));
+    const names = DEPTHS.filter((name) => read.includes(name));
     const fields = [
-      this._select("adaptive_depth", "Policy", choices),
-      element("div", { className: "row three" }, ...numbers),
+      this._choice("adaptive_depth", "Policy"),
+      element("div", { className: "row three" }, ...names.map((name) => this._number(name))),
     ];
-    if (policy !== "fixed") fields.push(this._number("target_acceptance_rate", 0, 1));
+    if (read.includes("target_acceptance_rate")) fields.push(this._number("target_acceptance_rate"));
     return fields;
   }
 
   _shapeFields() {
-    const { tree_strategies: strategies, verifications } = this._catalogue;
     const fields = [];
     if (this.drafter.drafts_trees) {
-      const choices = strategies.map((id) => [id, TREES[id]]);
-      fields.push(this._select("tree_strategy", "Draft shape", choices));
+      fields.push(this._choice("tree_strategy", "Draft shape"));
       if (this._value("tree_strategy") === "tree") {
-        const sizes = [
-          this._number("tree_width", 1, this._caps.max_tree_width),
-          this._number("tree_depth", 1, this._caps.max_tree_depth),
-        ];
+        const sizes = [this._number("tree_width"), this._number("tree_depth")];
         fields.push(element("div", { className: "row two" }, ...sizes));
       }
     }
-    if (this.drafter.draws) {
-      const choices = verifications.map((id) => [id, VERIFICATIONS[id]]);
-      fields.push(this._select("verification", "Verification", choices));
-    }
+    if (this.drafter.draws) fields.push(this._choice("verification", "Verification"));
     return fields;
   }
 
@@ -181,13 +151,19 @@ export class SpeculationForm {
     return this._field(name, label, input, "text", help);
   }
 
-  _number(name, low, high) {
+  _choice(name, label) {
+    const choices = this._told.get(name).choices.map((each) => [each.id, each.description]);
+    return this._select(name, label, choices);
+  }
+
+  _number(name) {
+    const { minimum: low, maximum: high, description } = this._told.get(name);
     const given = this._entered.get(name);
     const input = element("input", { type: "number", min: low, max: high, step: "any" });
     input.value = given ?? "";
     input.placeholder = this._defaults[name] ?? "none";
     const label = name.replaceAll("_", " ").replace("speculative tokens", "drafts");
-    return this._field(name, label, input, "number", `${FIELDS[name]} ${low} to ${high}.`);
+    return this._field(name, label, input, "number", `${description} ${low} to ${high}.`);
   }
 
   _predictionField() {

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import QueueFullError, RequestError
 from engine.events import FinishInfo, TokenEvent, TokenLogprobs
@@ -20,9 +20,9 @@ from server.errors import ApiError
 from server.metrics import Metrics
 from server.plan import ChoicePlan, TextOptions
 from server.reply.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher
-from server.reply.replies import FinishReason
 from server.reply.token_texts import TokenTexts
 
+FinishReason = Literal["stop", "length"]
 _NUM_CONTEXT_TOKENS = 6
 
 

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from engine.events import SpeculativeStats
 from server.reply.choices import ChoiceEnd
-from server.reply.replies import (
+from server.reply.writers import (
     CompletionTokensDetails,
     GammaMove,
     PromptTokensDetails,

@@ -1,97 +1,397 @@
-"""What both endpoints' writers share: folding deltas, and the fields next to the text."""
+"""The replies of both endpoints, in OpenAI's shape plus our own fields, and what writes them.
+
+Own fields: ``usage.speculative``, ``seed`` (the one used: sending it again reproduces the reply),
+and per choice ``stop_reason``, ``token_ids``, ``prompt_token_ids`` and ``tokens``. With ``tokens`` come
+``num_steps``, the steps that a chunk tells of, and ``num_draft_tokens``, the drafts they verified. A
+field that was not asked for is left out.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from engine.events import TokenLogprobs
 from server.plan import RequestPlan
-from server.reply.choices import ChoiceDelta, ChoiceEnd, ReplyToken
-from server.reply.replies import DraftedToken, Usage
+from server.reply.choices import ChoiceDelta, FinishReason, ReplyToken
+from server.reply.token_texts import TokenTexts
 
 
-@dataclass(slots=True)
-class FoldedChoice:
-    """All deltas of one choice, put together."""
+class GammaMove(BaseModel):
+    """At step ``step`` of choice ``choice`` gamma became ``gamma``."""
 
-    text: str = ""
-    tokens: list[ReplyToken] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    end: ChoiceEnd | None = None
-    num_steps: int = 0
-    num_draft_tokens: int = 0
+    choice: int
+    step: int
+    gamma: int
+    reason: str
 
-    def add(self, delta: ChoiceDelta) -> None:
-        self.text += delta.text
-        self.tokens += delta.tokens
-        self.num_steps += delta.num_steps
-        self.num_draft_tokens += delta.num_draft_tokens
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        if delta.end is not None:
-            self.end = delta.end
+
+class SpeculativeUsage(BaseModel):
+    """What was drafted and gained, over all choices; ``server.reply.usage.merge`` says how they are
+    combined.
+    """
+
+    drafter: str
+    num_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_rate: float | None
+    tokens_per_step: float | None
+    mean_gamma: float
+    acceptance_histogram: list[int]
+    accepted_per_position: list[int]
+    estimated_speedup: float | None
+    draft_ms: float
+    verify_ms: float
+    gamma_changes: list[GammaMove]
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    """Of requests with a ``prediction``: its drafts that became output, and those that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(BaseModel):
+    """A prompt counts once however many choices it has; tokens a stop string cut off do not
+    count. ``completion_tokens_details`` is there for requests with a ``prediction``.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+    speculative: SpeculativeUsage
+
+
+class DraftedToken(BaseModel):
+    """``text``: what the token added to the choice's text; ``drafted``: an accepted draft."""
+
+    id: int
+    text: str
+    drafted: bool
+
+
+class Ending(BaseModel):
+    """What the choices of all replies end with."""
+
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    tokens: list[DraftedToken] | None = None
+    num_steps: int | None = None
+    num_draft_tokens: int | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """``text_offset`` counts characters from the start of the choice's whole text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionText(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+
+
+# Fields of the last base come first in JSON.
+class CompletionChoice(Ending, CompletionText):
+    pass
+
+
+class TopLogprob(BaseModel):
+    """``bytes``: the token's UTF-8 bytes, possibly a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob]
+
+
+class ChatReplyMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatMessageText(BaseModel):
+    index: int
+    message: ChatReplyMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChoice(Ending, ChatMessageText):
+    pass
+
+
+class ChatDeltaText(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunkChoice(Ending, ChatDeltaText):
+    pass
+
+
+class Envelope(BaseModel):
+    """What replies and chunks of both endpoints begin with."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    seed: int
+
+
+class Completion(Envelope):
+    """A whole reply, or one chunk of a streamed one."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ChatCompletion(Envelope):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunk(Envelope):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
 
 
 def fold(deltas: Iterable[ChoiceDelta], num_choices: int) -> list[ChoiceDelta]:
     """Each choice as the one delta that its deltas add up to, in index order."""
-    folded = [FoldedChoice() for _ in range(num_choices)]
+    by_choice: list[list[ChoiceDelta]] = [[] for _ in range(num_choices)]
     for delta in deltas:
-        folded[delta.index].add(delta)
-    return [
-        ChoiceDelta(
-            index,
-            True,
-            choice.text,
-            tuple(choice.tokens),
-            choice.prompt_logprobs,
-            choice.end,
-            choice.num_steps,
-            choice.num_draft_tokens,
-        )
-        for index, choice in enumerate(folded)
-    ]
+        by_choice[delta.index].append(delta)
+    return [_sum(index, found) for index, found in enumerate(by_choice)]
 
 
-class Writer(Protocol):
-    """Puts one request's deltas into an endpoint's shape."""
+def _sum(index: int, deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    prompts = (each.prompt_logprobs for each in deltas)
+    return ChoiceDelta(
+        index,
+        first=True,
+        text="".join(each.text for each in deltas),
+        tokens=tuple(token for each in deltas for token in each.tokens),
+        prompt_logprobs=next((each for each in prompts if each is not None), None),
+        end=deltas[-1].end if deltas else None,
+        num_steps=sum(each.num_steps for each in deltas),
+        num_draft_tokens=sum(each.num_draft_tokens for each in deltas),
+    )
 
-    plan: RequestPlan
+
+class Writer(ABC):
+    """Puts one request's deltas into an endpoint's shape: what both endpoints share."""
+
+    def __init__(
+        self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
+    ) -> None:
+        self.plan = plan
+        self._texts = texts
+        self._model_name = model_name
+        self._fingerprint = fingerprint
 
     def chunk(self, delta: ChoiceDelta) -> BaseModel | None:
-        """A streamed chunk; None where the delta has nothing to tell."""
+        """A streamed chunk; None for a delta of tokens that add no text and were not asked for."""
+        shows_tokens = (
+            self.plan.return_token_ids
+            or self.plan.return_drafted
+            or self.plan.num_logprobs is not None
+        )
+        if delta.first or delta.end or delta.text or (delta.tokens and shows_tokens):
+            return self._chunk([delta])
+        return None
 
-    def usage_chunk(self, usage: Usage) -> BaseModel: ...
+    def usage_chunk(self, usage: Usage) -> BaseModel:
+        return self._chunk([], usage=usage)
 
+    @abstractmethod
+    def _chunk(self, deltas: Sequence[ChoiceDelta], **usage: Any) -> BaseModel: ...
+
+    @abstractmethod
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> BaseModel:
         """The whole reply, of folded choices."""
 
+    def _envelope(self, id_prefix: str, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{id_prefix}-{self.plan.request_id}",
+            "object": kind,
+            "created": self.plan.created,
+            "model": self._model_name,
+            "system_fingerprint": self._fingerprint,
+            "seed": self.plan.seed,
+        }
 
-def extras(plan: RequestPlan, delta: ChoiceDelta) -> dict[str, Any]:
-    """The fields of a choice beyond OpenAI's that apply to this delta."""
-    fields: dict[str, Any] = {}
-    if delta.end is not None:
-        fields["stop_reason"] = delta.end.stop_reason
-    if plan.return_token_ids:
-        fields["token_ids"] = [token.token_id for token in delta.tokens]
-        if delta.first:
-            fields["prompt_token_ids"] = list(plan.prompt_of(delta.index).token_ids)
-    if plan.return_drafted:
-        fields["tokens"] = [
-            DraftedToken(id=token.token_id, text=token.text, drafted=token.drafted)
-            for token in delta.tokens
-        ]
-        fields["num_steps"] = delta.num_steps
-        fields["num_draft_tokens"] = delta.num_draft_tokens
-    return fields
+    def _ending(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """The fields of ``Ending`` that apply to this delta."""
+        end = delta.end
+        found: dict[str, Any] = {"finish_reason": None if end is None else end.reason}
+        if end is not None:
+            found["stop_reason"] = end.stop_reason
+        if self.plan.return_token_ids:
+            found["token_ids"] = [token.token_id for token in delta.tokens]
+            if delta.first:
+                found["prompt_token_ids"] = list(self.plan.prompt_of(delta.index).token_ids)
+        if self.plan.return_drafted:
+            found["tokens"] = [
+                DraftedToken(id=token.token_id, text=token.text, drafted=token.drafted)
+                for token in delta.tokens
+            ]
+            found["num_steps"] = delta.num_steps
+            found["num_draft_tokens"] = delta.num_draft_tokens
+        return found
 
 
-def says_nothing(plan: RequestPlan, delta: ChoiceDelta) -> bool:
-    """Whether a chunk of this delta would be empty: tokens that add no text and were not asked
-    for.
-    """
-    shows_tokens = plan.return_token_ids or plan.return_drafted or plan.num_logprobs is not None
-    return not (delta.first or delta.end or delta.text or (delta.tokens and shows_tokens))
+class CompletionWriter(Writer):
+    """``/v1/completions``: a chunk has the shape of the whole."""
+
+    def _chunk(self, deltas: Sequence[ChoiceDelta], **usage: Any) -> Completion:
+        return Completion(
+            **self._envelope("cmpl", "text_completion"),
+            choices=[self._choice(delta) for delta in deltas],
+            **usage,
+        )
+
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Completion:
+        return self._chunk(choices, usage=usage)
+
+    def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
+        echoed = self.plan.prompt_of(delta.index).text if self.plan.echo and delta.first else ""
+        return CompletionChoice(
+            index=delta.index,
+            text=echoed + delta.text,
+            logprobs=self._logprobs(delta),
+            **self._ending(delta),
+        )
+
+    def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs | None:
+        if self.plan.num_logprobs is None:
+            return None
+        block = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        if delta.prompt_logprobs is not None:
+            self._add_prompt(block, delta)
+        start = len(self.plan.prompt_of(delta.index).text) if self.plan.echo else 0
+        for token in delta.tokens:
+            self._add(block, token.token_id, token.logprobs, start + token.start)
+        return block
+
+    def _add_prompt(self, block: CompletionLogprobs, delta: ChoiceDelta) -> None:
+        """The prompt's tokens; the first has no logprob, since nothing comes before it."""
+        assert delta.prompt_logprobs is not None
+        prompt = self.plan.prompt_of(delta.index)
+        pieces = self._texts.pieces(prompt.token_ids)
+        offset = 0
+        for token_id, piece, logprobs in zip(
+            prompt.token_ids, pieces, delta.prompt_logprobs, strict=True
+        ):
+            self._add(block, token_id, logprobs, offset)
+            if token_id in self._texts.special_ids:
+                # The tokenizer may have added it, and then it is not in the text.
+                name = self._texts.text(token_id)
+                offset += len(name) if prompt.text.startswith(name, offset) else 0
+            offset += len(piece)
+
+    def _add(
+        self,
+        block: CompletionLogprobs,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        offset: int,
+    ) -> None:
+        block.tokens.append(self._texts.text(token_id))
+        block.text_offset.append(offset)
+        block.token_logprobs.append(None if logprobs is None else logprobs.logprob)
+        if logprobs is None or not self.plan.num_logprobs:
+            block.top_logprobs.append(None)
+            return
+        top = {self._texts.text(top_id): logprob for top_id, logprob in logprobs.top}
+        # OpenAI lists the chosen token too, so there may be one entry more than was asked for.
+        top.setdefault(self._texts.text(token_id), logprobs.logprob)
+        block.top_logprobs.append(top)
+
+
+class ChatWriter(Writer):
+    """``/v1/chat/completions``."""
+
+    def _chunk(self, deltas: Sequence[ChoiceDelta], **usage: Any) -> ChatChunk:
+        return ChatChunk(
+            **self._envelope("chatcmpl", "chat.completion.chunk"),
+            choices=[self._chunk_choice(delta) for delta in deltas],
+            **usage,
+        )
+
+    def _chunk_choice(self, delta: ChoiceDelta) -> ChatChunkChoice:
+        shown: dict[str, Any] = {"role": "assistant"} if delta.first else {}
+        if delta.text or delta.first:
+            shown["content"] = delta.text
+        return ChatChunkChoice(
+            index=delta.index,
+            delta=ChatDelta(**shown),
+            logprobs=self._logprobs(delta.tokens),
+            **self._ending(delta),
+        )
+
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> ChatCompletion:
+        return ChatCompletion(
+            **self._envelope("chatcmpl", "chat.completion"),
+            choices=[
+                ChatChoice(
+                    index=choice.index,
+                    message=ChatReplyMessage(role="assistant", content=choice.text),
+                    logprobs=self._logprobs(choice.tokens),
+                    **self._ending(choice),
+                )
+                for choice in choices
+            ],
+            usage=usage,
+        )
+
+    def _logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs | None:
+        if self.plan.num_logprobs is None:
+            return None
+        content = []
+        for token in tokens:
+            assert token.logprobs is not None, "the engine sends logprobs where they were asked for"
+            chosen = self._entry(token.token_id, token.logprobs.logprob)
+            top = [self._entry(top_id, logprob) for top_id, logprob in token.logprobs.top]
+            content.append(ChatLogprob(**chosen.model_dump(), top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def _entry(self, token_id: int, logprob: float) -> TopLogprob:
+        return TopLogprob(
+            token=self._texts.text(token_id),
+            logprob=logprob,
+            bytes=list(self._texts.token_bytes(token_id)),
+        )

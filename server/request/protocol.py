@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema
 
+from server.request.body import MAX_SEED, Body, PromptField, StopField
 from server.request.speculative import SpeculativeField
-from server.request.wire import MAX_SEED, PromptField, StopField, Wire
 
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
@@ -43,7 +43,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class StreamOptions(Wire):
+class StreamOptions(Body):
     """``include_usage``: one more chunk before ``[DONE]``, without choices, with the request's
     usage.
     """
@@ -81,14 +81,14 @@ ContentField = Annotated[
 ]
 
 
-class Prediction(Wire):
+class Prediction(Body):
     """OpenAI's Predicted Outputs: a text that the output is expected to repeat for the most part."""
 
     type: Literal["content"]
     content: ContentField
 
 
-class SamplingFields(Wire):
+class SamplingFields(Body):
     """What both endpoints take."""
 
     model: str | None = Field(default=None, description="The served model's name; may be left out.")
@@ -160,7 +160,7 @@ class CompletionRequest(SamplingFields):
 _NO_TOOLS = "tool calls are not available"
 
 
-class ChatMessage(Wire):
+class ChatMessage(Body):
     """``developer`` is handed to the chat template as ``system``."""
 
     unsupported: ClassVar[dict[str, str]] = {

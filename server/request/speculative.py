@@ -10,51 +10,55 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import fields, replace
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic_settings import NoDecode
 
-from drafters.base import DrafterInfo, DraftShape, OptionValue
+from drafters.base import DrafterInfo, OptionValue
 from engine.info import EngineInfo
-from engine.params import GammaPolicyName, SpeculativeParams, VerificationName
+from engine.params import SpeculativeParams
 from engine.speculation.gamma import gamma_policy_names
+from engine.speculation.gamma.policy import registered_policies
 from server.errors import ApiError, bad_request
-from server.request.wire import Wire
-
-POLICIES = gamma_policy_names()
-TREE_STRATEGIES = ("none", "linear", "tree")
-VERIFICATIONS: tuple[VerificationName, ...] = ("match", "rejection", "block")
-NO_DRAFTER = "none"
-PREFERRED_DRAFTER = "ngram"
-PREDICTION_DRAFTER = "prediction"
-
-_DEPTH_FIELDS = (
-    "num_speculative_tokens",
-    "adaptive_depth",
-    "min_speculative_tokens",
-    "max_speculative_tokens",
-    "target_acceptance_rate",
+from server.request.body import Body, described_by
+from slipstream.options import (
+    FIXED_POLICY,
+    INSIDE,
+    NO_DRAFTER,
+    SpeculativeOptions,
+    VerificationName,
+    about,
 )
+
+PREDICTION_DRAFTER = "prediction"
+_BUILTIN = SpeculativeOptions()
+_NUM, _LOW, _HIGH = (f"{which}_speculative_tokens" for which in ("num", "min", "max"))
 _RATE = "target_acceptance_rate"
-_TREE_FIELDS = ("tree_strategy", "tree_width", "tree_depth")
+_WITHOUT_A_DRAFTER = ("draft_strategy", "options", "return_drafted")
+
+
+def fields_read_by(policy: str) -> list[str]:
+    """Those that have an effect under a policy."""
+    (settings,) = (each.settings for each in registered_policies() if each.name == policy)
+    return [public for public, name in INSIDE.items() if name in settings]
 
 
 def _parse_adaptive(value: object) -> object:
-    if value is None or isinstance(value, bool) or value in POLICIES:
+    if isinstance(value, bool) or value in gamma_policy_names():
         return value
-    raise ValueError(f"must be true, false, or one of: {', '.join(POLICIES)}")
+    raise ValueError(f"must be true, false, or one of: {', '.join(gamma_policy_names())}")
 
 
 def _parse_verification(value: object) -> object:
-    if value is None or value in VERIFICATIONS:
+    known = about("verification")["choices"]
+    if value in known:
         return value
-    raise ValueError(f"must be one of: {', '.join(VERIFICATIONS)}")
+    raise ValueError(f"must be one of: {', '.join(known)}")
 
 
 def _parse_options(value: object) -> object:
-    if value is None:
-        return value
     if not isinstance(value, dict) or not all(
         isinstance(key, str) and isinstance(item, bool | int | float | str)
         for key, item in value.items()
@@ -67,56 +71,34 @@ def _either_schema(*kinds: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [{"type": kind} for kind in kinds]})
 
 
-class SpeculativeField(Wire):
+_TYPES = {
+    "adaptive_depth": Annotated[
+        Any, PlainValidator(_parse_adaptive), _either_schema("boolean", "string")
+    ],
+    "verification": Annotated[
+        Any, PlainValidator(_parse_verification), WithJsonSchema({"type": "string"})
+    ],
+    "options": Annotated[Any, PlainValidator(_parse_options), WithJsonSchema({"type": "object"})],
+}
+
+
+@described_by(SpeculativeOptions, _TYPES, optional=True)
+class SpeculativeField(Body):
     """Left out: the server's default. ``adaptive_depth`` true is the server's adaptive policy,
     false is "fixed".
     """
 
-    draft_strategy: str | None = Field(
-        default=None, max_length=64, description="The drafter; GET /v1/drafters lists them."
-    )
-    num_speculative_tokens: int | None = Field(
-        default=None,
-        ge=0,
-        description="fixed: gamma. Adaptive policies: the most in a request's first draft; "
-        "goodput without max_speculative_tokens: the most in any.",
-    )
-    adaptive_depth: Annotated[
-        Any, PlainValidator(_parse_adaptive), _either_schema("boolean", "string", "null")
-    ] = Field(default=None, description="true, false, fixed, target_rate or goodput.")
-    min_speculative_tokens: int | None = Field(default=None, ge=0, description="adaptive policies")
-    max_speculative_tokens: int | None = Field(default=None, ge=0, description="adaptive policies")
-    target_acceptance_rate: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="target_rate: what gamma is steered to. goodput: grant no more than is expected "
-        "to be accepted at this rate.",
-    )
-    tree_strategy: Literal["none", "linear", "tree"] | None = Field(
-        default=None, description="none and linear draft a chain."
-    )
-    tree_width: int | None = Field(default=None, ge=1, description="Children per node, for trees.")
-    tree_depth: int | None = Field(default=None, ge=1, description="Longest path, for trees.")
-    verification: Annotated[
-        Any, PlainValidator(_parse_verification), _either_schema("string", "null")
-    ] = Field(
-        default=None,
-        description="match: emit what the target alone would have, token for token. rejection, and "
-        "block for chains: its distribution, for drafters that draw.",
-    )
-    options: Annotated[Any, PlainValidator(_parse_options), _either_schema("object", "null")] = (
-        Field(
-            default=None, description="The drafter's own options, as GET /v1/drafters lists them."
-        )
-    )
-    return_drafted: bool | None = Field(
-        default=None, description="Tell with each token whether it was drafted."
-    )
+    def given(self) -> dict[str, Any]:
+        """The fields that hold a value."""
+        return {name: value for name, value in self if value is not None}
 
-    def given(self) -> set[str]:
-        """The names of the fields that hold a value."""
-        return {name for name in type(self).model_fields if getattr(self, name) is not None}
+
+def _split(value: object) -> object:
+    """Names apart by spaces or commas, or a list in JSON."""
+    return re.findall(r"[^\s,\[\]\"']+", value) if isinstance(value, str) else value
+
+
+Names = Annotated[list[str] | None, NoDecode, BeforeValidator(_split)]
 
 
 class SpeculativeCaps(BaseModel):
@@ -124,7 +106,7 @@ class SpeculativeCaps(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    draft_strategies: list[str] | None = Field(
+    draft_strategies: Names = Field(
         default=None, description="Drafters that requests may name; default: all that are loaded."
     )
     max_speculative_tokens: int | None = Field(
@@ -134,41 +116,19 @@ class SpeculativeCaps(BaseModel):
     max_tree_depth: int = Field(default=32, ge=1, description="Deepest draft tree.")
 
 
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """A ``SpeculativeField`` of the server with every gap filled."""
-
-    drafter: str
-    policy: GammaPolicyName
-    adaptive_policy: GammaPolicyName
-    num_draft_tokens: int
-    min_draft_tokens: int
-    max_draft_tokens: int
-    target_acceptance_rate: float | None
-    tree: bool
-    tree_width: int
-    tree_depth: int
-    return_drafted: bool
-    verification: VerificationName = "match"
-    options: Mapping[str, OptionValue] = field(default_factory=dict)
-
-
 class SpeculativeResolver:
     """Turns ``speculative`` objects into the engine's parameters, for one engine and one
     operator's wishes.
 
-    Raises ValueError where the server's own default does not fit the engine or the caps.
+    ``defaults``: what a request that says nothing gets. Raises ValueError where the server's own
+    default does not fit the engine or the caps.
     """
 
     def __init__(self, info: EngineInfo, default: SpeculativeField, caps: SpeculativeCaps) -> None:
         self._drafters = info.drafters
         self.caps = caps
-        self.max_tokens = min(
-            info.max_num_nodes,
-            info.max_num_nodes
-            if caps.max_speculative_tokens is None
-            else caps.max_speculative_tokens,
-        )
+        cap = caps.max_speculative_tokens
+        self.max_tokens = info.max_num_nodes if cap is None else min(info.max_num_nodes, cap)
         unknown = sorted(set(caps.draft_strategies or ()) - set(info.drafters))
         if unknown:
             raise ValueError(f"speculative caps name a drafter that is not loaded: {unknown[0]}")
@@ -177,108 +137,102 @@ class SpeculativeResolver:
             for name in info.drafters
             if name == NO_DRAFTER or caps.draft_strategies is None or name in caps.draft_strategies
         ]
-        self.defaults = self._builtin()
+        preferred = _BUILTIN.draft_strategy
+        self.defaults = replace(
+            _BUILTIN,
+            draft_strategy=preferred if preferred in self.allowed else NO_DRAFTER,
+            num_speculative_tokens=min(_BUILTIN.num_speculative_tokens, self.max_tokens),
+            max_speculative_tokens=min(_BUILTIN.max_speculative_tokens, self.max_tokens),
+            tree_width=min(_BUILTIN.tree_width, caps.max_tree_width),
+            tree_depth=min(_BUILTIN.tree_depth, caps.max_tree_depth),
+        )
+        self._adaptive_policy = self.defaults.adaptive_depth
         try:
-            params = self.resolve(default)
+            self._adopt(default.given())
         except ApiError as error:
             raise ValueError(f"{error.param}: {error.message}") from error
-        self.defaults = self._with(default, params)
 
     def resolve(
         self, asked: SpeculativeField | None, has_prediction: bool = False
     ) -> SpeculativeParams:
         """The parameters of a request. Raises ApiError 400 naming the field at fault."""
-        asked = asked or SpeculativeField()
-        given = asked.given()
-        info = self._drafter(asked, has_prediction)
-        options = self._options(info, asked)
-        if info.name == NO_DRAFTER:
-            for name in (*_DEPTH_FIELDS, *_TREE_FIELDS, "verification"):
-                _no_effect_if(name in given, name, f"draft_strategy {NO_DRAFTER!r}")
-            return SpeculativeParams(
-                drafter=NO_DRAFTER,
-                policy="fixed",
-                num_draft_tokens=0,
-                min_draft_tokens=0,
-                max_draft_tokens=0,
-            )
-        policy = self._policy(asked)
-        num_tokens, min_tokens, max_tokens = self._depth(asked, policy)
-        shape = self._shape(asked, info, max_tokens)
-        return SpeculativeParams(
-            drafter=info.name,
-            policy=policy,
-            num_draft_tokens=num_tokens,
-            min_draft_tokens=min_tokens,
-            max_draft_tokens=max_tokens,
-            target_acceptance_rate=self._rate(asked, policy),
-            shape=shape,
-            options=options,
-            verification=self._verification(asked, info, shape),
-        )
+        given = {} if asked is None else asked.given()
+        return SpeculativeParams.from_options(self._options(given, has_prediction))
 
     def returns_drafted(self, asked: SpeculativeField | None) -> bool:
         """Whether the reply tells which tokens were drafted."""
-        if asked is None or asked.return_drafted is None:
-            return self.defaults.return_drafted
-        return asked.return_drafted
+        given = {} if asked is None else asked.given()
+        return bool(given.get("return_drafted", self.defaults.return_drafted))
 
-    def _builtin(self) -> Defaults:
-        return Defaults(
-            drafter=PREFERRED_DRAFTER if PREFERRED_DRAFTER in self.allowed else NO_DRAFTER,
-            policy="goodput",
-            adaptive_policy="goodput",
-            num_draft_tokens=min(8, self.max_tokens),
-            min_draft_tokens=0,
-            max_draft_tokens=min(16, self.max_tokens),
-            target_acceptance_rate=None,
-            tree=False,
-            tree_width=min(2, self.caps.max_tree_width),
-            tree_depth=min(6, self.caps.max_tree_depth),
-            return_drafted=False,
-        )
-
-    def _with(self, default: SpeculativeField, params: SpeculativeParams) -> Defaults:
-        """The built-in defaults overlaid with the operator's, which ``resolve`` found sound."""
-        base = self.defaults
-        if params.drafter == NO_DRAFTER:
-            # A request may still name a drafter: it then gets the built-in depth.
-            num_tokens, min_tokens, max_tokens = (
-                base.num_draft_tokens,
-                base.min_draft_tokens,
-                base.max_draft_tokens,
+    def _options(
+        self, given: Mapping[str, Any], has_prediction: bool = False
+    ) -> SpeculativeOptions:
+        """Every option, by the request or the server, and all of them in agreement."""
+        info = self._drafter(given.get("draft_strategy"), has_prediction)
+        own = self._drafter_options(info, given.get("options", {}))
+        if info.name == NO_DRAFTER:
+            for each in fields(SpeculativeOptions):
+                if each.name in given and each.name not in _WITHOUT_A_DRAFTER:
+                    raise _no_effect(each.name, f"draft_strategy {NO_DRAFTER!r}")
+            return SpeculativeOptions(
+                draft_strategy=NO_DRAFTER,
+                adaptive_depth=FIXED_POLICY,
+                num_speculative_tokens=0,
+                min_speculative_tokens=0,
+                max_speculative_tokens=0,
             )
-            policy = base.policy
-        else:
-            policy = params.policy
-            num_tokens, min_tokens = params.num_draft_tokens, params.min_draft_tokens
-            max_tokens = base.max_draft_tokens if policy == "fixed" else params.max_draft_tokens
-        return Defaults(
-            drafter=params.drafter,
-            policy=policy,
-            adaptive_policy=base.adaptive_policy if policy == "fixed" else policy,
-            num_draft_tokens=num_tokens,
-            min_draft_tokens=min_tokens,
-            max_draft_tokens=max(max_tokens, num_tokens),
-            target_acceptance_rate=default.target_acceptance_rate,
-            tree=default.tree_strategy == "tree",
-            tree_width=default.tree_width or base.tree_width,
-            tree_depth=default.tree_depth or base.tree_depth,
-            return_drafted=bool(default.return_drafted),
-            verification=params.verification,
-            options=dict(default.options or {}),
+        policy = self._policy(given)
+        num, low, high = self._depth(given, policy)
+        shape = self._shape(given, info, high)
+        return replace(
+            self.defaults,
+            draft_strategy=info.name,
+            adaptive_depth=policy,
+            num_speculative_tokens=num,
+            min_speculative_tokens=low,
+            max_speculative_tokens=high,
+            target_acceptance_rate=(
+                given.get(_RATE, self.defaults.target_acceptance_rate)
+                if _RATE in fields_read_by(policy)
+                else None
+            ),
+            verification=self._verification(given, info, is_wide=shape.get("tree_width", 1) > 1),
+            options=own,
+            **shape,
         )
 
-    def _drafter(self, asked: SpeculativeField, has_prediction: bool) -> DrafterInfo:
-        name = self.defaults.drafter if asked.draft_strategy is None else asked.draft_strategy
+    def _adopt(self, default: Mapping[str, Any]) -> None:
+        """Overlay the built-in defaults with the operator's, where those are sound."""
+        found = self._options(default)
+        # What is not the operator's word is the built-in one, not what it had to give way to. With no
+        # drafter, a request may still name one: it then gets the built-in depth.
+        changes = dict(default) | {"draft_strategy": found.draft_strategy}
+        changes.pop("adaptive_depth", None)
+        if found.draft_strategy != NO_DRAFTER:
+            policy, num = found.adaptive_depth, found.num_speculative_tokens
+            is_bounded = _HIGH in fields_read_by(policy)
+            high = (found if is_bounded else self.defaults).max_speculative_tokens
+            changes |= {
+                "adaptive_depth": policy,
+                _NUM: num,
+                _LOW: found.min_speculative_tokens,
+                _HIGH: max(high, num),
+                "tree_strategy": found.tree_strategy,
+                "verification": found.verification,
+            }
+            self._adaptive_policy = policy if is_bounded else self._adaptive_policy
+        self.defaults = replace(self.defaults, **changes)
+
+    def _drafter(self, asked: str | None, has_prediction: bool) -> DrafterInfo:
+        name = self.defaults.draft_strategy if asked is None else asked
         if name not in self.allowed:
             raise _refuse("draft_strategy", f"must be one of: {', '.join(self.allowed)}")
         if not has_prediction:
-            if asked.draft_strategy == PREDICTION_DRAFTER:
+            if asked == PREDICTION_DRAFTER:
                 raise _refuse("draft_strategy", f"{PREDICTION_DRAFTER!r} needs a 'prediction'")
             return self._drafters[name]
         takers = [each for each in self.allowed if self._drafters[each].takes_reference]
-        if name not in takers and asked.draft_strategy is None and PREDICTION_DRAFTER in takers:
+        if name not in takers and asked is None and PREDICTION_DRAFTER in takers:
             name = PREDICTION_DRAFTER
         if name not in takers:
             able = (
@@ -287,104 +241,92 @@ class SpeculativeResolver:
             raise bad_request("prediction", f"prediction needs another draft_strategy: {able}")
         return self._drafters[name]
 
-    def _options(self, info: DrafterInfo, asked: SpeculativeField) -> dict[str, OptionValue]:
-        given: dict[str, Any] = asked.options or {}
+    def _drafter_options(
+        self, info: DrafterInfo, given: Mapping[str, Any]
+    ) -> dict[str, OptionValue]:
         # The server's default options belong to its default drafter and to no other.
-        inherited = self.defaults.options if info.name == self.defaults.drafter else {}
+        is_default = info.name == self.defaults.draft_strategy
+        inherited = self.defaults.options if is_default else {}
         try:
             # All at once: whether one fits may hang on another.
             return info.resolve({**inherited, **given})
         except ValueError as error:
             raise _refuse(_first_named(given, str(error)), str(error)) from error
 
-    def _policy(self, asked: SpeculativeField) -> GammaPolicyName:
-        policy = self.defaults.policy
-        if asked.adaptive_depth is True:
-            policy = self.defaults.adaptive_policy
-        elif asked.adaptive_depth is False:
-            policy = "fixed"
-        elif asked.adaptive_depth is not None:
-            policy = asked.adaptive_depth
-        given = asked.given()
-        if policy == "fixed":
-            for name in ("min_speculative_tokens", "max_speculative_tokens", _RATE):
-                _no_effect_if(name in given, name, "adaptive_depth 'fixed'")
+    def _policy(self, given: Mapping[str, Any]) -> str:
+        asked = given.get("adaptive_depth", self.defaults.adaptive_depth)
+        policy: str = {True: self._adaptive_policy, False: FIXED_POLICY}.get(asked, asked)
+        for name in (_NUM, _LOW, _HIGH, _RATE):
+            if name in given and name not in fields_read_by(policy):
+                raise _no_effect(name, f"adaptive_depth {policy!r}")
         return policy
 
-    def _rate(self, asked: SpeculativeField, policy: GammaPolicyName) -> float | None:
-        if policy == "fixed":
-            return None
-        if asked.target_acceptance_rate is None:
-            return self.defaults.target_acceptance_rate
-        return asked.target_acceptance_rate
-
-    def _depth(self, asked: SpeculativeField, policy: GammaPolicyName) -> tuple[int, int, int]:
+    def _depth(self, given: Mapping[str, Any], policy: str) -> tuple[int, int, int]:
         """(num, min, max): what was given stands, what was not gives way to it."""
-        num, low, high = (
-            asked.num_speculative_tokens,
-            asked.min_speculative_tokens,
-            asked.max_speculative_tokens,
-        )
-        for name, value in (("num", num), ("min", low), ("max", high)):
-            if value is not None and value > self.max_tokens:
-                message = f"must be at most {self.max_tokens} on this server"
-                raise _refuse(f"{name}_speculative_tokens", message)
-        if policy == "fixed":
-            fixed = self.defaults.num_draft_tokens if num is None else num
+        for name in (_NUM, _LOW, _HIGH):
+            if given.get(name, 0) > self.max_tokens:
+                raise _refuse(name, f"must be at most {self.max_tokens} on this server")
+        num, low, high = given.get(_NUM), given.get(_LOW), given.get(_HIGH)
+        if _HIGH not in fields_read_by(policy):
+            fixed = self.defaults.num_speculative_tokens if num is None else num
             return fixed, 0, fixed
         if high is None and policy == "goodput":
             high = num
         if low is not None and high is not None and low > high:
-            raise _refuse("min_speculative_tokens", "must not exceed max_speculative_tokens")
+            raise _refuse(_LOW, f"must not exceed {_HIGH}")
         if num is not None and low is not None and num < low:
-            raise _refuse("num_speculative_tokens", "must not be below min_speculative_tokens")
+            raise _refuse(_NUM, f"must not be below {_LOW}")
         if num is not None and high is not None and num > high:
-            raise _refuse("num_speculative_tokens", "must not exceed max_speculative_tokens")
+            raise _refuse(_NUM, f"must not exceed {_HIGH}")
         if high is None:
-            high = max(self.defaults.max_draft_tokens, num or 0, low or 0)
+            high = max(self.defaults.max_speculative_tokens, num or 0, low or 0)
         if low is None:
-            low = min(self.defaults.min_draft_tokens, high if num is None else num)
+            low = min(self.defaults.min_speculative_tokens, high if num is None else num)
         if num is None:
-            num = min(max(self.defaults.num_draft_tokens, low), high)
+            num = min(max(self.defaults.num_speculative_tokens, low), high)
         return num, low, high
 
-    def _shape(self, asked: SpeculativeField, info: DrafterInfo, max_tokens: int) -> DraftShape:
-        tree = self.defaults.tree if asked.tree_strategy is None else asked.tree_strategy == "tree"
-        if asked.tree_strategy is None and asked.verification == "block":
-            tree = False
-        given = asked.given()
-        if tree and not info.drafts_trees:
-            if asked.tree_strategy == "tree":
+    def _shape(self, given: Mapping[str, Any], info: DrafterInfo, high: int) -> dict[str, Any]:
+        """The options of the draft's shape, where they differ from the server's."""
+        strategy = given.get("tree_strategy")
+        is_tree = (strategy or self.defaults.tree_strategy) == "tree"
+        if strategy is None and given.get("verification") == "block":
+            is_tree = False
+        if is_tree and not info.drafts_trees:
+            if strategy == "tree":
                 raise _refuse("tree_strategy", f"drafter {info.name!r} takes no tree shape")
-            tree = False
-        if not tree:
+            is_tree = False
+        longest = max(1, high)
+        if not is_tree:
             for name in ("tree_width", "tree_depth"):
-                _no_effect_if(name in given, name, "a tree_strategy other than 'tree'")
-            return DraftShape(width=1, depth=max(1, max_tokens))
+                if name in given:
+                    raise _no_effect(name, "a tree_strategy other than 'tree'")
+            return {"tree_strategy": "linear"}
         for name, cap in (
             ("tree_width", self.caps.max_tree_width),
-            ("tree_depth", min(self.caps.max_tree_depth, max(1, max_tokens))),
+            ("tree_depth", min(self.caps.max_tree_depth, longest)),
         ):
-            value = getattr(asked, name)
-            if value is not None and value > cap:
+            if given.get(name, 0) > cap:
                 raise _refuse(name, f"must be at most {cap} for this request")
-        width = asked.tree_width or self.defaults.tree_width
-        depth = asked.tree_depth or min(self.defaults.tree_depth, max(1, max_tokens))
-        return DraftShape(width=width, depth=depth)
+        return {
+            "tree_strategy": "tree",
+            "tree_width": given.get("tree_width", self.defaults.tree_width),
+            "tree_depth": given.get("tree_depth", min(self.defaults.tree_depth, longest)),
+        }
 
     def _verification(
-        self, asked: SpeculativeField, info: DrafterInfo, shape: DraftShape
+        self, given: Mapping[str, Any], info: DrafterInfo, is_wide: bool
     ) -> VerificationName:
         """What was given is refused where it cannot be; the server's default gives way."""
-        wanted: VerificationName = asked.verification or self.defaults.verification
+        wanted: VerificationName = given.get("verification", self.defaults.verification)
         possible: VerificationName = wanted
         why = ""
         if wanted != "match" and not info.draws:
             possible = "match"
             why = f"drafter {info.name!r} does not draw from a distribution of its own"
-        elif wanted == "block" and shape.width > 1:
+        elif wanted == "block" and is_wide:
             possible, why = "rejection", "'block' is for chains"
-        if possible != wanted and asked.verification is not None:
+        if possible != wanted and "verification" in given:
             raise _refuse("verification", f"must be {possible!r} for this request: {why}")
         return possible
 
@@ -393,13 +335,12 @@ def _refuse(name: str, message: str) -> ApiError:
     return bad_request(f"speculative.{name}", f"speculative.{name} {message}")
 
 
+def _no_effect(name: str, where: str) -> ApiError:
+    return _refuse(name, f"has no effect with {where}; leave one of them out")
+
+
 def _first_named(options: Mapping[str, Any], message: str) -> str:
     """The field of the option that a message names first."""
     found = [(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message), name) for name in options]
     places = [(match.start(), name) for match, name in found if match]
     return f"options.{min(places)[1]}" if places else "options"
-
-
-def _no_effect_if(condition: bool, name: str, where: str) -> None:
-    if condition:
-        raise _refuse(name, f"has no effect with {where}; leave one of them out")

@@ -1,4 +1,4 @@
-"""From wire requests to engine requests: pure, and the last place where a field may be refused.
+"""From request bodies to engine requests: pure, and the last place where a field may be refused.
 
 Lengths follow vLLM: a prompt that leaves no room for a single token is a 400; a ``max_tokens``
 that no prompt could ever have is a 400; one that this prompt has no room for is clamped, and the
@@ -20,6 +20,7 @@ from engine.info import EngineInfo
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from server.errors import bad_request, unknown_model
 from server.plan import ChoicePlan, Prompt, RequestPlan, TextOptions
+from server.request.body import MAX_SEED
 from server.request.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
@@ -27,7 +28,6 @@ from server.request.protocol import (
     SamplingFields,
 )
 from server.request.speculative import SpeculativeResolver
-from server.request.wire import MAX_SEED
 
 _TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -51,48 +51,48 @@ class Translator:
         self._template = str(tokenizer.chat_template) if tokenizer.chat_template else None
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
-    def completion(self, wire: CompletionRequest, arrival_time: float) -> RequestPlan:
+    def completion(self, body: CompletionRequest, arrival_time: float) -> RequestPlan:
         """Raises ApiError."""
-        self._check_common(wire)
-        if wire.best_of not in (None, wire.n):
+        self._check_common(body)
+        if body.best_of not in (None, body.n):
             raise bad_request("best_of", "best_of is supported only if it equals n")
-        prompts = [self._prompt(given, wire.add_special_tokens) for given in wire.prompt]
+        prompts = [self._prompt(given, body.add_special_tokens) for given in body.prompt]
         return self._plan(
-            wire,
+            body,
             prompts,
-            max_tokens=wire.max_tokens or DEFAULT_COMPLETION_TOKENS,
+            max_tokens=body.max_tokens or DEFAULT_COMPLETION_TOKENS,
             max_tokens_field="max_tokens",
-            num_logprobs=wire.logprobs,
-            echo=wire.echo,
+            num_logprobs=body.logprobs,
+            echo=body.echo,
             arrival_time=arrival_time,
         )
 
-    def chat(self, wire: ChatRequest, arrival_time: float) -> RequestPlan:
+    def chat(self, body: ChatRequest, arrival_time: float) -> RequestPlan:
         """Raises ApiError."""
-        self._check_common(wire)
-        if wire.top_logprobs is not None and not wire.logprobs:
+        self._check_common(body)
+        if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs", "top_logprobs needs 'logprobs': true")
-        limit = wire.max_completion_tokens or wire.max_tokens
-        if wire.max_tokens is not None and wire.max_tokens != limit:
+        limit = body.max_completion_tokens or body.max_tokens
+        if body.max_tokens is not None and body.max_tokens != limit:
             raise bad_request("max_tokens", "max_tokens contradicts max_completion_tokens")
-        prompt = self._encode("messages", self._render(wire), wire.add_special_tokens)
-        field = "max_tokens" if wire.max_completion_tokens is None else "max_completion_tokens"
+        prompt = self._encode("messages", self._render(body), body.add_special_tokens)
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         return self._plan(
-            wire,
+            body,
             [prompt],
             max_tokens=limit,
             max_tokens_field=field,
-            num_logprobs=(wire.top_logprobs or 0) if wire.logprobs else None,
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             echo=False,
             arrival_time=arrival_time,
         )
 
-    def _check_common(self, wire: SamplingFields) -> None:
-        if wire.model is not None and wire.model != self._model_name:
-            raise unknown_model(wire.model, self._model_name)
-        if wire.stream_options is not None and not wire.stream:
+    def _check_common(self, body: SamplingFields) -> None:
+        if body.model is not None and body.model != self._model_name:
+            raise unknown_model(body.model, self._model_name)
+        if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options", "stream_options needs 'stream': true")
-        for token_id in wire.stop_token_ids or ():
+        for token_id in body.stop_token_ids or ():
             self._check_token_id("stop_token_ids", token_id)
 
     def _check_token_id(self, field: str, token_id: int) -> None:
@@ -133,18 +133,18 @@ class Translator:
             code="context_length_exceeded",
         )
 
-    def _render(self, wire: ChatRequest) -> str:
+    def _render(self, body: ChatRequest) -> str:
         """The chat template's text for the messages."""
         if self._template is None:
             raise bad_request(
                 "messages", "this model's tokenizer has no chat template; use /v1/completions"
             )
-        if wire.continue_final_message and wire.add_generation_prompt:
+        if body.continue_final_message and body.add_generation_prompt:
             raise bad_request(
                 "continue_final_message",
                 "continue_final_message needs 'add_generation_prompt': false",
             )
-        kwargs = wire.chat_template_kwargs or {}
+        kwargs = body.chat_template_kwargs or {}
         for name in kwargs:
             known = re.search(rf"\b{re.escape(name)}\b", self._template)
             if name in _TEMPLATE_ARGUMENTS or not name.isidentifier() or not known:
@@ -155,14 +155,14 @@ class Translator:
                 "role": "system" if message.role == "developer" else message.role,
                 "content": message.content,
             }
-            for message in wire.messages
+            for message in body.messages
         ]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
-                add_generation_prompt=wire.add_generation_prompt,
-                continue_final_message=wire.continue_final_message,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
                 **kwargs,
             )
         except (TemplateError, ValueError, TypeError) as error:
@@ -173,7 +173,7 @@ class Translator:
 
     def _plan(
         self,
-        wire: SamplingFields,
+        body: SamplingFields,
         prompts: list[Prompt],
         *,
         max_tokens: int | None,
@@ -182,7 +182,7 @@ class Translator:
         echo: bool,
         arrival_time: float,
     ) -> RequestPlan:
-        num_choices = len(prompts) * wire.n
+        num_choices = len(prompts) * body.n
         if num_choices > self._max_choices:
             field = "n" if len(prompts) == 1 else "prompt"
             message = f"{field}: {num_choices} choices; this server writes at most"
@@ -192,16 +192,16 @@ class Translator:
             raise bad_request(
                 max_tokens_field, f"{max_tokens_field} exceeds the context of {limit}"
             )
-        if max_tokens is not None and wire.min_tokens > max_tokens:
+        if max_tokens is not None and body.min_tokens > max_tokens:
             raise bad_request("min_tokens", f"min_tokens must not exceed {max_tokens_field}")
         # Drawn where not given, and told in the reply, so that any completion can be had again.
-        seed = secrets.randbelow(MAX_SEED + 1) if wire.seed is None else wire.seed
+        seed = secrets.randbelow(MAX_SEED + 1) if body.seed is None else body.seed
         request_id = uuid.uuid4().hex
         choices = []
-        sampling = self._sampling(wire, num_logprobs, echo)
-        speculative = self._speculative(wire)
+        sampling = self._sampling(body, num_logprobs, echo)
+        speculative = self._speculative(body)
         for index in range(num_choices):
-            prompt = prompts[index // wire.n]
+            prompt = prompts[index // body.n]
             room = self._info.max_model_len - len(prompt.token_ids)
             limit = room if max_tokens is None else min(room, max_tokens)
             request = GenerationRequest(
@@ -210,44 +210,44 @@ class Translator:
                 sampling=SamplingParams(
                     **sampling,
                     max_tokens=limit,
-                    min_tokens=min(wire.min_tokens, limit),
+                    min_tokens=min(body.min_tokens, limit),
                     seed=seed,
-                    choice_index=index % wire.n,
+                    choice_index=index % body.n,
                 ),
                 speculative=speculative,
-                priority=wire.priority,
-                cache_salt=wire.cache_salt or "",
+                priority=body.priority,
+                cache_salt=body.cache_salt or "",
                 arrival_time=arrival_time,
             )
             text = TextOptions(
-                stops=wire.stop,
-                include_stop=wire.include_stop_str_in_output,
-                skip_special_tokens=wire.skip_special_tokens,
-                min_tokens=wire.min_tokens,
+                stops=body.stop,
+                include_stop=body.include_stop_str_in_output,
+                skip_special_tokens=body.skip_special_tokens,
+                min_tokens=body.min_tokens,
             )
             choices.append(ChoicePlan(index, request, text))
         return RequestPlan(
             request_id=request_id,
             created=int(time.time()),
             seed=seed,
-            n=wire.n,
+            n=body.n,
             prompts=tuple(prompts),
             choices=tuple(choices),
             num_logprobs=num_logprobs,
             echo=echo,
-            return_token_ids=wire.return_token_ids,
-            return_drafted=self._resolver.returns_drafted(wire.speculative),
-            has_prediction=wire.prediction is not None,
-            stream=wire.stream,
-            include_usage=wire.stream_options is not None and wire.stream_options.include_usage,
-            user=wire.user,
+            return_token_ids=body.return_token_ids,
+            return_drafted=self._resolver.returns_drafted(body.speculative),
+            has_prediction=body.prediction is not None,
+            stream=body.stream,
+            include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            user=body.user,
         )
 
-    def _speculative(self, wire: SamplingFields) -> SpeculativeParams:
-        if wire.prediction is None:
-            return self._resolver.resolve(wire.speculative)
-        params = self._resolver.resolve(wire.speculative, has_prediction=True)
-        field, text = "prediction.content", wire.prediction.content
+    def _speculative(self, body: SamplingFields) -> SpeculativeParams:
+        if body.prediction is None:
+            return self._resolver.resolve(body.speculative)
+        params = self._resolver.resolve(body.speculative, has_prediction=True)
+        field, text = "prediction.content", body.prediction.content
         if len(text) // self._longest_token >= self._info.max_model_len:
             # Not worth tokenizing, as above.
             raise bad_request(field, f"{field} exceeds the context of {self._info.max_model_len}")
@@ -259,23 +259,23 @@ class Translator:
         return replace(params, reference_token_ids=tuple(token_ids))
 
     def _sampling(
-        self, wire: SamplingFields, num_logprobs: int | None, echo: bool
+        self, body: SamplingFields, num_logprobs: int | None, echo: bool
     ) -> dict[str, Any]:
         """The sampling parameters that all choices share."""
         return {
-            "temperature": 1.0 if wire.temperature is None else wire.temperature,
-            "top_k": max(0, wire.top_k or 0),
-            "top_p": 1.0 if wire.top_p is None else wire.top_p,
-            "min_p": wire.min_p or 0.0,
-            "logit_bias": self._logit_bias(wire.logit_bias or {}),
-            "presence_penalty": wire.presence_penalty or 0.0,
-            "frequency_penalty": wire.frequency_penalty or 0.0,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "top_k": max(0, body.top_k or 0),
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "min_p": body.min_p or 0.0,
+            "logit_bias": self._logit_bias(body.logit_bias or {}),
+            "presence_penalty": body.presence_penalty or 0.0,
+            "frequency_penalty": body.frequency_penalty or 0.0,
             "repetition_penalty": (
-                1.0 if wire.repetition_penalty is None else wire.repetition_penalty
+                1.0 if body.repetition_penalty is None else body.repetition_penalty
             ),
-            "bad_words_token_ids": self._bad_words(wire.bad_words or []),
-            "stop_token_ids": tuple(wire.stop_token_ids or ()),
-            "ignore_eos": wire.ignore_eos,
+            "bad_words_token_ids": self._bad_words(body.bad_words or []),
+            "stop_token_ids": tuple(body.stop_token_ids or ()),
+            "ignore_eos": body.ignore_eos,
             "logprobs": num_logprobs,
             "prompt_logprobs": num_logprobs if echo else None,
         }

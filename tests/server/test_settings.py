@@ -2,14 +2,14 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from engine.config import EngineConfig
-from server.settings import Settings, add_flags, load_settings
+from server.settings import Settings, add_flags, load_settings, with_drafters
 
 
 def load(*arguments: str) -> Settings:
@@ -94,6 +94,90 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         load("--config", str(tmp_path / "none.yaml"))
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("m", "--drafters", "none", "ngram"),
+        ("--drafters", "none", "ngram", "org/m"),
+        ("--drafters", "none,ngram", "m"),
+        ("--drafters=none,ngram", "m"),
+        ("m", "--drafters", "none", "--drafters", "ngram"),
+        ("m", "--drafters", "none, ngram"),
+        ("m", "--drafters", '["none", "ngram"]'),
+        ("m", "--drafters", "none", "ngram", "--port", "9"),
+    ],
+)
+def test_a_list_takes_spaces_commas_or_repetition(arguments: Sequence[str]) -> None:
+    settings = load(*arguments)
+    assert settings.drafters == ["none", "ngram"]
+    assert settings.model in ("m", "org/m")
+
+
+@pytest.mark.parametrize("value", ["none,ngram", "none ngram", '["none", "ngram"]'])
+def test_a_list_in_a_variable_or_a_file_is_read_alike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str
+) -> None:
+    path = tmp_path / "slipstream.yaml"
+    path.write_text(f"drafters: {value!r}\nspeculative-caps: {{draft_strategies: {value!r}}}\n")
+    settings = load("--config", str(path))
+    assert settings.drafters == settings.speculative_caps.draft_strategies == ["none", "ngram"]
+    monkeypatch.setenv("SLIPSTREAM_DRAFTERS", value)
+    monkeypatch.setenv("SLIPSTREAM_SPECULATIVE_CAPS__DRAFT_STRATEGIES", value)
+    settings = load()
+    assert settings.drafters == settings.speculative_caps.draft_strategies == ["none", "ngram"]
+
+
+def test_a_renamed_setting_keeps_its_old_name_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load("--max-num-rows", "99").max_num_batched_tokens == 99
+    assert load("--max-num-rows=98").max_num_batched_tokens == 98
+    path = tmp_path / "slipstream.yaml"
+    path.write_text("max-num-rows: 97\n")
+    assert load("--config", str(path)).max_num_batched_tokens == 97
+    monkeypatch.setenv("SLIPSTREAM_MAX_NUM_ROWS", "96")
+    assert load().max_num_batched_tokens == 96
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.split(";")[0] for text in told] == [
+        "--max-num-rows is called --max-num-batched-tokens now",
+        "--max-num-rows is called --max-num-batched-tokens now",
+        "max_num_rows is called max_num_batched_tokens now",
+        "SLIPSTREAM_MAX_NUM_ROWS is called SLIPSTREAM_MAX_NUM_BATCHED_TOKENS now",
+    ]
+    monkeypatch.setenv("SLIPSTREAM_MAX_NUM_BATCHED_TOKENS", "95")
+    assert load().max_num_batched_tokens == 95
+
+
+@dataclass(frozen=True)
+class PhraseSettings:
+    phrases: str | None = field(default=None, metadata={"description": "File of phrases."})
+    most: int = field(default=4, metadata={"description": "Most.", "bounds": {"ge": 1}})
+
+
+def test_drafters_bring_settings_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("server.settings.drafter_settings", lambda: {"phrases": PhraseSettings})
+    assert load().engine_config().drafter_settings == {}
+    path = tmp_path / "slipstream.yaml"
+    path.write_text("drafter: {phrases: {phrases: file.txt, most: 2}}\n")
+    config = load("--config", str(path)).engine_config()
+    assert config.drafter_settings == {"phrases": {"phrases": "file.txt", "most": 2}}
+    monkeypatch.setenv("SLIPSTREAM_DRAFTER__PHRASES__MOST", "3")
+    assert load("--config", str(path)).engine_config().drafter_settings["phrases"]["most"] == 3
+    by_flag = load("--config", str(path), "--drafter.phrases.most", "5").engine_config()
+    assert by_flag.drafter_settings == {"phrases": {"phrases": "file.txt", "most": 5}}
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        load("--drafter.phrases.most", "0")
+    path.write_text("drafter: {phrases: {colour: red}}\n")
+    with pytest.raises(ValidationError, match="colour"):
+        load("--config", str(path))
+    parser = ArgumentParser()
+    add_flags(parser)
+    assert "--drafter.phrases.phrases" in parser.format_help()
+    assert "File of phrases." in parser.format_help()
+
+
 def test_an_unknown_flag_exits(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load("--no-such-flag", "1")
@@ -134,9 +218,10 @@ ENGINE_ONLY = {"check_integrity"}
 
 
 def test_every_engine_setting_reaches_the_engine() -> None:
-    names = {field.name for field in fields(EngineConfig)} - ENGINE_ONLY
-    assert set(CHANGED) == names
-    config = Settings(**CHANGED).engine_config()
+    names = {each.name for each in fields(EngineConfig)} - ENGINE_ONLY
+    changed = CHANGED | {"drafter": {"phrases": {"most": 5}}}
+    assert set(CHANGED) | {"drafter_settings"} == names
+    config = with_drafters({"phrases": PhraseSettings})(**changed).engine_config()
     default = EngineConfig()
     for name in names:
         assert getattr(config, name) != getattr(default, name), name

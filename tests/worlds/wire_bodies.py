@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.params import GenerationRequest
+from server.request.body import Body
 from server.request.protocol import ChatRequest, CompletionRequest
-from server.request.wire import Wire
 
 TEXT = "hello wörld. the end"
 
@@ -179,7 +179,7 @@ CHAT_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
 }
 
 
-ENDPOINTS: dict[str, tuple[type[Wire], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+ENDPOINTS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "/completions": (
         CompletionRequest,
         COMPLETION,

@@ -1,4 +1,4 @@
-"""What every wire model shares: strict types, no unknown fields, and refusals that say why.
+"""What all parts of a request's body share: strict types, no unknown fields, refusals that say why.
 
 A field of OpenAI's API that this server does not implement is known by name, so that sending it
 gives a 400 with a reason and leaving it out (or null) is fine: nothing is accepted and ignored.
@@ -6,14 +6,18 @@ gives a 400 with a reason and leaving it out (or null) is fine: nothing is accep
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     PlainValidator,
     ValidationError,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -21,9 +25,10 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
 MAX_SEED = 2**63 - 1
+Model = TypeVar("Model", bound=BaseModel)
 
 
-class Wire(BaseModel):
+class Body(BaseModel):
     """``unsupported``: fields known from OpenAI or vLLM and refused, with the reason.
 
     ``fixed``: fields of which only these values mean what this server does anyway.
@@ -57,6 +62,41 @@ class Wire(BaseModel):
         if findings:
             raise ValidationError.from_exception_data(cls.__name__, findings)
         return kept
+
+
+def described_by(
+    kind: type, types: Mapping[str, Any] | None = None, *, optional: bool = False
+) -> Callable[[type[Model]], type[Model]]:
+    """Gives a model the fields of a dataclass, whose metadata says what is to be said of them:
+    ``description``, and ``bounds`` by pydantic's names. ``types`` replaces some of the fields' types;
+    ``optional``: None stands for what is not given, instead of the dataclass's default.
+    """
+
+    def describe(model: type[Model]) -> type[Model]:
+        described: Any = dict(_described(kind, types or {}, optional))
+        return create_model(
+            model.__name__,
+            __base__=model,
+            __doc__=model.__doc__,
+            __module__=model.__module__,
+            **described,
+        )
+
+    return describe
+
+
+def _described(
+    kind: type, types: Mapping[str, Any], optional: bool
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    hints = get_type_hints(kind) | dict(types)
+    for each in fields(kind):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        about = Field(
+            default=None if optional else default,
+            description=each.metadata.get("description"),
+            **each.metadata.get("bounds", {}),
+        )
+        yield each.name, (hints[each.name] | None if optional else hints[each.name], about)
 
 
 def _detail(name: str, message: str) -> InitErrorDetails:

@@ -7,6 +7,7 @@ the one the server wants. Its content policy lets it load and call nothing but t
 from __future__ import annotations
 
 import mimetypes
+from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter
@@ -27,28 +28,27 @@ _HEADERS = {
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
-def page_router() -> APIRouter:
-    """``/`` and ``/playground/{name}``. The files are read once, here."""
-    router = APIRouter(include_in_schema=False)
-    contents = {
-        each.name: each.read_bytes()
-        for each in (files("server") / "playground").iterdir()
-        if each.is_file()
-    }
+router = APIRouter(include_in_schema=False)
 
-    def answer(name: str) -> Response:
-        if name not in contents:
-            raise HTTPException(404)
-        suffix = name[name.rfind(".") :]
-        media_type = _TYPES.get(suffix) or mimetypes.guess_type(name)[0]
-        return Response(contents[name], headers=_HEADERS, media_type=media_type)
 
-    @router.get("/")
-    async def page() -> Response:
-        return answer(_PAGE)
+@cache
+def _contents() -> dict[str, bytes]:
+    """The page's files by name, read once."""
+    folder = files("server") / "playground"
+    return {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
 
-    @router.get("/playground/{name}")
-    async def part(name: str) -> Response:
-        return answer(name)
 
-    return router
+@router.get("/")
+async def page() -> Response:
+    """The playground."""
+    return await part(_PAGE)
+
+
+@router.get("/playground/{name}")
+async def part(name: str) -> Response:
+    """A file of the playground."""
+    if name not in _contents():
+        raise HTTPException(404)
+    suffix = name[name.rfind(".") :]
+    media_type = _TYPES.get(suffix) or mimetypes.guess_type(name)[0]
+    return Response(_contents()[name], headers=_HEADERS, media_type=media_type)

@@ -1,0 +1,52 @@
+"""The endpoints, one file each: a file here that has a ``router`` is part of the application, its
+OpenAPI schema and the table in docs/api.md. What a handler works with comes as ``Served``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+
+from server.engine_client import EngineClient
+from server.metrics import Metrics
+from server.reply.streaming import Responder
+from server.reply.token_texts import TokenTexts
+from server.request.speculative import SpeculativeResolver
+from server.request.translate import Translator
+
+
+@dataclass(slots=True)
+class Services:
+    """What one application is made of. ``fingerprint``: equal for servers that write the same tokens
+    for the same seed. ``serving``: written by the app's lifespan, whether requests may be sent here.
+    """
+
+    engine: EngineClient
+    metrics: Metrics
+    resolver: SpeculativeResolver
+    translator: Translator
+    responder: Responder
+    texts: TokenTexts
+    model_name: str
+    fingerprint: str
+    has_chat_template: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    serving: bool = False
+
+
+async def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+Served = Annotated[Services, Depends(_services)]
+
+
+def routers() -> list[APIRouter]:
+    """Of every file here, by name."""
+    names = sorted(module.name for module in iter_modules(__path__))
+    return [import_module(f"{__name__}.{name}").router for name in names]

@@ -1,0 +1,22 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from server.endpoints import Served
+from server.reply.writers import ChatCompletion, ChatWriter
+from server.request.protocol import ChatRequest
+
+router = APIRouter(tags=["openai"])
+
+
+@router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}})
+async def create_chat_completion(body: ChatRequest, request: Request, served: Served) -> Response:
+    """An answer to messages."""
+    plan = served.translator.chat(body, time.perf_counter())
+    writer = ChatWriter(plan, served.texts, served.model_name, served.fingerprint)
+    return await served.responder.answer(request, writer)

@@ -1,0 +1,73 @@
+"""``/v1/drafters``: all that a form or a client has to know to ask for speculation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from fastapi import APIRouter
+
+from drafters.base import DrafterInfo
+from engine.speculation.gamma.policy import registered_policies
+from server.endpoints import Served
+from server.request.speculative import fields_read_by
+from slipstream.options import SpeculativeOptions, about
+
+router = APIRouter(tags=["catalogue"])
+
+
+@router.get("/v1/drafters")
+async def list_drafters(served: Served) -> dict[str, Any]:
+    """Who can draft, within which limits."""
+    resolver = served.resolver
+    known = served.engine.info.drafters
+    caps = {
+        "max_speculative_tokens": resolver.max_tokens,
+        "max_tree_width": resolver.caps.max_tree_width,
+        "max_tree_depth": resolver.caps.max_tree_depth,
+    }
+    return {
+        "object": "list",
+        "data": [_drafter(known[name]) for name in resolver.allowed],
+        "policies": [policy.name for policy in registered_policies()],
+        "tree_strategies": list(about("tree_strategy")["choices"]),
+        "verifications": list(about("verification")["choices"]),
+        "fields": [_field(each.name, caps) for each in fields(SpeculativeOptions)],
+        "defaults": asdict(resolver.defaults),
+        "caps": caps,
+    }
+
+
+def _drafter(info: DrafterInfo) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "drafter",
+        "description": info.description,
+        "drafts_trees": info.drafts_trees,
+        "draws": info.draws,
+        "takes_prediction": info.takes_reference,
+        "cost": info.cost,
+        "options": [asdict(option) for option in info.options],
+    }
+
+
+def _field(name: str, caps: dict[str, int]) -> dict[str, Any]:
+    """What is to be said of a field of ``speculative``; ``maximum`` is this server's."""
+    told = about(name)
+    bounds = told["bounds"]
+    choices: list[dict[str, Any]] = [
+        {"id": each, "description": text} for each, text in told["choices"].items()
+    ]
+    if name == "adaptive_depth":
+        choices = [
+            {"id": each.name, "description": each.description, "fields": fields_read_by(each.name)}
+            for each in registered_policies()
+        ]
+    cap = caps.get(f"max_{name}", caps["max_speculative_tokens"] if "tokens" in name else None)
+    return {
+        "name": name,
+        "description": told["description"],
+        "minimum": bounds.get("ge", bounds.get("gt")),
+        "maximum": bounds.get("le", bounds.get("lt")) if cap is None else cap,
+        "choices": choices,
+    }

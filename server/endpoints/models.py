@@ -1,0 +1,42 @@
+"""``/v1/models``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from server.endpoints import Served, Services
+from server.errors import unknown_model
+
+router = APIRouter(tags=["catalogue"])
+
+
+@router.get("/v1/models")
+async def list_models(served: Served) -> dict[str, Any]:
+    """What is served."""
+    return {"object": "list", "data": [_card(served)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def retrieve_model(name: str, served: Served) -> dict[str, Any]:
+    """The card of the model served."""
+    if name != served.model_name:
+        raise unknown_model(name, served.model_name)
+    return _card(served)
+
+
+def _card(served: Services) -> dict[str, Any]:
+    info = served.engine.info
+    return {
+        "id": served.model_name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "slipstream",
+        "max_model_len": info.max_model_len,
+        "dtype": info.dtype,
+        "num_parameters": info.num_parameters,
+        "determinism": info.determinism,
+        "exact_verified": info.exact_verified,
+        "has_chat_template": served.has_chat_template,
+    }

@@ -1,0 +1,41 @@
+"""For those who run the server: probes, version, metrics. None of them needs an API key."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client.exposition import choose_encoder
+
+from server.endpoints import Served
+from server.version import server_version
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/health")
+async def health(served: Served) -> JSONResponse:
+    """200 while the event loop answers and the engine thread lives: restart the server if not."""
+    if not served.engine.is_alive:
+        return JSONResponse({"status": "dead"}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/ready")
+async def ready(served: Served) -> JSONResponse:
+    """200 while requests are taken: send no traffic if not."""
+    if not (served.serving and served.engine.is_alive):
+        return JSONResponse({"status": "not ready"}, 503)
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The server's version."""
+    return {"version": server_version()}
+
+
+@router.get("/metrics")
+async def show_metrics(request: Request, served: Served) -> Response:
+    """Figures for Prometheus."""
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(served.metrics.registry), headers={"content-type": content_type})

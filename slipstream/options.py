@@ -1,0 +1,153 @@
+"""The options of speculation, said once: names, defaults, ranges and words.
+
+Made from ``SpeculativeOptions``: the ``speculative`` object of a request and the server's defaults for
+it, what ``GET /v1/drafters`` says of them (and so the playground's form), the terminal client's flags,
+the table in docs/api.md, and ``SpeculativeConfig``. The module imports nothing of the project, so
+that a client without an engine has the same words.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+TreeStrategy = Literal["none", "linear", "tree"]
+VerificationName = Literal["match", "rejection", "block"]
+
+NO_DRAFTER = "none"
+FIXED_POLICY = "fixed"
+"""The policy that takes no bounds: gamma is ``num_speculative_tokens``."""
+
+
+def option(
+    default: Any,
+    description: str,
+    *,
+    inside: str = "",
+    flag: str = "",
+    choices: Mapping[str, str] | None = None,
+    **bounds: float,
+) -> Any:
+    """A field with what is to be said of it. ``bounds``: ge, gt, le, lt, max_length. ``choices``:
+    what each value means. ``inside``: its name in ``SpeculativeParams``, where it is there as it is.
+    ``flag``: the terminal client's name for it."""
+    about = {
+        "description": description,
+        "bounds": bounds,
+        "choices": choices or {},
+        "inside": inside,
+        "flag": flag,
+    }
+    # A dataclass takes no mutable default, and a mapping here is always the empty one.
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=about)
+    return field(default=default, metadata=about)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeOptions:
+    """Who drafts, how deep, in what shape, under the names that users write."""
+
+    draft_strategy: str = option(
+        "ngram",
+        "The drafter; GET /v1/drafters lists them, none is plain decoding.",
+        inside="drafter",
+        max_length=64,
+    )
+    num_speculative_tokens: int = option(
+        8,
+        "Under fixed: gamma, the drafts in every step; 0 is plain decoding. Adaptive policies: the "
+        "most in a request's first draft; goodput without max_speculative_tokens: the most in any.",
+        inside="num_draft_tokens",
+        flag="gamma",
+        ge=0,
+    )
+    adaptive_depth: str = option(
+        "goodput",
+        "What sets gamma: a policy, as fixed or goodput; true is the server's adaptive one, false "
+        "is fixed.",
+        inside="policy",
+        flag="policy",
+    )
+    min_speculative_tokens: int = option(
+        0, "Adaptive policies: never fewer drafts in a step.", inside="min_draft_tokens", ge=0
+    )
+    max_speculative_tokens: int = option(
+        16,
+        "Adaptive policies: never more drafts in a step.",
+        inside="max_draft_tokens",
+        flag="max-gamma",
+        ge=0,
+    )
+    target_acceptance_rate: float | None = option(
+        None,
+        "target_rate: what gamma is steered to (0.7 where nobody says). goodput: grant no more than "
+        "is expected to be accepted at this rate.",
+        inside="target_acceptance_rate",
+        gt=0,
+        lt=1,
+    )
+    tree_strategy: TreeStrategy = option(
+        "linear",
+        "Shape of the drafts; none and linear are a chain.",
+        flag="tree",
+        choices={
+            "none": "one continuation",
+            "linear": "one continuation",
+            "tree": "several continuations",
+        },
+    )
+    tree_width: int = option(2, "Children per node of a tree.", ge=1)
+    tree_depth: int = option(6, "Longest path of a tree.", ge=1)
+    verification: VerificationName = option(
+        "match",
+        "match: emit what the target alone would have, token for token. rejection, and block for "
+        "chains: its distribution, for drafters that draw.",
+        inside="verification",
+        flag="verification",
+        choices={
+            "match": "the same text as without drafts",
+            "rejection": "the same distribution, not the same text",
+            "block": "as rejection, drafts judged together; chains only",
+        },
+    )
+    options: Mapping[str, bool | int | float | str] = option(
+        {}, "The drafter's own options, as GET /v1/drafters lists them.", inside="options"
+    )
+    return_drafted: bool = option(False, "Tell with each token whether it was drafted.")
+
+
+INSIDE = {
+    each.name: each.metadata["inside"]
+    for each in fields(SpeculativeOptions)
+    if each.metadata["inside"]
+}
+"""Public names to those of ``SpeculativeParams``."""
+
+
+def about(name: str) -> Mapping[str, Any]:
+    """What ``option`` was told of a field."""
+    return next(each.metadata for each in fields(SpeculativeOptions) if each.name == name)
+
+
+_CHECKS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "ge": (operator.ge, "must be at least"),
+    "gt": (operator.gt, "must be above"),
+    "le": (operator.le, "must be at most"),
+    "lt": (operator.lt, "must be below"),
+}
+
+
+def check_ranges(given: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the first of the given options that is out of its range."""
+    for name, value in given.items():
+        choices = about(name)["choices"]
+        if choices and value not in choices:
+            raise ValueError(f"{name} must be one of: {', '.join(choices)}")
+        for kind, bound in about(name)["bounds"].items():
+            if kind in _CHECKS and value is not None and not _CHECKS[kind][0](value, bound):
+                limit = f"{_CHECKS[kind][1]} {bound:g}"
+                wrong = "must not be negative" if limit == "must be at least 0" else limit
+                raise ValueError(f"{name} {wrong}")
