@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,9 +13,7 @@ from client.complete import INTERRUPTED
 from client.display import Screen, choose_screen
 from client.errors import ClientError, FlagError
 from client.flags import request_fields
-from client.service import Service
-from client.session import find_service, finish, new_reply, read_text, request_reply
-from client.transcript import read_transcript, write_transcript
+from client.session import Service, find_service, finish, new_reply, read_text, request_reply
 
 PROMPT = "you> "
 HELP = (
@@ -170,3 +170,35 @@ def _read_message() -> str:
         lines[-1] = lines[-1][:-1]
         lines.append(input("...> "))
     return "\n".join(lines)
+
+
+_KEYS = {"role", "content"}
+
+
+def write_transcript(path: Path, messages: Sequence[dict[str, str]]) -> None:
+    """Raises FlagError where ``path`` cannot be written."""
+    try:
+        path.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise FlagError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_transcript(path: Path) -> list[dict[str, str]]:
+    """Raises FlagError for what ``write_transcript`` has not written."""
+    try:
+        messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise TypeError
+    except OSError as error:
+        raise FlagError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise FlagError(f"{path} holds no conversation saved by /save") from error
+    return messages
+
+
+def _is_message(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(value) == _KEYS
+        and all(isinstance(each, str) for each in value.values())
+    )

@@ -1,4 +1,4 @@
-"""The wire: requests to a server of OpenAI's API, with every failure in words."""
+"""Requests to a server of OpenAI's API, with every failure in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on the client's side of the wire, in words for a terminal."""
+"""What goes wrong on the client's side, in words for a terminal."""
 
 from __future__ import annotations
 

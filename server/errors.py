@@ -104,7 +104,7 @@ def unknown_model(name: str, served: str) -> ApiError:
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """What the client is told when the engine refuses or breaks."""
+    """The answer when the engine refuses or breaks."""
     if isinstance(error, RequestError):
         return bad_request(error.param, str(error))
     if isinstance(error, QueueFullError):
@@ -118,7 +118,7 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Any exception as an answer; unexpected ones are logged, not told."""
+    """Any exception as an answer; the text of unexpected ones goes to the log only."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineError):

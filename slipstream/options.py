@@ -128,7 +128,7 @@ INSIDE = {
 
 
 def about(name: str) -> Mapping[str, Any]:
-    """What ``option`` was told of a field."""
+    """The metadata of a field, as ``option`` made it."""
     return next(each.metadata for each in fields(SpeculativeOptions) if each.name == name)
 
 

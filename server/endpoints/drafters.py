@@ -53,10 +53,10 @@ def _drafter(info: DrafterInfo) -> dict[str, Any]:
 
 def _field(name: str, caps: dict[str, int]) -> dict[str, Any]:
     """What is to be said of a field of ``speculative``; ``maximum`` is this server's."""
-    told = about(name)
-    bounds = told["bounds"]
+    meta = about(name)
+    bounds = meta["bounds"]
     choices: list[dict[str, Any]] = [
-        {"id": each, "description": text} for each, text in told["choices"].items()
+        {"id": each, "description": text} for each, text in meta["choices"].items()
     ]
     if name == "adaptive_depth":
         choices = [
@@ -66,7 +66,7 @@ def _field(name: str, caps: dict[str, int]) -> dict[str, Any]:
     cap = caps.get(f"max_{name}", caps["max_speculative_tokens"] if "tokens" in name else None)
     return {
         "name": name,
-        "description": told["description"],
+        "description": meta["description"],
         "minimum": bounds.get("ge", bounds.get("gt")),
         "maximum": bounds.get("le", bounds.get("lt")) if cap is None else cap,
         "choices": choices,

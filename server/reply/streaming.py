@@ -63,7 +63,7 @@ class DeltaFeed:
                 async for delta in deltas:
                     await self._queue.put(delta)
         except Exception as error:
-            # Told to the reader, who decides what the client hears.
+            # For the reader, which decides what is sent.
             ending = error
         await self._queue.put(ending)
 
@@ -192,7 +192,7 @@ class Responder:
                 last = writer.usage_chunk(usage)
                 yield format_sse_event(data_str=last.model_dump_json(exclude_unset=True))
         except Exception as error:
-            # The status has been sent: the client can only be told in the stream.
+            # The status has been sent: the error can only go into the stream.
             yield format_sse_event(data_str=json.dumps(to_api_error(error).body()))
         yield DONE
 

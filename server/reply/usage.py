@@ -1,4 +1,4 @@
-"""What a request is told it used: token counts and the account of its speculation."""
+"""What a request used: token counts and the account of its speculation."""
 
 from __future__ import annotations
 

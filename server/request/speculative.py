@@ -148,7 +148,7 @@ class SpeculativeResolver:
         )
         self._adaptive_policy = self.defaults.adaptive_depth
         try:
-            self._adopt(default.given())
+            self._overlay(default.given())
         except ApiError as error:
             raise ValueError(f"{error.param}: {error.message}") from error
 
@@ -201,7 +201,7 @@ class SpeculativeResolver:
             **shape,
         )
 
-    def _adopt(self, default: Mapping[str, Any]) -> None:
+    def _overlay(self, default: Mapping[str, Any]) -> None:
         """Overlay the built-in defaults with the operator's, where those are sound."""
         found = self._options(default)
         # What is not the operator's word is the built-in one, not what it had to give way to. With no

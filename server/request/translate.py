@@ -194,7 +194,7 @@ class Translator:
             )
         if max_tokens is not None and body.min_tokens > max_tokens:
             raise bad_request("min_tokens", f"min_tokens must not exceed {max_tokens_field}")
-        # Drawn where not given, and told in the reply, so that any completion can be had again.
+        # Sampled where not given, and sent with the reply, so that any completion can be had again.
         seed = secrets.randbelow(MAX_SEED + 1) if body.seed is None else body.seed
         request_id = uuid.uuid4().hex
         choices = []

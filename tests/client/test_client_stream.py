@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.account import status_line, summary
 from client.bench_report import is_unsteady, percentiles, summarize
-from client.display import Marker
+from client.display import Marker, status_line, summary
 from client.errors import ClientError
 from client.stream import Piece, Reply, Token, explain, parse_event
 

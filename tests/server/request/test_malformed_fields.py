@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from server.request.protocol import ChatMessage, StreamOptions
+from worlds.request_bodies import COMPLETION, ENDPOINTS, TEXT
 from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect
-from worlds.wire_bodies import COMPLETION, ENDPOINTS, TEXT
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-"""Every field of every wire model either changes what happens or is refused by name."""
+"""Every field of every model of a body either changes what happens or is refused by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from server.request.speculative import SpeculativeField
+from worlds.request_bodies import COMPLETION, ENDPOINTS, TEXT, Check, Outcome
 from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect
-from worlds.wire_bodies import COMPLETION, ENDPOINTS, TEXT, Check, Outcome
 
 pytestmark = pytest.mark.anyio
 
