@@ -143,7 +143,7 @@ def speculative_table() -> str:
     signs = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
     for each in fields(SpeculativeOptions):
         about = each.metadata
-        choices = gamma_policy_names() if each.name == "adaptive_depth" else about["choices"]
+        choices = gamma_policy_names() if each.name == "adaptive_depth" else about["choices"] or ()
         span = [f"`{choice}`" for choice in choices]
         span += [signs[kind].format(n) for kind, n in about["bounds"].items() if kind in signs]
         default = str(each.default).lower() if isinstance(each.default, bool) else each.default

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from slipstream.options import check_ranges, described
 
 Determinism = Literal["exact", "fast"]
 Quantization = Literal["int8", "int4", "fp8"]
@@ -12,71 +14,75 @@ Quantization = Literal["int8", "int4", "fp8"]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How to build an engine. ``None`` means: decide from the model and the machine.
+    """How to build an engine: what has words here is a setting of the server. ``None`` means: decide
+    from the model and the machine.
 
-    ``determinism`` "exact" routes every row through the same kernels whatever shares its step, so that
-    tokens do not depend on batch, chunking or drafts even in bf16; "fast" lets kernels pick.
     ``drafter_plugins``: names of the drafters that other distributions may bring; None: all, empty: none.
-    ``kv_memory_fraction``: share of the memory that is free once the model is loaded.
-    ``stand_template``: file with the static tree of the ``stand`` drafter; None: the one shipped.
-    ``max_num_batched_tokens``: token budget of a step, prompt rows and draft nodes included.
-    ``draft_model``: folder or hub id of a small model with the target's tokenizer; None: none, beside
-    the bundled target its own. ``draft_kv_dtype``: "fp8" halves its keys and values. ``quantized``:
-    make a copy of ``quantized_model`` with such weights. ``prefix_layers``: a number of first layers, or
-    the numbers of layers, that draft ("3", "0,1,4,5").
     ``drafter_settings``: by drafter, those of its own settings that are not left at their defaults.
-    ``medusa_heads``, ``eagle_head``: folders of trained heads; None: those of the bundled target.
     """
 
     model: str | None = None
-    device: str = "cpu"
-    dtype: str = "auto"
-    block_size: int = 16
-    num_blocks: int | None = None
-    kv_memory_fraction: float = 0.5
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
-    max_model_len: int | None = None
-    max_num_waiting: int = 256
-    prefill_chunk: int = 512
-    determinism: Determinism | None = None
-    max_num_nodes: int = 64
-    enable_prefix_cache: bool = True
+    device: str = described("cpu", "cpu, cuda or cuda:N.")
+    dtype: str = described("auto", "auto, float32, bfloat16 or float16.")
+    block_size: int = described(16, "Tokens in a KV block.", ge=1)
+    num_blocks: int | None = described(None, "KV blocks; default: what memory allows.", ge=1)
+    kv_memory_fraction: float = described(0.5, "Share of free memory for KV blocks.", gt=0, le=1)
+    max_num_seqs: int = described(64, "Most requests in a batch.", ge=1)
+    max_num_batched_tokens: int = described(
+        1024, "Most tokens in a step: prompt, decode and drafts.", ge=1
+    )
+    max_model_len: int | None = described(None, "Prompt plus output; default: the model's.", ge=1)
+    max_num_waiting: int = described(256, "Longest queue; more requests get a 429.", ge=1)
+    prefill_chunk: int = described(512, "Most prompt tokens of a request in a step.", ge=1)
+    determinism: Determinism | None = described(
+        None,
+        "exact: tokens never depend on what else is in the batch. "
+        "Default: exact on a CPU, fast elsewhere.",
+    )
+    max_num_nodes: int = described(64, "Most draft tokens per request and step.", ge=0)
+    enable_prefix_cache: bool = described(True, "Reuse the KV of prompts that begin alike.")
     drafters: tuple[str, ...] | None = None
     drafter_plugins: tuple[str, ...] | None = None
     drafter_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    stand_template: str | None = None
-    draft_model: str | None = None
-    draft_kv_dtype: Literal["auto", "fp8"] = "auto"
-    quantized: Quantization | None = None
-    quantized_model: Literal["target", "draft"] = "target"
-    prefix_layers: str | None = None
-    medusa_heads: str | None = None
-    eagle_head: str | None = None
-    num_threads: int | None = None
-    trust_remote_code: bool = False
-    revision: str | None = None
+    stand_template: str | None = described(
+        None,
+        "File with the stand drafter's static tree, as slipstream stand-template "
+        "writes it; default: the one shipped.",
+    )
+    draft_model: str | None = described(
+        None,
+        "Folder or hub id of a small model with the same tokenizer, for the small_model "
+        "drafter; default: the bundled model's.",
+    )
+    draft_kv_dtype: Literal["auto", "fp8"] = described(
+        "auto", "Type of the draft model's KV; fp8 halves it and may cost acceptance."
+    )
+    quantized: Quantization | None = described(
+        None, "Make a copy with such weights for the quantized drafter (needs torchao)."
+    )
+    quantized_model: Literal["target", "draft"] = described(
+        "target", "Which model the quantized drafter copies."
+    )
+    prefix_layers: str | None = described(
+        None,
+        "Layers of the target for the prefix_layers drafter: how many of the first "
+        "(3), or which (0,1,4,5).",
+    )
+    medusa_heads: str | None = described(
+        None, "Folder of heads for the medusa drafter; default: the bundled model's."
+    )
+    eagle_head: str | None = described(
+        None, "Folder of the head for the eagle drafter; default: the bundled model's."
+    )
+    num_threads: int | None = described(
+        None, "CPU threads of the model; default: torch's choice.", ge=1
+    )
+    trust_remote_code: bool = described(False, "Run Python code that comes with a hub model.")
+    revision: str | None = described(None, "Branch, tag or commit on the hub.")
     check_integrity: bool = False
 
     def __post_init__(self) -> None:
-        positive = (
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "prefill_chunk",
-            "max_num_waiting",
-        )
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
-        for name in ("num_blocks", "max_model_len", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1")
-        if self.max_num_nodes < 0:
-            raise ValueError("max_num_nodes must not be negative")
-        if not 0 < self.kv_memory_fraction <= 1:
-            raise ValueError("kv_memory_fraction must be above 0 and at most 1")
+        check_ranges(type(self), {each.name: getattr(self, each.name) for each in fields(self)})
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 "max_num_batched_tokens must not be below max_num_seqs: each needs a row per step"

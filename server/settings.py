@@ -36,20 +36,20 @@ from engine.config import EngineConfig
 from engine.speculation.gamma import gamma_policy_names
 from server.request.body import described_by
 from server.request.speculative import Names, SpeculativeCaps, SpeculativeField
-from slipstream.options import SpeculativeOptions
+from slipstream.options import SpeculativeOptions, VerificationName
 
 logger = logging.getLogger("slipstream.settings")
 
 RENAMED = {"max_num_rows": "max_num_batched_tokens"}
 """Old name, with dots between levels, to new one. The old one is taken for one version."""
 _PREFIX = "SLIPSTREAM_"
-_ENGINE = EngineConfig()
 
 
 @described_by(
     SpeculativeOptions,
     {
         "adaptive_depth": bool | Literal[gamma_policy_names()],
+        "verification": VerificationName,
         "options": dict[str, bool | int | float | str],
     },
     optional=True,
@@ -124,6 +124,7 @@ def _warn_of(old: str, new: str) -> None:
     logger.warning("%s is called %s now; the old name goes with the next version", old, new)
 
 
+@described_by(EngineConfig)
 class Settings(BaseSettings):
     """Serve a model over OpenAI's API; every request drafts, and no output changes for it.
 
@@ -181,98 +182,9 @@ class Settings(BaseSettings):
         default=None,
         description="Drafters that other installed packages may bring; default: all, []: none.",
     )
-    stand_template: str | None = Field(
-        default=_ENGINE.stand_template,
-        description="File with the stand drafter's static tree, as slipstream stand-template "
-        "writes it; default: the one shipped.",
-    )
     drafter: DrafterSettings = DrafterSettings()
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: SpeculativeCaps = SpeculativeCaps()
-
-    device: str = Field(default=_ENGINE.device, description="cpu, cuda or cuda:N.")
-    dtype: str = Field(default=_ENGINE.dtype, description="auto, float32, bfloat16 or float16.")
-    determinism: Literal["exact", "fast"] | None = Field(
-        default=_ENGINE.determinism,
-        description="exact: tokens never depend on what else is in the batch. "
-        "Default: exact on a CPU, fast elsewhere.",
-    )
-    max_model_len: int | None = Field(
-        default=_ENGINE.max_model_len, ge=1, description="Prompt plus output; default: the model's."
-    )
-    max_num_seqs: int = Field(
-        default=_ENGINE.max_num_seqs, ge=1, description="Most requests in a batch."
-    )
-    max_num_batched_tokens: int = Field(
-        default=_ENGINE.max_num_batched_tokens,
-        ge=1,
-        description="Most tokens in a step: prompt, decode and drafts.",
-    )
-    max_num_nodes: int = Field(
-        default=_ENGINE.max_num_nodes, ge=0, description="Most draft tokens per request and step."
-    )
-    max_num_waiting: int = Field(
-        default=_ENGINE.max_num_waiting, ge=1, description="Longest queue; more requests get a 429."
-    )
-    prefill_chunk: int = Field(
-        default=_ENGINE.prefill_chunk,
-        ge=1,
-        description="Most prompt tokens of a request in a step.",
-    )
-    block_size: int = Field(default=_ENGINE.block_size, ge=1, description="Tokens in a KV block.")
-    num_blocks: int | None = Field(
-        default=_ENGINE.num_blocks, ge=1, description="KV blocks; default: what memory allows."
-    )
-    kv_memory_fraction: float = Field(
-        default=_ENGINE.kv_memory_fraction,
-        gt=0,
-        le=1,
-        description="Share of free memory for KV blocks.",
-    )
-    enable_prefix_cache: bool = Field(
-        default=_ENGINE.enable_prefix_cache, description="Reuse the KV of prompts that begin alike."
-    )
-    draft_model: str | None = Field(
-        default=_ENGINE.draft_model,
-        description="Folder or hub id of a small model with the same tokenizer, for the small_model "
-        "drafter; default: the bundled model's.",
-    )
-    draft_kv_dtype: Literal["auto", "fp8"] = Field(
-        default=_ENGINE.draft_kv_dtype,
-        description="Type of the draft model's KV; fp8 halves it and may cost acceptance.",
-    )
-    quantized: Literal["int8", "int4", "fp8"] | None = Field(
-        default=_ENGINE.quantized,
-        description="Make a copy with such weights for the quantized drafter (needs torchao).",
-    )
-    quantized_model: Literal["target", "draft"] = Field(
-        default=_ENGINE.quantized_model, description="Which model the quantized drafter copies."
-    )
-    prefix_layers: str | None = Field(
-        default=_ENGINE.prefix_layers,
-        description="Layers of the target for the prefix_layers drafter: how many of the first "
-        "(3), or which (0,1,4,5).",
-    )
-    medusa_heads: str | None = Field(
-        default=_ENGINE.medusa_heads,
-        description="Folder of heads for the medusa drafter; default: the bundled model's.",
-    )
-    eagle_head: str | None = Field(
-        default=_ENGINE.eagle_head,
-        description="Folder of the head for the eagle drafter; default: the bundled model's.",
-    )
-    num_threads: int | None = Field(
-        default=_ENGINE.num_threads,
-        ge=1,
-        description="CPU threads of the model; default: torch's choice.",
-    )
-    trust_remote_code: bool = Field(
-        default=_ENGINE.trust_remote_code,
-        description="Run Python code that comes with a hub model.",
-    )
-    revision: str | None = Field(
-        default=_ENGINE.revision, description="Branch, tag or commit on the hub."
-    )
 
     @classmethod
     def settings_customise_sources(

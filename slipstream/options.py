@@ -21,25 +21,13 @@ FIXED_POLICY = "fixed"
 """The policy that takes no bounds: gamma is ``num_speculative_tokens``."""
 
 
-def option(
-    default: Any,
-    description: str,
-    *,
-    inside: str = "",
-    flag: str = "",
-    choices: Mapping[str, str] | None = None,
-    **bounds: float,
-) -> Any:
-    """A field with what is to be said of it. ``bounds``: ge, gt, le, lt, max_length. ``choices``:
-    what each value means. ``inside``: its name in ``SpeculativeParams``, where it is there as it is.
-    ``flag``: the terminal client's name for it."""
-    about = {
-        "description": description,
-        "bounds": bounds,
-        "choices": choices or {},
-        "inside": inside,
-        "flag": flag,
-    }
+def described(default: Any, description: str, **more: Any) -> Any:
+    """A dataclass's field with what is to be said of it. ``more``: bounds (ge, gt, le, lt,
+    max_length), ``choices`` (what each value means), ``inside`` (the field's name in
+    ``SpeculativeParams``, where it is there as it is), ``flag`` (the terminal client's name for it).
+    """
+    named = {name: more.pop(name, None) for name in ("choices", "inside", "flag")}
+    about = {"description": description, "bounds": more} | named
     # A dataclass takes no mutable default, and a mapping here is always the empty one.
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=about)
@@ -50,13 +38,13 @@ def option(
 class SpeculativeOptions:
     """Who drafts, how deep, in what shape, under the names that users write."""
 
-    draft_strategy: str = option(
+    draft_strategy: str = described(
         "ngram",
         "The drafter; GET /v1/drafters lists them, none is plain decoding.",
         inside="drafter",
         max_length=64,
     )
-    num_speculative_tokens: int = option(
+    num_speculative_tokens: int = described(
         8,
         "Under fixed: gamma, the drafts in every step; 0 is plain decoding. Adaptive policies: the "
         "most in a request's first draft; goodput without max_speculative_tokens: the most in any.",
@@ -64,24 +52,24 @@ class SpeculativeOptions:
         flag="gamma",
         ge=0,
     )
-    adaptive_depth: str = option(
+    adaptive_depth: str = described(
         "goodput",
         "What sets gamma: a policy, as fixed or goodput; true is the server's adaptive one, false "
         "is fixed.",
         inside="policy",
         flag="policy",
     )
-    min_speculative_tokens: int = option(
+    min_speculative_tokens: int = described(
         0, "Adaptive policies: never fewer drafts in a step.", inside="min_draft_tokens", ge=0
     )
-    max_speculative_tokens: int = option(
+    max_speculative_tokens: int = described(
         16,
         "Adaptive policies: never more drafts in a step.",
         inside="max_draft_tokens",
         flag="max-gamma",
         ge=0,
     )
-    target_acceptance_rate: float | None = option(
+    target_acceptance_rate: float | None = described(
         None,
         "target_rate: what gamma is steered to (0.7 where nobody says). goodput: grant no more than "
         "is expected to be accepted at this rate.",
@@ -89,7 +77,7 @@ class SpeculativeOptions:
         gt=0,
         lt=1,
     )
-    tree_strategy: TreeStrategy = option(
+    tree_strategy: TreeStrategy = described(
         "linear",
         "Shape of the drafts; none and linear are a chain.",
         flag="tree",
@@ -99,9 +87,9 @@ class SpeculativeOptions:
             "tree": "several continuations",
         },
     )
-    tree_width: int = option(2, "Children per node of a tree.", ge=1)
-    tree_depth: int = option(6, "Longest path of a tree.", ge=1)
-    verification: VerificationName = option(
+    tree_width: int = described(2, "Children per node of a tree.", ge=1)
+    tree_depth: int = described(6, "Longest path of a tree.", ge=1)
+    verification: VerificationName = described(
         "match",
         "match: emit what the target alone would have, token for token. rejection, and block for "
         "chains: its distribution, for drafters that draw.",
@@ -113,10 +101,10 @@ class SpeculativeOptions:
             "block": "as rejection, drafts judged together; chains only",
         },
     )
-    options: Mapping[str, bool | int | float | str] = option(
+    options: Mapping[str, bool | int | float | str] = described(
         {}, "The drafter's own options, as GET /v1/drafters lists them.", inside="options"
     )
-    return_drafted: bool = option(False, "Tell with each token whether it was drafted.")
+    return_drafted: bool = described(False, "Tell with each token whether it was drafted.")
 
 
 INSIDE = {
@@ -128,7 +116,7 @@ INSIDE = {
 
 
 def about(name: str) -> Mapping[str, Any]:
-    """The metadata of a field, as ``option`` made it."""
+    """The metadata of a field, as ``described`` made it."""
     return next(each.metadata for each in fields(SpeculativeOptions) if each.name == name)
 
 
@@ -140,14 +128,16 @@ _CHECKS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 }
 
 
-def check_ranges(given: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the first of the given options that is out of its range."""
-    for name, value in given.items():
-        choices = about(name)["choices"]
+def check_ranges(kind: type, given: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the first of the given fields of ``kind`` that is out of its range."""
+    for each in fields(kind):
+        value, choices = given.get(each.name), each.metadata.get("choices")
+        if value is None:
+            continue
         if choices and value not in choices:
-            raise ValueError(f"{name} must be one of: {', '.join(choices)}")
-        for kind, bound in about(name)["bounds"].items():
-            if kind in _CHECKS and value is not None and not _CHECKS[kind][0](value, bound):
-                limit = f"{_CHECKS[kind][1]} {bound:g}"
+            raise ValueError(f"{each.name} must be one of: {', '.join(choices)}")
+        for name, bound in each.metadata.get("bounds", {}).items():
+            if name in _CHECKS and not _CHECKS[name][0](value, bound):
+                limit = f"{_CHECKS[name][1]} {bound:g}"
                 wrong = "must not be negative" if limit == "must be at least 0" else limit
-                raise ValueError(f"{name} {wrong}")
+                raise ValueError(f"{each.name} {wrong}")

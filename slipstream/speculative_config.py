@@ -176,7 +176,7 @@ class SpeculativeConfig:
         )
 
     def _check_ranges(self) -> None:
-        check_ranges(self._options())
+        check_ranges(SpeculativeOptions, self._options())
         low, num, high = (
             self.min_speculative_tokens,
             self.num_speculative_tokens,

@@ -56,7 +56,7 @@ def _field(name: str, caps: dict[str, int]) -> dict[str, Any]:
     meta = about(name)
     bounds = meta["bounds"]
     choices: list[dict[str, Any]] = [
-        {"id": each, "description": text} for each, text in meta["choices"].items()
+        {"id": each, "description": text} for each, text in (meta["choices"] or {}).items()
     ]
     if name == "adaptive_depth":
         choices = [

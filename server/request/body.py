@@ -68,12 +68,18 @@ def described_by(
     kind: type, types: Mapping[str, Any] | None = None, *, optional: bool = False
 ) -> Callable[[type[Model]], type[Model]]:
     """Gives a model the fields of a dataclass, whose metadata says what is to be said of them:
-    ``description``, and ``bounds`` by pydantic's names. ``types`` replaces some of the fields' types;
-    ``optional``: None stands for what is not given, instead of the dataclass's default.
+    ``description``, and ``bounds`` by pydantic's names. Those without words are left out, as are
+    those that the model has, but for the ones whose types ``types`` replaces. ``optional``: None
+    stands for what is not given, instead of the dataclass's default.
     """
 
     def describe(model: type[Model]) -> type[Model]:
-        described: Any = dict(_described(kind, types or {}, optional))
+        has = set(model.model_fields) - set(types or ())
+        described: Any = {
+            name: found
+            for name, found in _described(kind, types or {}, optional)
+            if name not in has
+        }
         return create_model(
             model.__name__,
             __base__=model,
@@ -90,6 +96,8 @@ def _described(
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
     hints = get_type_hints(kind) | dict(types)
     for each in fields(kind):
+        if "description" not in each.metadata:
+            continue
         default = each.default if each.default_factory is MISSING else each.default_factory()
         about = Field(
             default=None if optional else default,
