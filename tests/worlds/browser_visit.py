@@ -23,6 +23,8 @@ _FLAGS = [
 ]
 WIDE = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}
+# Milliseconds: other work may want the same cores.
+_PATIENCE = 120_000
 # Greedily, the bundled model goes on with this for as long as it may.
 ENDLESS = "x = 0\n" * 30
 _SHIFTS = """
@@ -38,7 +40,7 @@ def launch(playwright: Playwright) -> Browser:
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("no chromium here: apt-get install --no-install-recommends chromium")
-    expect.set_options(timeout=30_000)
+    expect.set_options(timeout=_PATIENCE)
     return playwright.chromium.launch(executable_path=program, args=_FLAGS)
 
 
@@ -121,6 +123,7 @@ class Visit:
 def visit(browser: Browser, url: str, **context: Any) -> Iterator[Visit]:
     """Ends with a look at what no visit may do: leave the origin, or fail in the console."""
     opened = browser.new_context(**({"viewport": WIDE} | context))
+    opened.set_default_timeout(_PATIENCE)
     opened.add_init_script(_SHIFTS)
     try:
         made = Visit(opened.new_page(), url)

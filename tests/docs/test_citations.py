@@ -1,0 +1,66 @@
+"""What the repository's texts and comments cite can be found in the repository."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TYPES = {".css", ".html", ".js", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ""}
+MADE = {"__pycache__", "site", "build", "dist", "runs", "data"}
+# Notes that were kept beside the repository while it was written.
+ELSEWHERE = re.compile(
+    r"\b(?:ALGORITHMS|DESIGN|HOUSE|PEERS|STYLE)\b|(?<![\w/])(?:\.\./)?shared/|\bD\d+\.\d\b"
+)
+FOLDERS = (
+    "server|engine|drafters|kvpool|client|tools|slipstream|bench|training|docs|tests|scripts|deploy"
+    "|examples"
+)
+FILE = re.compile(
+    rf"(?<![\w./-])(?:{FOLDERS})/[\w/.-]*\w\.(?:py|md|sh|json|jsonl|ya?ml|js|txt|html|svg|png)\b"
+)
+# Texts with paths that are made up, or patterns of what is found.
+EXEMPT = {"tests/docs/test_citations.py", "tests/docs/test_site.py"}
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(part.startswith(".") and part != ".ci" for part in parts)
+        if hidden or MADE & set(parts) or path.suffix not in TYPES or not path.is_file():
+            continue
+        if path.relative_to(ROOT).as_posix() not in EXEMPT:
+            yield path, path.read_text(encoding="utf-8")
+
+
+def cited_elsewhere(text: str) -> list[str]:
+    return ELSEWHERE.findall(text)
+
+
+def missing_files(path: Path, text: str) -> list[str]:
+    """Cited paths that lead nowhere, from the root or from the text's own folder."""
+    places = (ROOT, path.parent, ROOT / "docs")
+    return [
+        name for name in FILE.findall(text) if not any((place / name).exists() for place in places)
+    ]
+
+
+def test_citations_of_notes_and_of_missing_files_would_be_found() -> None:
+    text = "as in ALGORITHMS 2.4, DESIGN D9 and ../shared/HOUSE.md; see engine/none.py, README.md"
+    assert len(cited_elsewhere(text)) == 4
+    assert missing_files(ROOT / "README.md", text) == ["engine/none.py"]
+    plain = "STYLED text, an underlined_STYLE, is_shared/own; engine/core.py"
+    assert not cited_elsewhere(plain)
+    assert not missing_files(ROOT / "README.md", plain)
+
+
+def test_nothing_cites_notes_that_are_not_here() -> None:
+    found = {str(path.relative_to(ROOT)): cited_elsewhere(text) for path, text in texts()}
+    assert len(found) > 300
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_files_that_are_cited_exist() -> None:
+    found = {str(path.relative_to(ROOT)): missing_files(path, text) for path, text in texts()}
+    assert {name: names for name, names in found.items() if names} == {}
