@@ -41,7 +41,7 @@ class DraftSampling:
     top-p and min-p keep; ``temperature`` 0 is greedy (then ``noise`` is none).
 
     Under ``verification`` "match", ``noise`` is the verifier's own, so a drafter that draws with it
-    agrees with the target more often than any that draws independently (ALGORITHMS 2.5). Under other
+    agrees with the target more often than any that draws independently. Under other
     verifications it is a stream of the drafter's own, and a drafter that draws attaches the
     distributions it drew from to the tree (``DraftTree.draft_probs``). ``key`` and ``stream`` are the
     same noise for those who compute it over tensors.

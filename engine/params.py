@@ -45,7 +45,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeParams:
-    """Who drafts, in what shape, and who decides how much (DESIGN's words: gamma, survival).
+    """Who drafts, in what shape, and who decides how much.
 
     ``policy`` "fixed" verifies ``num_draft_tokens`` nodes whenever the drafter has them; "target_rate"
     moves gamma by one within ``min_draft_tokens``..``max_draft_tokens`` around

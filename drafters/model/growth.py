@@ -7,7 +7,7 @@ the end, ranked by survival (EAGLE-2, arXiv 2406.16858, with calibrated acceptan
 draft's own probability).
 
 Where drafts are judged by the distribution they were drawn from, dropping nodes for what was drawn
-would bias the judgement (ALGORITHMS 2.3, 2.6): there, all that was drawn is kept, and how much to draw
+would bias the judgement: there, all that was drawn is kept, and how much to draw
 is decided before. Trees moreover have a shape that tells nothing of their tokens, since policies grant
 by the shape: a node's survival then comes from the ranks on its path alone, and every node that is
 run gets its full number of children.

@@ -1,4 +1,4 @@
-"""Ordering stored candidates as the verifier would draw them (ALGORITHMS 2.5).
+"""Ordering stored candidates as the verifier would draw them.
 
 Stored probabilities are the target's at temperature 1. What a request draws from is that, tempered,
 truncated as the request asks, and renormalised over the few tokens stored. Gumbel-top-k: sorting by

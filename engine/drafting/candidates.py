@@ -1,7 +1,7 @@
 """From a draft model's logits to the tokens it would let follow each row.
 
 Tokens are drawn as the verifier draws, and with its noise, so that a draft agrees with the target as
-often as the models do (ALGORITHMS 2.5). Several at a row are the best few sums of log-probability and
+often as the models do. Several at a row are the best few sums of log-probability and
 noise, which are draws without replacement (Gumbel-top-k). Penalties, bias and bad words are left to
 the target: they change what is accepted, never what is written.
 """

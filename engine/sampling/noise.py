@@ -1,13 +1,13 @@
 """Counter-based Gumbel noise ``g(key, position, token)``: the only randomness of generation.
 
 The noise is a pure function of a request's key, the absolute position of the token to choose and a
-token id, so a draft, a retry or a different batch cannot shift it (ALGORITHMS 2.4, 2.5, 2.7). It is
+token id, so a draft, a retry or a different batch cannot shift it. It is
 stream 0, the target's; drafters that share it call :func:`gumbel_scalar`.
 
 Rejection verification has three streams of its own: what drafts are drawn with, what accepts them,
 and what the token after them is drawn with. A position may be drafted again in a later step after a
 rejection, so they are keyed by (request, stream, step) and never used twice; and they are separate,
-since a draw that shares noise with the decision it depends on is biased (ALGORITHMS 2.6).
+since a draw that shares noise with the decision it depends on is biased.
 
 Tokens are grouped in blocks of 32. By the memorylessness of the exponential law, 32 independent
 Exp(1) arrival times are one minimum ~ Exp(32) at a uniformly drawn member, and minimum + Exp(1) for

@@ -3,7 +3,7 @@
 Order, per row: repetition, frequency and presence penalties; ``logit_bias``; bad words and
 ``min_tokens`` (-inf); then greedy rows take the largest logit, and sampled rows divide by the
 temperature, keep what top-k, top-p and min-p keep, in this order, and take the largest sum of logit
-and noise (ALGORITHMS 2.4). Everything from here on is float32 or wider.
+and noise. Everything from here on is float32 or wider.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One :class:`SamplingState` lives as long as its request, preemption included. It counts the tokens
 that penalties ask for and remembers the few that bad words do. Rows of a step see it *after their
-path*: the state plus the draft tokens between the anchor and the row (DESIGN 6).
+path*: the state plus the draft tokens between the anchor and the row.
 """
 
 from __future__ import annotations

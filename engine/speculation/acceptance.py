@@ -2,7 +2,7 @@
 
 Under "match" a draft is accepted if it equals the text, so any proposal can be judged, and survivals
 may use whatever the drafter says of its tokens. Drafts that were drawn and are accepted with a
-probability differ in both (ALGORITHMS 2.6): equality with the text is not acceptance; and whether a
+probability differ in both: equality with the text is not acceptance; and whether a
 token is verified may depend on everything but itself, or its law is biased.
 """
 
