@@ -27,8 +27,9 @@ from drafters.auto import AutoDrafter
 from drafters.base import DraftShape, OptionValue
 from drafters.registry import DrafterUnavailableError, build_drafters
 from engine.core import EngineCore
-from engine.events import FinishInfo, StepStats, TokenEvent
+from engine.events import FinishInfo, TokenEvent
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.stats import StepStats
 
 GAMMA_0 = "gamma 0"
 TRANSFORMERS = "transformers"

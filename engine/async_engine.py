@@ -16,10 +16,11 @@ from collections.abc import AsyncGenerator, Callable
 
 from engine.core import EngineCore, StepResult
 from engine.errors import EngineDeadError, QueueFullError, RequestError, RequestFailedError
-from engine.events import ErrorEvent, StepStats, TokenEvent
+from engine.events import ErrorEvent, TokenEvent
 from engine.info import EngineInfo
 from engine.params import GenerationRequest
 from engine.speculation.gamma import gamma_policy_names
+from engine.stats import StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ _RETRY_SECONDS = (1.0, 60.0)
 class AsyncEngine:
     """Starts and stops the engine thread and streams requests' events.
 
-    ``core`` belongs to that thread; who never starts it may step the core on a thread of their own.
+    ``core`` belongs to that thread; where it is never started, any one thread may step the core.
     """
 
     def __init__(self, core: EngineCore, info: EngineInfo, max_num_open: int) -> None:
@@ -172,10 +173,11 @@ class AsyncEngine:
     def _run(self) -> None:
         assert self._loop is not None
         try:
-            while self._obey():
+            while self._drain():
                 result = self.core.step()
                 if result.stats is None and result.events:
-                    result.stats = self._idle_stats()
+                    # Aborts left nothing to run: no step follows that would tell the gauges.
+                    result.stats = self.core.gauges()
                 self._post(result)
         except BaseException as error:
             logger.exception("the engine died")
@@ -184,7 +186,7 @@ class AsyncEngine:
             self._dead = message
             self._loop.call_soon_threadsafe(self._fail_open, message, True)
 
-    def _obey(self) -> bool:
+    def _drain(self) -> bool:
         """Run the commands that have come in, waiting for one if there is nothing else to do.
         False: stop."""
         block = not self.core.has_work
@@ -198,14 +200,6 @@ class AsyncEngine:
                 return False
             command()
             block = False
-
-    def _idle_stats(self) -> StepStats:
-        """Gauges after aborts that left nothing to run: no step follows that would tell them."""
-        return StepStats(
-            num_running=len(self.core.scheduler.running),
-            num_waiting=len(self.core.scheduler.waiting),
-            blocks=self.core.pool.counts(),
-        )
 
     def _post(self, result: StepResult) -> None:
         if self._loop is not None and (result.events or result.stats is not None):

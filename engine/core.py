@@ -6,30 +6,29 @@ decoding is gamma 0 on this path.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from drafters.base import HiddenRows, Observation
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
-from engine.events import ErrorEvent, StepStats, TokenEvent
+from engine.events import ErrorEvent, TokenEvent, TokenLogprobs
 from engine.params import GenerationRequest
-from engine.report import StepClock, finish_info, read_prompt_logprobs, token_event
-from engine.sampling.logprobs import top_probs, top_tokens
+from engine.sampling.logprobs import emitted_logprobs, top_probs, top_tokens
 from engine.sampling.state import RowGroup, SamplingState
-from engine.schedule.request import Request
-from engine.schedule.scheduler import Plan, ScheduledRequest, Scheduler
+from engine.schedule.request import Request, ScheduledRequest
+from engine.schedule.scheduler import Plan, Scheduler
 from engine.speculation.cost import CostModel
-from engine.speculation.manager import Draft, DraftRound, Speculation
+from engine.speculation.manager import DraftRound, Speculation
 from engine.stats import (
-    Baseline,
-    RequestSpeculationStats,
-    StepGauges,
-    StepSeconds,
+    RequestStats,
+    SpeculativeStats,
+    StepClock,
     StepShape,
-    StepStatsBuilder,
+    StepStats,
     estimate_baseline,
 )
 from engine.verification.match import Outcome
@@ -62,29 +61,6 @@ class StepResult:
 
     events: list[TokenEvent | ErrorEvent] = field(default_factory=list)
     stats: StepStats | None = None
-
-
-@dataclass(slots=True)
-class _Rows:
-    """A scheduled request's part in the batch, kept from laying its rows out to reporting on them.
-
-    ``base``: tokens committed before the step. ``first_row``: its first row among the logits;
-    ``anchor_row``: its anchor's, where it samples.
-    """
-
-    request: Request
-    base: int
-    num_known: int
-    samples: bool
-    draft: Draft
-    first_row: int = 0
-    anchor_row: int = 0
-    outcome: Outcome | None = None
-
-    @property
-    def num_prompt_rows(self) -> int:
-        end = min(self.base + self.num_known, self.request.num_prompt_tokens)
-        return max(0, end - self.base)
 
 
 class EngineCore:
@@ -128,21 +104,20 @@ class EngineCore:
         sampling = SamplingState(
             params, limits.eos_token_ids, limits.vocab_size, limits.max_model_len
         )
-        return Request(params, sampling, RequestSpeculationStats(params.speculative.drafter))
+        return Request(params, sampling, RequestStats(drafter=params.speculative.drafter))
 
     def submit(self, request: Request) -> None:
         request.arrival_order = self._num_arrived
         self._num_arrived += 1
         self._requests[request.request_id] = request
         self.scheduler.submit(request)
-        self.speculation.open(request)
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; its blocks are free at once. Unknown ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None:
             self._remove(request)
-            finish = finish_info(request, "abort")
+            finish = request.finish_info("abort")
             self._result.events.append(TokenEvent(request_id, (), (), finish=finish))
 
     def abort_all(self) -> None:
@@ -168,234 +143,237 @@ class EngineCore:
         if plan.scheduled:
             with clock.measure("draft"):
                 round_ = self.speculation.draft(plan)
-            rows, batch = self._lay_out(plan, round_)
+            batch = self._build_batch(plan)
             with clock.measure("forward"):
-                logits, hidden = self.runner.forward(batch)
+                output = self.runner.forward(batch)
             with clock.measure("verify"):
-                self._verify(rows, logits)
-            self._commit(rows)
+                self._verify(plan, batch, output.logits)
+            self._commit(plan)
             with clock.measure("draft"):
-                self._observe_hidden(rows, batch, hidden, round_)
-                self._observe(rows, round_, logits)
-            self._report(plan, rows, batch, round_, logits, clock.seconds())
+                self._observe(plan, batch, output, round_)
+            clock.stop()
+            self._report(plan, batch, output.logits, round_, clock)
         if self._check_integrity:
             self.pool.check_integrity()
         return self.take_result()
 
-    def _lay_out(self, plan: Plan, round_: DraftRound) -> tuple[list[_Rows], InputBatch]:
-        """Lease slots for drafts, shrinking them to what there is, and lay all rows out flat."""
-        rows = [
-            _Rows(
-                each.request,
-                each.request.num_computed_tokens,
-                each.num_known,
-                each.samples,
-                self._lease(each, round_.of(each.request)),
-            )
-            for each in plan.scheduled
-        ]
-        batch = build_batch(
-            [self._request_rows(each) for each in rows],
+    def _build_batch(self, plan: Plan) -> InputBatch:
+        """All rows flat, in the order of the plan."""
+        return build_batch(
+            [self._rows(each) for each in plan.scheduled],
             self.pool.block_size,
-            wants_hidden=any(self.speculation.wants_hidden(each.request) for each in rows),
+            wants_hidden=any(each.wants.hidden for each in plan.scheduled),
         )
-        for each, part in zip(rows, batch.requests, strict=True):
-            each.first_row = part.first_logit
-            each.anchor_row = part.first_logit + part.num_logits - 1 - len(each.draft.tree)
-        return rows, batch
 
-    def _lease(self, scheduled: ScheduledRequest, draft: Draft) -> Draft:
-        if not draft.tree.token_ids:
-            return draft
-        request = scheduled.request
-        known = request.num_computed_tokens + scheduled.num_known
-        covered = self.pool.allocate_draft(request.request_id, known + len(draft.tree))
-        room = max(0, covered - known)
-        if room >= len(draft.tree):
-            return draft
-        return Draft(draft.proposal, draft.tree.subtree(range(room)), "no_kv")
-
-    def _request_rows(self, rows: _Rows) -> RequestRows:
-        request, tree = rows.request, rows.draft.tree
-        known = request.token_ids[rows.base : rows.base + rows.num_known]
-        num_logits = 1 + len(tree) if rows.samples else 0
+    def _rows(self, scheduled: ScheduledRequest) -> RequestRows:
+        request, tree = scheduled.request, scheduled.draft.tree
+        num_logits = 1 + len(tree) if scheduled.samples else 0
         if request.wants_prompt_logprobs:
-            num_logits = rows.num_known + len(tree)
+            num_logits = scheduled.num_known + len(tree)
         return RequestRows(
-            token_ids=[*known, *tree.token_ids],
-            num_known=rows.num_known,
-            base=rows.base,
+            token_ids=[*scheduled.known_token_ids, *tree.token_ids],
+            num_known=scheduled.num_known,
+            base=scheduled.base,
             parents=tree.parents,
             block_table=self.pool.block_table(request.request_id),
             num_logits=num_logits,
         )
 
-    def _verify(self, rows: Sequence[_Rows], logits: torch.Tensor) -> None:
-        sampling = [each for each in rows if each.samples]
+    def _verify(self, plan: Plan, batch: InputBatch, logits: torch.Tensor) -> None:
+        sampling = [
+            pair for pair in zip(plan.scheduled, batch.requests, strict=True) if pair[0].samples
+        ]
         groups = [
-            RowGroup(each.request.sampling, each.anchor_row, each.draft.tree) for each in sampling
+            RowGroup(each.request.sampling, _anchor_logit(rows), each.draft.tree)
+            for each, rows in sampling
         ]
         if groups:
             outcomes = verify_step(logits, groups)
-            for each, outcome in zip(sampling, outcomes, strict=True):
+            for (each, _), outcome in zip(sampling, outcomes, strict=True):
                 each.outcome = outcome
 
-    def _commit(self, rows: Sequence[_Rows]) -> None:
+    def _commit(self, plan: Plan) -> None:
         """Accepted rows become committed keys and values; the rest of the leases go back."""
         sources: list[int] = []
         targets: list[int] = []
-        for each in rows:
-            request, outcome = each.request, each.outcome
-            accepted = outcome.path[1:] if outcome else ()
-            emitted = outcome.emitted_token_ids if outcome else ()
+        for each in plan.scheduled:
+            request, accepted = each.request, each.accepted_rows
             table = self.pool.block_table(request.request_id)
             anchor = each.base + each.num_known - 1
             for depth, row in enumerate(accepted, start=1):
                 if row != depth:
                     sources.append(slot_of(table, anchor + row, self.pool.block_size))
                     targets.append(slot_of(table, anchor + depth, self.pool.block_size))
+            emitted = each.outcome.emitted_token_ids if each.outcome else ()
             request.commit(each.num_known + len(accepted), emitted)
             self.pool.promote(request.request_id, request.token_ids, request.num_computed_tokens)
             self.pool.free_draft(request.request_id)
         self.runner.move(sources, targets)
 
-    def _observe_hidden(
-        self,
-        rows: Sequence[_Rows],
-        batch: InputBatch,
-        hidden: torch.Tensor | None,
-        round_: DraftRound,
+    def _observe(
+        self, plan: Plan, batch: InputBatch, output: ForwardOutput, round_: DraftRound
     ) -> None:
-        if hidden is None:
-            return
-        seen = []
-        for each, part in zip(rows, batch.requests, strict=True):
-            if self.speculation.wants_hidden(each.request):
-                accepted = each.outcome.path[1:] if each.outcome else ()
-                anchor = part.first_row + each.num_known - 1
-                kept = [*range(part.first_row, anchor + 1), *(anchor + row for row in accepted)]
-                request = each.request
-                seen.append(
-                    HiddenRows(request.request_id, each.base, request.token_ids, hidden[kept])
-                )
-        self.speculation.observe_hidden(seen, round_)
-
-    def _observe(self, rows: Sequence[_Rows], round_: DraftRound, logits: torch.Tensor) -> None:
-        observations = [
-            self._observation(each, each.outcome, logits)
-            for each in rows
-            if each.outcome is not None
-        ]
-        accepted = [each.outcome.num_accepted for each in rows if each.outcome is not None]
-        self.speculation.observe(observations, round_, accepted)
-
-    def _observation(self, rows: _Rows, outcome: Outcome, logits: torch.Tensor) -> Observation:
-        top_token_ids, probs = self._top(rows, logits)
-        return Observation(
-            request_id=rows.request.request_id,
-            token_ids=rows.request.token_ids,
-            tree=rows.draft.tree,
-            row_token_ids=outcome.row_token_ids,
-            path=outcome.path,
-            emitted_token_ids=outcome.emitted_token_ids,
-            top_token_ids=top_token_ids,
-            top_probs=probs,
-        )
-
-    def _top(
-        self, rows: _Rows, logits: torch.Tensor
-    ) -> tuple[list[list[int]] | None, list[list[float]] | None]:
-        num_top = self.speculation.num_top_tokens(rows.request)
-        if not num_top:
-            return None, None
-        own = range(rows.anchor_row, rows.anchor_row + 1 + len(rows.draft.tree))
-        if self.speculation.wants_top_probs(rows.request):
-            return top_probs(logits, own, num_top)
-        return top_tokens(logits, own, num_top), None
+        """Show the drafters what they want to see of the step, and what became of it."""
+        hidden: list[HiddenRows] = []
+        seen: list[tuple[ScheduledRequest, Observation]] = []
+        for each, rows in zip(plan.scheduled, batch.requests, strict=True):
+            request = each.request
+            if each.wants.hidden and output.hidden is not None:
+                anchor = rows.first_row + each.num_known - 1
+                kept = [
+                    *range(rows.first_row, anchor + 1),
+                    *(anchor + row for row in each.accepted_rows),
+                ]
+                states = output.hidden[kept]
+                hidden.append(HiddenRows(request.request_id, each.base, request.token_ids, states))
+            if each.outcome is not None:
+                seen.append((each, _observation(each, each.outcome, rows, output.logits)))
+        self.speculation.observe_hidden(hidden, round_)
+        self.speculation.observe(seen, round_)
 
     # --- what comes out ---
 
     def _report(
         self,
         plan: Plan,
-        rows: Sequence[_Rows],
         batch: InputBatch,
-        round_: DraftRound,
         logits: torch.Tensor,
-        seconds: StepSeconds,
+        round_: DraftRound,
+        clock: StepClock,
     ) -> None:
         """Teach the cost model, account for every request, and let the finished ones go."""
         shape = StepShape(
             num_rows=batch.num_rows,
             num_base_rows=plan.num_rows,
-            num_sampling_requests=sum(each.samples for each in rows),
+            num_sampling_requests=sum(each.samples for each in plan.scheduled),
             num_kv_tokens=batch.num_kv_tokens,
-            num_requests=len(rows),
+            num_requests=len(plan.scheduled),
         )
-        self.cost.observe(
-            shape.num_rows,
-            shape.num_kv_tokens,
-            shape.num_requests,
-            seconds.forward + seconds.verify,
-        )
-        self.cost.observe_overhead(seconds.other)
-        baseline = estimate_baseline(self.cost, shape, seconds.step, seconds.draft)
-        builder = StepStatsBuilder()
-        for each in rows:
-            if each.request.wants_prompt_logprobs:
-                read_prompt_logprobs(
-                    each.request, each.base, each.num_known, each.first_row, logits
+        target_seconds = clock.forward + clock.verify
+        self.cost.observe(shape.num_rows, shape.num_kv_tokens, shape.num_requests, target_seconds)
+        self.cost.observe_overhead(clock.other)
+        baseline = estimate_baseline(self.cost, shape, clock.step, clock.draft)
+        by_drafter: dict[str, SpeculativeStats] = defaultdict(SpeculativeStats)
+        for each, rows in zip(plan.scheduled, batch.requests, strict=True):
+            request, draft, outcome = each.request, each.draft, each.outcome
+            if request.wants_prompt_logprobs:
+                _keep_prompt_logprobs(each, rows, logits)
+            if outcome is None:
+                continue
+            gamma, num_emitted = len(draft.tree), len(outcome.emitted_token_ids)
+            request.stats.note_gamma(gamma, draft.reason)
+            for account in (request.stats, by_drafter[request.stats.drafter]):
+                account.record(
+                    gamma,
+                    outcome.num_accepted,
+                    num_emitted,
+                    draft.reason,
+                    draft_seconds=round_.share(request),
+                    verify_seconds=(1 + gamma) / shape.num_rows * target_seconds,
+                    step_seconds=clock.step,
+                    baseline_seconds=baseline.seconds(num_emitted),
                 )
-            if each.outcome is not None:
-                share = (1 + len(each.draft.tree)) / batch.num_rows
-                self._account(each, each.outcome, round_, seconds, share, baseline, builder)
-                self._tell(each, each.outcome, logits)
-        for _ in range(round_.num_failures):
-            builder.add_draft_failure()
-        self._result.stats = builder.build(shape, seconds, baseline, self._gauges(plan, rows))
-
-    def _account(
-        self,
-        rows: _Rows,
-        outcome: Outcome,
-        round_: DraftRound,
-        seconds: StepSeconds,
-        share: float,
-        baseline: Baseline,
-        builder: StepStatsBuilder,
-    ) -> None:
-        gamma, num_emitted = len(rows.draft.tree), len(outcome.emitted_token_ids)
-        reason = rows.draft.reason
-        rows.request.stats.record_step(
-            gamma,
-            outcome.num_accepted,
-            num_emitted,
-            draft_seconds=round_.share(rows.request),
-            verify_seconds=share * (seconds.forward + seconds.verify),
-            step_seconds=seconds.step,
-            baseline_seconds=baseline.seconds(num_emitted),
-            reason=reason,
+            self._emit(request, outcome, rows, logits)
+        # The batch would have run once per token of each request, side by side.
+        num_plain_steps = sum(by_drafter.values(), SpeculativeStats()).tokens_per_step or 1.0
+        self._result.stats = replace(
+            self.gauges(),
+            num_rows=shape.num_rows,
+            num_prompt_tokens=sum(each.num_prompt_tokens for each in plan.scheduled),
+            by_drafter=by_drafter,
+            draft_seconds=clock.draft,
+            forward_seconds=clock.forward,
+            verify_seconds=clock.verify,
+            other_seconds=clock.other,
+            step_seconds=clock.step,
+            baseline_seconds=baseline.seconds(num_plain_steps),
+            num_preemptions=len(plan.preempted),
+            num_draft_failures=round_.num_failures,
         )
-        drafter = rows.request.params.speculative.drafter
-        builder.add_request(drafter, gamma, outcome.num_accepted, num_emitted, reason)
 
-    def _tell(self, rows: _Rows, outcome: Outcome, logits: torch.Tensor) -> None:
-        request, finish = rows.request, None
+    def _emit(
+        self, request: Request, outcome: Outcome, rows: RequestRows, logits: torch.Tensor
+    ) -> None:
+        finish = None
         if outcome.finish_reason is not None:
             self._remove(request)
-            finish = finish_info(request, outcome.finish_reason, outcome.stop_token_id)
-        event = token_event(request, outcome, rows.anchor_row, logits, finish)
+            finish = request.finish_info(outcome.finish_reason, outcome.stop_token_id)
+        event = TokenEvent(
+            request_id=request.request_id,
+            token_ids=outcome.emitted_token_ids,
+            drafted=outcome.drafted,
+            logprobs=_emitted_logprobs(request, outcome, rows, logits),
+            prompt_logprobs=request.take_prompt_logprobs(),
+            finish=finish,
+            num_draft_tokens=len(rows.parents),
+        )
         self._result.events.append(event)
 
-    def _gauges(self, plan: Plan, rows: Sequence[_Rows]) -> StepGauges:
+    def gauges(self) -> StepStats:
+        """The engine as it stands, and what the prefix cache was asked since the last look."""
         queries, hits = self.pool.num_prefix_queries, self.pool.num_prefix_hits
         before, self._prefix_counts = self._prefix_counts, (queries, hits)
-        return StepGauges(
-            num_prompt_tokens=sum(each.num_prompt_rows for each in rows),
+        return StepStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
-            num_preemptions=len(plan.preempted),
             blocks=self.pool.counts(),
             prefix_cache_queries=queries - before[0],
             prefix_cache_hits=hits - before[1],
         )
+
+
+def _anchor_logit(rows: RequestRows) -> int:
+    """The anchor's row among the logits of a request that samples."""
+    return rows.first_logit + rows.num_logits - 1 - len(rows.parents)
+
+
+def _observation(
+    scheduled: ScheduledRequest, outcome: Outcome, rows: RequestRows, logits: torch.Tensor
+) -> Observation:
+    wants, tree = scheduled.wants, scheduled.draft.tree
+    first = _anchor_logit(rows)
+    own, top, probs = range(first, first + 1 + len(tree)), None, None
+    if wants.num_top_tokens and wants.top_probs:
+        top, probs = top_probs(logits, own, wants.num_top_tokens)
+    elif wants.num_top_tokens:
+        top = top_tokens(logits, own, wants.num_top_tokens)
+    return Observation(
+        request_id=scheduled.request.request_id,
+        token_ids=scheduled.request.token_ids,
+        tree=tree,
+        row_token_ids=outcome.row_token_ids,
+        path=outcome.path,
+        emitted_token_ids=outcome.emitted_token_ids,
+        top_token_ids=top,
+        top_probs=probs,
+    )
+
+
+def _keep_prompt_logprobs(
+    scheduled: ScheduledRequest, rows: RequestRows, logits: torch.Tensor
+) -> None:
+    """Keep the log-probabilities of the prompt tokens that follow the known rows, all of which have
+    logits."""
+    request, base = scheduled.request, scheduled.base
+    last = min(base + scheduled.num_known, request.num_prompt_tokens - 1)
+    positions = [at for at in range(base, last) if at + 1 not in request.prompt_logprobs]
+    found = emitted_logprobs(
+        logits,
+        [rows.first_logit + at - base for at in positions],
+        [request.token_ids[at + 1] for at in positions],
+        request.params.sampling.prompt_logprobs or 0,
+    )
+    request.prompt_logprobs.update(zip([at + 1 for at in positions], found, strict=True))
+
+
+def _emitted_logprobs(
+    request: Request, outcome: Outcome, rows: RequestRows, logits: torch.Tensor
+) -> tuple[TokenLogprobs, ...] | None:
+    num_top = request.params.sampling.logprobs
+    if num_top is None:
+        return None
+    emitted = outcome.emitted_token_ids
+    # The path leads from row to row: the token at each of its rows is the next one emitted.
+    first = _anchor_logit(rows)
+    path = [first + row for row in outcome.path[: len(emitted)]]
+    return tuple(emitted_logprobs(logits, path, emitted, num_top))

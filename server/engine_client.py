@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from engine.events import StepStats, TokenEvent
+from engine.events import TokenEvent
 from engine.info import EngineInfo
 from engine.params import GenerationRequest
+from engine.stats import StepStats
 
 
 class EngineClient(Protocol):

@@ -38,8 +38,9 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 
-from engine.events import FinishInfo, StepStats
+from engine.events import FinishInfo
 from engine.info import EngineInfo
+from engine.stats import StepStats
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -113,12 +114,11 @@ class _VllmAliases:
         )
 
     def observe(self, stats: StepStats) -> None:
-        drafts = sum(gamma > 0 for gammas in stats.gammas.values() for gamma in gammas)
-        self._drafts.inc(drafts)
-        self._drafted.inc(sum(stats.drafted.values()))
-        self._accepted.inc(sum(stats.accepted.values()))
-        for counts in stats.accepted_per_position.values():
-            for position, count in enumerate(counts):
+        for each in stats.by_drafter.values():
+            self._drafts.inc(each.num_drafts)
+            self._drafted.inc(each.num_draft_tokens)
+            self._accepted.inc(each.num_accepted_tokens)
+            for position, count in enumerate(each.accepted_per_position):
                 self._accepted_at.labels(self._model_name, str(position)).inc(count)
 
 
@@ -253,21 +253,17 @@ class Metrics:
 
     def _observe_spec(self, stats: StepStats) -> None:
         spec = self._spec
-        for drafter, count in stats.drafted.items():
-            spec.drafted.labels(drafter).inc(count)
-        for drafter, count in stats.accepted.items():
-            spec.accepted.labels(drafter).inc(count)
-        for drafter, count in stats.emitted.items():
-            spec.emitted.labels(drafter).inc(count)
-        for drafter, counts in stats.accepted_per_position.items():
-            for position, count in enumerate(counts):
+        for drafter, each in stats.by_drafter.items():
+            spec.drafted.labels(drafter).inc(each.num_draft_tokens)
+            spec.accepted.labels(drafter).inc(each.num_accepted_tokens)
+            spec.emitted.labels(drafter).inc(each.num_emitted_tokens)
+            spec.steps.labels(drafter).inc(each.num_steps)
+            for position, count in enumerate(each.accepted_per_position):
                 spec.accepted_at.labels(drafter, str(position)).inc(count)
-        for drafter, gammas in stats.gammas.items():
-            spec.steps.labels(drafter).inc(len(gammas))
-            for gamma in gammas:
+            for gamma in each.gammas.elements():
                 spec.gamma.labels(drafter).observe(gamma)
-        for (drafter, reason), count in stats.disabled.items():
-            spec.disabled.labels(drafter, reason).inc(count)
+            for reason, count in each.disabled.items():
+                spec.disabled.labels(drafter, reason).inc(count)
         spec.failures.inc(stats.num_draft_failures)
 
     def observe_request(self, info: FinishInfo, num_tokens: int) -> None:
@@ -287,8 +283,8 @@ class Metrics:
             self._spec.acceptance_rate.labels(stats.drafter).observe(stats.acceptance_rate)
         if stats.estimated_speedup is not None:
             self._spec.speedup.labels(stats.drafter).observe(stats.estimated_speedup)
-        self._spec.draft_seconds.labels(stats.drafter).inc(stats.draft_ms / 1000)
-        self._spec.verify_seconds.labels(stats.drafter).inc(stats.verify_ms / 1000)
+        self._spec.draft_seconds.labels(stats.drafter).inc(stats.draft_seconds)
+        self._spec.verify_seconds.labels(stats.drafter).inc(stats.verify_seconds)
 
     def count_request(self, outcome: str) -> None:
         """stop, length, abort (the client left), error or rejected."""

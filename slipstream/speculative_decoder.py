@@ -13,8 +13,9 @@ from itertools import count
 from engine.async_engine import AsyncEngine
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.events import FinishInfo, SpeculativeStats, TokenEvent
+from engine.events import FinishInfo, TokenEvent
 from engine.params import GenerationRequest
+from engine.stats import SpeculativeStats
 from slipstream.speculative_config import SpeculativeConfig
 
 _WINDOW = 10
@@ -34,7 +35,7 @@ class SpeculativeDecoder:
         self._ids = count()
         self._depth = 0
         self._rates: deque[float] = deque(maxlen=_WINDOW)
-        self._totals: list[SpeculativeStats] = []
+        self._total = SpeculativeStats()
 
     def setup(self, verify_model_path: str, config: SpeculativeConfig) -> None:
         """Load the target and what drafts for it.
@@ -48,7 +49,7 @@ class SpeculativeDecoder:
         self._config = config
         self._depth = config.num_speculative_tokens
         self._rates.clear()
-        self._totals.clear()
+        self._total = SpeculativeStats()
 
     def decode_step(
         self,
@@ -75,14 +76,14 @@ class SpeculativeDecoder:
         )
         token_ids, finish = _run(self._engine, request)
         stats = finish.speculative
-        self._totals.append(stats)
-        if stats.num_draft_tokens and config.adaptive_depth:
-            self.adjust_speculative_depth(stats.num_accepted_tokens / stats.num_draft_tokens)
-        return token_ids, self._account([stats])
+        self._total += stats
+        if stats.acceptance_rate is not None and config.adaptive_depth:
+            self.adjust_speculative_depth(stats.acceptance_rate)
+        return token_ids, self._account(stats)
 
     def get_acceptance_rate(self) -> float:
         """Accepted over verified drafts since ``setup``; 0 where nothing was drafted."""
-        return _rate(self._totals)
+        return self._total.acceptance_rate or 0.0
 
     def adjust_speculative_depth(self, acceptance_rate: float) -> int:
         """Take in a rate: the mean of the last ten above target + 0.1 makes the next draft start one
@@ -104,7 +105,7 @@ class SpeculativeDecoder:
 
     def report(self) -> dict[str, float]:
         """The account of all texts since ``setup``, as in ``decode_step``."""
-        return self._account(self._totals)
+        return self._account(self._total)
 
     def _use(self, config: SpeculativeConfig) -> None:
         path = self._base.model or ""
@@ -116,41 +117,22 @@ class SpeculativeDecoder:
         self._depth = max(low, min(self._depth, high))
         self._config = config
 
-    def _account(self, stats: Sequence[SpeculativeStats]) -> dict[str, float]:
-        num_steps = sum(each.num_steps for each in stats)
-        num_emitted = sum(each.num_emitted_tokens for each in stats)
-        draft_ms = sum(each.draft_ms for each in stats)
-        verify_ms = sum(each.verify_ms for each in stats)
+    def _account(self, stats: SpeculativeStats) -> dict[str, float]:
+        num_steps = stats.num_steps
         account = {
             "num_steps": float(num_steps),
-            "num_tokens": float(num_emitted),
-            "tokens_per_step": num_emitted / num_steps if num_steps else 0.0,
-            "draft_latency": draft_ms / num_steps if num_steps else 0.0,
-            "verify_latency": verify_ms / num_steps if num_steps else 0.0,
+            "num_tokens": float(stats.num_emitted_tokens),
+            "tokens_per_step": stats.tokens_per_step or 0.0,
+            "draft_latency": 1000.0 * stats.draft_seconds / num_steps if num_steps else 0.0,
+            "verify_latency": 1000.0 * stats.verify_seconds / num_steps if num_steps else 0.0,
             "speculative_depth": float(self._depth),
         }
         if self._config.log_acceptance_rate:
-            account["acceptance_rate"] = _rate(stats)
+            account["acceptance_rate"] = stats.acceptance_rate or 0.0
         if self._config.log_speedup:
-            account["speedup"] = _speedup(stats)
+            speedup = stats.estimated_speedup
+            account["speedup"] = 1.0 if speedup is None else speedup
         return account
-
-
-def _rate(stats: Sequence[SpeculativeStats]) -> float:
-    num_drafted = sum(each.num_draft_tokens for each in stats)
-    num_accepted = sum(each.num_accepted_tokens for each in stats)
-    return num_accepted / num_drafted if num_drafted else 0.0
-
-
-def _speedup(stats: Sequence[SpeculativeStats]) -> float:
-    """Estimated time at gamma 0 over the time taken, as the engine accounts it."""
-    known = [
-        (each.estimated_speedup, each.draft_ms + each.verify_ms)
-        for each in stats
-        if each.estimated_speedup is not None
-    ]
-    taken = sum(ms for _, ms in known)
-    return sum(speedup * ms for speedup, ms in known) / taken if taken > 0 else 1.0
 
 
 def _run(engine: AsyncEngine, request: GenerationRequest) -> tuple[list[int], FinishInfo]:

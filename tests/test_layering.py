@@ -31,7 +31,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "base": set(),
         "sampling": {"base"},
         "verification": {"base", "sampling"},
-        "schedule": {"base", "sampling"},
+        "schedule": {"base", "sampling", "verification"},
         "attention": {"base"},
         "model": {"base", "attention"},
         "drafting": {"base", "sampling", "attention", "model"},

@@ -1,4 +1,5 @@
-"""A request's mutable state inside the engine: changed only on the engine thread."""
+"""A request's mutable state inside the engine, and its part in a step. Changed only on the engine
+thread."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.events import TokenLogprobs
+from drafters.tree import EMPTY, DraftTree
+from engine.events import FinishInfo, FinishReason, RequestTimings, TokenLogprobs
 from engine.params import GenerationRequest
 from engine.sampling.state import SamplingState
-from engine.stats import RequestSpeculationStats
+from engine.stats import Reason, RequestStats
+from engine.verification.match import Outcome
 
 
 class RequestStatus(enum.Enum):
@@ -27,7 +30,7 @@ class Request:
 
     params: GenerationRequest
     sampling: SamplingState
-    stats: RequestSpeculationStats
+    stats: RequestStats
     arrival_order: int = 0
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
@@ -39,7 +42,7 @@ class Request:
     first_token_time: float | None = None
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position in the prompt, gathered chunk by chunk."""
-    told_prompt_logprobs: bool = False
+    sent_prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.params.prompt_token_ids)
@@ -73,6 +76,13 @@ class Request:
         wanted = self.params.sampling.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """All of them, once, with the request's first event; the first token has none."""
+        if self.params.sampling.prompt_logprobs is None or self.sent_prompt_logprobs:
+            return None
+        self.sent_prompt_logprobs = True
+        return (None, *(self.prompt_logprobs[at] for at in range(1, self.num_prompt_tokens)))
+
     def max_cached_tokens(self) -> int:
         return 0 if self.wants_prompt_logprobs else len(self.token_ids) - 1
 
@@ -97,3 +107,83 @@ class Request:
         self.sampling.append(emitted_token_ids)
         if emitted_token_ids and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
+
+    def finish_info(self, reason: FinishReason, stop_token_id: int | None = None) -> FinishInfo:
+        """The account that goes out with the last event; the request is over."""
+        now = time.perf_counter()
+        scheduled = self.first_scheduled_time or now
+        arrival = self.params.arrival_time or scheduled
+        return FinishInfo(
+            reason=reason,
+            stop_token_id=stop_token_id,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            speculative=self.stats,
+            timings=RequestTimings(
+                arrival_time=arrival,
+                queue_seconds=scheduled - arrival,
+                time_to_first_token_seconds=(self.first_token_time or now) - arrival,
+                e2e_seconds=now - arrival,
+                num_preemptions=self.num_preemptions,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request's draft in a step: the part of the proposal that is verified, and why it is no more."""
+
+    proposal: DraftTree = EMPTY
+    tree: DraftTree = EMPTY
+    reason: Reason = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a request's drafter wants to see of a step: the target's hidden states, and so many of its
+    likeliest tokens per row, with or without their probabilities."""
+
+    hidden: bool = False
+    num_top_tokens: int = 0
+    top_probs: bool = False
+
+
+NO_DRAFT = Draft()
+NOTHING = Wants()
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """A request's part in a step: planned, then drafted for, then verified.
+
+    Its rows are ``num_known`` known tokens from ``base`` on (tokens computed before the step), then the
+    draft's nodes. ``samples``: the anchor is among them, so that the target's next token comes out of
+    this step, as ``outcome``.
+    """
+
+    request: Request
+    num_known: int
+    base: int = field(init=False)
+    samples: bool = field(init=False)
+    draft: Draft = NO_DRAFT
+    wants: Wants = NOTHING
+    outcome: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        self.base = self.request.num_computed_tokens
+        self.samples = self.num_known == self.request.num_new_tokens
+
+    @property
+    def known_token_ids(self) -> list[int]:
+        return self.request.token_ids[self.base : self.base + self.num_known]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        end = min(self.base + self.num_known, self.request.num_prompt_tokens)
+        return max(0, end - self.base)
+
+    @property
+    def accepted_rows(self) -> tuple[int, ...]:
+        """Rows after the anchor whose nodes are kept, counted from it."""
+        return self.outcome.path[1:] if self.outcome else ()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.schedule.request import Request, RequestStatus
+from engine.schedule.request import Request, RequestStatus, ScheduledRequest
 
 
 class Blocks(Protocol):
@@ -28,19 +28,6 @@ class Blocks(Protocol):
     def free(self, request_id: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """``num_known`` rows of known tokens, from ``request.num_computed_tokens`` on."""
-
-    request: Request
-    num_known: int
-
-    @property
-    def samples(self) -> bool:
-        """The anchor is among the rows: the target's next token comes out of this step."""
-        return self.num_known == self.request.num_new_tokens
-
-
 @dataclass(slots=True)
 class Plan:
     scheduled: list[ScheduledRequest] = field(default_factory=list)
@@ -48,6 +35,8 @@ class Plan:
     num_rows: int = 0
     spare_rows: int = 0
     """Rows of the budget left for draft nodes."""
+    admitted: list[Request] = field(default_factory=list)
+    """Started for the first time; they may have been preempted at once."""
 
 
 class Scheduler:
@@ -132,6 +121,8 @@ class Scheduler:
                 self._preempt(self.running[-1], plan)
                 continue
             del self.waiting[0]
+            if request.first_scheduled_time is None:
+                plan.admitted.append(request)
             num_cached = self.pool.open(
                 request.request_id,
                 request.token_ids,

@@ -22,12 +22,13 @@ from drafters.base import (
 )
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree
-from engine.schedule.request import Request
-from engine.schedule.scheduler import Plan, ScheduledRequest
+from engine.schedule.request import NOTHING, Draft, Request, ScheduledRequest, Wants
+from engine.schedule.scheduler import Plan
 from engine.speculation.acceptance import Acceptance, check_drawn, new_acceptance
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.controller import GammaController
-from engine.speculation.gamma.policy import DraftCandidate, Reason
+from engine.speculation.gamma.policy import DraftCandidate
+from engine.stats import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _FAILURES_BEFORE_SILENCE = 8
 
 
 class DraftSlots(Protocol):
-    """The part of the pool that drafters with keys and values of their own reach through here."""
+    """The part of the pool that drafts need."""
 
     def allocate_draft(self, request_id: str, num_tokens: int) -> int: ...
     def block_table(self, request_id: str) -> Sequence[int]: ...
@@ -61,29 +62,13 @@ class _Drafting:
         return self.is_open and self.num_failures < _FAILURES_BEFORE_SILENCE
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A request's draft in a step: the granted part of what was proposed, and why no more."""
-
-    proposal: DraftTree = EMPTY
-    tree: DraftTree = EMPTY
-    reason: Reason = ""
-
-
-NO_DRAFT = Draft()
-
-
 @dataclass(slots=True)
 class DraftRound:
-    """All drafts of a step by request id, with the seconds each drafter took."""
+    """What a step's drafting took, by drafter: seconds, and the requests that share them."""
 
-    drafts: dict[str, Draft] = field(default_factory=dict)
     seconds_by_drafter: dict[str, float] = field(default_factory=dict)
     num_by_drafter: dict[str, int] = field(default_factory=dict)
     num_failures: int = 0
-
-    def of(self, request: Request) -> Draft:
-        return self.drafts.get(request.request_id, NO_DRAFT)
 
     def share(self, request: Request) -> float:
         """One request's share of its drafter's seconds."""
@@ -142,13 +127,25 @@ class Speculation:
         return drafting.num_failures
 
     def draft(self, plan: Plan) -> DraftRound:
-        """Propose for every request that samples in this step, and grant what the policies allow."""
+        """Give every request that samples in this step its draft, as far as the policies grant it and
+        there are blocks to lease, and say what its drafter wants to see."""
+        for request in plan.admitted:
+            self.open(request)
         round_ = DraftRound()
         turns = [each for each in plan.scheduled if self._takes_turn(each)]
-        if not turns:
-            return round_
+        if turns:
+            self._draft(turns, plan, round_)
+        for each in plan.scheduled:
+            each.wants = self._wants(each)
+        return round_
+
+    def _draft(self, turns: Sequence[ScheduledRequest], plan: Plan, round_: DraftRound) -> None:
         limits = [self._limits(each.request) for each in turns]
-        proposals = self._propose(turns, limits, round_, self._plain_rate(plan))
+        num_kv_tokens = sum(each.base for each in plan.scheduled)
+        num_requests = len(plan.scheduled)
+        num_sampling = sum(each.samples for each in plan.scheduled)
+        plain_seconds = self._cost.step_seconds(plan.num_rows, num_kv_tokens, num_requests)
+        proposals = self._propose(turns, limits, round_, num_sampling / plain_seconds)
         candidates = [
             self._candidate(each.request, tree, limit)
             for each, tree, limit in zip(turns, proposals, limits, strict=True)
@@ -156,33 +153,53 @@ class Speculation:
         grants = self._gamma.grant(
             candidates,
             num_base_rows=plan.num_rows,
-            num_sampling_requests=sum(each.samples for each in plan.scheduled),
-            num_kv_tokens=sum(each.request.num_computed_tokens for each in plan.scheduled),
-            num_requests=len(plan.scheduled),
+            num_sampling_requests=num_sampling,
+            num_kv_tokens=num_kv_tokens,
+            num_requests=num_requests,
             num_spare_rows=plan.spare_rows,
         )
-        for candidate, tree in zip(candidates, proposals, strict=True):
-            grant = grants[candidate.request_id]
+        for each, tree in zip(turns, proposals, strict=True):
+            grant = grants[each.request.request_id]
             nodes = [node for node in grant.nodes if node < len(tree)]
             reason: Reason = "" if 0 < len(tree) == len(nodes) else grant.reason
-            draft = Draft(tree, tree.subtree(nodes), reason)
-            round_.drafts[candidate.request_id] = draft
-        return round_
+            room = self._lease(each.request, len(nodes))
+            if room < len(nodes):
+                nodes, reason = nodes[:room], "no_kv"
+            each.draft = Draft(tree, tree.subtree(nodes), reason)
+
+    def _lease(self, request: Request, num_nodes: int) -> int:
+        """Slots for draft nodes after the request's tokens; returns for how many there is room."""
+        if not num_nodes:
+            return 0
+        num_known = len(request.token_ids)
+        covered = self._slots.allocate_draft(request.request_id, num_known + num_nodes)
+        return max(0, min(num_nodes, covered - num_known))
+
+    def _wants(self, scheduled: ScheduledRequest) -> Wants:
+        drafting = self._drafting.get(scheduled.request.request_id)
+        if drafting is None or not drafting.is_asked:
+            return NOTHING
+        drafter, request_id = drafting.drafter, scheduled.request.request_id
+        needs, num_top = drafter.info.needs, 0
+        if scheduled.samples:
+            num_top = self._guarded(drafting, lambda: drafter.num_top_tokens(request_id)) or 0
+        return Wants(needs.hidden_rows, min(num_top, self._vocab_size), needs.top_probs)
 
     def observe(
-        self, observations: Sequence[Observation], round_: DraftRound, num_accepted: Sequence[int]
+        self, seen: Sequence[tuple[ScheduledRequest, Observation]], round_: DraftRound
     ) -> None:
         """Tell estimates, policies and drafters what the target said."""
         by_drafter: dict[str, list[Observation]] = {}
-        for seen, accepted in zip(observations, num_accepted, strict=True):
-            drafting = self._drafting.get(seen.request_id)
+        for scheduled, observation in seen:
+            drafting = self._drafting.get(observation.request_id)
             if drafting is None or not drafting.is_asked:
                 continue
-            draft = round_.drafts.get(seen.request_id, NO_DRAFT)
-            drafting.acceptance.observe(draft.proposal, seen)
+            assert scheduled.outcome is not None
+            drafting.acceptance.observe(scheduled.draft.proposal, observation)
             # What was verified, which a shortage of blocks may have made less than the grant.
-            self._gamma.observe(seen.request_id, len(seen.tree), accepted)
-            by_drafter.setdefault(drafting.drafter.info.name, []).append(seen)
+            num_verified, num_accepted = len(observation.tree), scheduled.outcome.num_accepted
+            self._gamma.observe(observation.request_id, num_verified, num_accepted)
+            by_drafter.setdefault(drafting.drafter.info.name, []).append(observation)
         for name, group in by_drafter.items():
             start = time.perf_counter()
             round_.num_failures += self._each_or_all(group, self.drafters[name].observe)
@@ -191,13 +208,6 @@ class Speculation:
             round_.seconds_by_drafter[name] = total
             round_.num_by_drafter[name] = len(group)
             self._cost.observe_draft(name, len(group), total)
-
-    def wants_hidden(self, request: Request) -> bool:
-        """Whether the request's drafter reads the target's hidden states."""
-        drafting = self._drafting.get(request.request_id)
-        return (
-            drafting is not None and drafting.is_asked and drafting.drafter.info.needs.hidden_rows
-        )
 
     def observe_hidden(self, rows: Sequence[HiddenRows], round_: DraftRound) -> None:
         """Hand newly committed rows' hidden states to the drafters that read them."""
@@ -209,21 +219,6 @@ class Speculation:
             drafter = self.drafters[name]
             assert isinstance(drafter, HiddenDrafter), f"{name} needs hidden rows and takes none"
             round_.num_failures += self._each_or_all(group, drafter.observe_hidden)
-
-    def wants_top_probs(self, request: Request) -> bool:
-        """Whether probabilities should go with the top tokens."""
-        drafting = self._drafting.get(request.request_id)
-        return drafting is not None and drafting.drafter.info.needs.top_probs
-
-    def num_top_tokens(self, request: Request) -> int:
-        """How many of the target's top tokens per row the request's drafter wants to see."""
-        drafting = self._drafting.get(request.request_id)
-        if drafting is None or not drafting.is_asked:
-            return 0
-        wanted = self._guarded(
-            drafting, lambda: drafting.drafter.num_top_tokens(request.request_id)
-        )
-        return min(wanted or 0, self._vocab_size)
 
     def _takes_turn(self, scheduled: ScheduledRequest) -> bool:
         drafting = self._drafting.get(scheduled.request.request_id)
@@ -273,18 +268,10 @@ class Speculation:
             round_.seconds_by_drafter[name] = time.perf_counter() - start
         return trees
 
-    def _plain_rate(self, plan: Plan) -> float:
-        """Tokens per second that this step would write without drafts."""
-        num_kv_tokens = sum(each.request.num_computed_tokens for each in plan.scheduled)
-        seconds = self._cost.step_seconds(plan.num_rows, num_kv_tokens, len(plan.scheduled))
-        return sum(each.samples for each in plan.scheduled) / seconds
-
     def _ask(self, request: Request, num_nodes: int, depth: int, plain_rate: float) -> DraftRequest:
         drafting = self._drafting[request.request_id]
         if drafting.drafter.info.needs.draft_slots:
-            num_known = len(request.token_ids)
-            covered = self._slots.allocate_draft(request.request_id, num_known + num_nodes)
-            num_nodes = max(0, min(num_nodes, covered - num_known))
+            num_nodes = self._lease(request, num_nodes)
         return DraftRequest(
             request.request_id,
             request.token_ids,

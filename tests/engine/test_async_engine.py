@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.errors import QueueFullError, RequestError
-from engine.events import StepStats
+from engine.stats import StepStats
 from worlds.engine_harness import drafting, request
 from worlds.gated_engine import (
     GREEDY,
@@ -147,6 +147,7 @@ def test_the_event_loop_runs_while_a_step_does() -> None:
         ({"sampling": replace(GREEDY, max_tokens=0)}, "max_tokens"),
         ({"sampling": replace(GREEDY, stop_token_ids=(9,))}, "stop_token_ids"),
         ({"speculative": drafting("oracle")}, "speculative.draft_strategy"),
+        ({"speculative": drafting("ngram", "hunch")}, "speculative.adaptive_depth"),
     ],
 )
 def test_impossible_requests_are_refused(changes: dict[str, Any], param: str) -> None:

@@ -47,16 +47,16 @@ def test_step_figures_add_up_to_the_requests_accounts() -> None:
         account = driver.finishes[name].speculative
         assert account.drafter == drafter
         assert account.num_draft_tokens > account.num_accepted_tokens > 0
-        steps = [stats for stats in driver.stats if drafter in stats.gammas]
-        assert sum(stats.drafted[drafter] for stats in steps) == account.num_draft_tokens
-        assert sum(stats.accepted[drafter] for stats in steps) == account.num_accepted_tokens
-        assert sum(stats.emitted[drafter] for stats in steps) == account.num_emitted_tokens
-        gammas = [gamma for stats in steps for gamma in stats.gammas[drafter]]
+        steps = [stats.by_drafter[drafter] for stats in driver.stats if drafter in stats.by_drafter]
+        assert sum(step.num_draft_tokens for step in steps) == account.num_draft_tokens
+        assert sum(step.num_accepted_tokens for step in steps) == account.num_accepted_tokens
+        assert sum(step.num_emitted_tokens for step in steps) == account.num_emitted_tokens
+        gammas = [gamma for step in steps for gamma in step.gammas.elements()]
         assert len(gammas) == account.num_steps
         assert sum(gammas) == account.num_draft_tokens
         by_position = [0] * 20
-        for stats in steps:
-            for position, count in enumerate(stats.accepted_per_position[drafter]):
+        for step in steps:
+            for position, count in enumerate(step.accepted_per_position):
                 by_position[position] += count
         assert tuple(filter(None, by_position)) == account.accepted_per_position
 
@@ -177,6 +177,29 @@ def test_drafts_are_given_up_before_anybody_is_preempted() -> None:
     assert all(driver.token_ids[each.request_id] == text_of(each) for each in requests)
 
 
+def test_a_request_holds_drafter_state_from_its_admission_to_its_end() -> None:
+    """Not while it waits; and through a preemption, after which it waits again."""
+    fake = FakeDrafter(propose=foreseeing(whole_text()))
+    driver = Driver(TARGET.core(Setup(max_num_seqs=1, drafters={"fake": fake})))
+    first, second, third = (
+        request(name, PROMPT, GREEDY, drafting("fake", num_tokens=2)) for name in "abc"
+    )
+    driver.submit(first, second, third)
+    assert fake.opened == []
+    driver.step()
+    assert fake.opened == ["a"]
+    driver.submit(request("important", [7, 7], GREEDY, drafting("fake"), priority=-1))
+    driver.step()
+    assert driver.stats[-1].num_preemptions == 1
+    assert (fake.opened, fake.closed) == (["a", "important"], [])
+    driver.core.abort("c")
+    driver.run()
+    assert fake.opened == ["a", "important", "b"]
+    assert fake.closed == ["important", "a", "b"]
+    assert driver.finishes["c"].reason == "abort"
+    assert all(driver.token_ids[each.request_id] == text_of(each) for each in (first, second))
+
+
 def test_row_budget_bounds_drafts() -> None:
     setup = Setup(max_num_seqs=4, max_num_batched_tokens=10)
     driver = Driver(TARGET.core(setup)).run(*several())
@@ -205,8 +228,9 @@ def test_dear_rows_end_drafting_by_goodput() -> None:
     assert driver.token_ids["r"] == text_of(each)
     # Beside the prompt's many rows one more costs little; alone it costs five times the step.
     later = driver.stats[1:-1]
-    assert all(stats.drafted["fake"] == 0 for stats in later)
-    assert {key for stats in later for key in stats.disabled} == {("fake", "low_acceptance")}
+    assert all(stats.by_drafter["fake"].num_draft_tokens == 0 for stats in later)
+    reasons = {key for stats in later for key in stats.by_drafter["fake"].disabled}
+    assert reasons == {"low_acceptance"}
 
 
 # --- commands ---

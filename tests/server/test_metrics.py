@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.events import StepStats
+from engine.stats import SpeculativeStats, StepStats
 from server.metrics import Metrics
 from worlds.scripted_engine import ScriptedEngine, engine_info
 from worlds.serving import Connect
@@ -15,13 +16,17 @@ pytestmark = pytest.mark.anyio
 STEP = StepStats(
     num_rows=20,
     num_prompt_tokens=9,
-    num_emitted_tokens=6,
-    drafted={"ngram": 7, "nasd": 3},
-    accepted={"ngram": 4, "nasd": 0},
-    emitted={"ngram": 5, "nasd": 1},
-    accepted_per_position={"ngram": [2, 1, 1], "nasd": [0]},
-    gammas={"ngram": [4, 3, 0], "nasd": [3]},
-    disabled={("ngram", "too expensive"): 1},
+    by_drafter={
+        "ngram": SpeculativeStats(
+            gammas=Counter({4: 1, 3: 1, 0: 1}),
+            accepted=Counter({3: 1, 1: 1, 0: 1}),
+            disabled=Counter({"too expensive": 1}),
+            num_emitted_tokens=5,
+        ),
+        "nasd": SpeculativeStats(
+            gammas=Counter({3: 1}), accepted=Counter({0: 1}), num_emitted_tokens=1
+        ),
+    },
     draft_seconds=0.25,
     forward_seconds=1.0,
     verify_seconds=0.5,

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from drafters.base import Drafter, DraftShape, OptionValue
 from drafters.registry import build_drafters
 from engine.core import EngineCore, ModelLimits, Runner
-from engine.events import ErrorEvent, FinishInfo, StepStats, TokenEvent, TokenLogprobs
+from engine.events import ErrorEvent, FinishInfo, TokenEvent, TokenLogprobs
 from engine.model.loader import adopt, prepare_model
 from engine.model.runner import ModelRunner
 from engine.params import GammaPolicyName, GenerationRequest, SamplingParams, SpeculativeParams
@@ -25,6 +25,7 @@ from engine.sampling.state import RowGroup, SamplingState
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
+from engine.stats import StepStats
 from kvpool.block_pool import BlockPool
 from kvpool.store import KVStore
 

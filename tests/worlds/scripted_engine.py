@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -16,15 +17,13 @@ from engine.errors import EngineDeadError, EngineError, QueueFullError
 from engine.events import (
     FinishInfo,
     FinishReason,
-    GammaChange,
     RequestTimings,
-    SpeculativeStats,
-    StepStats,
     TokenEvent,
     TokenLogprobs,
 )
 from engine.info import EngineInfo
 from engine.params import GenerationRequest
+from engine.stats import GammaChange, RequestStats, StepStats
 from server.reply.token_texts import byte_level_alphabet
 
 BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
@@ -279,21 +278,18 @@ class ScriptedEngine:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=3 + 10 * request.sampling.choice_index,
             num_output_tokens=11,
-            speculative=SpeculativeStats(
+            speculative=RequestStats(
                 drafter=request.speculative.drafter,
-                num_steps=4,
-                num_draft_tokens=10,
-                num_accepted_tokens=7,
+                gammas=Counter({4: 1, 3: 1, 2: 1, 1: 1}),
+                accepted=Counter({0: 1, 2: 2, 3: 1}),
                 num_emitted_tokens=11,
-                acceptance_rate=0.7,
-                tokens_per_step=2.75,
-                mean_gamma=2.5,
-                acceptance_histogram=(1, 0, 2, 1),
-                accepted_per_position=(3, 3, 1),
-                estimated_speedup=2.0 + request.sampling.choice_index,
-                draft_ms=1.0,
-                verify_ms=9.0,
-                gamma_changes=(GammaChange(0, 4, "start"), GammaChange(2, 3, "low acceptance")),
+                draft_seconds=0.001,
+                verify_seconds=0.009,
+                step_seconds=1.0,
+                baseline_seconds=2.0 + request.sampling.choice_index,
+                gamma_changes=deque(
+                    [GammaChange(0, 4, "start"), GammaChange(2, 3, "low acceptance")]
+                ),
             ),
             timings=RequestTimings(request.arrival_time, 0.01, 0.02, 0.12),
         )

@@ -5,9 +5,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from engine.speculation.gamma.controller import GammaController
-from engine.speculation.gamma.policy import DraftCandidate, Grant, Reason, registered_policies
+from engine.speculation.gamma.policy import DraftCandidate, Grant, registered_policies
 
-__all__ = ["DraftCandidate", "GammaController", "Grant", "Reason", "gamma_policy_names"]
+__all__ = ["DraftCandidate", "GammaController", "Grant", "gamma_policy_names"]
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, Reason, StepCost
+from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, StepCost
+from engine.stats import Reason
 
 _FREE_TOKENS = 0.02
 """A draft that costs less time than the batch takes to write this many tokens counts as free."""

@@ -26,11 +26,11 @@ from engine.speculation.gamma.policy import (
     GammaPolicy,
     Grant,
     Load,
-    Reason,
     StepCost,
     gamma_policy,
     why_nothing_offered,
 )
+from engine.stats import Reason
 
 
 class _Node(NamedTuple):

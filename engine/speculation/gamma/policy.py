@@ -5,19 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from drafters.tree import DraftTree
 from engine.params import SpeculativeParams
-
-Reason = Literal["", "no_match", "client_cap", "no_kv", "policy", "low_acceptance", "overload"]
-"""Why a grant is smaller than what could have been drafted.
-
-``""``: it is not. ``no_match``: the drafter had nothing to offer. ``client_cap``: a bound the
-client set (nodes, or tokens left to write). ``no_kv``: no room in the cache. ``policy``: the
-policy's own gamma. ``low_acceptance``: would not pay even alone on the engine. ``overload``: would
-pay alone, not now.
-"""
+from engine.stats import Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from engine.events import TokenLogprobs
 from engine.params import GenerationRequest, SamplingParams
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, RequestStatus
-from engine.stats import RequestSpeculationStats
+from engine.stats import RequestStats
 
 PROMPT = (5, 6, 7, 8, 9)
 
@@ -14,7 +14,7 @@ PROMPT = (5, 6, 7, 8, 9)
 def make(max_tokens: int = 10, longest: int = 100, prompt_logprobs: int | None = None) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     params = GenerationRequest("r", PROMPT, sampling, priority=2)
-    return Request(params, SamplingState(params, (), 50, longest), RequestSpeculationStats("none"))
+    return Request(params, SamplingState(params, (), 50, longest), RequestStats())
 
 
 def test_everything_is_owed_at_first() -> None:

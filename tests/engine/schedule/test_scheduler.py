@@ -13,7 +13,7 @@ from engine.params import GenerationRequest, SamplingParams
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, RequestStatus
 from engine.schedule.scheduler import Plan, Scheduler
-from engine.stats import RequestSpeculationStats
+from engine.stats import RequestStats
 from worlds.lanes import examples
 
 BLOCK_SIZE = 4
@@ -77,9 +77,7 @@ class World:
             priority=priority,
             cache_salt=f"cache_salt of {request_id}",
         )
-        request = Request(
-            params, SamplingState(params, (), 1000, 1000), RequestSpeculationStats("none")
-        )
+        request = Request(params, SamplingState(params, (), 1000, 1000), RequestStats())
         request.arrival_order = self.num_arrived
         self.num_arrived += 1
         self.scheduler.submit(request)

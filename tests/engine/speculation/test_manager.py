@@ -10,11 +10,12 @@ from drafters.base import DraftRequest, DraftShape, Observation
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
-from engine.schedule.request import Request
-from engine.schedule.scheduler import Plan, ScheduledRequest
+from engine.schedule.request import NO_DRAFT, NOTHING, Request, ScheduledRequest
+from engine.schedule.scheduler import Plan
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import DraftRound, Speculation
-from engine.stats import RequestSpeculationStats
+from engine.stats import RequestStats
+from engine.verification.match import Outcome
 from kvpool.block_pool import BlockPool
 from worlds.engine_harness import DictatedCost
 from worlds.fake_drafters import FakeDrafter, Propose
@@ -39,6 +40,8 @@ class TimedCost(DictatedCost):
 
 
 class World:
+    round_: DraftRound
+
     def __init__(
         self, *drafters: FakeDrafter, cost: CostModel | None = None, max_num_nodes: int = 64
     ) -> None:
@@ -55,7 +58,7 @@ class World:
             request_id, (1, 2, 3), SamplingParams(max_tokens=max_tokens), speculative
         )
         state = SamplingState(params, (), VOCAB, 100)
-        request = Request(params, state, RequestSpeculationStats(speculative.drafter))
+        request = Request(params, state, RequestStats(drafter=speculative.drafter))
         self.pool.open(request_id, request.token_ids, "", 0)
         self.pool.allocate(request_id, len(request.token_ids))
         request.start(0)
@@ -63,17 +66,25 @@ class World:
         self.speculation.open(request)
         return request
 
-    def draft(self, *requests: Request, spare_rows: int = 100) -> DraftRound:
+    def draft(self, *requests: Request, spare_rows: int = 100) -> list[ScheduledRequest]:
+        """The requests' parts in a step of one row each; ``round_`` is what drafting took."""
         scheduled = [ScheduledRequest(request, 1) for request in requests]
-        return self.speculation.draft(Plan(scheduled, [], len(scheduled), spare_rows))
+        plan = Plan(scheduled, num_rows=len(scheduled), spare_rows=spare_rows)
+        self.round_ = self.speculation.draft(plan)
+        return scheduled
 
     def observe(
-        self, request: Request, round_: DraftRound, tree: DraftTree, num_accepted: int
+        self, *scheduled: ScheduledRequest, tree: DraftTree = EMPTY, num_accepted: int = 0
     ) -> None:
-        seen = Observation(
-            request.request_id, request.token_ids, tree, [0] * (len(tree) + 1), [0], [0]
-        )
-        self.speculation.observe([seen], round_, [num_accepted])
+        """``tree`` of each was verified."""
+        tokens = [0] * (len(tree) + 1)
+        seen = []
+        for each in scheduled:
+            request = each.request
+            each.outcome = Outcome(tuple(tokens), (0,), (0,), num_accepted)
+            observation = Observation(request.request_id, request.token_ids, tree, tokens, [0], [0])
+            seen.append((each, observation))
+        self.speculation.observe(seen, self.round_)
 
 
 def fake(name: str = "fake", propose: Propose = zeros, num_top: int = 0) -> FakeDrafter:
@@ -84,9 +95,9 @@ def test_plain_requests_reach_no_drafter() -> None:
     drafter = fake()
     world = World(drafter)
     request = world.open("r", SpeculativeParams("none"))
-    round_ = world.draft(request)
-    assert round_.of(request).tree == EMPTY
-    assert world.speculation.num_top_tokens(request) == 0
+    (scheduled,) = world.draft(request)
+    assert scheduled.draft.tree == EMPTY
+    assert scheduled.wants == NOTHING
     world.speculation.close(request)
     assert (drafter.opened, drafter.asks, drafter.closed) == ([], [], [])
 
@@ -98,10 +109,10 @@ def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
         world.open(name, replace(FIXED, drafter=drafter, num_draft_tokens=num_tokens))
         for name, drafter, num_tokens in (("a", "first", 2), ("b", "second", 3), ("c", "first", 5))
     ]
-    round_ = world.draft(*requests)
+    scheduled = world.draft(*requests)
     assert [[ask.request_id for ask in asks] for asks in first.asks] == [["a", "c"]]
     assert [[ask.request_id for ask in asks] for asks in second.asks] == [["b"]]
-    assert [len(round_.of(request).tree) for request in requests] == [2, 3, 5]
+    assert [len(each.draft.tree) for each in scheduled] == [2, 3, 5]
 
 
 def test_the_ask_carries_the_live_text_and_the_shape() -> None:
@@ -119,8 +130,9 @@ def test_rows_that_do_not_sample_get_no_draft() -> None:
     world = World(drafter)
     request = world.open("r")
     request.num_computed_tokens = 0
-    plan = Plan([ScheduledRequest(request, 2)], [], 2, 100)
-    assert world.speculation.draft(plan).drafts == {}
+    chunk = ScheduledRequest(request, 2)
+    world.speculation.draft(Plan([chunk], num_rows=2, spare_rows=100))
+    assert chunk.draft is NO_DRAFT
     assert drafter.asks == []
 
 
@@ -137,21 +149,22 @@ def test_the_last_token_is_never_drafted(max_tokens: int, depth: int | None) -> 
 def test_the_engine_bounds_nodes() -> None:
     world = World(fake(), max_num_nodes=3)
     request = world.open("r", replace(FIXED, num_draft_tokens=30))
-    assert len(world.draft(request).of(request).tree) == 3
+    (scheduled,) = world.draft(request)
+    assert len(scheduled.draft.tree) == 3
 
 
 def test_spare_rows_bound_the_round() -> None:
     world = World(fake())
     requests = [world.open(name) for name in "ab"]
-    round_ = world.draft(*requests, spare_rows=5)
-    assert [len(round_.of(request).tree) for request in requests] == [4, 1]
-    assert round_.of(requests[1]).reason == "overload"
+    scheduled = world.draft(*requests, spare_rows=5)
+    assert [len(each.draft.tree) for each in scheduled] == [4, 1]
+    assert scheduled[1].draft.reason == "overload"
 
 
 def test_what_is_not_granted_stays_the_proposal() -> None:
     world = World(fake(), cost=DictatedCost(row_seconds=9.0))
     request = world.open("r", replace(FIXED, policy="goodput"))
-    draft = world.draft(request).of(request)
+    draft = world.draft(request)[0].draft
     assert (len(draft.tree), draft.reason) == (0, "low_acceptance")
     assert len(draft.proposal) == 16
 
@@ -162,10 +175,11 @@ def test_a_proposal_nobody_verified_still_teaches() -> None:
     request = world.open("r", replace(FIXED, policy="goodput"))
     grants = []
     for _ in range(12):
-        round_ = world.draft(request)
-        grants.append(len(round_.of(request).tree))
+        (scheduled,) = world.draft(request)
+        tree = scheduled.draft.tree
+        grants.append(len(tree))
         request.commit(1, [0])
-        world.observe(request, round_, round_.of(request).tree, grants[-1])
+        world.observe(scheduled, tree=tree, num_accepted=grants[-1])
     assert grants[0] == 0
     assert grants[-1] > 0
 
@@ -179,9 +193,10 @@ def test_policies_hear_of_the_nodes_that_were_verified(
     world = World(drafter)
     params = replace(FIXED, policy="target_rate", target_acceptance_rate=0.8)
     request = world.open("r", params)
-    round_ = world.draft(request)
-    assert len(round_.of(request).tree) == 4
-    world.observe(request, round_, round_.of(request).tree.subtree(range(num_verified)), 2)
+    (scheduled,) = world.draft(request)
+    tree = scheduled.draft.tree
+    assert len(tree) == 4
+    world.observe(scheduled, tree=tree.subtree(range(num_verified)), num_accepted=2)
     world.draft(request)
     assert drafter.asks[-1][0].max_nodes == num_asked_next
 
@@ -193,9 +208,7 @@ def test_drafters_hear_of_their_own_requests_only() -> None:
         world.open(name, replace(FIXED, drafter=drafter))
         for name, drafter in (("a", "first"), ("b", "second"), ("c", "none"))
     ]
-    round_ = world.draft(*requests)
-    seen = [Observation(each.request_id, each.token_ids, EMPTY, [0], [0], [0]) for each in requests]
-    world.speculation.observe(seen, round_, [0, 0, 0])
+    world.observe(*world.draft(*requests))
     assert [[each.request_id for each in group] for group in first.observed] == [["a"]]
     assert [[each.request_id for each in group] for group in second.observed] == [["b"]]
 
@@ -204,9 +217,8 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     cost = TimedCost()
     world = World(fake(), cost=cost)
     requests = [world.open(name) for name in "ab"]
-    round_ = world.draft(*requests)
-    seen = [Observation(each.request_id, each.token_ids, EMPTY, [0], [0], [0]) for each in requests]
-    world.speculation.observe(seen, round_, [0, 0])
+    world.observe(*world.draft(*requests))
+    round_ = world.round_
     ((name, num_requests, seconds),) = cost.draft_calls
     assert (name, num_requests) == ("fake", 2)
     assert seconds == round_.seconds_by_drafter["fake"]
@@ -217,7 +229,8 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
 
 def test_top_tokens_are_asked_for_within_the_vocabulary() -> None:
     world = World(fake(num_top=1000))
-    assert world.speculation.num_top_tokens(world.open("r")) == VOCAB
+    (scheduled,) = world.draft(world.open("r"))
+    assert scheduled.wants.num_top_tokens == VOCAB
 
 
 def test_closing_forgets_and_tells_the_failures() -> None:
@@ -225,11 +238,12 @@ def test_closing_forgets_and_tells_the_failures() -> None:
     world = World(drafter)
     request = world.open("r")
     for _ in range(3):
-        assert world.draft(request).num_failures == 1
+        world.draft(request)
+        assert world.round_.num_failures == 1
     assert world.speculation.close(request) == 3
     assert world.speculation.close(request) == 0
     assert drafter.closed == ["r"]
-    assert world.draft(request).drafts == {}
+    assert world.draft(request)[0].draft is NO_DRAFT
 
 
 def test_an_unknown_drafter_is_the_callers_error() -> None:
@@ -242,6 +256,6 @@ def test_how_much_of_a_drawn_chain_is_granted_does_not_depend_on_its_end(length:
     """A step of two spare rows grants two of four; a chain that ended after one has nothing cut."""
     world = World(fake(propose=lambda _: chain([5] * length)))
     request = world.open("r", replace(FIXED, verification="rejection"))
-    draft = world.draft(request, spare_rows=2).of(request)
+    draft = world.draft(request, spare_rows=2)[0].draft
     assert (len(draft.proposal), len(draft.tree)) == (length, min(length, 2))
     assert draft.reason == ("overload" if length > 2 else "")
