@@ -47,7 +47,8 @@ class SpeculativeOptions:
     num_speculative_tokens: int = described(
         8,
         "Under fixed: gamma, the drafts in every step; 0 is plain decoding. Adaptive policies: the "
-        "most in a request's first draft; goodput without max_speculative_tokens: the most in any.",
+        "most in a request's first draft, and under those that weigh cost, as goodput, the most in any "
+        "where max_speculative_tokens is not given.",
         inside="num_draft_tokens",
         flag="gamma",
         ge=0,

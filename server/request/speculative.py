@@ -20,7 +20,7 @@ from drafters.base import DrafterInfo, OptionValue
 from engine.info import EngineInfo
 from engine.params import SpeculativeParams
 from engine.speculation.gamma import gamma_policy_names
-from engine.speculation.gamma.policy import registered_policies
+from engine.speculation.gamma.policy import PolicyInfo, registered_policies
 from server.errors import ApiError, bad_request
 from server.request.body import Body, described_by
 from slipstream.options import (
@@ -39,9 +39,13 @@ _RATE = "target_acceptance_rate"
 _WITHOUT_A_DRAFTER = ("draft_strategy", "options", "return_drafted")
 
 
+def policy_info(name: str) -> PolicyInfo:
+    return next(each for each in registered_policies() if each.name == name)
+
+
 def fields_read_by(policy: str) -> list[str]:
     """Those that have an effect under a policy."""
-    (settings,) = (each.settings for each in registered_policies() if each.name == policy)
+    settings = policy_info(policy).settings
     return [public for public, name in INSIDE.items() if name in settings]
 
 
@@ -270,7 +274,7 @@ class SpeculativeResolver:
         if _HIGH not in fields_read_by(policy):
             fixed = self.defaults.num_speculative_tokens if num is None else num
             return fixed, 0, fixed
-        if high is None and policy == "goodput":
+        if high is None and policy_info(policy).weighs_cost:
             high = num
         if low is not None and high is not None and low > high:
             raise _refuse(_LOW, f"must not exceed {_HIGH}")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from drafters.base import DraftShape
 from drafters.registry import build_drafters
 from engine.params import SpeculativeParams
+from engine.speculation.gamma import policy
 from server.errors import ApiError
 from server.request.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver
 from worlds.scripted_engine import ScriptedEngine, engine_info
@@ -113,6 +114,26 @@ def test_what_is_given_stands_and_the_rest_gives_way(
     params = resolve(fields)
     assert params.policy == policy
     assert (params.num_draft_tokens, params.min_draft_tokens, params.max_draft_tokens) == depths
+
+
+def test_a_policy_of_ones_own_takes_the_fields_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policy, "_POLICIES", dict(policy._POLICIES))
+
+    @policy.gamma_policy("half", "half of the most", ["max_draft_tokens"])
+    class HalfPolicy(policy.GammaPolicy):
+        def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
+            del request_id
+            return params.max_draft_tokens // 2
+
+    params = resolve({"adaptive_depth": "half", "max_speculative_tokens": 6})
+    assert (params.policy, params.max_draft_tokens) == ("half", 6)
+    assert params.target_acceptance_rate is None
+    with pytest.raises(ApiError) as refused:
+        resolve({"adaptive_depth": "half", "target_acceptance_rate": 0.5})
+    assert refused.value.param == "speculative.target_acceptance_rate"
+    assert resolve({}, {"adaptive_depth": "half"}).policy == "half"
 
 
 TREE = {"draft_strategy": "nasd", "tree_strategy": "tree"}

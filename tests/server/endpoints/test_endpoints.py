@@ -1,0 +1,70 @@
+"""A file in the folder of endpoints is served, and stands in the schema and the documentation."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import server.endpoints
+from engine.speculation.gamma import gamma_policy_names
+from server.request.speculative import SpeculativeField
+from slipstream.options import SpeculativeOptions
+from worlds.scripted_engine import ScriptedEngine
+from worlds.serving import Connect
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).resolve().parents[3]
+
+GREETING = '''
+from fastapi import APIRouter
+
+from server.endpoints import Served
+
+router = APIRouter()
+
+
+@router.get("/v1/greeting")
+async def greet(served: Served) -> dict[str, str]:
+    """A word from the model's server."""
+    return {"greeting": f"this is {served.model_name}"}
+'''
+
+
+async def test_a_new_file_is_a_new_endpoint(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "greeting.py").write_text(GREETING, encoding="utf-8")
+    monkeypatch.setattr(server.endpoints, "__path__", [*server.endpoints.__path__, str(tmp_path)])
+    async with connect(ScriptedEngine()) as client:
+        reply = await client.get("/greeting")
+        assert reply.json() == {"greeting": "this is test/scripted"}
+        assert "/v1/greeting" in (await client.get("http://test/openapi.json")).json()["paths"]
+        assert (await client.get("/models")).status_code == 200
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    line = "| `GET /v1/greeting` | A word from the model's server. |"
+    assert line in generate.endpoints_table()
+
+
+async def test_a_form_can_be_made_of_what_is_listed(connect: Connect) -> None:
+    caps = {"max_speculative_tokens": 12, "max_tree_width": 3}
+    async with connect(ScriptedEngine(), speculative_caps=caps) as client:
+        listed = (await client.get("/drafters")).json()
+    told = {each["name"]: each for each in listed["fields"]}
+    names = [each.name for each in fields(SpeculativeOptions)]
+    assert list(told) == list(listed["defaults"]) == names == list(SpeculativeField.model_fields)
+    assert all(each["description"] for each in told.values())
+    assert (told["tree_width"]["minimum"], told["tree_width"]["maximum"]) == (1, 3)
+    assert told["num_speculative_tokens"]["maximum"] == 12
+    assert (told["target_acceptance_rate"]["minimum"], told["options"]["maximum"]) == (0, None)
+    choices = told["adaptive_depth"]["choices"]
+    assert tuple(each["id"] for each in choices) == gamma_policy_names()
+    assert choices[0]["fields"] == ["num_speculative_tokens"]
+    assert all(each["description"] for each in choices)
+    assert [each["id"] for each in told["verification"]["choices"]] == listed["verifications"]
