@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,37 +19,27 @@ from worlds.serving import Connect
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).resolve().parents[3]
 
-GREETING = '''
-from fastapi import APIRouter
 
-from server.endpoints import Served
-
-router = APIRouter()
-
-
-@router.get("/v1/greeting")
-async def greet(served: Served) -> dict[str, str]:
-    """A word from the model's server."""
-    return {"greeting": f"this is {served.model_name}"}
-'''
-
-
-async def test_a_new_file_is_a_new_endpoint(
+async def test_the_documented_file_is_a_new_endpoint(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "greeting.py").write_text(GREETING, encoding="utf-8")
+    page = (ROOT / "docs" / "add_an_endpoint.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "detokenize.py").write_text(source, encoding="utf-8")
     monkeypatch.setattr(server.endpoints, "__path__", [*server.endpoints.__path__, str(tmp_path)])
     async with connect(ScriptedEngine()) as client:
-        reply = await client.get("/greeting")
-        assert reply.json() == {"greeting": "this is test/scripted"}
-        assert "/v1/greeting" in (await client.get("http://test/openapi.json")).json()["paths"]
+        reply = await client.post("/detokenize", json={"token_ids": [*b"ab"]})
+        assert reply.json() == {"texts": ["a", "b"]}
+        refused = await client.post("/detokenize", json={"token_ids": [1], "colour": 1})
+        assert refused.json()["error"]["param"] == "colour"
+        assert "/v1/detokenize" in (await client.get("http://test/openapi.json")).json()["paths"]
         assert (await client.get("/models")).status_code == 200
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
-    line = "| `GET /v1/greeting` | A word from the model's server. |"
+    line = "| `POST /v1/detokenize` | What each token adds to the text of all. |"
     assert line in generate.endpoints_table()
 
 
