@@ -23,8 +23,8 @@ from starlette.types import Receive, Scope, Send
 from server.errors import to_api_error
 from server.middleware import REQUEST_ID_KEY
 from server.reply.choices import ChoiceDelta, ChoiceEnd, ChoiceSource
-from server.reply.usage import build_usage
-from server.reply.writers import Usage, Writer, fold
+from server.reply.usage import Usage, build_usage
+from server.reply.writers import Writer, fold
 
 logger = logging.getLogger("slipstream.requests")
 

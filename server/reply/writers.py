@@ -18,59 +18,7 @@ from engine.events import TokenLogprobs
 from server.plan import RequestPlan
 from server.reply.choices import ChoiceDelta, FinishReason, ReplyToken
 from server.reply.token_texts import TokenTexts
-
-
-class GammaMove(BaseModel):
-    """At step ``step`` of choice ``choice`` gamma became ``gamma``."""
-
-    choice: int
-    step: int
-    gamma: int
-    reason: str
-
-
-class SpeculativeUsage(BaseModel):
-    """What was drafted and gained, over all choices; ``server.reply.usage.merge`` says how they are
-    combined.
-    """
-
-    drafter: str
-    num_steps: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    acceptance_rate: float | None
-    tokens_per_step: float | None
-    mean_gamma: float
-    acceptance_histogram: list[int]
-    accepted_per_position: list[int]
-    estimated_speedup: float | None
-    draft_ms: float
-    verify_ms: float
-    gamma_changes: list[GammaMove]
-
-
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int
-
-
-class CompletionTokensDetails(BaseModel):
-    """Of requests with a ``prediction``: its drafts that became output, and those that did not."""
-
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(BaseModel):
-    """A prompt counts once however many choices it has; tokens a stop string cut off do not
-    count. ``completion_tokens_details`` is there for requests with a ``prediction``.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None
-    speculative: SpeculativeUsage
+from server.reply.usage import Usage
 
 
 class DraftedToken(BaseModel):

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from server.reply.writers import SpeculativeUsage
+from server.reply.usage import SpeculativeUsage
 from server.request.protocol import (
     ChatMessage,
     ChatRequest,
