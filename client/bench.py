@@ -213,8 +213,9 @@ def _arms(arguments: Namespace, service: Service) -> list[Arm]:
         return [Arm(AS_IT_IS, None)]
     offered = service.drafters
     default = given.pop("draft_strategy", service.default_drafter)
-    names = [default] if arguments.drafters is None else arguments.drafters.split(",")
-    names = [name.strip() for name in names if name.strip() != BASELINE]
+    given_names = [default] if arguments.drafters is None else arguments.drafters
+    split = [name.strip() for each in given_names for name in each.split(",")]
+    names = [name for name in split if name not in (BASELINE, "")]
     for name in names:
         if name not in offered:
             raise FlagError(f"this server has no drafter {name!r}; it has: {', '.join(offered)}")

@@ -86,7 +86,11 @@ def add_client_commands(commands: Any) -> None:
     _add_bench(bench)
     add_connection(bench)
     add_speculative(bench).add_argument(
-        "--drafters", metavar="NAME,...", help="arms beside none (default: the server's default)"
+        "--drafters",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="arms beside none, apart by spaces or commas (default: the server's default)",
     )
 
 

@@ -294,6 +294,8 @@ def test_another_server_is_measured_as_it_is(
     [
         ("--drafters nope", "this server has no drafter 'nope'"),
         ("--drafters ngram,ngram", "names a drafter twice"),
+        ("--drafters ngram nope", "this server has no drafter 'nope'"),
+        ("--drafters ngram --drafters nope", "this server has no drafter 'nope'"),
         ("--drafters none", "nothing to compare"),
         ("--plot out.txt", "must end with one of"),
         ("--json /nowhere/x.json", "cannot write"),
