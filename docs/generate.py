@@ -123,6 +123,7 @@ def make_metrics() -> Metrics:
         block_size=8,
         num_parameters=8,
         determinism="fast",
+        attention_backend="sdpa",
         exact_verified=None,
     )
     return Metrics(info, "model", lambda: True, lambda: {"used": 0.0})

@@ -14,8 +14,14 @@ from drafters.base import Drafter
 from drafters.plugins import find_plugins
 from drafters.registry import build_drafters
 from engine.async_engine import AsyncEngine
-from engine.attention.backend import IMPLEMENTATION
-from engine.config import EngineConfig
+from engine.attention.backend import (
+    IMPLEMENTATION,
+    AttentionNeeds,
+    build_attention,
+    check_backend_name,
+    choose_backend,
+)
+from engine.config import Determinism, EngineConfig
 from engine.core import EngineCore, ModelLimits
 from engine.drafting.context import EngineContext
 from engine.drafting.heads import prepare_heads
@@ -24,7 +30,6 @@ from engine.info import EngineInfo
 from engine.model.linear import can_pack, pack_linears
 from engine.model.loader import (
     BUNDLED,
-    KVShape,
     adopt,
     eos_token_ids,
     load_model,
@@ -38,7 +43,6 @@ from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
 from kvpool.block_pool import BlockPool
-from kvpool.store import KVStore
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,9 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     Raises UnsupportedModelError with the reason if the model cannot be served, OSError if there is
     none, DrafterPluginError if an installed drafter plugin is at fault.
     """
-    find_plugins(config.drafter_plugins)  # Refuses wrong names before a model is loaded.
+    # Wrong names are refused before a model is loaded.
+    find_plugins(config.drafter_plugins)
+    check_backend_name(config.attention_backend)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     path = config.model or str(BUNDLED / "target")
@@ -74,7 +80,8 @@ def build_engine_for(
     if model.config._attn_implementation == IMPLEMENTATION:
         raise ValueError("the model belongs to another engine; load it once more")
     start = time.perf_counter()
-    exact = (config.determinism or _usual_determinism(model.device)) == "exact"
+    determinism = config.determinism or _usual_determinism(model.device)
+    exact = determinism == "exact"
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     eos = eos_token_ids(model, tokenizer)
     heads = prepare_heads(model, config)
@@ -85,8 +92,9 @@ def build_engine_for(
     if can_pack(model.device, model.dtype):
         pack_linears(model, config.max_num_batched_tokens, exact)
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
-    store, max_model_len = _build_store(model, shapes, config, draft_bytes)
-    runner = ModelRunner(model, shapes, store, exact)
+    needs = AttentionNeeds.of(model, shapes, determinism, config.block_size)
+    num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes)
+    runner = ModelRunner(model, build_attention(needs, num_blocks, config.attention_backend))
     check_logits(runner, reference)
     exact_verified = check_exact(runner) if exact else None
     if exact_verified is False:
@@ -107,17 +115,18 @@ def build_engine_for(
         drafters={key: drafter.info for key, drafter in core.speculation.drafters.items()},
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        num_blocks=store.num_blocks,
-        block_size=store.block_size,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
         num_parameters=num_parameters,
-        determinism="exact" if exact else "fast",
+        determinism=determinism,
+        attention_backend=runner.attention.name,
         exact_verified=exact_verified,
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting)
 
 
-def _usual_determinism(device: torch.device) -> str:
+def _usual_determinism(device: torch.device) -> Determinism:
     """Exact where it was shown to be reachable."""
     return "exact" if device.type == "cpu" else "fast"
 
@@ -130,27 +139,20 @@ def _encoder(
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
-def _build_store(
-    model: PreTrainedModel, shapes: list[KVShape], config: EngineConfig, draft_bytes: int
-) -> tuple[KVStore, int]:
-    """The KV store, and how long a request may grow in it. ``draft_bytes``: what a block costs in the
-    stores of draft models and heads besides."""
-    layout = (
-        [shape.num_kv_heads for shape in shapes],
-        [shape.key_dim for shape in shapes],
-        [shape.value_dim for shape in shapes],
-    )
+def _size_store(
+    model: PreTrainedModel, needs: AttentionNeeds, config: EngineConfig, draft_bytes: int
+) -> tuple[int, int]:
+    """Blocks of the KV store, and how long a request may grow in it. ``draft_bytes``: what a block costs
+    in the stores of draft models and heads besides."""
     wanted_len = min(config.max_model_len or max_position(model.config), max_position(model.config))
     num_blocks = config.num_blocks
     if num_blocks is None:
-        per_block = draft_bytes + KVStore.bytes_per_block(
-            len(shapes), config.block_size, *layout, dtype=model.dtype
-        )
+        backend = choose_backend(config.attention_backend, needs)
+        per_block = draft_bytes + backend.bytes_per_block(needs)
         affordable = int(free_bytes(model.device) * config.kv_memory_fraction) // per_block
         useful = config.max_num_seqs * -(-wanted_len // config.block_size)
         num_blocks = max(1, min(affordable, useful))
-    store = KVStore(len(shapes), num_blocks, config.block_size, *layout, model.dtype, model.device)
-    return store, min(wanted_len, num_blocks * config.block_size)
+    return num_blocks, min(wanted_len, num_blocks * config.block_size)
 
 
 def _build_core(

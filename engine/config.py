@@ -39,6 +39,11 @@ class EngineConfig:
         "exact: tokens never depend on what else is in the batch. "
         "Default: exact on a CPU, fast elsewhere.",
     )
+    attention_backend: str | None = described(
+        None,
+        "What computes attention: sdpa (torch's kernels), exact (equal bits), or a further "
+        "one; default: the best for the machine and determinism.",
+    )
     max_num_nodes: int = described(64, "Most draft tokens per request and step.", ge=0)
     enable_prefix_cache: bool = described(True, "Reuse the KV of prompts that begin alike.")
     drafters: tuple[str, ...] | None = None

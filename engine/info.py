@@ -25,4 +25,5 @@ class EngineInfo:
     block_size: int
     num_parameters: int
     determinism: str
+    attention_backend: str
     exact_verified: bool | None

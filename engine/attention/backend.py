@@ -1,29 +1,31 @@
-"""Tree-masked attention over the block KV store, plugged into transformers' attention interface.
+"""What an attention backend is, which there are, and how a model's layers reach the one in use.
 
-All rows of a step go through a model as one flat batch of shape ``[1, num_rows]``. Here each layer's new
-keys and values are written to their slots, every request's blocks are gathered, and its rows attend to
-the committed past and to their own ancestors. Rows reach a model's attention modules through the
-``slipstream_step`` keyword, which transformers hands down untouched, so no modeling code is copied.
+All rows of a step go through a model as one flat batch of shape ``[1, num_rows]``. A backend plans the
+step once and then answers every layer: it puts the rows' keys and values into their slots and lets each
+row attend to the committed past of its request and to its own ancestors in the draft tree. Layers find
+the plan in the ``slipstream_plan`` keyword, which transformers hands down untouched, so no modeling code
+is copied.
 
-Exactness. A kernel gives a row the same bits whenever it is called with the same *shapes*; what
-changes bits is a different number of rows or keys. So in exact mode the fused kernel gets its rows in
-tiles of a fixed number of rows, and keys, in the order of the text, padded to multiples of 512, the
-split of torch's CPU flash kernel.
-(Measured on AVX-512 without AMX: 0 of 27,540 rows differed in bf16 and fp32; without tiles 10-90 %.)
-Where attention is written out as products, a probe at load asks whether shapes matter at all.
+A backend is a class in a file of this folder, registered by ``@attention_backend(name)``: files are found
+by themselves, so one that needs a package of its own imports it where it is used, and refuses where it is
+not installed.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
-from engine.attention.groups import AttentionGroup, GroupedRows
-from engine.attention.products import AttentionOptions, attend_by_products
+from engine.batch import InputBatch, InputTensors
+from engine.config import Determinism
 from kvpool.store import KVStore
 
 IMPLEMENTATION = "slipstream"
@@ -32,8 +34,61 @@ _LARGEST_KEY = 2.0**60
 """Beyond all use, and far enough from the largest float for sums of products to stay finite."""
 
 
-class Step(Protocol):
-    """What answers a model's attention layers: a real step, or the loader's shape probe."""
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Heads and dimensions of one layer's queries, keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a layer asks for besides plain attention. ``softcap``: Gemma 2; ``sinks``: GPT-OSS."""
+
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # [num_heads]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What a model asks of a backend. ``kv_dtype``: of the store, where it is not the model's type."""
+
+    determinism: Determinism
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    shapes: Sequence[KVShape]
+    kv_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of(
+        model: PreTrainedModel,
+        shapes: Sequence[KVShape],
+        determinism: Determinism,
+        block_size: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> AttentionNeeds:
+        return AttentionNeeds(determinism, model.device, model.dtype, block_size, shapes, kv_dtype)
+
+    def store_sizes(self) -> dict[str, Any]:
+        """``KVStore``'s arguments but for device and number of blocks."""
+        return {
+            "num_layers": len(self.shapes),
+            "block_size": self.block_size,
+            "num_kv_heads": [shape.num_kv_heads for shape in self.shapes],
+            "head_dim_k": [shape.key_dim for shape in self.shapes],
+            "head_dim_v": [shape.value_dim for shape in self.shapes],
+            "dtype": self.kv_dtype or self.dtype,
+        }
+
+
+class AttentionPlan(Protocol):
+    """What answers a model's attention layers: one step's plan, or the loader's shape probe."""
 
     def attend(
         self,
@@ -43,73 +98,129 @@ class Step(Protocol):
         value: torch.Tensor,  # [num_rows, num_kv_heads, value_dim]
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """``[num_rows, num_heads, value_dim]``."""
+        """``[num_rows, num_heads, value_dim]``, in the order of the batch's rows."""
 
 
-@dataclass(slots=True)
-class AttentionStep:
-    """One forward's attention over a store: rows are written first, then every group attends."""
+class AttentionBackend(ABC):
+    """Attention over one store, for one model. A subclass says what it serves:
 
-    store: KVStore
-    slots: torch.Tensor  # [num_rows] int64
-    rows: GroupedRows
-    fused: bool = True
-    """False: torch's fused kernel is not used even where it has all that a layer asks for."""
+    ``determinisms``: for which settings. ``device_types``: on what; None: anywhere. ``rank``: of those
+    that serve a model, the highest is taken where none is asked for. ``store_class``: the layout of keys
+    and values that it reads, ``block_multiple``: what a block's tokens have to be a multiple of.
+    ``can_capture``: steps of equal shape may be captured as a graph and run again: plans read nothing
+    but the input tensors, which keep their addresses, and memory that the backend keeps.
+    """
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        # A masked key weighs 0, but 0 times NaN is NaN, and so is a product's infinity less infinity:
-        # what one request overflows must not reach those who read its blocks masked, beside it or
-        # after it.
+    name: ClassVar[str]
+    determinisms: ClassVar[frozenset[Determinism]]
+    device_types: ClassVar[frozenset[str] | None] = None
+    rank: ClassVar[int] = 0
+    store_class: ClassVar[type[KVStore]] = KVStore
+    block_multiple: ClassVar[int] = 1
+    can_capture: ClassVar[bool] = False
+
+    def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
+        self.store = store
+        self.needs = needs
+
+    @classmethod
+    def refusal(cls, needs: AttentionNeeds) -> str | None:
+        """Why it cannot serve this; None: it can."""
+        if needs.determinism not in cls.determinisms:
+            return f"it is for determinism {', '.join(cls.determinisms)}, not {needs.determinism}"
+        if cls.device_types is not None and needs.device.type not in cls.device_types:
+            return f"it runs on {', '.join(sorted(cls.device_types))}, not on {needs.device.type}"
+        if needs.block_size % cls.block_multiple:
+            return f"its block_size is a multiple of {cls.block_multiple}, not {needs.block_size}"
+        return None
+
+    @classmethod
+    def bytes_per_block(cls, needs: AttentionNeeds) -> int:
+        return cls.store_class.bytes_per_block(**needs.store_sizes())
+
+    @abstractmethod
+    def plan(self, batch: InputBatch, inputs: InputTensors) -> AttentionPlan:
+        """Once per step. ``inputs`` is the batch on the device, valid until the step's end."""
+
+    def write(
+        self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Store a layer's new rows, free of what would reach beyond their request: a masked key weighs 0,
+        but 0 times NaN is NaN, and so is a product's infinity less infinity. What one request overflows
+        must not reach those who read its blocks masked, beside it or after it."""
         key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
         largest = min(_LARGEST_KEY, torch.finfo(key.dtype).max)
-        key = key.clamp_(-largest, largest)
-        self.store.write(layer, self.slots, key, value)
-        fused = self.fused and options.softcap is None and options.sinks is None
-        outputs = [
-            _attend(self.store, group, layer, query, options, fused) for group in self.rows.groups
-        ]
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return output if self.rows.order is None else output.index_select(0, self.rows.order)
+        self.store.write(layer, slot_mapping, key.clamp_(-largest, largest), value)
 
 
-def _mask(
-    group: AttentionGroup,
-    window: int | None,
-    share: int,
-    num_kv_heads: int,
-    like: torch.Tensor,
-    additive: bool,
-) -> torch.Tensor:
-    """What rows may see, in the shape of the kernel's call (see ``_attend``): to be added to scores, or
-    their limits (see ``attend_by_products``). Once per step and kind."""
-    key = (window, share, num_kv_heads, additive)
-    mask = group.masks.get(key)
-    if mask is not None:
-        return mask
-    visible = group.visible
-    if window is not None:
-        distance = group.query_positions[:, :, None] - group.key_positions[:, None, :]
-        visible = visible & (distance < window)
-    requests, rows, keys = visible.shape
-    tiles, tile = group.num_tiles, group.tile_rows
-    seen = 0.0 if additive else float("inf")
-    mask = torch.full((requests, rows, 1, keys), seen, dtype=like.dtype if additive else None)
-    mask.masked_fill_(torch.from_numpy(~visible).unsqueeze(2), float("-inf"))
-    mask = mask.to(like.device, non_blocking=True)
-    mask = mask.expand(-1, -1, share, -1).reshape(requests, tiles, tile * share, keys)
-    if requests == 1:
-        mask = mask.transpose(0, 1)  # [tiles, 1, tile * share, num_keys]
-    elif tiles > 1:
-        mask = mask.unsqueeze(1).expand(-1, num_kv_heads, -1, -1, -1).flatten(1, 2)
-    group.masks[key] = mask
-    return mask
+_BACKENDS: dict[str, type[AttentionBackend]] = {}
+_Backend = TypeVar("_Backend", bound=type[AttentionBackend])
+
+
+def attention_backend(name: str) -> Callable[[_Backend], _Backend]:
+    """Registers a class under the name that the setting ``attention_backend`` takes."""
+
+    def register(backend: _Backend) -> _Backend:
+        if name in _BACKENDS:
+            raise ValueError(f"two attention backends are called {name!r}")
+        backend.name = name
+        _BACKENDS[name] = backend
+        return backend
+
+    return register
+
+
+def attention_backends() -> Mapping[str, type[AttentionBackend]]:
+    """Those of all files of this folder, by name."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"{__package__}.{module.name}")
+    return _BACKENDS
+
+
+def check_backend_name(name: str | None) -> None:
+    """Raises ValueError naming what there is."""
+    if name is not None and name not in attention_backends():
+        known = ", ".join(sorted(_BACKENDS))
+        raise ValueError(f"attention_backend: there is no {name!r}; there are {known}")
+
+
+def choose_backend(
+    name: str | None, needs: AttentionNeeds, store: KVStore | None = None, strict: bool = True
+) -> type[AttentionBackend]:
+    """The one asked for, or the one of the highest rank that serves ``needs`` (over ``store``).
+    ``strict``: no other than the one asked for will do; draft models may take another than their target.
+
+    Raises ValueError with the reason where there is none.
+    """
+    check_backend_name(name)
+    wanted = attention_backends() if name is None else {name: _BACKENDS[name]}
+    reasons = {key: _refusal(backend, needs, store) for key, backend in wanted.items()}
+    fit = [wanted[key] for key, reason in reasons.items() if reason is None]
+    if not fit and name is not None and not strict:
+        return choose_backend(None, needs, store)
+    if not fit:
+        listed = "; ".join(f"{key}: {reason}" for key, reason in sorted(reasons.items()))
+        raise ValueError(f"attention_backend {listed}")
+    return max(fit, key=lambda backend: backend.rank)
+
+
+def _refusal(
+    backend: type[AttentionBackend], needs: AttentionNeeds, store: KVStore | None
+) -> str | None:
+    if store is not None and not isinstance(store, backend.store_class):
+        return f"it reads a {backend.store_class.__name__}, not a {type(store).__name__}"
+    return backend.refusal(needs)
+
+
+def build_attention(
+    needs: AttentionNeeds, store: KVStore | int, name: str | None = None, strict: bool = True
+) -> AttentionBackend:
+    """A backend over ``store``, or over a new store of so many blocks. Raises as ``choose_backend``."""
+    if not isinstance(store, int):
+        return choose_backend(name, needs, store, strict)(store, needs)
+    backend = choose_backend(name, needs, strict=strict)
+    made = backend.store_class(num_blocks=store, device=needs.device, **needs.store_sizes())
+    return backend(made, needs)
 
 
 def slipstream_attention(
@@ -123,18 +234,18 @@ def slipstream_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    slipstream_step: Step | None = None,
+    slipstream_plan: AttentionPlan | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls; returns ``[1, num_rows, num_heads, value_dim]``.
 
-    Raises RuntimeError where a model does not hand the step down or brings a mask of its own.
+    Raises RuntimeError where a model does not hand the plan down or brings a mask of its own.
     """
-    if slipstream_step is None:
+    if slipstream_plan is None:
         raise RuntimeError("the model does not pass attention keywords down to its layers")
     if attention_mask is not None or dropout:
         raise RuntimeError("the model's attention layers bring a mask or dropout of their own")
-    output = slipstream_step.attend(
+    output = slipstream_plan.attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -142,76 +253,6 @@ def slipstream_attention(
         AttentionOptions(scaling, sliding_window, softcap, s_aux),
     )
     return output.unsqueeze(0), None
-
-
-def _attend(
-    store: KVStore,
-    group: AttentionGroup,
-    layer: int,
-    query: torch.Tensor,  # [num_rows, num_heads, head_dim]
-    options: AttentionOptions,
-    fused: bool,
-) -> torch.Tensor:
-    """One group's attention: ``[group_rows, num_heads, value_dim]``."""
-    keys, values = _gather(store, group, layer)
-    if store.dtype.itemsize == 1:  # a draft model's; the kernels know no 8-bit floats
-        keys, values = keys.to(query.dtype), values.to(query.dtype)
-    num_kv_heads = keys.shape[1]
-    num_heads, head_dim = query.shape[1], query.shape[2]
-    share = num_heads // num_kv_heads
-    requests, rows = group.num_requests, group.rows_per_request
-    tile, tiles = group.tile_rows, group.num_tiles
-
-    if group.query_rows is None:
-        mine = query[group.first_row : group.first_row + group.num_rows]
-    else:
-        mine = query.index_select(0, group.query_rows)
-    # The heads that share a key head become rows of one product: [requests, kv_heads * tiles, ...].
-    mine = mine.view(requests, rows, num_kv_heads, share, head_dim).permute(0, 2, 1, 3, 4)
-    mine = mine.reshape(requests, num_kv_heads * tiles, tile * share, head_dim)
-    mask = _mask(group, options.window, share, num_kv_heads, query, additive=fused)
-    if requests == 1 and tiles > 1:
-        # One request: its tiles are a batch over the same keys, and heads share the mask.
-        mine = mine.view(num_kv_heads, tiles, tile * share, head_dim).transpose(0, 1)
-        keys, values = keys.expand(tiles, -1, -1, -1), values.expand(tiles, -1, -1, -1)
-    if fused:
-        output = F.scaled_dot_product_attention(
-            mine,
-            keys,
-            values,
-            attn_mask=mask,
-            scale=options.scaling,
-            enable_gqa=mine.shape[1] != keys.shape[1],
-        )
-    else:
-        output = attend_by_products(
-            mine, keys, values, mask, share, options, in_pieces=not group.is_tiled
-        )
-    if requests == 1 and tiles > 1:
-        output = output.transpose(0, 1)
-    output = output.reshape(requests, num_kv_heads, rows, share, -1).permute(0, 2, 1, 3, 4)
-    output = output.reshape(requests * rows, num_heads, -1)
-    return output if group.output_rows is None else output.index_select(0, group.output_rows)
-
-
-def _gather(store: KVStore, group: AttentionGroup, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``[num_requests, num_kv_heads, num_keys, dim]``, without a copy if they lie
-    together in the store."""
-    num_ids = group.block_ids.shape[0]
-    first = group.contiguous_from
-    if first is not None and first + num_ids <= store.num_blocks:
-        keys, values = store.slice_blocks(layer, first, num_ids)
-    else:
-        keys, values = store.gather_blocks(layer, group.block_ids)
-        if group.path_slots is not None and group.path_keys is not None:
-            for gathered, stored in ((keys, store.key[layer]), (values, store.value[layer])):
-                path = stored.index_select(0, group.path_slots)
-                gathered.view(-1, *stored.shape[1:]).index_copy_(0, group.path_keys, path)
-    shape = (group.num_requests, group.visible.shape[2])
-    return (
-        keys.view(*shape, *keys.shape[2:]).transpose(1, 2),
-        values.view(*shape, *values.shape[2:]).transpose(1, 2),
-    )
 
 
 AttentionInterface.register(IMPLEMENTATION, slipstream_attention)

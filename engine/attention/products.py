@@ -1,4 +1,5 @@
-"""Attention written out: scores, a softmax in float32, weighted values.
+"""Attention written out as two batched matrix products (bmm): scores, a softmax in float32, weighted
+values.
 
 It has what torch's fused kernel lacks (soft caps, sinks). And in bf16 on CPUs it is the faster one: there
 the fused kernel packs its keys anew for every few rows, and two batched products take a quarter to a
@@ -8,9 +9,9 @@ own eager attention, a score is rounded to the type of the queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+
+from engine.attention.backend import AttentionOptions
 
 _MOST_SCORES = 1 << 22
 """Scores held at a time: long prompt chunks go through in pieces."""
@@ -21,17 +22,17 @@ _PROBED_REQUESTS = (1, 2, 5, 16)
 _MOST_PROBED = 1 << 19
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """What a layer asks for besides plain attention. ``softcap``: Gemma 2; ``sinks``: GPT-OSS."""
+def bmm_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
+    """bf16 on CPUs with instructions for it."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
-    scaling: float | None
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None  # [num_heads]
 
-
-def attend_by_products(
+def bmm_attention(
     query: torch.Tensor,  # [batch, q_heads, rows, head_dim]
     keys: torch.Tensor,  # [batch, kv_heads, num_keys, head_dim]
     values: torch.Tensor,  # [batch, kv_heads, num_keys, value_dim]

@@ -22,7 +22,7 @@ class EngineDraftModel:
         max_len: int,
         max_catch_up_rows: int,
     ) -> None:
-        if runner.exact:
+        if runner.attention.needs.determinism != "fast":
             raise ValueError("a draft model runs in fast mode: its trees are fed level by level")
         self._runner = runner
         self._vocab_size = vocab_size

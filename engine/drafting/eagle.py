@@ -21,15 +21,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.model.protocol import Candidates, DraftRows
 from drafters.tree import ROOT
-from engine.attention.backend import IMPLEMENTATION, AttentionStep
-from engine.attention.groups import MASKED, group_rows
+from engine.attention.backend import IMPLEMENTATION, AttentionBackend
 from engine.batch import InputBatch, InputBuffers, build_batch
 from engine.drafting.candidates import ScoredRow, choose_candidates
 from engine.drafting.draft_model import request_rows
 from engine.drafting.head_files import HeadFolder, HeadsRefusedError
 from engine.drafting.medusa import OutputHead
 from engine.model.linear import can_pack, pack_linears
-from kvpool.store import KVStore
 
 KIND = "eagle"
 SIZES = (
@@ -129,7 +127,7 @@ class EagleModel:
         layer: FeatureLayer,
         embed: nn.Module,
         output_head: OutputHead,
-        store: KVStore,
+        attention: AttentionBackend,
         *,
         vocab_size: int,
         max_len: int,
@@ -138,14 +136,13 @@ class EagleModel:
         self._layer = layer
         self._embed = embed
         self._output_head = output_head
-        self._store = store
+        self._attention = attention
         self._vocab_size = vocab_size
-        self.block_size = store.block_size
+        self.block_size = attention.store.block_size
         self.max_len = max_len
         self.max_catch_up_rows = max_catch_up_rows
         self._blank = torch.zeros_like(layer.token_norm.weight)  # [hidden_size]
-        self._fused = not can_pack(store.device, store.dtype)
-        self._buffers = InputBuffers(store.device)
+        self._buffers = InputBuffers(attention.store.device)
         self._requests: dict[str, _Features] = {}
 
     def take_hidden(self, request_id: str, first: int, hidden: torch.Tensor) -> None:
@@ -203,19 +200,12 @@ class EagleModel:
             state.drafted += features.unbind(0)
 
     def _run(self, batch: InputBatch, hidden: torch.Tensor) -> torch.Tensor:
-        device = hidden.device
         inputs = self._buffers.fill(batch)
-        step = AttentionStep(
-            self._store,
-            inputs.slot_mapping,
-            group_rows(batch.requests, self.block_size, MASKED, device),
-            self._fused,
-        )
         output: torch.Tensor = self._layer(
             self._embed(inputs.token_ids)[None],
             hidden[None],
             position_ids=inputs.positions[None],
-            slipstream_step=step,
+            slipstream_plan=self._attention.plan(batch, inputs),
         )
         return output[0]
 

@@ -14,10 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters.registry import DrafterUnavailableError
+from engine.attention.backend import AttentionNeeds, KVShape, build_attention, choose_backend
 from engine.config import EngineConfig
 from engine.drafting import eagle as eagle_head
 from engine.drafting import medusa as medusa_heads
-from engine.drafting.eagle import EagleModel, FeatureLayer
+from engine.drafting.eagle import EagleModel
 from engine.drafting.head_files import (
     HeadFolder,
     HeadsRefusedError,
@@ -28,7 +29,6 @@ from engine.drafting.head_files import (
 from engine.drafting.medusa import MedusaHeads, load_medusa
 from engine.model.loader import BUNDLED
 from engine.model.runner import ModelRunner
-from kvpool.store import KVStore
 
 logger = logging.getLogger(__name__)
 
@@ -45,62 +45,60 @@ class DraftHeads:
         reasons: dict[str, str],
         config: EngineConfig,
         dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.facts = facts
         self._folders = folders
         self._reasons = reasons
         self._config = config
         self._dtype = dtype
+        self._device = device
 
     def bytes_per_block(self) -> int:
         """What one more block of the pool costs in the store of the eagle head."""
         folder = self._folders.get(eagle_head.KIND)
         if folder is None:
             return 0
-        heads, dim = folder.sizes("num_key_value_heads", "head_dim")
-        return KVStore.bytes_per_block(
-            1, self._config.block_size, heads, dim, dim, dtype=self._dtype
-        )
+        needs = self._eagle_needs(folder)
+        backend = choose_backend(self._config.attention_backend, needs, strict=False)
+        return backend.bytes_per_block(needs)
 
     def medusa(self, runner: ModelRunner) -> MedusaHeads:
         """Raises DrafterUnavailableError with the reason where there are none."""
         folder = self._folder(medusa_heads.KIND)
         output_head = runner.model.get_output_embeddings()
-        return load_medusa(folder, output_head, self._dtype, runner.device)
+        return load_medusa(folder, output_head, self._dtype, self._device)
 
     def eagle(self, runner: ModelRunner) -> EagleModel:
         """Raises DrafterUnavailableError with the reason where there is none."""
         folder = self._folder(eagle_head.KIND)
-        layer = eagle_head.load_layer(folder, self._dtype, runner.device)
+        layer = eagle_head.load_layer(folder, self._dtype, self._device)
         return EagleModel(
             layer,
             runner.model.get_input_embeddings(),
             runner.model.get_output_embeddings(),
-            layer_store(layer, runner.store),
+            build_attention(
+                self._eagle_needs(folder),
+                runner.store.num_blocks,
+                self._config.attention_backend,
+                strict=False,
+            ),
             vocab_size=self.facts.vocab_size,
             max_len=layer.sizes["max_position_embeddings"],
             max_catch_up_rows=self._config.max_num_batched_tokens,
         )
 
+    def _eagle_needs(self, folder: HeadFolder) -> AttentionNeeds:
+        num_heads, num_kv_heads, dim = folder.sizes(
+            "num_attention_heads", "num_key_value_heads", "head_dim"
+        )
+        shape = KVShape(num_heads, num_kv_heads, dim, dim)
+        return AttentionNeeds("fast", self._device, self._dtype, self._config.block_size, [shape])
+
     def _folder(self, kind: str) -> HeadFolder:
         if kind not in self._folders:
             raise DrafterUnavailableError(self._reasons[kind])
         return self._folders[kind]
-
-
-def layer_store(layer: FeatureLayer, target: KVStore) -> KVStore:
-    """A store for the layer's keys and values, addressed by the target's block ids."""
-    dim = layer.sizes["head_dim"]
-    return KVStore(
-        1,
-        target.num_blocks,
-        target.block_size,
-        layer.sizes["num_key_value_heads"],
-        dim,
-        dim,
-        target.dtype,
-        target.device,
-    )
 
 
 def prepare_heads(target: PreTrainedModel, config: EngineConfig) -> DraftHeads:
@@ -129,4 +127,4 @@ def prepare_heads(target: PreTrainedModel, config: EngineConfig) -> DraftHeads:
                     raise ValueError(f"{setting}: {error}") from error
                 logger.warning("no %s drafter: %s", kind, error)
                 reasons[kind] = str(error)
-    return DraftHeads(facts, folders, reasons, config, target.dtype)
+    return DraftHeads(facts, folders, reasons, config, target.dtype, target.device)

@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafters.registry import DrafterUnavailableError
-from engine.attention.backend import IMPLEMENTATION
+from engine.attention.backend import (
+    IMPLEMENTATION,
+    AttentionNeeds,
+    KVShape,
+    build_attention,
+    choose_backend,
+)
 from engine.config import EngineConfig
 from engine.drafting.draft_model import EngineDraftModel
 from engine.drafting.layer_subset import layer_subset, parse_layers
@@ -26,7 +32,6 @@ from engine.errors import UnsupportedModelError
 from engine.model.linear import can_pack, pack_linears
 from engine.model.loader import (
     BUNDLED,
-    KVShape,
     adopt,
     load_model,
     load_tokenizer,
@@ -69,16 +74,13 @@ class DraftModels:
 
     def bytes_per_block(self) -> int:
         """What one more block of the pool costs in stores of draft models."""
-        return sum(
-            KVStore.bytes_per_block(
-                len(each.shapes),
-                self._config.block_size,
-                *_layout(each.shapes),
-                dtype=self._store_dtype(each),
-            )
-            for each in self._prepared.values()
-            if each.shapes is not None
-        )
+        total = 0
+        for each in self._prepared.values():
+            if each.shapes is not None:
+                needs = self._needs(each.model, each.shapes)
+                name = self._config.attention_backend
+                total += choose_backend(name, needs, strict=False).bytes_per_block(needs)
+        return total
 
     def attach(
         self, runner: ModelRunner, shapes: list[KVShape], vocab_size: int, max_model_len: int
@@ -86,16 +88,12 @@ class DraftModels:
         """Make runners: over the target's store, or over stores with as many blocks."""
         for name, each in self._prepared.items():
             model = each.rebuild(runner.model) if each.rebuild is not None else each.model
-            own = each.shapes or shapes
-            _check(name, model, own, each.reference, self._config.block_size)
-            store = runner.store
-            if each.shapes is not None:
-                store = _store(
-                    own, store.num_blocks, store.block_size, self._store_dtype(each), model
-                )
             owns_rows = each.shapes is not None
+            needs = self._needs(model, each.shapes or shapes)
+            store = runner.store.num_blocks if owns_rows else runner.store
+            self._check(name, model, needs, each.reference)
             self._ready[name] = EngineDraftModel(
-                ModelRunner(model, own, store, exact=False),
+                self._runner(model, needs, store),
                 vocab_size=vocab_size,
                 owns_rows=owns_rows,
                 max_len=min(max_position(model.config), max_model_len),
@@ -110,8 +108,25 @@ class DraftModels:
             raise DrafterUnavailableError(self._reasons.get(name, "no model was prepared for it"))
         return self._ready[name]
 
-    def _store_dtype(self, each: _Prepared) -> torch.dtype:
-        return torch.float8_e4m3fn if self._config.draft_kv_dtype == "fp8" else each.model.dtype
+    def _needs(self, model: PreTrainedModel, shapes: list[KVShape]) -> AttentionNeeds:
+        kv_dtype = torch.float8_e4m3fn if self._config.draft_kv_dtype == "fp8" else None
+        return AttentionNeeds.of(model, shapes, "fast", self._config.block_size, kv_dtype)
+
+    def _runner(
+        self, model: PreTrainedModel, needs: AttentionNeeds, store: KVStore | int
+    ) -> ModelRunner:
+        name = self._config.attention_backend
+        return ModelRunner(model, build_attention(needs, store, name, strict=False))
+
+    def _check(
+        self, name: str, model: PreTrainedModel, needs: AttentionNeeds, reference: torch.Tensor
+    ) -> None:
+        """In a store of its own and in the model's type: an 8-bit store would not pass, nor has to."""
+        num_blocks = 2 * -(-_CHECK_TOKENS // needs.block_size)
+        try:
+            check_logits(self._runner(model, replace(needs, kv_dtype=None), num_blocks), reference)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"the model of the {name} drafter: {error}") from error
 
 
 def prepare_drafts(
@@ -257,37 +272,3 @@ def _prepared(model: PreTrainedModel, owns_rows: bool) -> _Prepared:
     reference = reference_logits(model)
     shapes = adopt(model)
     return _Prepared(model, reference, shapes if owns_rows else None)
-
-
-def _check(
-    name: str,
-    model: PreTrainedModel,
-    shapes: list[KVShape],
-    reference: torch.Tensor,
-    block_size: int,
-) -> None:
-    """In a store of its own and in the model's type: an 8-bit store would not pass, nor has to."""
-    num_blocks = 2 * -(-_CHECK_TOKENS // block_size)
-    store = _store(shapes, num_blocks, block_size, model.dtype, model)
-    try:
-        check_logits(ModelRunner(model, shapes, store, exact=False), reference)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"the model of the {name} drafter: {error}") from error
-
-
-def _store(
-    shapes: list[KVShape],
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    model: PreTrainedModel,
-) -> KVStore:
-    return KVStore(len(shapes), num_blocks, block_size, *_layout(shapes), dtype, model.device)
-
-
-def _layout(shapes: list[KVShape]) -> tuple[list[int], list[int], list[int]]:
-    return (
-        [shape.num_kv_heads for shape in shapes],
-        [shape.key_dim for shape in shapes],
-        [shape.value_dim for shape in shapes],
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from engine.attention.backend import IMPLEMENTATION
-from engine.attention.products import AttentionOptions
+from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
 from engine.errors import UnsupportedModelError
 
 BUNDLED = Path(__file__).parents[1] / "bundled"
@@ -35,16 +33,6 @@ def bundled_path(name: Literal["target", "draft"]) -> Path:
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"no bundled {name} model in {folder}")
     return folder
-
-
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """Heads and dimensions of one layer's keys and values."""
-
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
@@ -140,7 +128,7 @@ def refuse_unservable(config: Any) -> None:
 
 
 class ShapeProbe:
-    """Stands in for a step and notes what each attention layer hands over."""
+    """Stands in for a plan and notes what each attention layer hands over."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}
@@ -170,7 +158,7 @@ def adopt(model: PreTrainedModel) -> list[KVShape]:
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
     try:
-        model(input_ids=ids, position_ids=positions, use_cache=False, slipstream_step=probe)
+        model(input_ids=ids, position_ids=positions, use_cache=False, slipstream_plan=probe)
     except Exception as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot run on the engine's attention: {error}"

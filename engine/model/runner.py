@@ -10,48 +10,31 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backend import AttentionStep
-from engine.attention.groups import (
-    FREE_KEY_MULTIPLE,
-    FREE_STRANDS,
-    MASKED,
-    GroupShapes,
-    exact_tile_rows,
-    exact_tiles,
-    group_rows,
-)
-from engine.attention.products import products_keep_bits
+from engine.attention.backend import AttentionBackend
 from engine.batch import ForwardOutput, InputBatch, InputBuffers, RequestRows, build_batch
-from engine.model.linear import can_pack
-from engine.model.loader import KVShape
-from kvpool.store import KVStore
 
 
 class ModelRunner:
     """A model on the engine's attention and the store that holds its keys and values."""
 
-    def __init__(
-        self, model: PreTrainedModel, shapes: Sequence[KVShape], store: KVStore, exact: bool
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, attention: AttentionBackend) -> None:
         self.model = model
-        self.store = store
+        self.attention = attention
+        self.store = attention.store
         self.device = model.device
-        self.exact = exact
         self._buffers = InputBuffers(self.device)
-        self._fused, self._shapes = _attention_calls(model, shapes, exact)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> ForwardOutput:
         """Keys and values of all rows are in the store afterwards."""
         inputs = self._buffers.fill(batch)
-        rows = group_rows(batch.requests, self.store.block_size, self._shapes, self.device)
         with self._hidden_kept(batch.wants_hidden) as hidden:
             output = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
                 logits_to_keep=inputs.logits_indices,
-                slipstream_step=AttentionStep(self.store, inputs.slot_mapping, rows, self._fused),
+                slipstream_plan=self.attention.plan(batch, inputs),
             )
         self.synchronize()  # so that a caller's clock stops when the device is done
         return ForwardOutput(output.logits[0, : len(batch.logits_indices)], *hidden)
@@ -110,21 +93,3 @@ class ModelRunner:
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
-
-
-def _attention_calls(
-    model: PreTrainedModel, shapes: Sequence[KVShape], exact: bool
-) -> tuple[bool, GroupShapes]:
-    """Whether attention uses the fused kernel, and what shapes its calls may have."""
-    products = can_pack(model.device, model.dtype)
-    if not exact:
-        return not products, MASKED
-    kinds = {
-        (shape.num_heads // shape.num_kv_heads, shape.key_dim, shape.value_dim) for shape in shapes
-    }
-    if products and all(
-        products_keep_bits(*kind, FREE_KEY_MULTIPLE, model.dtype) for kind in sorted(kinds)
-    ):
-        return False, FREE_STRANDS
-    tile = min(exact_tile_rows(shape.num_heads, shape.num_kv_heads) for shape in shapes)
-    return True, exact_tiles(tile)

@@ -38,5 +38,6 @@ def _card(served: Services) -> dict[str, Any]:
         "num_parameters": info.num_parameters,
         "determinism": info.determinism,
         "exact_verified": info.exact_verified,
+        "attention_backend": info.attention_backend,
         "has_chat_template": served.has_chat_template,
     }

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from drafters.base import Drafter, DraftShape, OptionValue
 from drafters.registry import build_drafters
+from engine.attention.backend import AttentionNeeds, build_attention
 from engine.core import EngineCore, ModelLimits, Runner
 from engine.events import ErrorEvent, FinishInfo, TokenEvent, TokenLogprobs
 from engine.model.loader import adopt, prepare_model
@@ -27,7 +28,6 @@ from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.stats import StepStats
 from kvpool.block_pool import BlockPool
-from kvpool.store import KVStore
 
 TINY_VOCAB = 64
 MAX_STEPS = 2000
@@ -112,18 +112,8 @@ class TinyTarget:
         return build_core(self._runner(setup), TINY_VOCAB, setup)
 
     def _runner(self, setup: Setup) -> ModelRunner:
-        heads, dim = self._shapes[0].num_kv_heads, self._shapes[0].key_dim
-        store = KVStore(
-            len(self._shapes),
-            setup.num_blocks,
-            setup.block_size,
-            heads,
-            dim,
-            dim,
-            torch.float32,
-            "cpu",
-        )
-        return ModelRunner(self._model, self._shapes, store, exact=False)
+        needs = AttentionNeeds.of(self._model, self._shapes, "fast", setup.block_size)
+        return ModelRunner(self._model, build_attention(needs, setup.num_blocks))
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:

@@ -124,6 +124,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "block_size": 16,
         "num_parameters": 7,
         "determinism": "exact",
+        "attention_backend": "exact",
         "exact_verified": True,
     }
     return EngineInfo(**(values | changes))

@@ -16,10 +16,10 @@ import torch
 import transformers as hf
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import RequestRows, build_batch
 from engine.model.loader import adopt, prepare_model
 from engine.model.runner import ModelRunner
-from kvpool.store import KVStore
 
 torch.set_num_threads(1)
 
@@ -174,17 +174,8 @@ def make_runner(
     """The model (a copy) on the engine's attention, over a store of its own."""
     model = copy.deepcopy(model)
     shapes = adopt(model)
-    store = KVStore(
-        len(shapes),
-        num_blocks,
-        block_size,
-        [shape.num_kv_heads for shape in shapes],
-        [shape.key_dim for shape in shapes],
-        [shape.value_dim for shape in shapes],
-        model.dtype,
-        model.device,
-    )
-    return ModelRunner(model, shapes, store, exact)
+    needs = AttentionNeeds.of(model, shapes, "exact" if exact else "fast", block_size)
+    return ModelRunner(model, build_attention(needs, num_blocks))
 
 
 @cache

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.backend import IMPLEMENTATION
+from engine.attention.backend import IMPLEMENTATION, AttentionNeeds, KVShape, build_attention
 from engine.drafting.eagle import EagleModel, FeatureLayer
 from engine.drafting.medusa import MedusaHeads, ResidualHeads
-from kvpool.store import KVStore
 from worlds.engine_harness import (
     TINY_VOCAB,
     Setup,
@@ -42,15 +41,14 @@ def eagle_layer() -> FeatureLayer:
 
 
 def eagle_model(layer: torch.nn.Module, setup: Setup) -> EagleModel:
-    dim = EAGLE_SIZES[3]
-    store = KVStore(
-        1, setup.num_blocks, setup.block_size, EAGLE_SIZES[2], dim, dim, torch.float32, "cpu"
-    )
+    _, num_heads, num_kv_heads, dim, _ = EAGLE_SIZES
+    shape = KVShape(num_heads, num_kv_heads, dim, dim)
+    needs = AttentionNeeds("fast", torch.device("cpu"), torch.float32, setup.block_size, [shape])
     return EagleModel(
         layer,  # type: ignore[arg-type]  # the oracle's is another module
         TARGET.reference.get_input_embeddings(),
         TARGET.reference.get_output_embeddings(),
-        store,
+        build_attention(needs, setup.num_blocks),
         vocab_size=TINY_VOCAB,
         max_len=256,
         max_catch_up_rows=setup.max_num_batched_tokens,

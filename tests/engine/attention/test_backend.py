@@ -12,20 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.backend import AttentionStep, slipstream_attention
-from engine.attention.groups import (
+from engine.attention.backend import (
+    AttentionNeeds,
+    AttentionOptions,
+    KVShape,
+    slipstream_attention,
+)
+from engine.attention.exact import (
     EXACT_KEY_MULTIPLE,
-    FREE_STRANDS,
-    MASKED,
-    NUM_ROWS_ALONE,
-    GroupedRows,
-    GroupShapes,
+    ExactAttention,
     exact_tile_rows,
     exact_tiles,
-    group_rows,
 )
-from engine.attention.products import AttentionOptions
-from engine.batch import InputBatch, RequestRows, build_batch
+from engine.attention.sdpa import NUM_ROWS_ALONE, CallShapes, SdpaAttention, SdpaPlan
+from engine.batch import InputBatch, InputBuffers, RequestRows, build_batch
 from kvpool.store import KVStore
 from worlds.lanes import examples
 from worlds.tiny_models import path_to, scattered_table
@@ -36,6 +36,8 @@ SIZE, NUM_BLOCKS = 16, 160
 KV_HEADS, HEADS, DIM_K, DIM_V = 2, 4, 8, 4
 CPU = torch.device("cpu")
 PLAIN = AttentionOptions(None, None, None, None)
+MASKED = CallShapes(fused=True)
+FREE = CallShapes(fused=False)
 EVERYTHING = AttentionOptions(0.6, 5, 2.0, torch.tensor([1.5, -0.5, 0.3, 2.0]))
 TREE = (-1, -1, 0, 1, 1, 3, 2, 5, 5, 7, 9)
 
@@ -82,6 +84,27 @@ def fill(store: KVStore, text: Text) -> None:
         store.write(0, slots, text.key[:base], text.value[:base])
 
 
+def rows_of(*requests: RequestRows) -> InputBatch:
+    return build_batch(requests, SIZE)
+
+
+def planned(
+    batch: InputBatch, calls: CallShapes, exact: bool, store: KVStore | None = None
+) -> SdpaPlan:
+    """A step with calls of the given shapes, whatever this machine's probe says."""
+    store = store or KVStore(1, NUM_BLOCKS, SIZE, KV_HEADS, DIM_K, DIM_V, torch.float32, CPU)
+    needs = AttentionNeeds(
+        "exact" if exact else "fast",
+        CPU,
+        store.dtype,
+        SIZE,
+        [KVShape(HEADS, KV_HEADS, DIM_K, DIM_V)],
+    )
+    backend = (ExactAttention if exact else SdpaAttention)(store, needs)
+    backend.calls = calls
+    return backend.plan(batch, InputBuffers(CPU).fill(batch))
+
+
 def run(
     texts: Sequence[Text],
     exact: bool,
@@ -93,13 +116,9 @@ def run(
     store = store or KVStore(1, NUM_BLOCKS, SIZE, KV_HEADS, DIM_K, DIM_V, dtype, CPU)
     for text in texts:
         fill(store, text)
-    batch = build_batch([text.request for text in texts], SIZE)
-    shapes = exact_tiles(exact_tile_rows(HEADS, KV_HEADS)) if exact else MASKED
-    step = AttentionStep(
-        store,
-        torch.tensor(batch.slot_mapping),
-        group_rows(batch.requests, SIZE, shapes, CPU),
-    )
+    calls = exact_tiles(exact_tile_rows(HEADS, KV_HEADS)) if exact else MASKED
+    batch = rows_of(*(text.request for text in texts))
+    step = planned(batch, calls, exact, store)
     query, key, value = (
         torch.cat([getattr(text, kind)[text.request.base :] for text in texts])
         for kind in ("query", "key", "value")
@@ -176,18 +195,14 @@ def test_rows_see_their_past_and_their_ancestors_and_nothing_else(
         torch.testing.assert_close(output.double(), naive(text, options), rtol=0, atol=1e-5)
 
 
-def rows_of(*requests: RequestRows) -> InputBatch:
-    return build_batch(requests, SIZE)
-
-
 def test_long_chunks_attend_alone_and_others_with_their_like() -> None:
     """Rows 1, 12, 7, 7 next to two chunks, over short pasts: one call for all four costs least."""
     texts = [draw(seed, **kind) for seed, kind in enumerate(MIXTURE)]  # type: ignore[arg-type]
     batch = rows_of(*(text.request for text in texts))
-    groups = group_rows(batch.requests, SIZE, MASKED, CPU).groups
-    assert [group.num_requests for group in groups] == [1, 1, 4]
+    groups = planned(batch, MASKED, exact=False).groups
+    assert [group.num_branches for group in groups] == [1, 1, 4]
     assert [group.num_rows for group in groups] == [41, 33, 1 + 12 + 7 + 7]
-    assert [group.rows_per_request for group in groups] == [41, 33, 12]
+    assert [group.rows_per_branch for group in groups] == [41, 33, 12]
 
 
 def lying(base: int, num_rows: int) -> RequestRows:
@@ -195,14 +210,16 @@ def lying(base: int, num_rows: int) -> RequestRows:
     return RequestRows([0] * num_rows, 1, base, tuple(range(-1, num_rows - 2)), table, num_rows)
 
 
-@pytest.mark.parametrize("shapes", [MASKED, FREE_STRANDS, exact_tiles(4)])
-def test_deep_drafts_and_long_pasts_do_not_pad_everybody(shapes: GroupShapes) -> None:
+@pytest.mark.parametrize(
+    ("calls", "exact"), [(MASKED, False), (FREE, True), (exact_tiles(4), True)]
+)
+def test_deep_drafts_and_long_pasts_do_not_pad_everybody(calls: CallShapes, exact: bool) -> None:
     """Eight plain requests beside two deep drafts, and beside two long pasts."""
     plain = [lying(400 + 3 * index, 1) for index in range(8)]
     for others in ([lying(380, 13), lying(410, 16)], [lying(2010, 1), lying(2030, 2)]):
         batch = rows_of(*plain[:4], *others, *plain[4:])
-        rows = group_rows(batch.requests, SIZE, shapes, CPU)
-        assert [group.num_requests for group in rows.groups] == [8, 2]
+        rows = planned(batch, calls, exact)
+        assert [group.num_branches for group in rows.groups] == [8, 2]
         assert rows.order is not None
         outputs = [0, 1, 2, 3, *range(4 + others[0].num_logits + others[1].num_logits, 99)]
         assert rows.order.argsort()[:8].tolist() == outputs[:8]
@@ -212,7 +229,7 @@ def test_deep_drafts_and_long_pasts_do_not_pad_everybody(shapes: GroupShapes) ->
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 32)), min_size=1, max_size=9))
 def test_no_other_cuts_of_the_order_cost_less(sizes: list[tuple[int, int]]) -> None:
     batch = rows_of(*(lying(*size) for size in sizes))
-    groups = group_rows(batch.requests, SIZE, MASKED, CPU).groups
+    groups = planned(batch, MASKED, exact=False).groups
     padded = sorted((-(-(base + rows) // 128) * 128, rows) for base, rows in sizes)
 
     def cost(calls: Sequence[Sequence[tuple[int, int]]]) -> float:
@@ -226,21 +243,21 @@ def test_no_other_cuts_of_the_order_cost_less(sizes: list[tuple[int, int]]) -> N
         for cuts in combinations(range(1, len(padded)), count)
     )
     shapes = [
-        (group.num_requests, group.visible.shape[2], group.rows_per_request) for group in groups
+        (group.num_branches, group.visible.shape[2], group.rows_per_branch) for group in groups
     ]
     assert sum(count for count, _, _ in shapes) == len(sizes)
     total = sum(4096 + count * keys * (rows + 0.5) for count, keys, rows in shapes)
     assert total == pytest.approx(cheapest)
 
 
-def test_exact_mode_takes_a_tree_apart_into_strands_in_the_order_of_their_text() -> None:
-    """Trunk: the known rows and nodes 0, 1; then 2-3 under node 0, 4 under 2, 5 under the root."""
+def test_exact_mode_takes_a_tree_apart_into_branches_in_the_order_of_their_text() -> None:
+    """The chain: the known rows and nodes 0, 1; then 2-3 under node 0, 4 under 2, 5 under the root."""
     text = draw(1, 21, 2, (-1, 0, 0, 2, 2, -1), table=(7, 5))
-    rows = group_rows(rows_of(text.request).requests, SIZE, exact_tiles(4), CPU)
-    trunk, branches = rows.groups
-    assert (trunk.num_requests, branches.num_requests) == (1, 3)
-    assert trunk.path_slots is None
-    assert trunk.query_rows is None
+    rows = planned(rows_of(text.request), exact_tiles(4), exact=True)
+    chain, branches = rows.groups
+    assert (chain.num_branches, branches.num_branches) == (1, 3)
+    assert chain.path_slots is None
+    assert chain.query_rows is None
     assert branches.query_rows is not None
     assert branches.query_rows.view(3, 4).tolist() == [[4, 5, 4, 4], [6] * 4, [7] * 4]
     assert branches.query_positions[:, 0].tolist() == [24, 25, 23]
@@ -248,9 +265,9 @@ def test_exact_mode_takes_a_tree_apart_into_strands_in_the_order_of_their_text()
     assert branches.path_keys is not None
     slot = 5 * SIZE + 23 - SIZE  # of node 0
     assert branches.path_slots.tolist() == [slot + node for node in (0, 2, 3, 0, 2, 4, 5)]
-    strand, key = [0, 0, 0, 1, 1, 1, 2], [23, 24, 25, 23, 24, 25, 23]
+    branch, key = [0, 0, 0, 1, 1, 1, 2], [23, 24, 25, 23, 24, 25, 23]
     assert branches.path_keys.tolist() == [
-        EXACT_KEY_MULTIPLE * index + place for index, place in zip(strand, key, strict=True)
+        EXACT_KEY_MULTIPLE * index + place for index, place in zip(branch, key, strict=True)
     ]
     assert rows.order is None
 
@@ -261,9 +278,9 @@ def test_exact_mode_fixes_the_shapes_that_a_kernel_sees() -> None:
     for kinds in (MIXTURE, MIXTURE[:1], MIXTURE[3:]):
         texts = [draw(seed, **kind) for seed, kind in enumerate(kinds)]  # type: ignore[arg-type]
         batch = rows_of(*(text.request for text in texts))
-        for group in group_rows(batch.requests, SIZE, exact_tiles(tile), CPU).groups:
+        for group in planned(batch, exact_tiles(tile), exact=True).groups:
             assert group.tile_rows == tile
-            assert group.rows_per_request % tile == 0
+            assert group.rows_per_branch % tile == 0
             assert group.visible.shape[2] == EXACT_KEY_MULTIPLE
 
 
@@ -336,9 +353,7 @@ def test_blocks_that_lie_together_are_read_in_place_and_give_the_same() -> None:
         torch.testing.assert_close(exact.double(), naive(text), rtol=0, atol=1e-5)
     store = KVStore(1, NUM_BLOCKS, SIZE, KV_HEADS, DIM_K, DIM_V, torch.float32, CPU)
     lying = [
-        group_rows(rows_of(draw(2, 61, 3, table=table).request).requests, SIZE, MASKED, CPU).groups[
-            0
-        ]
+        planned(rows_of(draw(2, 61, 3, table=table).request), MASKED, exact=False).groups[0]
         for table in (range(3, 8), (9, 3, 40, 7, 1))
     ]
     assert [group.contiguous_from for group in lying] == [3, None]
@@ -405,7 +420,7 @@ def test_a_model_that_does_not_hand_the_step_down_is_told_so() -> None:
 @pytest.mark.parametrize("given", [{"attention_mask": torch.zeros(2, 2)}, {"dropout": 0.1}])
 def test_masks_and_dropout_of_the_model_s_own_are_refused(given: dict[str, object]) -> None:
     store = KVStore(1, 1, SIZE, 2, 4, 4, torch.float32, CPU)
-    step = AttentionStep(store, torch.tensor([0, 1]), GroupedRows([], None))
-    arguments = {"attention_mask": None, "slipstream_step": step} | given
+    step = planned(rows_of(draw(1, 0, 2).request), MASKED, exact=False, store=store)
+    arguments = {"attention_mask": None, "slipstream_plan": step} | given
     with pytest.raises(RuntimeError, match="mask or dropout of their own"):
         slipstream_attention(torch.nn.Module(), *attention_inputs(), **arguments)  # type: ignore[arg-type]

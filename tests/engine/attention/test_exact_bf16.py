@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from engine.attention import backend as attention
-from engine.attention.groups import EXACT_KEY_MULTIPLE
+from engine.attention.exact import EXACT_KEY_MULTIPLE
 from engine.model.linear import can_pack, pack_linears
 from engine.model.loader import bundled_path, load_model
 from engine.model.runner import ModelRunner
@@ -149,4 +149,4 @@ def test_the_start_up_check_notices_kernels_that_follow_the_row_count() -> None:
     assert check_exact(loose) is False
     small = make_runner(tiny_model("llama"), True, 11)
     assert check_exact(small) is None
-    assert runner.exact
+    assert runner.attention.name == "exact"

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import products as attention_products
-from engine.attention.products import AttentionOptions, attend_by_products, products_keep_bits
+from engine.attention.backend import AttentionOptions
+from engine.attention.products import bmm_attention, products_keep_bits
 from engine.model.linear import can_pack
 
 torch.set_num_threads(1)
@@ -39,7 +40,7 @@ def inputs(dtype: torch.dtype, kv_heads: int = 3, rows: int = 10) -> list[torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_the_fused_kernels_attention(dtype: torch.dtype, kv_heads: int) -> None:
     query, keys, values, limits = inputs(dtype, kv_heads)
-    got = attend_by_products(query, keys, values, limits, SHARE, PLAIN, in_pieces=True)
+    got = bmm_attention(query, keys, values, limits, SHARE, PLAIN, in_pieces=True)
     mask = limits.clamp(max=0.0).double()
     expected = F.scaled_dot_product_attention(
         query.double(), keys.double(), values.double(), attn_mask=mask
@@ -55,7 +56,7 @@ def test_long_chunks_go_through_in_pieces_that_change_nothing(
     monkeypatch: pytest.MonkeyPatch, sinks: torch.Tensor | None
 ) -> None:
     options = AttentionOptions(0.3, None, 5.0, sinks)
-    whole = attend_by_products(*inputs(torch.float32), SHARE, options, in_pieces=True)
+    whole = bmm_attention(*inputs(torch.float32), SHARE, options, in_pieces=True)
     sizes: list[int] = []
     attend = attention_products._attend
 
@@ -65,10 +66,10 @@ def test_long_chunks_go_through_in_pieces_that_change_nothing(
 
     monkeypatch.setattr(attention_products, "_attend", watched)
     monkeypatch.setattr(attention_products, "_MOST_SCORES", 2 * 3 * KEYS * 5)
-    pieces = attend_by_products(*inputs(torch.float32), SHARE, options, in_pieces=True)
+    pieces = bmm_attention(*inputs(torch.float32), SHARE, options, in_pieces=True)
     assert sizes == [4, 4, 2]  # rows of a piece share their key heads
     torch.testing.assert_close(pieces, whole)
-    attend_by_products(*inputs(torch.float32), SHARE, options, in_pieces=False)
+    bmm_attention(*inputs(torch.float32), SHARE, options, in_pieces=False)
     assert sizes[3:] == [10]
 
 
@@ -87,14 +88,14 @@ def test_where_the_probe_finds_equal_bits_other_rows_have_them_too() -> None:
     )
     seen = torch.arange(512)[None] <= torch.arange(num_tokens).repeat_interleave(share)[:, None]
     limits = torch.full(seen.shape, math.inf).masked_fill_(~seen, -math.inf)
-    together = attend_by_products(
+    together = bmm_attention(
         query.bfloat16(), keys, values, limits[None, None], share, PLAIN, in_pieces=True
     )
     for token in (0, 1, 77, 127, 128, 255, 256, 299):
         rows = slice(share * token, share * (token + 1))
         for request in range(num_requests):
             num_keys = -(-(token + 1) // multiple) * multiple
-            alone = attend_by_products(
+            alone = bmm_attention(
                 query[request : request + 1, :, rows].bfloat16(),
                 keys[request : request + 1, :, :num_keys],
                 values[request : request + 1, :, :num_keys],

@@ -255,9 +255,9 @@ class OracleLayer(torch.nn.Module):
         embeddings: torch.Tensor,
         hidden: torch.Tensor,
         position_ids: torch.Tensor,
-        slipstream_step: object,
+        slipstream_plan: object,
     ) -> torch.Tensor:
-        assert slipstream_step is not None
+        assert slipstream_plan is not None
         at = position_ids[0]
         before = torch.where(at[:, None] > 0, self._hidden[at - 1], 0.0)
         torch.testing.assert_close(hidden[0], before, atol=2e-4, rtol=1e-3)

@@ -14,12 +14,12 @@ from functools import cache
 import pytest
 import torch
 
+from engine.attention.backend import AttentionNeeds, build_attention
 from engine.core import EngineCore
 from engine.model.linear import can_pack, pack_linears
 from engine.model.loader import BUNDLED, adopt, load_model, load_tokenizer
 from engine.model.runner import ModelRunner
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
-from kvpool.store import KVStore
 from worlds.engine_harness import Driver, Setup, build_core, drafting, request
 
 CPU = torch.device("cpu")
@@ -84,18 +84,8 @@ class BundledTarget:
         ]
 
     def core(self, setup: Setup) -> EngineCore:
-        shape = self._shapes[0]
-        store = KVStore(
-            len(self._shapes),
-            setup.num_blocks,
-            setup.block_size,
-            shape.num_kv_heads,
-            shape.key_dim,
-            shape.value_dim,
-            torch.bfloat16,
-            CPU,
-        )
-        runner = ModelRunner(self._model, self._shapes, store, exact=True)
+        needs = AttentionNeeds.of(self._model, self._shapes, "exact", setup.block_size)
+        runner = ModelRunner(self._model, build_attention(needs, setup.num_blocks))
         return build_core(runner, self.vocab_size, setup)
 
 
