@@ -114,7 +114,7 @@ class InputBuffers:
     step can be run again. ``max_num_rows`` is an estimate: a larger batch gets larger buffers.
     """
 
-    def __init__(self, device: torch.device, max_num_rows: int = 256) -> None:
+    def __init__(self, device: torch.device, max_num_rows: int) -> None:
         self._device = device
         self._allocate(max_num_rows)
 

@@ -94,7 +94,8 @@ def build_engine_for(
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
     needs = AttentionNeeds.of(model, shapes, determinism, config.block_size)
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes)
-    runner = ModelRunner(model, build_attention(needs, num_blocks, config.attention_backend))
+    attention = build_attention(needs, num_blocks, config.attention_backend)
+    runner = ModelRunner(model, attention, config.max_num_batched_tokens)
     check_logits(runner, reference)
     exact_verified = check_exact(runner) if exact else None
     if exact_verified is False:

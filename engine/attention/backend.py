@@ -18,12 +18,12 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
+from engine import attention
 from engine.batch import InputBatch, InputTensors
 from engine.config import Determinism
 from kvpool.store import KVStore
@@ -172,8 +172,8 @@ def attention_backend(name: str) -> Callable[[_Backend], _Backend]:
 
 def attention_backends() -> Mapping[str, type[AttentionBackend]]:
     """Those of all files of this folder, by name."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        importlib.import_module(f"{__package__}.{module.name}")
+    for module in pkgutil.iter_modules(attention.__path__, f"{attention.__name__}."):
+        importlib.import_module(module.name)
     return _BACKENDS
 
 

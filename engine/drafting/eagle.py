@@ -142,7 +142,7 @@ class EagleModel:
         self.max_len = max_len
         self.max_catch_up_rows = max_catch_up_rows
         self._blank = torch.zeros_like(layer.token_norm.weight)  # [hidden_size]
-        self._buffers = InputBuffers(attention.store.device)
+        self._buffers = InputBuffers(attention.store.device, max_catch_up_rows)
         self._requests: dict[str, _Features] = {}
 
     def take_hidden(self, request_id: str, first: int, hidden: torch.Tensor) -> None:

@@ -115,8 +115,8 @@ class DraftModels:
     def _runner(
         self, model: PreTrainedModel, needs: AttentionNeeds, store: KVStore | int
     ) -> ModelRunner:
-        name = self._config.attention_backend
-        return ModelRunner(model, build_attention(needs, store, name, strict=False))
+        attention = build_attention(needs, store, self._config.attention_backend, strict=False)
+        return ModelRunner(model, attention, self._config.max_num_batched_tokens)
 
     def _check(
         self, name: str, model: PreTrainedModel, needs: AttentionNeeds, reference: torch.Tensor

@@ -17,12 +17,14 @@ from engine.batch import ForwardOutput, InputBatch, InputBuffers, RequestRows, b
 class ModelRunner:
     """A model on the engine's attention and the store that holds its keys and values."""
 
-    def __init__(self, model: PreTrainedModel, attention: AttentionBackend) -> None:
+    def __init__(
+        self, model: PreTrainedModel, attention: AttentionBackend, max_num_rows: int = 256
+    ) -> None:
         self.model = model
         self.attention = attention
         self.store = attention.store
         self.device = model.device
-        self._buffers = InputBuffers(self.device)
+        self._buffers = InputBuffers(self.device, max_num_rows)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> ForwardOutput:

@@ -197,6 +197,7 @@ CHANGED = {
     "max_num_waiting": 6,
     "prefill_chunk": 64,
     "determinism": "fast",
+    "attention_backend": "sdpa",
     "max_num_nodes": 9,
     "enable_prefix_cache": False,
     "drafters": ["none", "ngram"],

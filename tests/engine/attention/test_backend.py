@@ -102,7 +102,7 @@ def planned(
     )
     backend = (ExactAttention if exact else SdpaAttention)(store, needs)
     backend.calls = calls
-    return backend.plan(batch, InputBuffers(CPU).fill(batch))
+    return backend.plan(batch, InputBuffers(CPU, 256).fill(batch))
 
 
 def run(

@@ -86,9 +86,10 @@ async def test_the_page_loads_without_the_key_that_the_api_wants(connect: Connec
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}", None])
-async def test_the_model_card_tells_whether_there_is_a_chat(
+async def test_the_model_card_tells_of_a_chat_and_of_attention(
     connect: Connect, template: str | None
 ) -> None:
     async with connect(ScriptedEngine(), byte_tokenizer(template)) as client:
         (card,) = (await client.get("/models")).json()["data"]
     assert card["has_chat_template"] == (template is not None)
+    assert card["attention_backend"] == "exact"

@@ -1,0 +1,202 @@
+"""Attention backends: one more is one file, asked for by name, and refused with the reason."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafters import registry
+from engine import attention
+from engine.attention import backend
+from engine.attention.backend import (
+    AttentionBackend,
+    AttentionNeeds,
+    KVShape,
+    attention_backend,
+    attention_backends,
+    build_attention,
+    choose_backend,
+)
+from engine.batch import InputBatch, InputTensors, RequestRows, build_batch
+from engine.build import build_engine, build_engine_for
+from engine.config import EngineConfig
+from engine.model.loader import adopt
+from engine.model.runner import ModelRunner
+from kvpool.store import KVStore
+from worlds import row_attention
+from worlds.engine_driver import ORACLE, OracleDrafter, write_all
+from worlds.tiny_models import VOCAB_SIZE, chunk, random_ids, tiny_model
+
+CPU = torch.device("cpu")
+NEEDS = AttentionNeeds("fast", CPU, torch.float32, 4, [KVShape(4, 2, 8, 4)] * 2)
+SMALL: dict[str, Any] = {
+    "block_size": 4,
+    "num_blocks": 64,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 4,
+    "check_integrity": True,
+}
+
+
+@pytest.fixture
+def one_more_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A file beside those of ``engine/attention``, and nothing else."""
+    monkeypatch.setattr(backend, "_BACKENDS", dict(attention_backends()))
+    backend._BACKENDS.pop("row_by_row")  # the world's own import registered it
+    shutil.copy(str(row_attention.__file__), tmp_path / "row_by_row.py")
+    monkeypatch.setattr(attention, "__path__", [*attention.__path__, str(tmp_path)])
+    yield "row_by_row"
+    sys.modules.pop("engine.attention.row_by_row", None)
+
+
+def test_a_file_in_the_folder_is_a_backend_that_serves_the_same_text(
+    one_more_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [random_ids(1, 9) * 2, random_ids(2, 40), random_ids(3, 4) * 3]
+    usual = build_engine_for(tiny_model("llama"), None, EngineConfig(**SMALL))
+    assert usual.info.attention_backend == "exact"
+    expected, _ = write_all(usual, prompts, 24)
+    texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
+    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
+    config = EngineConfig(**SMALL, attention_backend=one_more_file)
+    engine = build_engine_for(tiny_model("llama"), None, config)
+    assert engine.info.attention_backend == one_more_file
+    used: Any = engine.core.runner
+    assert type(used.attention).__module__ == "engine.attention.row_by_row"
+    written, num_accepted = write_all(engine, prompts, 24, ORACLE)
+    assert written == expected
+    assert num_accepted > 0
+
+
+def test_names_that_nothing_has_are_refused_before_a_model_is_loaded() -> None:
+    config = EngineConfig(model="/nowhere/at/all", attention_backend="flash")
+    with pytest.raises(ValueError, match=r"no 'flash'; there are exact, .*sdpa"):
+        build_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "reason"),
+    [
+        ("sdpa", {"determinism": "exact"}, "sdpa: it is for determinism fast, not exact"),
+        ("exact", {}, "exact: it is for determinism exact, not fast"),
+        ("row_by_row", {"device": torch.device("cuda")}, "row_by_row: it runs on cpu, not on cuda"),
+        ("row_by_row", {"block_size": 5}, "block_size is a multiple of 2, not 5"),
+    ],
+)
+def test_what_a_backend_cannot_serve_is_refused_with_the_reason(
+    name: str, needs: dict[str, Any], reason: str
+) -> None:
+    wanted = replace(NEEDS, **needs)
+    with pytest.raises(ValueError, match=reason):
+        build_attention(wanted, 8, name)
+    # A draft model takes another one instead.
+    expected = {"exact": "exact", "fast": "sdpa"}[wanted.determinism]
+    assert choose_backend(name, wanted, strict=False).name == expected
+    assert choose_backend(None, wanted).name == expected
+
+
+def test_an_engine_refuses_a_backend_that_does_not_keep_its_determinism() -> None:
+    config = EngineConfig(**SMALL, attention_backend="sdpa", determinism="exact")
+    with pytest.raises(ValueError, match="sdpa: it is for determinism fast, not exact"):
+        build_engine_for(tiny_model("llama"), None, config)
+
+
+def test_a_backend_brings_the_layout_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_BACKENDS", dict(attention_backends()))
+
+    class OwnStore(KVStore):
+        """Another layout of keys and values."""
+
+    @attention_backend("own")
+    class Own(row_attention.RowByRow):
+        store_class = OwnStore
+        rank = 1
+
+    made = build_attention(NEEDS, 6)
+    assert (type(made), type(made.store)) == (Own, OwnStore)
+    assert (made.store.num_blocks, made.store.block_size, made.store.num_layers) == (6, 4, 2)
+    assert Own.bytes_per_block(NEEDS) == 2 * 2 * (8 + 4) * 4 * 4
+    # Over a store of the plain layout it is not taken, and asked for by name refused.
+    plain = build_attention(NEEDS, 6, "sdpa").store
+    assert build_attention(NEEDS, plain).name == "sdpa"
+    with pytest.raises(ValueError, match="own: it reads a OwnStore, not a KVStore"):
+        build_attention(NEEDS, plain, "own")
+
+
+def test_two_backends_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two attention backends are called 'sdpa'"):
+        attention_backend("sdpa")(row_attention.RowByRow)
+
+
+def test_a_backend_that_can_capture_says_so_and_those_here_cannot() -> None:
+    assert not any(each.can_capture for each in attention_backends().values())
+
+
+class Watching(AttentionBackend):
+    """Keeps the addresses of every step's inputs."""
+
+    determinisms = frozenset({"fast"})
+
+    def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
+        super().__init__(store, needs)
+        self.inner = build_attention(needs, store, "sdpa")
+        self.addresses: list[list[int]] = []
+
+    def plan(self, batch: InputBatch, inputs: InputTensors) -> Any:
+        assert inputs.slot_mapping.tolist() == batch.slot_mapping
+        self.addresses.append([each.data_ptr() for each in inputs])
+        return self.inner.plan(batch, inputs)
+
+
+def test_inputs_of_all_steps_reach_a_backend_at_the_same_addresses() -> None:
+    model = tiny_model("llama")
+    needs = AttentionNeeds.of(model, adopt(model), "fast", 4)
+    watching = Watching(KVStore(num_blocks=16, device=CPU, **needs.store_sizes()), needs)
+    runner = ModelRunner(model, watching)
+    text = random_ids(1, 30)
+    base = 0
+    for count in (9, 1, 17, 1, 2):
+        runner.forward(build_batch([chunk(text, base, count, range(8))], 4))
+        base += count
+    assert len(watching.addresses) == 5
+    assert len({tuple(each) for each in watching.addresses}) == 1
+
+
+def test_rows_come_back_in_the_batch_s_order_whatever_order_attends() -> None:
+    """Short, long and short requests: long ones attend first and alone, others by their length."""
+    requests = [
+        RequestRows([0] * 2, 2, 30, (), range(0, 8), 2),
+        RequestRows([0] * 40, 40, 0, (), range(8, 18), 40),
+        RequestRows([0] * 5, 1, 90, (-1, -1, 0, 1), range(18, 42), 5),
+        RequestRows([0] * 35, 35, 3, (), range(42, 52), 35),
+        RequestRows([0], 1, 7, (), range(52, 54), 1),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    num_rows = sum(each.num_rows for each in requests)
+    query, key, value = (
+        torch.randn(num_rows, heads, dim, generator=generator)
+        for heads, dim in ((4, 8), (2, 8), (2, 4))
+    )
+    options = backend.AttentionOptions(None, None, None, None)
+    outputs = []
+    for name, determinism in (("row_by_row", "fast"), ("sdpa", "fast"), ("exact", "exact")):
+        needs = replace(NEEDS, determinism=determinism)
+        made = build_attention(needs, 54, name)
+        made.store.key[0].normal_(generator=torch.Generator().manual_seed(2))
+        made.store.value[0].normal_(generator=torch.Generator().manual_seed(3))
+        batch = build_batch(requests, 4)
+        columns = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices)
+        inputs = InputTensors(*(torch.tensor(column) for column in columns))
+        plan: Any = made.plan(batch, inputs)
+        if name == "sdpa":
+            assert plan.order is not None, "the backend attends in another order"
+        outputs.append(plan.attend(0, query, key.clone(), value.clone(), options))
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0], rtol=0, atol=1e-5)
