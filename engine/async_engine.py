@@ -111,7 +111,7 @@ class AsyncEngine:
                 self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request before the next step. Whoever still reads its events gets a last one, whose
+        """End a request before the next step. A stream that is still read gets a last event, whose
         ``finish.reason`` is "abort" and which accounts for the work done."""
         self._inbox.put(lambda: self.core.abort(request_id))
 
@@ -132,7 +132,7 @@ class AsyncEngine:
         return stream
 
     def check(self, request: GenerationRequest) -> None:
-        """The engine's own conditions, whoever calls. Raises RequestError."""
+        """The engine's own conditions on a request. Raises RequestError."""
         prompt, limit = request.prompt_token_ids, self.info.max_model_len
         if request.request_id in self._streams:
             raise RequestError("request_id", f"request id {request.request_id!r} is in use")
@@ -182,7 +182,7 @@ class AsyncEngine:
         except BaseException as error:
             logger.exception("the engine died")
             message = f"the engine died: {type(error).__name__}: {error}"
-            # From here on nothing is admitted; then whoever is open hears of it on the loop.
+            # From here on nothing is admitted; then every open stream is told on the loop.
             self._dead = message
             self._loop.call_soon_threadsafe(self._fail_open, message, True)
 

@@ -275,7 +275,8 @@ class EngineCore:
                 )
             self._emit(request, outcome, rows, logits)
         # The batch would have run once per token of each request, side by side.
-        num_plain_steps = sum(by_drafter.values(), SpeculativeStats()).tokens_per_step or 1.0
+        num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
+        num_plain_steps = num_emitted / max(1, shape.num_sampling_requests) or 1.0
         self._result.stats = replace(
             self.gauges(),
             num_rows=shape.num_rows,

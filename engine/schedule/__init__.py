@@ -1,1 +1,1 @@
-"""Requests and who runs in a step."""
+"""Requests, and which of them run in a step."""

@@ -67,7 +67,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who goes first: lower priority value, then earlier arrival."""
+        """Orders requests: lower priority value first, then earlier arrival."""
         return (self.params.priority, self.arrival_order)
 
     @property

@@ -82,7 +82,7 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            # Whoever comes later keeps at least a row, so long prompts do not stall decoding.
+            # Each request after it keeps at least a row, so long prompts do not stall decoding.
             behind = len(self.running) - index - 1
             num_known = min(request.num_new_tokens, self.prefill_chunk, budget - behind)
             if not self._allocate(request, num_known, plan):

@@ -1,9 +1,9 @@
 """What a request's verification says about its drafts, for the gamma policies: plain Python.
 
 Under "match" a draft is accepted if it equals the text, so any proposal can be judged, and survivals
-may use whatever the drafter says of its tokens. Drafts that were drawn and are accepted with a
+may use whatever the drafter says of its tokens. Drafts that were sampled and are accepted with a
 probability differ in both: equality with the text is not acceptance; and whether a
-token is verified may depend on everything but itself, or its law is biased.
+token is verified may depend on everything but itself, or its distribution is biased.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class MatchAcceptance:
         self._estimates.label_against(proposal, seen.emitted_token_ids)
 
 
-class DrawnAcceptance:
+class SampledAcceptance:
     """Judges verified nodes by the accepted path, and knows nodes by depth and rank among their
     siblings only.
 
     Siblings never rise in survival, so that what a policy grants is, under each parent, the first
-    of those that were drawn. A chain may have ended early for what its last token is, so policies
+    of those that were sampled. A chain may have ended early for what its last token is, so policies
     see it as long as was asked for. Trees they see as they are: there the drafter has to draw a shape
     that does not depend on its tokens (``DraftTree``).
     """
@@ -99,10 +99,10 @@ def new_acceptance(
     """Estimates of one request. Different verifications share no counts."""
     if verification == "match":
         return MatchAcceptance(estimator, drafter)
-    return DrawnAcceptance(estimator, f"{drafter} {verification}")
+    return SampledAcceptance(estimator, f"{drafter} {verification}")
 
 
-def check_drawn(tree: DraftTree, verification: str, vocab_size: int) -> None:
+def check_sampled(tree: DraftTree, verification: str, vocab_size: int) -> None:
     """Raises ValueError where the verification could not use the tree, or its ``draft_probs``."""
     if verification == "match":
         return

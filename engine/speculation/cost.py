@@ -1,7 +1,7 @@
 """What a step costs: measured at start-up over a few sizes, corrected by every step that runs.
 
 The gamma policies ask it what more rows would cost; the statistics ask it what a step at gamma 0
-would have cost. Knows nothing of models: whoever builds it brings a callable that runs rows.
+would have cost. Knows nothing of models: it is given a callable that runs rows.
 Seconds throughout.
 
     step = overhead + machine * (curve(num_rows) + kv_slope * num_kv_tokens + pair_slope * num_pairs)

@@ -1,4 +1,4 @@
-"""Between the drafters and the step: who proposes, what is granted, what everyone learns from it.
+"""Between the drafters and the step: what is proposed, what is granted, what is learned from it.
 
 A drafter that raises costs its request the draft of that step, never the request or the engine.
 """
@@ -24,7 +24,7 @@ from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree
 from engine.schedule.request import NOTHING, Draft, Request, ScheduledRequest, Wants
 from engine.schedule.scheduler import Plan
-from engine.speculation.acceptance import Acceptance, check_drawn, new_acceptance
+from engine.speculation.acceptance import Acceptance, check_sampled, new_acceptance
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.controller import GammaController
 from engine.speculation.gamma.policy import DraftCandidate
@@ -322,7 +322,7 @@ class Speculation:
                 raise ValueError("a proposed token is not in the vocabulary")
             if max(tree.depths()) > ask.shape.depth:
                 raise ValueError(f"a proposed path is deeper than {ask.shape.depth}")
-            check_drawn(tree, ask.sampling.verification, self._vocab_size)
+            check_sampled(tree, ask.sampling.verification, self._vocab_size)
         return trees
 
     def _each_or_all(self, items: Sequence[_Item], call: Callable[[Sequence[_Item]], None]) -> int:

@@ -48,7 +48,7 @@ class GammaController:
         num_spare_rows: int = _UNLIMITED,
         num_requests: int | None = None,
     ) -> dict[str, Grant]:
-        """A grant for every candidate; give them oldest first, that is who wins ties.
+        """A grant for every candidate; give them oldest first: the older wins a tie.
 
         ``num_base_rows``: anchors and prompt rows. ``num_kv_tokens``: context of all the step's
         ``num_requests`` requests (those that sample, if not told). ``num_spare_rows``: how many

@@ -1,6 +1,6 @@
 """Holds each request's acceptance rate near a target by moving its gamma one at a time.
 
-It keeps a rate, not a speed: whoever wants the fastest reply uses goodput. A request that may fall
+It keeps a rate, not a speed: the fastest reply is goodput's aim. A request that may fall
 to gamma 0 tries one node again after a window's worth of steps, since at 0 there is no rate to see.
 """
 

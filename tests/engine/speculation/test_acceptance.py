@@ -17,9 +17,9 @@ from drafters.tree import EMPTY, DraftTree, chain
 from engine.params import SpeculativeParams
 from engine.speculation.acceptance import (
     Acceptance,
-    DrawnAcceptance,
     MatchAcceptance,
-    check_drawn,
+    SampledAcceptance,
+    check_sampled,
     new_acceptance,
 )
 from engine.speculation.gamma.controller import GammaController
@@ -151,7 +151,7 @@ def test_verifications_share_no_counts() -> None:
     assert new_acceptance(estimator, "fake", "match").survivals(tree) == [0.5]
     assert new_acceptance(estimator, "fake", "block").survivals(tree) == [0.5]
     fresh = new_acceptance(estimator, "fake", "rejection")
-    assert isinstance(fresh, DrawnAcceptance)
+    assert isinstance(fresh, SampledAcceptance)
     assert fresh.survivals(tree)[0] > 0.8
 
 
@@ -159,10 +159,10 @@ FORK = DraftTree([1, 2], [-1, -1], [0, 0], {-1: {1: 0.25, 2: 0.75}})
 
 
 def test_sound_distributions_pass() -> None:
-    check_drawn(FORK, "rejection", 4)
-    check_drawn(replace(FORK, draft_probs={-1: torch.ones(4) / 4}), "rejection", 4)
-    check_drawn(replace(chain([1, 2]), draft_probs={0: {3: 1.0}}), "block", 4)
-    check_drawn(replace(FORK, draft_probs={-1: {9: 7.0}}), "match", 4)
+    check_sampled(FORK, "rejection", 4)
+    check_sampled(replace(FORK, draft_probs={-1: torch.ones(4) / 4}), "rejection", 4)
+    check_sampled(replace(chain([1, 2]), draft_probs={0: {3: 1.0}}), "block", 4)
+    check_sampled(replace(FORK, draft_probs={-1: {9: 7.0}}), "match", 4)
 
 
 @pytest.mark.parametrize(
@@ -179,12 +179,12 @@ def test_sound_distributions_pass() -> None:
 )
 def test_unsound_distributions_do_not(draft_probs: dict[int, object], part: str) -> None:
     with pytest.raises(ValueError, match=part):
-        check_drawn(replace(FORK, draft_probs=draft_probs), "rejection", 4)
+        check_sampled(replace(FORK, draft_probs=draft_probs), "rejection", 4)
 
 
 def test_blocks_are_chains() -> None:
     with pytest.raises(ValueError, match="block verification is for chains"):
-        check_drawn(FORK, "block", 4)
+        check_sampled(FORK, "block", 4)
 
 
 def test_a_chain_that_ended_early_is_granted_as_if_it_had_not() -> None:
