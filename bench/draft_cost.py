@@ -30,7 +30,6 @@ from drafters.base import (
     DraftRequest,
     DraftShape,
     Observation,
-    ReferenceDrafter,
 )
 from drafters.registry import build_drafters
 from drafters.tree import DraftTree
@@ -145,10 +144,9 @@ def _measure_text(
     cost: DraftCost,
 ) -> None:
     token_ids, whole = list(text.prompt), [*text.prompt, *text.completion]
-    num_nodes = WHOLE_TREE_NODES if drafter.info.needs.whole_trees else setting.num_nodes
+    num_nodes = WHOLE_TREE_NODES if drafter.info.needs.all_or_nothing else setting.num_nodes
     drafter.open(request_id, token_ids, {}, "")
-    if drafter.info.takes_reference and isinstance(drafter, ReferenceDrafter):
-        drafter.refer(request_id, text.reference)
+    drafter.predict(request_id, text.reference)
     while len(token_ids) < len(whole):
         left = min(num_nodes, len(whole) - len(token_ids) - 1)
         request = DraftRequest(request_id, token_ids, left, DraftShape(setting.width, left))

@@ -46,7 +46,7 @@ MIN_SIMILARITY = 0.5
 SEED = 1
 
 
-class ArcticDrafter:
+class ArcticDrafter(Drafter):
     """ArcticInference's suffix decoding as a drafter, under one of ``ARCTIC_LIMITS``.
 
     ``keep_finished`` is its global tree of the outputs of all requests, without a limit.
@@ -78,8 +78,7 @@ class ArcticDrafter:
             emitted = self._array(each.emitted_token_ids)
             self._cache.add_active_response(each.request_id, emitted)
 
-    def num_top_tokens(self, request_id: str) -> int:
-        del request_id
+    def num_top_tokens(self, request_id: str) -> int:  # noqa: ARG002
         return 0
 
     def close(self, request_id: str) -> None:

@@ -16,24 +16,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 
 from drafters.base import (
     Drafter,
-    DrafterInfo,
+    DrafterContext,
     DrafterNeeds,
     DraftRequest,
+    NewRequest,
     Observation,
-    OptionValue,
-    ReferenceDrafter,
+    Registered,
+    drafter,
 )
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
-from drafters.overlay import Overlay, alone
-from drafters.tree import EMPTY, ROOT, DraftTree
+from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
 
 logger = logging.getLogger(__name__)
 
+MEMBERS = ("prediction", "ngram", "nasd", "suffix", "stand", "recycling")
 _FAILURES_BEFORE_SILENCE = 4
 _ASKED_EVERY = 16
 _CERTAIN = 0.8
@@ -43,6 +45,8 @@ _LEAST_GAIN = 0.01
 _FIRST_GAIN = 0.5
 _GAIN_WEIGHT = 0.04
 """Of the newest step in these averages."""
+_NUM_VALUES = 16
+_MOST_AGREEING = 4
 
 
 @dataclass(slots=True)
@@ -72,59 +76,55 @@ class _State:
     num_steps: int = 0
 
 
-class AutoDrafter:
+@drafter(
+    "auto",
+    f"Lays the drafts of {', '.join(MEMBERS)} over each other and takes what is likeliest, by how "
+    "often each of them has been right about this text.",
+    cost="The CPU time of its members together; no model.",
+)
+class AutoDrafter(Drafter):
     """See the module. A member that raises is left out, first for a step, then for the request."""
 
     def __init__(self, members: Mapping[str, Drafter]) -> None:
         """Raises ValueError without members, or with one that needs more than token ids and top
         tokens."""
+        super().__init__()
         if not members:
             raise ValueError("auto needs at least one drafter to choose from")
         needs = [member.info.needs for member in members.values()]
-        if any(each.hidden_rows or each.draft_slots or each.whole_trees for each in needs):
+        if any(each.hidden_rows or each.draft_slots or each.all_or_nothing for each in needs):
             raise ValueError("auto chooses among drafters that need no model and no window")
         self._members = dict(members)
         # Counts of hits and misses, no texts: they serve all requests and tenants.
         self.estimator = AcceptanceEstimator()
-        self._states: dict[str, _State] = {}
-        self.info = DrafterInfo(
-            name="auto",
-            description=(
-                f"Lays the drafts of {', '.join(members)} over each other and takes what is "
-                "likeliest, by how often each of them has been right about this text."
-            ),
-            drafts_trees=True,
+        self.info = replace(
+            type(self).info,
             needs=DrafterNeeds(top_probs=any(each.top_probs for each in needs)),
-            cost="The CPU time of its members together; no model.",
-            takes_reference=any(each.info.takes_reference for each in members.values()),
+            takes_prediction=any(each.info.takes_prediction for each in members.values()),
         )
 
-    def open(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        options: Mapping[str, OptionValue],
-        cache_salt: str,
-    ) -> None:
-        """Raises ValueError for options (there are none) and for a request that is already open."""
-        self.info.resolve(options)
-        if request_id in self._states:
-            raise ValueError(f"request {request_id!r} is already open")
-        members: list[_Member] = []
-        self._states[request_id] = _State(members)
-        for name, drafter in self._members.items():
-            member = _Member(drafter, self.estimator.for_request(name))
-            members.append(member)
-            defaults = drafter.info.defaults()
-            if not self._tried(member, drafter.open, request_id, token_ids, defaults, cache_salt):
-                member.num_failures = _FAILURES_BEFORE_SILENCE
+    @classmethod
+    def build(cls, context: DrafterContext, settings: Any) -> AutoDrafter:  # noqa: ARG003
+        return cls({name: Registered.all[name](context) for name in MEMBERS})
 
-    def refer(self, request_id: str, reference_token_ids: Sequence[int]) -> None:
+    def start(self, request: NewRequest) -> _State:
+        request_id, token_ids = request.request_id, request.token_ids
+        members: list[_Member] = []
+        for name, each in self._members.items():
+            member = _Member(each, self.estimator.for_request(name))
+            members.append(member)
+            defaults = each.info.defaults()
+            if not self._tried(
+                member, each.open, request_id, token_ids, defaults, request.cache_salt
+            ):
+                member.num_failures = _FAILURES_BEFORE_SILENCE
+        return _State(members)
+
+    def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
         """Raises KeyError for a request that is not open."""
         for member in self._states[request_id].members:
-            drafter = member.drafter
-            if drafter.info.takes_reference and isinstance(drafter, ReferenceDrafter):
-                drafter.refer(request_id, reference_token_ids)
+            if member.drafter.info.takes_prediction:
+                member.drafter.predict(request_id, prediction_token_ids)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Raises KeyError for a request that is not open."""
@@ -152,7 +152,7 @@ class AutoDrafter:
             return alone(*found[0], depth)
         overlay = Overlay()
         for tree, survivals in found:
-            overlay.add(tree, survivals)
+            overlay.lay(tree, survivals)
         return (
             overlay.chain(depth)
             if is_chain
@@ -181,10 +181,8 @@ class AutoDrafter:
         asked = [each for each in self._states[request_id].members if each.is_asked]
         return max((each.drafter.num_top_tokens(request_id) for each in asked), default=0)
 
-    def close(self, request_id: str) -> None:
-        """Forget the request; closing one that is not open does nothing."""
-        state = self._states.pop(request_id, None)
-        for member in state.members if state is not None else ():
+    def finish(self, request_id: str, state: _State) -> None:
+        for member in state.members:
             self._tried(member, member.drafter.close, request_id)
 
     def _tried(self, member: _Member, call: Callable[..., None], *args: object) -> bool:
@@ -205,19 +203,98 @@ def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int]) -> None:
     most = 0
     for member in members:
         if member.was_asked:
-            num_right = _num_followed(member.tree, emitted_token_ids)
+            num_right = len(member.tree.follow(emitted_token_ids))
             member.num_right += _GAIN_WEIGHT * (num_right - member.num_right)
             member.gain += _GAIN_WEIGHT * (max(0, num_right - most) - member.gain)
             most = max(most, num_right)
             member.was_asked = False
 
 
-def _num_followed(tree: DraftTree, emitted_token_ids: Sequence[int]) -> int:
-    """How many of the emitted tokens a path of the tree foresaw."""
-    node, depth = ROOT, 0
-    for index, (parent, token_id) in enumerate(zip(tree.parents, tree.token_ids, strict=True)):
-        if depth == len(emitted_token_ids):
-            break
-        if parent == node and token_id == emitted_token_ids[depth]:
-            node, depth = index, depth + 1
-    return depth
+def overlay_feature(acceptance: float, num_agreeing: int) -> int:
+    """Bucket of (believed chance of the node given its parent, trees that hold it): 0..63."""
+    value = min(_NUM_VALUES - 1, int(acceptance * _NUM_VALUES))
+    return value * _MOST_AGREEING + min(num_agreeing, _MOST_AGREEING) - 1
+
+
+def alone(tree: DraftTree, survivals: Sequence[float], depth: int) -> DraftTree:
+    """What ``Overlay.chain`` makes of one chain that nothing else is laid over."""
+    num_nodes = min(depth, len(tree.token_ids))
+    features = []
+    above = 1.0
+    for worth in survivals[:num_nodes]:
+        features.append(overlay_feature(worth / above if above > 0 else 0.0, 1))
+        above = worth
+    return chain(tree.token_ids[:num_nodes], features)
+
+
+class Overlay(TreeBuilder):
+    """The union of trees. A node is worth the highest survival that one of its trees gives it."""
+
+    __slots__ = ("_num_agreeing",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_agreeing: list[int] = []
+
+    def lay(self, tree: DraftTree, survivals: Sequence[float]) -> None:
+        """``survivals[i]`` is node i's, never more than its parent's."""
+        placed: list[int] = []
+        for token_id, parent, survival in zip(tree.token_ids, tree.parents, survivals, strict=True):
+            node = self.add(ROOT if parent == ROOT else placed[parent], token_id, 0, survival)
+            if node == len(self._num_agreeing):
+                self._num_agreeing.append(0)
+            self._num_agreeing[node] += 1
+            placed.append(node)
+
+    def chain(self, depth: int) -> DraftTree:
+        """The path of at most ``depth`` nodes with the most expected tokens."""
+        children = self._ranked(range(len(self)), depth)
+        path: list[int] = []
+        node = ROOT
+        while len(path) < depth and node in children:
+            node = children[node][-1]
+            path.append(node)
+        return self._take(path)
+
+    def tree(self, num_nodes: int, width: int, depth: int) -> DraftTree:
+        """The likeliest nodes, at most ``width`` under one parent; the best chain comes first, and under
+        each node the child that promises most."""
+        children = self._ranked(self.chosen(num_nodes, width, depth), depth)
+        ordered: list[int] = []
+        stack = children.get(ROOT, [])
+        while stack:
+            ordered.append(stack.pop())
+            stack += children.get(ordered[-1], ())
+        return self._take(ordered)
+
+    def _ranked(self, nodes: Sequence[int], depth: int) -> dict[int, list[int]]:
+        """Children of each node; the last one is that of which most tokens are expected, down to
+        ``depth``, the first added among equals."""
+        gains = self._gains(depth)
+        children: dict[int, list[int]] = {}
+        for node in nodes:
+            children.setdefault(self.parents[node], []).append(node)
+        for siblings in children.values():
+            siblings.sort(key=lambda node: (gains[node], -node))
+        return children
+
+    def _gains(self, depth: int) -> list[float]:
+        """Per node, the expected tokens of the best path that goes through it, down to ``depth``."""
+        below = [0.0] * len(self)
+        gains = [0.0] * len(self)
+        for node in range(len(self) - 1, -1, -1):  # children before their parents
+            if self.depths[node] > depth:
+                continue
+            gains[node] = self.weights[node] + below[node]
+            parent = self.parents[node]
+            if parent != ROOT and gains[node] > below[parent]:
+                below[parent] = gains[node]
+        return gains
+
+    def _take(self, nodes: Sequence[int]) -> DraftTree:
+        for node in nodes:
+            parent = self.parents[node]
+            above = 1.0 if parent == ROOT else self.weights[parent]
+            acceptance = self.weights[node] / above if above > 0 else 0.0
+            self.features[node] = overlay_feature(acceptance, self._num_agreeing[node])
+        return self.take(nodes)

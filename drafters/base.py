@@ -1,4 +1,4 @@
-"""The drafter protocol: what guesses for a target, and what it is told afterwards.
+"""What guesses for a target, and what it is told afterwards: the base class of all drafters.
 
 One drafter object per engine and name holds the states of all its requests, so that drafters with
 a model of their own can batch. The engine thread is the only caller. Most drafters never see a
@@ -9,8 +9,8 @@ tokens per verified row. What else a drafter asks of the engine stands in its ``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from dataclasses import InitVar, dataclass, fields
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from drafters.tree import DraftTree
 
@@ -37,14 +37,14 @@ def no_noise(position: int, token_ids: Sequence[int]) -> Sequence[float]:
 
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
-    """How the request's tokens are drawn: ``argmax(logit / temperature + noise)`` among what top-k,
+    """How the request's tokens are sampled: ``argmax(logit / temperature + noise)`` among what top-k,
     top-p and min-p keep; ``temperature`` 0 is greedy (then ``noise`` is none).
 
-    Under ``verification`` "match", ``noise`` is the verifier's own, so a drafter that draws with it
-    agrees with the target more often than any that draws independently. Under other
-    verifications it is a stream of the drafter's own, and a drafter that draws attaches the
-    distributions it drew from to the tree (``DraftTree.draft_probs``). ``key`` and ``stream`` are the
-    same noise for those who compute it over tensors.
+    Under ``verification`` "match", ``noise`` is the verifier's own, so a drafter that samples with it
+    agrees with the target more often than any that samples independently. Under other verifications
+    it is a stream of the drafter's own, and a drafter that samples attaches the distributions it
+    sampled from to the tree (``DraftTree.draft_probs``). ``key`` is the same noise for those who
+    compute it over tensors.
     """
 
     temperature: float = 0.0
@@ -124,16 +124,25 @@ class HiddenRows:
 class DrafterNeeds:
     """What a drafter asks of the engine besides token ids.
 
-    ``top_probs``: probabilities beside the top tokens. ``hidden_rows``: the drafter is a
-    ``HiddenDrafter``. ``draft_slots``: it writes keys and values, so slots for its nodes are leased
-    before it proposes. ``whole_trees``: rows of a draft are of use only together (the Lookahead
-    window), so a policy grants a draft whole or not at all.
+    ``top_probs``: probabilities beside the top tokens. ``hidden_rows``: it reads the target's hidden
+    states (``Drafter.observe_hidden``). ``draft_slots``: it writes keys and values, so slots for its
+    nodes are leased before it proposes. ``all_or_nothing``: rows of a draft are of use only together
+    (the Lookahead window), so a policy grants a draft whole or not at all (``whole_trees`` is the name
+    of before). ``draft_model``: the engine makes it a model to draft with (``context.draft_model``):
+    "small", the one of the setting draft_model; "quantized", a copy of the target or of the small one;
+    "layers", some of the target's own.
     """
 
     top_probs: bool = False
     hidden_rows: bool = False
     draft_slots: bool = False
-    whole_trees: bool = False
+    all_or_nothing: bool = False
+    draft_model: str = ""
+    whole_trees: InitVar[bool] = False
+
+    def __post_init__(self, whole_trees: bool) -> None:
+        if whole_trees:
+            object.__setattr__(self, "all_or_nothing", True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +171,9 @@ class DrafterOption:
         return value
 
 
+Options: TypeAlias = Mapping[str, OptionValue]
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
     """The public face of a drafter. ``drafts_trees``: has several continuations to offer,
@@ -174,11 +186,22 @@ class DrafterInfo:
     needs: DrafterNeeds = DrafterNeeds()
     cost: str = ""
     """What drafting costs, in words: for those who choose."""
-    draws: bool = False
-    """Can draw its tokens from a distribution of its own, which other verifications than "match"
+    samples: bool = False
+    """Can sample its tokens from a distribution of its own, which other verifications than "match"
     ask for."""
-    takes_reference: bool = False
-    """The drafter is a ``ReferenceDrafter``."""
+    takes_prediction: bool = False
+    """Can use a text which the output is expected to repeat (``Drafter.predict``)."""
+    check: Callable[[Options], str] | None = None
+    """What is wrong with these options together; "" where nothing is."""
+    # The names of before, for drafters from outside.
+    draws: InitVar[bool] = False
+    takes_reference: InitVar[bool] = False
+
+    def __post_init__(self, draws: bool, takes_reference: bool) -> None:
+        if draws:
+            object.__setattr__(self, "samples", True)
+        if takes_reference:
+            object.__setattr__(self, "takes_prediction", True)
 
     def defaults(self) -> dict[str, OptionValue]:
         return {option.name: option.default for option in self.options}
@@ -190,52 +213,183 @@ class DrafterInfo:
         if unknown:
             have = ", ".join(sorted(known)) or "none"
             raise ValueError(f"{self.name} has no option {unknown[0]!r}; it has: {have}")
-        return self.defaults() | {name: known[name].check(value) for name, value in given.items()}
+        options = self.defaults()
+        options |= {name: known[name].check(value) for name, value in given.items()}
+        if self.check is not None and (fault := self.check(options)):
+            raise ValueError(fault)
+        return options
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """A method of guessing. ``open`` .. ``close`` bracket a request's life, preemption included."""
+class DrafterUnavailableError(ValueError):
+    """The drafter cannot work with this model and these settings; the message says why."""
+
+
+class DrafterContext(Protocol):
+    """What drafters may ask of the engine that they are built for. Raises DrafterUnavailableError where
+    there is no such thing."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def drafter_settings(self) -> Mapping[str, Mapping[str, Any]]:
+        """By drafter, those of its own settings that are not left at their defaults."""
+
+    @property
+    def encode(self) -> Callable[[str], Sequence[int]]:
+        """The target's token ids of a text, without special tokens."""
+
+    @property
+    def draft_model(self) -> Callable[[str], Any]:
+        """The ``DraftModel`` (``drafters.model.protocol``) that the engine made for a drafter."""
+
+    @property
+    def medusa_heads(self) -> Callable[[], Any]:
+        """``PredictionHeads`` (``drafters.model.protocol``)."""
+
+    @property
+    def eagle_head(self) -> Callable[[], Any]:
+        """A ``FeatureModel`` (``drafters.model.protocol``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that starts: ``token_ids``, its prompt, is live; ``options`` are complete and checked.
+
+    ``cache_salt`` names the tenant: nothing learned under one cache_salt may draft under another.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    options: Options
+    cache_salt: str
+
+
+class Drafter:
+    """A method of guessing. ``open`` .. ``close`` bracket a request's life, preemption included.
+
+    Most drafters write ``start`` alone, which returns an object that knows one request and has
+    ``propose(request) -> DraftTree``, ``observe(observation)`` and, if it wants to be told what the
+    target rated likeliest, ``num_top_tokens``. Those who batch their requests write ``propose`` and
+    ``observe`` themselves, over ``self._states``.
+    """
 
     info: DrafterInfo
 
-    def open(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        options: Mapping[str, OptionValue],
-        cache_salt: str,
-    ) -> None:
-        """Start a request whose known tokens are ``token_ids`` (its prompt).
+    def __init__(self) -> None:
+        self._states: dict[str, Any] = {}
 
-        ``cache_salt`` names the tenant: nothing learned under one cache_salt may draft under another.
-        """
+    @classmethod
+    def build(cls, context: DrafterContext, settings: Any) -> Drafter:  # noqa: ARG003
+        """A drafter for an engine. ``settings``: of the type it was registered with. Raises
+        DrafterUnavailableError where it cannot work."""
+        return cls()
+
+    def start(self, request: NewRequest) -> Any:  # noqa: ARG002
+        """What is known of a new request."""
+        raise TypeError(f"{type(self).__name__} has neither a method start nor one of open")
+
+    def finish(self, request_id: str, state: Any) -> None:
+        """A request has ended, and this was known of it."""
+
+    def open(
+        self, request_id: str, token_ids: Sequence[int], options: Options, cache_salt: str
+    ) -> None:
+        """Start a request. Raises ValueError for options that do not fit and for a request that is
+        already open."""
+        if request_id in self._states:
+            raise ValueError(f"request {request_id!r} is already open")
+        new = NewRequest(request_id, token_ids, self.info.resolve(options), cache_salt)
+        self._states[request_id] = self.start(new)
+
+    def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
+        """Called once, right after ``open``, with a text which the output is expected to repeat for the
+        most part, if the request comes with one."""
+        refer = getattr(self, "refer", None)  # the name of before, for drafters from outside
+        if refer is not None:
+            refer(request_id, prediction_token_ids)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """A tree per request, at most ``max_nodes`` nodes each, possibly empty."""
+        """A tree per request, at most ``max_nodes`` nodes each, possibly empty. Raises KeyError for a
+        request that is not open."""
+        return [self._states[request.request_id].propose(request) for request in requests]
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Learn from verified rows. ``token_ids`` already ends with ``emitted_token_ids``."""
-
-    def num_top_tokens(self, request_id: str) -> int:
-        """How many of the target's top tokens per row ``observe`` wants for it; 0: none."""
-
-    def close(self, request_id: str) -> None:
-        """Forget the request."""
-
-
-@runtime_checkable
-class HiddenDrafter(Drafter, Protocol):
-    """A drafter that reads the target's hidden states."""
+        """Learn from verified rows. ``token_ids`` already ends with ``emitted_token_ids``. Raises
+        KeyError for a request that is not open."""
+        for observation in observations:
+            self._states[observation.request_id].observe(observation)
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
-        """Called after each step, before ``observe``, with every newly committed row of its requests,
-        prompt chunks included. The tensors are the drafter's to keep."""
+        """Called after each step, before ``observe``, with every newly committed row of the requests,
+        prompt chunks included, of drafters that need ``hidden_rows``. The tensors are the drafter's to
+        keep."""
+
+    def num_top_tokens(self, request_id: str) -> int:
+        """How many of the target's top tokens per row ``observe`` wants for it; 0: none. Raises KeyError
+        for a request that is not open."""
+        num: int = getattr(self._states[request_id], "num_top_tokens", 0)
+        return num
+
+    def close(self, request_id: str) -> None:
+        """Forget the request; closing one that is not open does nothing (aborts may race)."""
+        if request_id in self._states:
+            self.finish(request_id, self._states.pop(request_id))
 
 
-@runtime_checkable
-class ReferenceDrafter(Drafter, Protocol):
-    """A drafter that can use a text which the output is expected to repeat for the most part."""
+HiddenDrafter = ReferenceDrafter = Drafter
+"""Names of before, for drafters from outside."""
 
-    def refer(self, request_id: str, reference_token_ids: Sequence[int]) -> None:
-        """Called once, right after ``open``, for a request that comes with such a text."""
+Factory: TypeAlias = Callable[[DrafterContext], Drafter]
+_Kind = TypeVar("_Kind", bound=type[Drafter])
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A kind of drafter, and the frozen dataclass of its settings, if it has any. Calling it builds
+    one."""
+
+    kind: type[Drafter]
+    settings: type | None = None
+
+    all: ClassVar[dict[str, Registered]] = {}
+    """By name, in the order of registration."""
+
+    def __call__(self, context: DrafterContext) -> Drafter:
+        settings = None
+        if self.settings is not None:
+            settings = self.settings(**context.drafter_settings.get(self.kind.info.name, {}))
+        return self.kind.build(context, settings)
+
+
+def drafter(
+    name: str,
+    summary: str,
+    *,
+    trees: bool = True,
+    options: tuple[DrafterOption, ...] = (),
+    check: Callable[[Options], str] | None = None,
+    needs: DrafterNeeds = DrafterNeeds(),
+    cost: str = "",
+    samples: bool = False,
+    takes_prediction: bool = False,
+    settings: type | None = None,
+) -> Callable[[_Kind], _Kind]:
+    """Registers a class under a name; the arguments are those of ``DrafterInfo``.
+
+    ``settings``: a frozen dataclass of what an operator may set, as ``--drafter.<name>.<field>``; all
+    fields have defaults, and ``metadata={"description": ..}``. ``build`` gets an instance. Raises
+    ValueError for a name that is taken.
+    """
+
+    def register(kind: _Kind) -> _Kind:
+        if name in Registered.all:
+            raise ValueError(f"there are two drafters of the name {name!r}")
+        assert settings is None or all("description" in each.metadata for each in fields(settings))
+        kind.info = DrafterInfo(
+            name, summary, trees, options, needs, cost, samples, takes_prediction, check
+        )
+        Registered.all[name] = Registered(kind, settings)
+        return kind
+
+    return register

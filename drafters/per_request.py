@@ -1,15 +1,11 @@
-"""The base of drafters whose requests have nothing to share: one state object per request.
-
-A subclass brings a ``DraftState`` factory; nothing crosses from one state to another, so tenants
-are isolated whatever their cache_salt. Drafters that batch their requests implement ``Drafter`` directly.
-"""
+"""A drafter made of a function that makes states, for those that need no class of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
-from drafters.base import DrafterInfo, DraftRequest, Observation, OptionValue
+from drafters.base import Drafter, DrafterInfo, DraftRequest, NewRequest, Observation, OptionValue
 from drafters.tree import DraftTree
 
 
@@ -29,39 +25,13 @@ MakeState: TypeAlias = Callable[[Sequence[int], Mapping[str, OptionValue]], Draf
 """Called with the prompt's token ids and the request's options, all present and checked."""
 
 
-class PerRequestDrafter:
-    """Maps ``propose`` and ``observe`` over the states of the requests. See ``Drafter``."""
+class PerRequestDrafter(Drafter):
+    """Requests share nothing, so tenants are isolated whatever their cache_salt."""
 
     def __init__(self, info: DrafterInfo, make_state: MakeState) -> None:
+        super().__init__()
         self.info = info
         self._make_state = make_state
-        self._states: dict[str, DraftState] = {}
 
-    def open(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        options: Mapping[str, OptionValue],
-        cache_salt: str,  # noqa: ARG002  (part of the protocol; nothing is shared that it could divide)
-    ) -> None:
-        """Raises ValueError for options that do not fit and for a request that is already open."""
-        if request_id in self._states:
-            raise ValueError(f"request {request_id!r} is already open")
-        self._states[request_id] = self._make_state(token_ids, self.info.resolve(options))
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Raises KeyError for a request that is not open."""
-        return [self._states[request.request_id].propose(request) for request in requests]
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        """Raises KeyError for a request that is not open."""
-        for observation in observations:
-            self._states[observation.request_id].observe(observation)
-
-    def num_top_tokens(self, request_id: str) -> int:
-        """Raises KeyError for a request that is not open."""
-        return self._states[request_id].num_top_tokens
-
-    def close(self, request_id: str) -> None:
-        """Forget the request; closing one that is not open does nothing (aborts may race)."""
-        self._states.pop(request_id, None)
+    def start(self, request: NewRequest) -> DraftState:
+        return self._make_state(request.token_ids, request.options)

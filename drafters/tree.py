@@ -8,9 +8,11 @@ costs no KV copy. A chain is a tree of width 1. Plain Python: no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 ROOT = -1
 
@@ -22,10 +24,10 @@ class DraftTree:
     The acceptance estimators key their counts by (drafter, feature, depth), so nodes that a
     drafter believes in equally should share a feature.
 
-    ``draft_probs[parent]`` is the distribution that the parent's children were drawn from, in their
-    order and without replacement; absent where they were not drawn but chosen. Two forms: a tensor
-    ``[vocab_size]``, or a mapping of token ids to probabilities that sum to 1. Whether a drawn node
-    is offered must not depend on its token, nor on anything drawn after it; how many children a
+    ``draft_probs[parent]`` is the distribution that the parent's children were sampled from, in their
+    order and without replacement; absent where they were not sampled but chosen. Two forms: a tensor
+    ``[vocab_size]``, or a mapping of token ids to probabilities that sum to 1. Whether a sampled node
+    is offered must not depend on its token, nor on anything sampled after it; how many children a
     node gets, and how far a chain goes on below it, may. In a tree of several branches the shape as a
     whole should not depend on tokens, since policies grant by it.
     """
@@ -51,6 +53,18 @@ class DraftTree:
         parents = self.parents
         as_chain = range(-1, len(parents) - 1)
         return parents == as_chain if isinstance(parents, range) else list(parents) == [*as_chain]
+
+    def follow(self, token_ids: Sequence[int]) -> list[int]:
+        """The nodes that carry the first of these tokens, one below the other, as far as they go."""
+        path: list[int] = []
+        node = ROOT
+        for index, (parent, token_id) in enumerate(zip(self.parents, self.token_ids, strict=True)):
+            if len(path) == len(token_ids):
+                break
+            if parent == node and token_id == token_ids[len(path)]:
+                node = index
+                path.append(index)
+        return path
 
     def subtree(self, kept: Sequence[int]) -> DraftTree:
         """The tree of the given nodes (ascending, parent-closed), renumbered."""
@@ -91,3 +105,131 @@ def chain(token_ids: Sequence[int], features: Sequence[int] | int = 0) -> DraftT
 
 
 EMPTY = DraftTree()
+
+
+class TreeBuilder:
+    """A tree in the making: paths that begin alike share their nodes, the best are kept.
+
+    A node's weight is how much it is believed in, never more than its parent's; a node that is added
+    again keeps its first feature and the larger weight. The lists hold all nodes that were added;
+    ``draft_probs`` is for drafters that sample to fill in, by node (see ``DraftTree``).
+    """
+
+    __slots__ = ("_index", "depths", "draft_probs", "features", "parents", "token_ids", "weights")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.parents: list[int] = []
+        self.features: list[int] = []
+        self.weights: list[float] = []
+        self.depths: list[int] = []
+        self.draft_probs: dict[int, Any] = {}
+        self._index: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def add(self, parent: int, token_id: int, feature: int = 0, weight: float = 1.0) -> int:
+        """The node of ``token_id`` under ``parent``, a new one if there is none."""
+        key = (parent, token_id)
+        node = self._index.get(key)
+        if node is not None:
+            if weight > self.weights[node]:
+                self.weights[node] = weight
+            return node
+        node = self._index[key] = len(self.token_ids)
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.features.append(feature)
+        self.weights.append(weight)
+        self.depths.append(1 if parent == ROOT else self.depths[parent] + 1)
+        return node
+
+    def best(self, nodes: int, width: int | None = None, depth: int | None = None) -> DraftTree:
+        """The ``nodes`` of most weight, the first added among equals, that have at most ``width``
+        siblings, themselves included, and lie at most ``depth`` deep. The chain of first children
+        comes first."""
+        return self.take(self._chain_first(self.chosen(nodes, width, depth)))
+
+    def chosen(self, nodes: int, width: int | None = None, depth: int | None = None) -> list[int]:
+        """Which nodes ``best`` takes, ascending."""
+        num_added = len(self.token_ids)
+        if num_added <= nodes and width is None and depth is None:
+            return list(range(num_added))
+        weights, parents, depths = self.weights, self.parents, self.depths
+        kept = {ROOT}
+        num_children: dict[int, int] = {}
+        for node in sorted(range(num_added), key=weights.__getitem__, reverse=True):  # stable
+            if len(kept) > nodes:
+                break
+            parent = parents[node]
+            if parent not in kept or (depth is not None and depths[node] > depth):
+                continue
+            if width is not None:
+                taken = num_children.get(parent, 0)
+                if taken == width:
+                    continue
+                num_children[parent] = taken + 1
+            kept.add(node)
+        kept.remove(ROOT)
+        return sorted(kept)
+
+    def take(self, nodes: Sequence[int]) -> DraftTree:
+        """The tree of these nodes in this order, parents before their children."""
+        if not nodes:
+            return EMPTY
+        new_index = {ROOT: ROOT}
+        for index, node in enumerate(nodes):
+            new_index[node] = index
+        return DraftTree(
+            [self.token_ids[node] for node in nodes],
+            [new_index[self.parents[node]] for node in nodes],
+            [self.features[node] for node in nodes],
+            {new_index[node]: each for node, each in self.draft_probs.items() if node in new_index},
+        )
+
+    def _chain_first(self, nodes: Sequence[int]) -> list[int]:
+        chain: list[int] = []
+        others: list[int] = []
+        end = ROOT
+        for node in nodes:
+            if self.parents[node] == end:
+                chain.append(node)
+                end = node
+            else:
+                others.append(node)
+        return chain + others
+
+
+class Branch(NamedTuple):
+    """A node that may come into a tree. ``state``: what tells its drafter what may come after it."""
+
+    weight: float
+    parent: int
+    token_id: int
+    feature: int
+    state: Any = None
+
+
+def best_first(
+    start: Iterable[Branch],
+    expand: Callable[[int, Branch], Iterable[Branch]],
+    max_nodes: int,
+) -> DraftTree:
+    """The ``max_nodes`` of most weight, the first found among equals, where ``expand`` finds more.
+
+    It is called with each node that is taken and what it was taken from, and gives nodes of no more
+    weight, below it or anywhere else in the tree. Parents come before children, the chain of first
+    children comes first.
+    """
+    builder = TreeBuilder()
+    serials = count()
+    waiting = [(-each.weight, next(serials), each) for each in start]
+    heapq.heapify(waiting)
+    while waiting and len(builder) < max_nodes:
+        _, _, branch = heapq.heappop(waiting)
+        node = builder.add(branch.parent, branch.token_id, branch.feature, branch.weight)
+        if len(builder) < max_nodes:
+            for each in expand(node, branch):
+                heapq.heappush(waiting, (-each.weight, next(serials), each))
+    return builder.best(max_nodes)

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafters.base import Drafter
-from drafters.plugins import find_plugins
-from drafters.registry import build_drafters
+from drafters.registry import build_drafters, find_plugins
 from engine.async_engine import AsyncEngine
 from engine.attention.backend import (
     IMPLEMENTATION,

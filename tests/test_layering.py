@@ -65,7 +65,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
 }
 BASE = {
     "engine": {"batch", "config", "errors", "events", "info", "params", "stats"},
-    "drafters": {"base", "contexts", "estimator", "per_request", "tree", "trie"},
+    "drafters": {"base", "contexts", "estimator", "per_request", "tree"},
     "server": {"engine_client", "errors", "metrics", "middleware", "plan", "version"},
 }
 WEB = {"fastapi", "starlette", "pydantic", "pydantic_settings", "prometheus_client", "uvicorn"}

@@ -13,14 +13,14 @@ from statistics import median
 from time import perf_counter
 
 from drafters.base import Drafter, DrafterNeeds, DraftRequest, DraftShape, Observation
-from drafters.plugins import find_plugins
 from drafters.registry import (
     DrafterUnavailableError,
     PlainContext,
     build_drafters,
     drafter_names,
+    find_plugins,
 )
-from drafters.tree import ROOT, DraftTree
+from drafters.tree import DraftTree
 from tools.replay_cost import StepCost
 from tools.replay_log import LogLine
 
@@ -114,7 +114,7 @@ def _not_replayable(needs: DrafterNeeds) -> str | None:
         return "it needs the target's hidden states"
     if needs.draft_slots:
         return "it needs a model's keys and values"
-    if needs.whole_trees:
+    if needs.all_or_nothing:
         return "it learns from the target's answers to tokens that were not written"
     return None
 
@@ -228,15 +228,4 @@ class _Replay:
 def accepted_path(tree: DraftTree, text: Sequence[int], start: int) -> list[int]:
     """Rows (0 is the anchor) along which the tree agrees with ``text[start:]``; the token after the
     last of them is the target's own, so at most all but one of what is left is accepted."""
-    children = {
-        (parent, token_id): node
-        for node, (parent, token_id) in enumerate(zip(tree.parents, tree.token_ids, strict=True))
-    }
-    path, node = [0], ROOT
-    for token_id in text[start : len(text) - 1]:
-        found = children.get((node, token_id))
-        if found is None:
-            break
-        node = found
-        path.append(node + 1)
-    return path
+    return [0, *(node + 1 for node in tree.follow(text[start:-1]))]

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from drafters.base import Drafter
-from drafters.plugins import DrafterPluginError, find_plugins
-from drafters.registry import drafter_names
+from drafters.registry import DrafterPluginError, drafter_names, find_plugins
 from tools.replay import (
     CHAIN,
     TREE,

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafters.base import GREEDY, DraftSampling
-from drafters.tables.template_search import ReplayText
 from engine.model.loader import max_position
 from engine.sampling.logprobs import top_probs
 from engine.sampling.noise import gumbel_list, request_key
+from tools.template_search import ReplayText
 
 _NUMBER = (int, float)
 _FIELDS: dict[str, tuple[type, ...]] = {

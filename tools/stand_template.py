@@ -9,7 +9,7 @@ from pathlib import Path
 
 from drafters.tables.prob_tables import NUM_TOKENS_KEPT
 from drafters.tables.template import MAX_TEMPLATE_NODES
-from drafters.tables.template_search import FIRST_NODES, search
+from tools.template_search import FIRST_NODES, search
 
 _DESCRIPTION = """Find the static draft tree of the `stand` drafter for a model and texts like yours.
 

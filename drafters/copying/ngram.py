@@ -8,15 +8,23 @@ short period drafts as deep as any other. Text is looked up in the request's own
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from drafters.base import DrafterInfo, DrafterOption, DraftRequest, Observation, OptionValue
-from drafters.contexts import pack
-from drafters.copying.ngram_index import MAX_MATCH_LENGTH, NgramIndex, common_suffix_length
-from drafters.per_request import PerRequestDrafter
-from drafters.tree import EMPTY, DraftTree
+from drafters.base import (
+    Drafter,
+    DrafterOption,
+    DraftRequest,
+    NewRequest,
+    Observation,
+    Options,
+    drafter,
+)
+from drafters.contexts import advanced, pack, window_mask, windows
+from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
 
+MAX_INDEXED_TOKENS = 32_768
+MAX_MATCH_LENGTH = 32
+_BULK_MIN_TOKENS = 64
 # How far a tree looks for alternatives: past occurrences per branch point, and branch points.
 _MAX_OCCURRENCES = 16
 _MAX_BRANCH_POINTS = 4
@@ -48,43 +56,32 @@ def _likely(match_length: int) -> float:
     return (match_length + 1) / (match_length + 3)
 
 
-class NgramInfo(DrafterInfo):
-    """Adds the check that spans two options."""
-
-    def resolve(self, given: Mapping[str, Any]) -> dict[str, OptionValue]:
-        options = DrafterInfo.resolve(self, given)
-        if int(options["ngram_min"]) > int(options["ngram_max"]):
-            raise ValueError("ngram_min must not exceed ngram_max")
-        return options
+def _check(options: Options) -> str:
+    wrong = int(options["ngram_min"]) > int(options["ngram_max"])
+    return "ngram_min must not exceed ngram_max" if wrong else ""
 
 
-INFO = NgramInfo(
-    name="ngram",
-    description=(
-        "Prompt lookup: copies what followed the longest, then most recent, earlier occurrence of "
-        "the request's last tokens. Best where the output repeats its prompt (edits, quotes, code)."
-    ),
-    drafts_trees=True,
+@drafter(
+    "ngram",
+    "Prompt lookup: copies what followed the longest, then most recent, earlier occurrence of "
+    "the request's last tokens. Best where the output repeats its prompt (edits, quotes, code).",
     options=(
         DrafterOption("ngram_min", 2, "Shortest match, in tokens, that is worth a draft.", 1, 16),
         DrafterOption("ngram_max", 8, "Longest match, in tokens, that is searched for.", 1, 16),
     ),
+    check=_check,
 )
-
-
-class NgramDrafter(PerRequestDrafter):
+class NgramDrafter(Drafter):
     """See the module. State per request: an ``NgramIndex``, which is bounded."""
 
-    def __init__(self) -> None:
-        super().__init__(INFO, NgramState)
+    def start(self, request: NewRequest) -> NgramState:
+        return NgramState(request.token_ids, request.options)
 
 
 class NgramState:
     """One request: its index, and how to turn matches into chains and trees."""
 
-    num_top_tokens = 0
-
-    def __init__(self, token_ids: Sequence[int], options: Mapping[str, OptionValue]) -> None:
+    def __init__(self, token_ids: Sequence[int], options: Options) -> None:
         self._index = NgramIndex(int(options["ngram_min"]), int(options["ngram_max"]))
         self._index.extend(token_ids)
 
@@ -106,68 +103,39 @@ class NgramState:
         length = common_suffix_length(token_ids, match, tail)
         run = _copy(token_ids, match, depth)
         if request.shape.width > 1 and request.max_nodes > 1:
-            return _TreeBuilder(self._index, request, tail, run, length).build()
-        return DraftTree(run, range(-1, len(run) - 1), _run_features(length, len(run)))
+            return self._tree(request, tail, run, length)
+        return chain(run, _run_features(length, len(run)))
 
+    def _tree(
+        self, request: DraftRequest, tail: list[int], run: list[int], length: int
+    ) -> DraftTree:
+        """The copied run as the spine, other known continuations as branches, the likeliest kept.
 
-def _copy(token_ids: Sequence[int], end: int, num_tokens: int) -> list[int]:
-    """``num_tokens`` tokens that follow position ``end``, cyclic past the end of the text."""
-    run = list(token_ids[end + 1 : end + 1 + num_tokens])
-    if len(run) < num_tokens:
-        run = (run * (num_tokens // len(run) + 1))[:num_tokens]
-    return run
+        Branches leave the spine at its first positions: the distinct tokens that followed recent
+        occurrences of the shortest gram there, longest match first, each with its own copied run.
+        ``tail``: the text's last tokens, ``length`` of which match.
+        """
+        builder = TreeBuilder()
+        _add_run(builder, run, ROOT, _likely(length), length, 0)
+        for spine_depth in range(min(len(run), _MAX_BRANCH_POINTS)):
+            parent = spine_depth - 1
+            reached = builder.weights[parent] if spine_depth else 1.0
+            chance = reached * (1.0 - _likely(length + spine_depth))
+            num_tokens = request.shape.depth - spine_depth
+            before = (tail + run[:spine_depth])[-MAX_MATCH_LENGTH:]
+            found = self._alternatives(request, before, run[spine_depth])
+            for rank, (end, match_length) in enumerate(found, start=1):
+                chance /= 2
+                other = _copy(request.token_ids, end, num_tokens)
+                _add_run(builder, other, parent, chance, match_length, rank)
+        return builder.best(request.max_nodes)
 
-
-class _TreeBuilder:
-    """The copied run as the spine, other known continuations as branches, the likeliest kept.
-
-    Branches leave the spine at its first positions: the distinct tokens that followed recent
-    occurrences of the shortest gram there, longest match first, each with its own copied run.
-    """
-
-    def __init__(
-        self,
-        index: NgramIndex,
-        request: DraftRequest,
-        tail: list[int],
-        run: list[int],
-        length: int,
-    ) -> None:
-        self._index = index
-        self._request = request
-        self._tail = tail  # the text's last tokens, for match lengths
-        self._run = run
-        self._length = length
-        self._token_ids: list[int] = []
-        self._parents: list[int] = []
-        self._features: list[int] = []
-        self._weights: list[float] = []
-
-    def build(self) -> DraftTree:
-        self._add_run(self._run, -1, 1.0, self._length, _likely(self._length), 0)
-        for spine_depth in range(min(len(self._run), _MAX_BRANCH_POINTS)):
-            self._branch(spine_depth)
-        tree = DraftTree(self._token_ids, self._parents, self._features)
-        # Weights never grow downward and the sort is stable, so what is kept is parent-closed.
-        order = sorted(range(len(tree)), key=self._weights.__getitem__, reverse=True)
-        return tree.subtree(sorted(order[: self._request.max_nodes]))
-
-    def _branch(self, spine_depth: int) -> None:
-        """Hang alternatives beside spine node ``spine_depth``."""
-        parent = spine_depth - 1
-        reached = self._weights[parent] if spine_depth else 1.0
-        chance = reached * (1.0 - _likely(self._length + spine_depth))
-        num_tokens = self._request.shape.depth - spine_depth
-        for rank, (end, length) in enumerate(self._alternatives(spine_depth), start=1):
-            chance /= 2
-            run = _copy(self._request.token_ids, end, num_tokens)
-            self._add_run(run, parent, chance, length, 1.0, rank)
-
-    def _alternatives(self, spine_depth: int) -> list[tuple[int, int]]:
-        """(end of the occurrence, match length) of up to ``width - 1`` continuations."""
-        token_ids = self._request.token_ids
-        tail = (self._tail + self._run[:spine_depth])[-MAX_MATCH_LENGTH:]
-        taken = self._run[spine_depth]
+    def _alternatives(
+        self, request: DraftRequest, tail: list[int], taken: int
+    ) -> list[tuple[int, int]]:
+        """(end of the occurrence, match length) of up to ``width - 1`` continuations of ``tail`` other
+        than the token ``taken``."""
+        token_ids = request.token_ids
         best: dict[int, tuple[int, int]] = {}
         for end in self._index.earlier(pack(tail[-16:]), _MAX_OCCURRENCES):
             token_id = token_ids[end + 1]
@@ -178,18 +146,127 @@ class _TreeBuilder:
                 best[token_id] = (end, length)
         # Stable: among equal lengths the most recently seen stays first.
         ranked = sorted(best.values(), key=lambda found: found[1], reverse=True)
-        return ranked[: self._request.shape.width - 1]
+        return ranked[: request.shape.width - 1]
 
-    def _add_run(
-        self, run: list[int], parent: int, reached: float, length: int, first: float, rank: int
-    ) -> None:
-        """Append a run of nodes under ``parent``; ``first`` is the chance of its first token."""
-        weight = reached * first
-        features = [match_feature(length, rank), *_run_features(length + 1, len(run) - 1)]
-        for offset, (token_id, feature) in enumerate(zip(run, features, strict=True)):
-            self._token_ids.append(token_id)
-            self._parents.append(parent)
-            self._features.append(feature)
-            self._weights.append(weight)
-            parent = len(self._token_ids) - 1
-            weight *= _likely(length + offset + 1)
+
+def _copy(token_ids: Sequence[int], end: int, num_tokens: int) -> list[int]:
+    """``num_tokens`` tokens that follow position ``end``, cyclic past the end of the text."""
+    run = list(token_ids[end + 1 : end + 1 + num_tokens])
+    if len(run) < num_tokens:
+        run = (run * (num_tokens // len(run) + 1))[:num_tokens]
+    return run
+
+
+def _add_run(
+    builder: TreeBuilder, run: list[int], parent: int, weight: float, length: int, rank: int
+) -> None:
+    """A run of nodes under ``parent``; ``weight`` is that of the first."""
+    features = [match_feature(length, rank), *_run_features(length + 1, len(run) - 1)]
+    for offset, (token_id, feature) in enumerate(zip(run, features, strict=True), start=1):
+        parent = builder.add(parent, token_id, feature, weight)
+        weight *= _likely(length + offset)
+
+
+class NgramIndex:
+    """Newest occurrence of every n-gram of ``ngram_min``..``ngram_max`` tokens of a growing text.
+
+    ``extend`` makes one dictionary lookup and one store per order and token, whatever the length of
+    the text. The walk that stores the grams ending at a token is also the search for that token's
+    match, because a gram's newest earlier occurrence is what the store overwrites. ``match`` is the
+    last token of the longest earlier gram that also ends the text, the most recent one where there
+    are several; -1: none. ``links`` chains the occurrences of the shortest order, newest first.
+
+    Memory: at most ``MAX_INDEXED_TOKENS`` tokens are indexed (about 130 bytes per token and order);
+    beyond that the index starts again from the last half of them, so the oldest text is forgotten.
+    """
+
+    __slots__ = ("_base", "_levels", "_links", "_mask", "_window", "match", "num_tokens")
+
+    def __init__(self, ngram_min: int, ngram_max: int) -> None:
+        orders = range(ngram_min, ngram_max + 1)
+        self._levels: list[tuple[int, dict[int, int]]] = [(window_mask(n), {}) for n in orders]
+        self._mask = window_mask(ngram_max)
+        self._window = 0
+        self._base = 0
+        self._links: list[int] = []
+        self.match = -1
+        self.num_tokens = 0
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Index what ``token_ids`` has beyond ``num_tokens``, and find the match of its end."""
+        num_tokens = len(token_ids)
+        if num_tokens - self._base > MAX_INDEXED_TOKENS:
+            self._restart(num_tokens - MAX_INDEXED_TOKENS // 2)
+        if num_tokens - self.num_tokens > _BULK_MIN_TOKENS:
+            self._extend_in_bulk(token_ids[self.num_tokens : num_tokens - 1])
+        for position in range(self.num_tokens, num_tokens):
+            self._append(token_ids[position])
+
+    def size(self) -> int:
+        """Entries held, links included."""
+        return len(self._links) + sum(len(newest) for _, newest in self._levels)
+
+    def earlier(self, window: int, steps: int) -> list[int]:
+        """Up to ``steps`` positions where the shortest gram of ``window`` ends, newest first.
+
+        Only positions that have a next token: the end of the text is left out.
+        """
+        mask, newest = self._levels[0]
+        position = newest.get(window & mask, -1)
+        found: list[int] = []
+        while position >= 0 and len(found) < steps:
+            if position != self.num_tokens - 1:
+                found.append(position)
+            position = self._links[position - self._base]
+        return found
+
+    def _append(self, token_id: int) -> None:
+        window = self._window = advanced(self._window, token_id, self._mask)
+        position = self.num_tokens
+        link = match = -1
+        # Orders ascend, and a gram that occurred implies its shorter endings did: the last hit is
+        # the longest. Grams that reach before the text's start pack zeros and so match nothing.
+        for mask, newest in self._levels:
+            key = window & mask
+            previous = newest.get(key)
+            newest[key] = position
+            if previous is not None:
+                match = previous
+                if link < 0:
+                    link = previous
+        self._links.append(link)
+        self.match = match
+        self.num_tokens = position + 1
+
+    def _extend_in_bulk(self, token_ids: Sequence[int]) -> None:
+        """As ``_append`` for each, ``match`` aside, with the stores in C: a prompt opens faster."""
+        rolled = list(windows(self._window, token_ids, self._mask))
+        positions = range(self.num_tokens, self.num_tokens + len(rolled))
+        shortest_mask, shortest = self._levels[0]
+        for position, window in zip(positions, rolled, strict=True):
+            key = window & shortest_mask
+            self._links.append(shortest.get(key, -1))
+            shortest[key] = position
+        for level_mask, newest in self._levels[1:]:
+            newest.update(zip(map(level_mask.__and__, rolled), positions, strict=True))
+        self._window = rolled[-1]
+        self.num_tokens = positions.stop
+
+    def _restart(self, start: int) -> None:
+        for _, newest in self._levels:
+            newest.clear()
+        self._links.clear()
+        self._base = self.num_tokens = start
+        self._window = 0
+        self.match = -1
+
+
+def common_suffix_length(
+    token_ids: Sequence[int], end: int, tail_token_ids: Sequence[int], limit: int = MAX_MATCH_LENGTH
+) -> int:
+    """How many tokens ending at position ``end`` equal the last ones of ``tail_token_ids``."""
+    limit = min(limit, end + 1, len(tail_token_ids))
+    length = 0
+    while length < limit and token_ids[end - length] == tail_token_ids[-1 - length]:
+        length += 1
+    return length

@@ -1,33 +1,29 @@
 """``prediction``: the client says what the output will mostly be (OpenAI's Predicted Outputs).
 
-The prediction is drafted along; where the output parts from it, the place is found again (see
-``drafters.copying.reference``). Trees follow several places at once while it is not certain.
+In step with the prediction, the next token is its next one. After a token that differs, the text may
+have replaced, inserted or left out something: what its last tokens say of the place is held against
+how far from the break one would expect to be, and where they say nothing yet, replacement and
+insertion remain as guesses. Trees follow several places at once while it is not certain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from drafters.base import DrafterInfo, DraftRequest, Observation, OptionValue
-from drafters.copying.reference import Place, ReferenceAligner
-from drafters.per_request import PerRequestDrafter
-from drafters.tree import EMPTY, ROOT, DraftTree
-from drafters.trie import Trie
+from drafters.base import Drafter, DraftRequest, NewRequest, Observation, drafter
+from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
 
 _BUCKET_STARTS = (0, 1, 2, 3, 5, 9, 17, 33)
 _NUM_RANKS = 4
 _OTHERS_DEPTH = 3
-
-INFO = DrafterInfo(
-    name="prediction",
-    description=(
-        "Follows the request's `prediction`, the text its output is expected to repeat for the most "
-        "part, and finds its place again after every change."
-    ),
-    drafts_trees=True,
-    cost="Microseconds of CPU time; no model.",
-    takes_reference=True,
-)
+_LONGEST_MATCH = 8
+_NEARBY = 16
+"""How far from where it is expected a single equal token is believed, in tokens."""
+_MOST_PER_SIDE = 4
+_SOLID_RUN = 4
+"""Equal tokens in a row after which a place is taken for certain and the break forgotten."""
 
 
 def run_feature(run: int, rank: int) -> int:
@@ -36,60 +32,62 @@ def run_feature(run: int, rank: int) -> int:
     return bucket * _NUM_RANKS + min(rank, _NUM_RANKS - 1)
 
 
-class PredictionDrafter(PerRequestDrafter):
+@drafter(
+    "prediction",
+    "Follows the request's `prediction`, the text its output is expected to repeat for the most "
+    "part, and finds its place again after every change.",
+    cost="Microseconds of CPU time; no model.",
+    takes_prediction=True,
+)
+class PredictionDrafter(Drafter):
     """See the module. Without a prediction a request is never drafted for."""
 
-    def __init__(self) -> None:
-        super().__init__(INFO, PredictionState)
+    def start(self, request: NewRequest) -> PredictionState:
+        return PredictionState(len(request.token_ids))
 
-    def refer(self, request_id: str, reference_token_ids: Sequence[int]) -> None:
+    def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
         """Raises KeyError for a request that is not open."""
-        state = self._states[request_id]
-        assert isinstance(state, PredictionState)
-        state.refer(reference_token_ids)
+        self._states[request_id].aligner = PredictionAligner(prediction_token_ids)
 
 
 class PredictionState:
     """One request. ``num_seen``: tokens of its text that the aligner has been told of."""
 
-    num_top_tokens = 0
-
-    def __init__(self, token_ids: Sequence[int], options: Mapping[str, OptionValue]) -> None:
-        del options
-        self._num_seen = len(token_ids)
-        self._aligner: ReferenceAligner | None = None
-
-    def refer(self, reference_token_ids: Sequence[int]) -> None:
-        self._aligner = ReferenceAligner(reference_token_ids)
+    def __init__(self, num_seen: int) -> None:
+        self._num_seen = num_seen
+        self.aligner: PredictionAligner | None = None
 
     def observe(self, observation: Observation) -> None:
         self._catch_up(observation.token_ids)
 
     def _catch_up(self, token_ids: Sequence[int]) -> None:
-        if self._aligner is not None:
+        if self.aligner is not None:
             for token_id in token_ids[self._num_seen :]:
-                self._aligner.append(token_id)
+                self.aligner.append(token_id)
         self._num_seen = len(token_ids)
 
     def propose(self, request: DraftRequest) -> DraftTree:
         self._catch_up(request.token_ids)
-        aligner, width = self._aligner, request.shape.width
+        aligner = self.aligner
         if aligner is None or request.max_nodes < 1 or request.shape.depth < 1:
             return EMPTY
-        places = aligner.places(width)
-        if not places:
-            return EMPTY
-        builder = Trie(request.max_nodes, request.shape.depth)
+        places = aligner.places(request.shape.width)
+        builder = TreeBuilder()
         for rank, (place, num_nodes) in enumerate(
             zip(places, _shares(places, request), strict=True)
         ):
-            _add_run(builder, aligner, place, rank, num_nodes)
-        return builder.build()
+            node = ROOT
+            coming = aligner.token_ids[place.position : place.position + num_nodes]
+            for run, token_id in enumerate(coming, start=place.run):
+                node = builder.add(node, token_id, run_feature(run, rank))
+        return builder.best(request.max_nodes)
 
 
 def _shares(places: Sequence[Place], request: DraftRequest) -> list[int]:
     """Nodes for each place: alike while nothing speaks for one of them, else most for the first and
     enough for the others to find out."""
+    if not places:
+        return []
     num_places = len(places)
     others = request.max_nodes // num_places
     if places[0].run > 0:
@@ -98,10 +96,84 @@ def _shares(places: Sequence[Place], request: DraftRequest) -> list[int]:
     return [min(share, request.shape.depth) for share in (first, *[others] * (num_places - 1))]
 
 
-def _add_run(
-    builder: Trie, aligner: ReferenceAligner, place: Place, rank: int, num_nodes: int
-) -> None:
-    parent: int | None = ROOT
-    coming = aligner.token_ids[place.position : place.position + num_nodes]
-    for offset, token_id in enumerate(coming):
-        parent = builder.add(parent, token_id, run_feature(place.run + offset, rank))
+class Place(NamedTuple):
+    """``position``: of the prediction's token that should come next. ``run``: how many equal tokens
+    lead there."""
+
+    position: int
+    run: int
+
+
+class PredictionAligner:
+    """Follows a growing text along a prediction. Memory: the prediction and one index entry per token."""
+
+    def __init__(self, reference_token_ids: Sequence[int]) -> None:
+        self.token_ids = list(reference_token_ids)
+        self._ends: dict[tuple[int, int], list[int]] = {}
+        for end in range(1, len(self.token_ids)):
+            self._ends.setdefault((self.token_ids[end - 1], self.token_ids[end]), []).append(end)
+        self._place = Place(0, 0)
+        self._break: tuple[int, int] | None = None
+        """Where the texts parted: position in the prediction, tokens of the text by then."""
+        self._tail: list[int] = []
+        self._num_seen = 0
+
+    def append(self, token_id: int) -> None:
+        """The text's next token. Takes constant time where it is in step."""
+        self._tail = [*self._tail[1 - _LONGEST_MATCH :], token_id]
+        self._num_seen += 1
+        position, run = self._place
+        if position < len(self.token_ids) and self.token_ids[position] == token_id:
+            self._place = Place(position + 1, run + 1)
+            if run + 1 >= _SOLID_RUN:
+                self._break = None
+            return
+        if self._break is None:
+            self._break = (position, self._num_seen - 1)
+        self._place = next(self._guesses())
+
+    def places(self, count: int) -> list[Place]:
+        """Up to ``count`` places where the text may stand, likeliest first, with different next
+        tokens; none at the end of the prediction."""
+        found: dict[int, Place] = {}
+        guesses = self._guesses() if self._break is not None else iter(())
+        for place in (self._place, *guesses) if count > 1 else (self._place,):
+            if place.position < len(self.token_ids):
+                found.setdefault(self.token_ids[place.position], place)
+                if len(found) == count:
+                    break
+        return list(found.values())
+
+    def _guesses(self) -> Iterator[Place]:
+        """Places after a break: longest match first, then the nearest; always at least one."""
+        assert self._break is not None
+        parted, at = self._break
+        expected = parted + self._num_seen - at
+        matches = [*self._matches(expected)]
+        matches.sort(key=lambda place: (-min(place.run, 4), abs(place.position - expected)))
+        yield from matches
+        yield Place(expected, 0)  # something of the same length was replaced
+        yield Place(parted, 0)  # something was inserted
+
+    def _matches(self, expected: int) -> Iterator[Place]:
+        """Places that the text's last tokens lead to."""
+        last = self._tail[-1]
+        low, high = max(0, expected - 1 - _NEARBY), expected + _NEARBY
+        for end in range(low, min(high, len(self.token_ids))):
+            if self.token_ids[end] == last:
+                yield Place(end + 1, self._run_to(end))
+        if len(self._tail) > 1:
+            ends = self._ends.get((self._tail[-2], last), [])
+            middle = bisect_left(ends, expected - 1)
+            for end in ends[max(0, middle - _MOST_PER_SIDE) : middle + _MOST_PER_SIDE]:
+                if not low <= end < high:
+                    yield Place(end + 1, self._run_to(end))
+
+    def _run_to(self, end: int) -> int:
+        """How many tokens up to the prediction's ``end`` equal the text's last ones."""
+        length = 0
+        while length < min(len(self._tail), end + 1):
+            if self.token_ids[end - length] != self._tail[-1 - length]:
+                break
+            length += 1
+        return length

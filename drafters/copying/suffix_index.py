@@ -1,21 +1,21 @@
 """Where in a text did its last tokens occur before? Occurrences by context, of several lengths.
 
-Owned by the ``suffix`` drafter. Contexts are packed windows (see ``drafters.contexts``), whose
-numbers differ where their lengths do, so one dictionary holds all lengths.
+Owned by the ``suffix`` drafter. Contexts are packed windows (see ``drafters.contexts``), so one
+dictionary holds all lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.contexts import TOKEN_BITS, window_mask
+from drafters.contexts import levels, pack, windows
 
 CONTEXT_LENGTHS = (1, 2, 4)
 MAX_OCCURRENCES = 8
 MAX_MATCH_LENGTH = 48
 
-_LONGEST = CONTEXT_LENGTHS[-1]
-_LEVELS = tuple((window_mask(n), 1 << (TOKEN_BITS * (n - 1))) for n in CONTEXT_LENGTHS)
+_LEVELS = levels(CONTEXT_LENGTHS)
+_LONGEST = _LEVELS[-1]
 
 
 class SuffixIndex:
@@ -45,12 +45,10 @@ class SuffixIndex:
     def extend(self, token_ids: Sequence[int], start: int, end: int) -> None:
         """Index the contexts that end at the tokens ``start`` .. ``end - 1`` of the text."""
         occurrences = self._occurrences
-        window = _window(token_ids, start)
-        levels = _LEVELS
-        for position in range(start, end):
-            window = (window << TOKEN_BITS) | (token_ids[position] + 1)
-            after = position + 1
-            for mask, smallest in levels:
+        context_levels = _LEVELS
+        rolled = windows(_window(token_ids, start), token_ids[start:end], _LONGEST.mask)
+        for after, window in enumerate(rolled, start + 1):
+            for _, mask, smallest in context_levels:
                 key = window & mask
                 if key < smallest:
                     break  # the text has fewer tokens than the context
@@ -63,7 +61,6 @@ class SuffixIndex:
                     known.append(after)
                     if len(known) > 2 * MAX_OCCURRENCES:
                         del known[:-MAX_OCCURRENCES]
-            window &= _LEVELS[-1][0]
         self.num_indexed = end
 
     def find(self, token_ids: Sequence[int], end: int, limit: int) -> list[int]:
@@ -74,7 +71,7 @@ class SuffixIndex:
         """
         window = _window(token_ids, end)
         found: dict[int, None] = {}
-        for mask, smallest in reversed(_LEVELS):
+        for _, mask, smallest in reversed(_LEVELS):
             key = window & mask
             known = self._occurrences.get(key) if key >= smallest else None
             if known is None:
@@ -90,10 +87,7 @@ class SuffixIndex:
 
 def _window(token_ids: Sequence[int], end: int) -> int:
     """The last tokens before ``end``, packed."""
-    window = 0
-    for token_id in token_ids[max(0, end - _LONGEST) : end]:
-        window = (window << TOKEN_BITS) | (token_id + 1)
-    return window
+    return pack(token_ids[max(0, end - _LONGEST.num_tokens) : end])
 
 
 def match_length(token_ids: Sequence[int], position: int, ending: Sequence[int], end: int) -> int:

@@ -10,48 +10,41 @@ are run again with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from drafters.base import DrafterNeeds, DraftRequest, HiddenRows
-from drafters.model.model_drafter import ModelDrafter
-from drafters.model.protocol import Candidates, DraftModel, DraftRows
-
-
-class FeatureModel(DraftModel, Protocol):
-    """A draft model that reads hidden states; ``engine.drafting.eagle`` has the real one."""
-
-    def take_hidden(self, request_id: str, first: int, hidden: Any) -> None:
-        """The target's states of newly committed tokens from position ``first`` on."""
-
-    def forget(self, request_id: str) -> None:
-        """Drop what is kept for a request."""
+from drafters.base import DrafterContext, DrafterNeeds, DraftRequest, HiddenRows, drafter
+from drafters.model.model_drafter import OPTIONS, ModelDrafter
+from drafters.model.protocol import Candidates, DraftRows, FeatureModel
 
 
+@drafter(
+    "eagle",
+    "A trained layer continues the target's hidden states. More often right than medusa, "
+    "at one small forward per drafted token.",
+    options=OPTIONS,
+    needs=DrafterNeeds(hidden_rows=True, draft_slots=True),
+    cost="A forward of one layer and the output head per level of the tree; a layer's KV.",
+    samples=True,
+)
 class EagleDrafter(ModelDrafter):
     """See the module."""
 
     def __init__(self, model: FeatureModel) -> None:
-        super().__init__(
-            "eagle",
-            "A trained layer continues the target's hidden states. More often right than medusa, "
-            "at one small forward per drafted token.",
-            "A forward of one layer and the output head per level of the tree; a layer's KV.",
-            model,
-        )
-        self.info = replace(self.info, needs=DrafterNeeds(hidden_rows=True, draft_slots=True))
+        super().__init__(model)
         self._features = model
         self._num_seen: dict[str, int] = {}
         """Tokens whose states were told, up to the newest."""
+
+    @classmethod
+    def build(cls, context: DrafterContext, settings: Any) -> EagleDrafter:  # noqa: ARG003
+        return cls(context.eagle_head())
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
         for each in rows:
             self._features.take_hidden(each.request_id, each.first_position, each.hidden)
             self._num_seen[each.request_id] = each.first_position + len(each.hidden)
 
-    def close(self, request_id: str) -> None:
-        """Forget the request; closing one that is not open does nothing (aborts may race)."""
-        super().close(request_id)
+    def finish(self, request_id: str, state: Any) -> None:  # noqa: ARG002
         self._features.forget(request_id)
         self._num_seen.pop(request_id, None)
 

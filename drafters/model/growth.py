@@ -6,9 +6,9 @@ Where drafts are compared with the target's own tokens, the best nodes of all th
 the end, ranked by survival (EAGLE-2, arXiv 2406.16858, with calibrated acceptance in place of the
 draft's own probability).
 
-Where drafts are judged by the distribution they were drawn from, dropping nodes for what was drawn
-would bias the judgement: there, all that was drawn is kept, and how much to draw
-is decided before. Trees moreover have a shape that tells nothing of their tokens, since policies grant
+Where drafts are judged by the distribution they were sampled from, dropping nodes for what was
+sampled would bias the judgement: there, all that was sampled is kept, and how much to sample is
+decided before. Trees moreover have a shape that tells nothing of their tokens, since policies grant
 by the shape: a node's survival then comes from the ranks on its path alone, and every node that is
 run gets its full number of children.
 """
@@ -20,19 +20,19 @@ from dataclasses import dataclass, field
 
 from drafters.base import DraftRequest
 from drafters.model.protocol import Candidates, DraftRows
-from drafters.tree import ROOT, DraftTree
+from drafters.tree import ROOT, DraftTree, TreeBuilder
 
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 NUM_LEVELS = len(_EDGES) + 1
 NUM_RANKS = 4
 NUM_FEATURES = (NUM_LEVELS + 1) * NUM_RANKS
 
-_DRAWN = NUM_LEVELS * NUM_RANKS
-"""The first feature of nodes of drawn trees: one per rank, whatever the draft model thought."""
-_DRAWN_CONFIDENCE = 0.7
+_SAMPLED = NUM_LEVELS * NUM_RANKS
+"""The first feature of nodes of sampled trees: one per rank, whatever the draft model thought."""
+_SAMPLED_CONFIDENCE = 0.7
 """What is thought of these until they were counted."""
 _NUM_RECENT = 64
-"""How far back to look for tokens that complete a drawn node's children."""
+"""How far back to look for tokens that complete a sampled node's children."""
 
 
 def feature_of(confidence: float, rank: int) -> int:
@@ -42,7 +42,7 @@ def feature_of(confidence: float, rank: int) -> int:
 
 
 def is_first_child(feature: int) -> bool:
-    return feature < NUM_LEVELS or feature == _DRAWN
+    return feature < NUM_LEVELS or feature == _SAMPLED
 
 
 Calibrate = Callable[[int, float], float]
@@ -58,11 +58,8 @@ class DraftGrowth:
     min_survival: float
     max_depth: int
     calibrate: Calibrate
-    token_ids: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    features: list[int] = field(default_factory=list)
-    survivals: list[float] = field(default_factory=list)
-    distributions: dict[int, object] = field(default_factory=dict)
+    nodes: TreeBuilder = field(default_factory=TreeBuilder)
+    """All that came up, weighed by survival."""
     frontier: list[int] = field(default_factory=list)
     """Nodes to be run next, best first."""
     _depth: int = 0
@@ -74,13 +71,13 @@ class DraftGrowth:
         return len(self.ask.token_ids)
 
     @property
-    def is_drawn(self) -> bool:
+    def is_sampled(self) -> bool:
         return self.ask.sampling.verification != "match"
 
     @property
     def expected_gain(self) -> float:
         """The chance that the next level is reached at all: the most tokens it can add."""
-        return max((self.survivals[node] for node in self.frontier), default=0.0)
+        return max((self.nodes.weights[node] for node in self.frontier), default=0.0)
 
     @property
     def num_candidates(self) -> int:
@@ -91,8 +88,8 @@ class DraftGrowth:
         self._depth += 1
         newest: list[int] = []
         for node, each in zip(nodes, candidates, strict=True):
-            if self.is_drawn:
-                newest += self._add_drawn(node, each)
+            if self.is_sampled:
+                newest += self._add_sampled(node, each)
             else:
                 count = min(self.num_candidates, len(each.token_ids))
                 pairs = zip(each.token_ids[:count], each.confidences, strict=False)
@@ -109,37 +106,29 @@ class DraftGrowth:
         """The frontier's rows; they are in the store from then on."""
         stored, run = self._stored, [*self._stored, *self.frontier]
         self._stored = run
-        tokens = [self.token_ids[node] for node in self.frontier]
+        tokens = [self.nodes.token_ids[node] for node in self.frontier]
         num_scored, wanted = len(self.frontier), self.num_candidates
         if len(self.frontier) == 1 and self._is_chain(run):
             return DraftRows(self.ask, tokens, self.base + len(stored), num_scored, wanted)
         place = {ROOT: ROOT} | {node: index for index, node in enumerate(run)}
-        parents = [place[self.parents[node]] for node in run]
+        parents = [place[self.nodes.parents[node]] for node in run]
         return DraftRows(
             self.ask, tokens, self.base, num_scored, wanted, parents, num_stored=len(stored)
         )
 
     def tree(self) -> DraftTree:
         """At most ``max_nodes`` nodes, the likeliest chain first."""
-        kept = self._kept()
-        order = self._chain_first(kept)
-        new_index = {ROOT: ROOT} | {node: index for index, node in enumerate(order)}
-        return DraftTree(
-            [self.token_ids[node] for node in order],
-            [new_index[self.parents[node]] for node in order],
-            [self.features[node] for node in order],
-            {new_index[node]: each for node, each in self.distributions.items()},
-        )
+        return self.nodes.best(self.ask.max_nodes)
 
     # Inside
 
-    def _add_drawn(self, node: int, each: Candidates) -> range:
-        """All that was drawn, as far as there is room. In trees children are completed by tokens that
+    def _add_sampled(self, node: int, each: Candidates) -> range:
+        """All that was sampled, as far as there is room. In trees children are completed by tokens that
         the draft model rules out: a request's truncation may leave it fewer than the tree is wide."""
-        wanted = min(self.num_candidates, self.ask.max_nodes - len(self.token_ids))
+        wanted = min(self.num_candidates, self.ask.max_nodes - len(self.nodes))
         tokens = list(each.token_ids[:wanted])
         if tokens and each.distribution is not None:
-            self.distributions[node] = each.distribution
+            self.nodes.draft_probs[node] = each.distribution
         if self.num_candidates == 1:
             pairs = zip(tokens, each.confidences, strict=False)
             return self._add_children(node, [(t, feature_of(sure, 0), sure) for t, sure in pairs])
@@ -150,22 +139,19 @@ class DraftGrowth:
         ranks = [min(rank, NUM_RANKS - 1) for rank in range(wanted)]
         return self._add_children(
             node,
-            [(t, _DRAWN + r, _DRAWN_CONFIDENCE) for t, r in zip(tokens, ranks, strict=True)],
+            [(t, _SAMPLED + r, _SAMPLED_CONFIDENCE) for t, r in zip(tokens, ranks, strict=True)],
         )
 
     def _add_children(self, node: int, children: Sequence[tuple[int, int, float]]) -> range:
         """``children``: (token, feature, confidence), best first."""
-        first = len(self.token_ids)
-        reached = 1.0 if node == ROOT else self.survivals[node]
+        first = len(self.nodes)
+        reached = 1.0 if node == ROOT else self.nodes.weights[node]
         acceptance = 1.0
         for token_id, feature, confidence in children:
             # Never above its elder sibling: the first child then leads the likeliest chain.
             acceptance = min(acceptance, self.calibrate(feature, confidence))
-            self.token_ids.append(token_id)
-            self.parents.append(node)
-            self.features.append(feature)
-            self.survivals.append(reached * acceptance)
-        return range(first, len(self.token_ids))
+            self.nodes.add(node, token_id, feature, reached * acceptance)
+        return range(first, len(self.nodes))
 
     def _choose_frontier(self, newest: Sequence[int]) -> None:
         self.frontier = []
@@ -173,39 +159,20 @@ class DraftGrowth:
         if self._depth >= self.max_depth or room <= 0:
             return
         least = self.min_survival
-        full = len(self.token_ids) >= self.ask.max_nodes
-        if full and self.is_drawn:
+        full = len(self.nodes) >= self.ask.max_nodes
+        if full and self.is_sampled:
             return
         if full:
             # A child of a node that just makes it into the tree would not make it itself.
-            ranked = sorted(self.survivals, reverse=True)
+            ranked = sorted(self.nodes.weights, reverse=True)
             last_kept = ranked[self.ask.max_nodes - 1]
-            newest = [node for node in newest if self.survivals[node] > last_kept]
-        likely = [node for node in newest if self.survivals[node] >= least]
-        likely.sort(key=lambda node: (-self.survivals[node], node))
+            newest = [node for node in newest if self.nodes.weights[node] > last_kept]
+        likely = [node for node in newest if self.nodes.weights[node] >= least]
+        likely.sort(key=lambda node: (-self.nodes.weights[node], node))
         self.frontier = likely[: min(self.ask.shape.width, room)]
 
     def _is_chain(self, nodes: Sequence[int]) -> bool:
         return all(
-            self.parents[node] == above for above, node in zip((ROOT, *nodes), nodes, strict=False)
+            self.nodes.parents[node] == above
+            for above, node in zip((ROOT, *nodes), nodes, strict=False)
         )
-
-    def _kept(self) -> list[int]:
-        nodes = range(len(self.token_ids))
-        if len(nodes) <= self.ask.max_nodes:
-            return list(nodes)
-        # Survival never rises from parent to child, and parents have smaller numbers.
-        ranked = sorted(nodes, key=lambda node: (-self.survivals[node], node))
-        return sorted(ranked[: self.ask.max_nodes])
-
-    def _chain_first(self, kept: Sequence[int]) -> list[int]:
-        first_child: dict[int, int] = {}
-        for node in kept:
-            first_child.setdefault(self.parents[node], node)
-        chain: list[int] = []
-        node = ROOT
-        while node in first_child:
-            node = first_child[node]
-            chain.append(node)
-        on_chain = set(chain)
-        return chain + [node for node in kept if node not in on_chain]

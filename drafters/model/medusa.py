@@ -10,52 +10,27 @@ are not part of this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from drafters.base import (
-    DrafterInfo,
+    Drafter,
+    DrafterContext,
     DrafterNeeds,
     DraftRequest,
+    DraftShape,
     HiddenRows,
+    NewRequest,
     Observation,
-    OptionValue,
+    drafter,
 )
-from drafters.model.product_tree import product_tree
-from drafters.model.protocol import Candidates
-from drafters.tree import EMPTY, DraftTree
+from drafters.model.growth import feature_of
+from drafters.model.protocol import Candidates, PredictionHeads
+from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first
 
 NUM_CANDIDATES = 10
 """Per head, as in the original."""
-
-INFO = DrafterInfo(
-    name="medusa",
-    description=(
-        "Trained heads on the target's last hidden state guess one token each, several ahead. Best "
-        "where the text is like what the heads were trained on."
-    ),
-    drafts_trees=True,
-    needs=DrafterNeeds(hidden_rows=True),
-    cost="One small product for all heads and the output head over a row per head.",
-    draws=True,
-)
-
-
-class PredictionHeads(Protocol):
-    """Heads over a target's hidden states; ``engine.drafting.medusa`` has the real ones."""
-
-    @property
-    def num_heads(self) -> int: ...
-
-    def candidates(
-        self,
-        hidden: Sequence[Any],  # each [hidden_size]
-        asks: Sequence[DraftRequest],
-        num: int,
-    ) -> list[list[Candidates]]:
-        """``[request][head]``: ``num`` tokens each, chosen as the request samples; all requests in one
-        batch. The tokens of head 0 would stand right after the request's known tokens."""
 
 
 @dataclass(slots=True)
@@ -66,26 +41,27 @@ class _State:
     position: int = -1
 
 
-class MedusaDrafter:
+@drafter(
+    "medusa",
+    "Trained heads on the target's last hidden state guess one token each, several ahead. Best "
+    "where the text is like what the heads were trained on.",
+    needs=DrafterNeeds(hidden_rows=True),
+    cost="One small product for all heads and the output head over a row per head.",
+    samples=True,
+)
+class MedusaDrafter(Drafter):
     """See the module. A hidden state per request; nothing is learned, so nothing crosses tenants."""
 
     def __init__(self, heads: PredictionHeads) -> None:
-        self.info = INFO
+        super().__init__()
         self._heads = heads
-        self._states: dict[str, _State] = {}
 
-    def open(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],  # noqa: ARG002
-        options: Mapping[str, OptionValue],
-        cache_salt: str,  # noqa: ARG002
-    ) -> None:
-        """Raises ValueError for options that do not fit and for a request that is already open."""
-        if request_id in self._states:
-            raise ValueError(f"request {request_id!r} is already open")
-        self.info.resolve(options)
-        self._states[request_id] = _State()
+    @classmethod
+    def build(cls, context: DrafterContext, settings: Any) -> MedusaDrafter:  # noqa: ARG003
+        return cls(context.medusa_heads())
+
+    def start(self, request: NewRequest) -> _State:  # noqa: ARG002
+        return _State()
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
         """Keep the last row: the one that chose the anchor."""
@@ -118,9 +94,36 @@ class MedusaDrafter:
     def observe(self, observations: Sequence[Observation]) -> None:
         """Nothing to learn: the heads stay as they are."""
 
-    def num_top_tokens(self, request_id: str) -> int:  # noqa: ARG002
-        return 0
 
-    def close(self, request_id: str) -> None:
-        """Forget the request; closing one that is not open does nothing (aborts may race)."""
-        self._states.pop(request_id, None)
+def product_tree(levels: Sequence[Candidates], max_nodes: int, shape: DraftShape) -> DraftTree:
+    """The ``max_nodes`` paths with the largest product of confidences, within ``shape``.
+
+    ``levels[d]`` may stand at depth ``d + 1``, best first. A path is never likelier than its
+    beginning, so the best ``n`` are a tree for every ``n``: they are found by taking the best open
+    node and opening its first child and its next sibling. The likeliest chain comes first.
+
+    Candidates that were sampled keep their distribution. They all carry one confidence per depth, so the
+    shape of the tree does not depend on what was sampled, and siblings are kept in the order sampled.
+    """
+    depth = min(len(levels), shape.depth)
+
+    def branch(above: float, parent: int, ranks: tuple[int, ...]) -> Iterator[Branch]:
+        """The node of these ranks, if there is one; ``above``: its parent's product."""
+        at, rank = len(ranks), ranks[-1]
+        if at <= depth and rank < min(shape.width, len(levels[at - 1].token_ids)):
+            sure = levels[at - 1].confidences[rank]
+            token_id, feature = levels[at - 1].token_ids[rank], feature_of(sure, rank)
+            yield Branch(above * min(sure, 1.0), parent, token_id, feature, (ranks, above))
+
+    def expand(node: int, taken: Branch) -> Iterator[Branch]:
+        ranks, above = taken.state
+        yield from branch(taken.weight, node, (*ranks, 0))
+        yield from branch(above, taken.parent, (*ranks[:-1], ranks[-1] + 1))
+
+    tree = best_first(branch(1.0, ROOT, (0,)), expand, max_nodes)
+    sampled: dict[int, Any] = {}
+    for parent, at in zip(tree.parents, tree.depths(), strict=True):
+        distribution = levels[at - 1].distribution
+        if distribution is not None:
+            sampled[parent] = distribution
+    return replace(tree, draft_probs=sampled) if sampled else tree

@@ -14,16 +14,19 @@ lie in place. A model on the target's rows misses the anchor alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from drafters.base import (
-    DrafterInfo,
+    Drafter,
+    DrafterContext,
     DrafterNeeds,
     DrafterOption,
     DraftRequest,
+    NewRequest,
     Observation,
-    OptionValue,
+    drafter,
 )
 from drafters.model.block_contents import BlockContents, TextDigests
 from drafters.model.growth import DraftGrowth, is_first_child
@@ -34,7 +37,7 @@ _EMA = 0.1
 _STRENGTH = 8.0
 _DECAY = 0.995
 
-_OPTIONS = (
+OPTIONS = (
     DrafterOption(
         "min_confidence",
         0.3,
@@ -118,38 +121,24 @@ class RoundTimes:
         return self._seconds.get(num_rows.bit_length(), 0.0)
 
 
-class ModelDrafter:
-    """See ``Drafter``. Nothing learned from one tenant's text reaches another: calibration counts hold
+class ModelDrafter(Drafter):
+    """See the module. Nothing learned from one tenant's text reaches another: calibration counts hold
     no tokens, and rows are found by digests that start with the tenant's cache_salt."""
 
-    def __init__(self, name: str, description: str, cost: str, model: DraftModel) -> None:
-        self.info = DrafterInfo(
-            name=name,
-            description=description,
-            drafts_trees=True,
-            options=_OPTIONS,
-            needs=DrafterNeeds(draft_slots=True),
-            cost=cost,
-            draws=True,
-        )
+    def __init__(self, model: DraftModel) -> None:
+        super().__init__()
         self._model = model
         self._contents = BlockContents(model.block_size)
         self._calibration = Calibration()
         self._times = RoundTimes()
-        self._states: dict[str, _State] = {}
 
-    def open(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        options: Mapping[str, OptionValue],
-        cache_salt: str,
-    ) -> None:
-        """Raises ValueError for options that do not fit."""
-        del token_ids
-        resolved = self.info.resolve(options)
-        text = TextDigests(cache_salt, self._model.block_size)
-        self._states[request_id] = _State(float(resolved["min_confidence"]), text)
+    @classmethod
+    def build(cls, context: DrafterContext, settings: Any) -> ModelDrafter:  # noqa: ARG003
+        return cls(context.draft_model(cls.info.name))
+
+    def start(self, request: NewRequest) -> _State:
+        text = TextDigests(request.cache_salt, self._model.block_size)
+        return _State(float(request.options["min_confidence"]), text)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Raises KeyError for a request that is not open."""
@@ -164,14 +153,6 @@ class ModelDrafter:
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
             self._calibration.learn(seen.tree, seen.path)
-
-    def num_top_tokens(self, request_id: str) -> int:
-        del request_id
-        return 0
-
-    def close(self, request_id: str) -> None:
-        """Forget the request; closing one that is not open does nothing (aborts may race)."""
-        self._states.pop(request_id, None)
 
     # The first round: known tokens
 
@@ -293,31 +274,37 @@ def _num_in_place(rows: DraftRows) -> int:
     return max(0, chain - rows.num_stored)
 
 
-def small_model(model: Callable[[str], DraftModel]) -> ModelDrafter:
-    """Raises what ``model`` raises where there is none."""
-    return ModelDrafter(
-        "small_model",
-        "A small model with the target's tokenizer guesses what the target will write.",
-        "One forward of the small model per depth, and KV memory for it beside the target's.",
-        model("small_model"),
-    )
+@drafter(
+    "small_model",
+    "A small model with the target's tokenizer guesses what the target will write.",
+    options=OPTIONS,
+    needs=DrafterNeeds(draft_slots=True, draft_model="small"),
+    cost="One forward of the small model per depth, and KV memory for it beside the target's.",
+    samples=True,
+)
+class SmallModelDrafter(ModelDrafter):
+    """See the module."""
 
 
-def quantized(model: Callable[[str], DraftModel]) -> ModelDrafter:
-    """Raises what ``model`` raises where there is none."""
-    return ModelDrafter(
-        "quantized",
-        "A copy with 8-bit or 4-bit weights guesses for the model that it was made from.",
-        "One forward of the copy per depth, and memory for its weights.",
-        model("quantized"),
-    )
+@drafter(
+    "quantized",
+    "A copy with 8-bit or 4-bit weights guesses for the model that it was made from.",
+    options=OPTIONS,
+    needs=DrafterNeeds(draft_slots=True, draft_model="quantized"),
+    cost="One forward of the copy per depth, and memory for its weights.",
+    samples=True,
+)
+class QuantizedDrafter(ModelDrafter):
+    """See the module."""
 
 
-def prefix_layers(model: Callable[[str], DraftModel]) -> ModelDrafter:
-    """Raises what ``model`` raises where there is none."""
-    return ModelDrafter(
-        "prefix_layers",
-        "Some of the target's own layers guess for all of them.",
-        "One forward of these layers per depth; no memory.",
-        model("prefix_layers"),
-    )
+@drafter(
+    "prefix_layers",
+    "Some of the target's own layers guess for all of them.",
+    options=OPTIONS,
+    needs=DrafterNeeds(draft_slots=True, draft_model="layers"),
+    cost="One forward of these layers per depth; no memory.",
+    samples=True,
+)
+class PrefixLayersDrafter(ModelDrafter):
+    """See the module."""

@@ -1,4 +1,5 @@
-"""What a ``ModelDrafter`` asks of a draft model; ``engine/drafting/draft_model.py`` has the real one."""
+"""What drafters ask of the models and heads that an engine lends them; ``engine/drafting`` has the real
+ones."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ class Candidates:
     ``confidences[i]`` is the share of token i among ``exp(log draft probability + noise)``: with
     greedy drafting its draft probability, with the verifier's noise how clearly it won.
 
-    For requests whose verification is not "match", ``distribution`` is what the tokens were drawn from,
-    without replacement: a tensor ``[vocab_size]``. Their confidences are its largest entry, whatever
-    was drawn: how far to draft must not depend on a draw that is judged by its distribution.
+    For requests whose verification is not "match", ``distribution`` is what the tokens were sampled
+    from, without replacement: a tensor ``[vocab_size]``. Their confidences are its largest entry,
+    whatever was sampled: how far to draft must not depend on a sample that is judged by its
+    distribution.
     """
 
     token_ids: Sequence[int]
@@ -67,3 +69,29 @@ class DraftModel(Protocol):
     def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
         """Run all rows at once and keep their keys and values; per request, candidates per scored
         row."""
+
+
+class FeatureModel(DraftModel, Protocol):
+    """A draft model that reads hidden states."""
+
+    def take_hidden(self, request_id: str, first: int, hidden: Any) -> None:
+        """The target's states of newly committed tokens from position ``first`` on."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept for a request."""
+
+
+class PredictionHeads(Protocol):
+    """Heads over a target's hidden states."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    def candidates(
+        self,
+        hidden: Sequence[Any],  # each [hidden_size]
+        asks: Sequence[DraftRequest],
+        num: int,
+    ) -> list[list[Candidates]]:
+        """``[request][head]``: ``num`` tokens each, chosen as the request samples; all requests in one
+        batch. The tokens of head 0 would stand right after the request's known tokens."""

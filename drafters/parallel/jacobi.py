@@ -12,18 +12,18 @@ the iteration deterministic at any temperature.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from drafters.base import (
-    DrafterInfo,
+    Drafter,
     DrafterNeeds,
     DrafterOption,
     DraftRequest,
+    NewRequest,
     Observation,
-    OptionValue,
+    Options,
+    drafter,
 )
-from drafters.per_request import PerRequestDrafter
 from drafters.tree import EMPTY, DraftTree, chain
 
 FRESH, CHANGED, UNCHANGED = 0, 1, 2
@@ -33,23 +33,16 @@ before it."""
 _FIRST_GUESSES = ("text", "last")
 
 
-class JacobiInfo(DrafterInfo):
-    """Adds the check of an option that is one of a few words."""
-
-    def resolve(self, given: Mapping[str, Any]) -> dict[str, OptionValue]:
-        options = DrafterInfo.resolve(self, given)
-        if options["first_guess"] not in _FIRST_GUESSES:
-            raise ValueError(f"first_guess must be one of: {', '.join(_FIRST_GUESSES)}")
-        return options
+def _check(options: Options) -> str:
+    known = options["first_guess"] in _FIRST_GUESSES
+    return "" if known else f"first_guess must be one of: {', '.join(_FIRST_GUESSES)}"
 
 
-INFO = JacobiInfo(
-    name="jacobi",
-    description=(
-        "Jacobi decoding: guesses a run of tokens and refines all of them in every step, with no "
-        "model and no memory. Seldom faster than plain decoding; the base that `lookahead` builds on."
-    ),
-    drafts_trees=False,
+@drafter(
+    "jacobi",
+    "Jacobi decoding: guesses a run of tokens and refines all of them in every step, with no "
+    "model and no memory. Seldom faster than plain decoding; the base that `lookahead` builds on.",
+    trees=False,
     options=(
         DrafterOption("window", 8, "Tokens guessed ahead.", 1, 64),
         DrafterOption(
@@ -59,25 +52,22 @@ INFO = JacobiInfo(
             "`last`, that one repeated.",
         ),
     ),
+    check=_check,
     # A refused row is not lost: it improves the next step's guess.
-    needs=DrafterNeeds(whole_trees=True),
+    needs=DrafterNeeds(all_or_nothing=True),
     cost="no model; `window` rows of the target in every step",
 )
-
-
-class JacobiDrafter(PerRequestDrafter):
+class JacobiDrafter(Drafter):
     """See the module. State per request: its guesses, and one successor per distinct token."""
 
-    def __init__(self) -> None:
-        super().__init__(INFO, JacobiState)
+    def start(self, request: NewRequest) -> JacobiState:
+        return JacobiState(request.token_ids, request.options)
 
 
 class JacobiState:
     """One request's iteration."""
 
-    num_top_tokens = 0
-
-    def __init__(self, token_ids: Sequence[int], options: Mapping[str, OptionValue]) -> None:
+    def __init__(self, token_ids: Sequence[int], options: Options) -> None:
         self._window = int(options["window"])
         self._uses_text = options["first_guess"] == "text"
         self._successors: dict[int, int] = {}

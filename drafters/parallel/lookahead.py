@@ -1,7 +1,7 @@
 """``lookahead``: Lookahead decoding (Fu et al., arXiv 2402.02057).
 
 Every step verifies guesses from a pool of n-grams and, in the same forward, a window that makes new
-n-grams by Jacobi iteration: see ``lookahead_window`` and ``ngram_pool``. Both are ordinary draft
+n-grams by Jacobi iteration. Both are ordinary draft
 nodes, merged where they begin alike, so a window's token that turns out right is accepted like any
 other, and a whole n-gram brings its ``n - 1`` tokens and the target's next one.
 
@@ -13,23 +13,22 @@ text where the target says so.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import cycle, islice
 from typing import NamedTuple
 
 from drafters.base import (
-    DrafterInfo,
+    Drafter,
     DrafterNeeds,
     DrafterOption,
     DraftRequest,
+    NewRequest,
     Observation,
-    OptionValue,
+    Options,
+    drafter,
 )
-from drafters.parallel.lookahead_window import LookaheadWindow, num_window_nodes
-from drafters.parallel.ngram_pool import NgramPool
-from drafters.per_request import PerRequestDrafter
-from drafters.tree import EMPTY, ROOT, DraftTree
-from drafters.trie import Trie
+from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
 
 _MAX_KEYS = 4096
 _MAX_PROMPT_TOKENS = 8192
@@ -39,24 +38,6 @@ _NUM_FILLERS = 61
 _NUM_GUESS_FEATURES = 8
 WINDOW_FEATURE = _NUM_GUESS_FEATURES
 """Guesses have their rank as a feature, 0 the newest; level 0 has this one, other levels the next."""
-
-INFO = DrafterInfo(
-    name="lookahead",
-    description=(
-        "Lookahead decoding: grows n-grams by Jacobi iteration in a window of guesses and verifies "
-        "those that begin with the last token, in one forward. Needs no model and no repetition in "
-        "the text, but some 50 rows per request and step: for few requests on a fast device."
-    ),
-    drafts_trees=False,
-    options=(
-        DrafterOption("window", 7, "W: columns, the positions ahead that are iterated on.", 1, 60),
-        DrafterOption("ngram", 5, "N: length of an n-gram; the window has N - 1 levels.", 2, 8),
-        DrafterOption("guesses", 7, "G: n-grams kept per token and verified per step.", 1, 60),
-        DrafterOption("pool_from_prompt", True, "Start the pool with the prompt's n-grams."),
-    ),
-    needs=DrafterNeeds(whole_trees=True),
-    cost="no model; with the default options up to 55 rows of the target in every step",
-)
 
 
 class LookaheadSize(NamedTuple):
@@ -80,19 +61,32 @@ def fit(max_nodes: int, width: int, n: int, num_guesses: int) -> LookaheadSize:
     return LookaheadSize(0, max(1, min(num_guesses, max_nodes // per_guess)))
 
 
-class LookaheadDrafter(PerRequestDrafter):
+@drafter(
+    "lookahead",
+    "Lookahead decoding: grows n-grams by Jacobi iteration in a window of guesses and verifies "
+    "those that begin with the last token, in one forward. Needs no model and no repetition in "
+    "the text, but some 50 rows per request and step: for few requests on a fast device.",
+    trees=False,
+    options=(
+        DrafterOption("window", 7, "W: columns, the positions ahead that are iterated on.", 1, 60),
+        DrafterOption("ngram", 5, "N: length of an n-gram; the window has N - 1 levels.", 2, 8),
+        DrafterOption("guesses", 7, "G: n-grams kept per token and verified per step.", 1, 60),
+        DrafterOption("pool_from_prompt", True, "Start the pool with the prompt's n-grams."),
+    ),
+    needs=DrafterNeeds(all_or_nothing=True),
+    cost="no model; with the default options up to 55 rows of the target in every step",
+)
+class LookaheadDrafter(Drafter):
     """See the module. State per request: a window and a pool, both bounded."""
 
-    def __init__(self) -> None:
-        super().__init__(INFO, LookaheadState)
+    def start(self, request: NewRequest) -> LookaheadState:
+        return LookaheadState(request.token_ids, request.options)
 
 
 class LookaheadState:
     """One request's window and pool."""
 
-    num_top_tokens = 0
-
-    def __init__(self, token_ids: Sequence[int], options: Mapping[str, OptionValue]) -> None:
+    def __init__(self, token_ids: Sequence[int], options: Options) -> None:
         self._n = int(options["ngram"])
         self._width = int(options["window"])
         self._num_guesses = int(options["guesses"])
@@ -111,16 +105,16 @@ class LookaheadState:
         # The last column reaches as deep as this; columns that were cut would stop the window.
         width = min(self._width, request.shape.depth - self._n + 3)
         size = fit(request.max_nodes, width, self._n, self._num_guesses)
-        trie = Trie(request.max_nodes, request.shape.depth)
+        builder = TreeBuilder()
         guesses = self._pool.newest(request.token_ids[-1], size.num_guesses)
         for rank, guess in enumerate(guesses):
-            node: int | None = ROOT
+            node = ROOT
             for token_id in guess:
-                node = trie.add(node, token_id, min(rank, _NUM_GUESS_FEATURES - 1))
+                node = builder.add(node, token_id, min(rank, _NUM_GUESS_FEATURES - 1))
         if size.width:
             self._window.resize(size.width)
-            self._window.add_to(trie, WINDOW_FEATURE)
-        return trie.build()
+            self._window.add_to(builder, WINDOW_FEATURE)
+        return builder.best(request.max_nodes, depth=request.shape.depth)
 
     def observe(self, observation: Observation) -> None:
         """Pool the text's new n-grams and the window's, and move the window on."""
@@ -137,3 +131,169 @@ class LookaheadState:
     def size(self) -> int:
         """N-grams held."""
         return self._pool.size()
+
+
+def num_window_nodes(width: int, n: int) -> int:
+    """Most nodes that a window has at any time, its first steps included."""
+    return max((width + n - 3 - level) + level * (width + n - 2 - level) for level in range(n - 1))
+
+
+class LookaheadWindow:
+    """The 2-D window of Lookahead decoding: ``n - 1`` levels of guesses over ``width`` columns.
+
+    Level 0, column 0 is the anchor; column c of level r stands for the text at position
+    ``anchor + r + c``, as guessed ``n - 1 - r`` steps ago. As draft nodes, level 0 is a chain and every
+    column hangs under its level-0 token:
+
+        anchor - 0,1 - 0,2 - 0,3         level 0
+          |       |     |     |
+         1,0     1,1   1,2   1,3         level 1
+          |       |     |     |
+         2,0     2,1   2,2   2,3         level 2: the target's tokens at these rows are the next level
+
+    so a row sees what the method's mask lets it see, and its depth is its position. A step gives every
+    column one more token: level 0 is dropped, the new tokens become the last level, and the window has
+    moved on by one position, whatever was accepted.
+
+    It starts with level 0 alone, ``width + n - 3`` random tokens of the prompt; each of the first
+    ``n - 2`` steps adds a level and takes the first column off.
+
+    ``fillers`` are the tokens that level 0 starts from and that added columns are made of.
+    """
+
+    def __init__(self, width: int, n: int, fillers: Sequence[int]) -> None:
+        """Raises ValueError for an ``n`` below 2, a ``width`` below 1 and no fillers."""
+        if n < 2 or width < 1 or not fillers:
+            raise ValueError("a window needs n >= 2, a column and tokens to start from")
+        self.n = n
+        self._fillers = cycle(fillers)
+        self._levels: list[list[int]] = [[]]
+        self._width = 0
+        self.resize(width)
+
+    @property
+    def levels(self) -> list[list[int]]:
+        """The tokens: level 0 without its column 0, then the levels above it from column 0 on."""
+        return [list(level) for level in self._levels]
+
+    @property
+    def is_full(self) -> bool:
+        """All ``n - 1`` levels are there, so a step completes n-grams."""
+        return len(self._levels) == self.n - 1
+
+    def resize(self, width: int) -> None:
+        """Cut columns off the end or add columns of fillers there."""
+        if width == self._width:
+            return
+        self._width = width
+        num_columns = width + self.n - 1 - len(self._levels)
+        for rank, level in enumerate(self._levels):
+            num_wanted = num_columns - (rank == 0)
+            del level[num_wanted:]
+            level += islice(self._fillers, num_wanted - len(level))
+
+    def add_to(self, builder: TreeBuilder, feature: int) -> None:
+        """Hang the window under the root: level 0 with ``feature``, the others with the next."""
+        column = ROOT
+        uppers = self._levels[1:]
+        for index, token_id in enumerate([*self._levels[0], None]):
+            node = column
+            for level in uppers:
+                node = builder.add(node, level[index], feature + 1)
+            if token_id is not None:
+                column = builder.add(column, token_id, feature)
+
+    def advance(
+        self, anchor: int, tree: DraftTree, row_token_ids: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        """Take in a step: ``anchor`` it started from, what was verified and what the target said.
+
+        Returns the n-grams of a full window, one per column whose rows were all verified. Where rows
+        are missing (a shortage cut the tree, or nothing was granted) the window stays as it is.
+        """
+        nodes = {
+            (parent, token_id): node
+            for node, (token_id, parent) in enumerate(
+                zip(tree.token_ids, tree.parents, strict=True)
+            )
+        }
+        columns = [anchor, *self._levels[0]]
+        newest: list[int] = []
+        ngrams: list[tuple[int, ...]] = []
+        for index, tip in enumerate(self._tips(nodes)):
+            if tip is None:
+                continue
+            token_id = row_token_ids[tip + 1]
+            newest.append(token_id)
+            if self.is_full:
+                above = (level[index] for level in self._levels[1:])
+                ngrams.append((columns[index], *above, token_id))
+        if len(newest) == len(columns):
+            self._slide(newest)
+        return ngrams
+
+    def _tips(self, nodes: Mapping[tuple[int, int], int]) -> Iterator[int | None]:
+        """Per column the node of its last level, None where it was not verified."""
+        column: int | None = ROOT
+        for index in range(len(self._levels[0]) + 1):
+            if index and column is not None:
+                column = nodes.get((column, self._levels[0][index - 1]))
+            tip = column
+            for level in self._levels[1:]:
+                if tip is not None:
+                    tip = nodes.get((tip, level[index]))
+            yield tip
+
+    def _slide(self, newest: list[int]) -> None:
+        if self.is_full:
+            self._levels = [*self._levels[1:], newest]
+            del self._levels[0][0]  # the next anchor takes the place of column 0
+        else:
+            self._levels = [*(level[1:] for level in self._levels), newest[1:]]
+
+
+class NgramPool:
+    """What may follow a token: per first token, up to ``num_per_key`` tuples of the ``n - 1`` tokens
+    that followed it, newest last.
+
+    What is inserted again counts as new; the oldest goes first, of a key's tuples as of the keys.
+    Looking up refreshes nothing. At most ``max_keys`` keys.
+    """
+
+    def __init__(self, n: int, num_per_key: int, max_keys: int) -> None:
+        self.n = n
+        self._num_per_key = num_per_key
+        self._max_keys = max_keys
+        self._ngrams: dict[int, list[tuple[int, ...]]] = {}
+
+    def insert(self, key: int, continuation: tuple[int, ...]) -> None:
+        """Add one n-gram: ``key`` and the ``n - 1`` tokens after it."""
+        held = self._ngrams.pop(key, None)
+        if held is None:
+            if len(self._ngrams) >= self._max_keys:
+                del self._ngrams[next(iter(self._ngrams))]
+            held = []
+        elif continuation in held:
+            held.remove(continuation)
+        elif len(held) >= self._num_per_key:
+            del held[0]
+        held.append(continuation)
+        self._ngrams[key] = held  # last among the keys
+
+    def insert_text(self, token_ids: Sequence[int]) -> None:
+        """Add every n-gram of a text, first to last."""
+        for start in range(len(token_ids) - self.n + 1):
+            end = start + self.n
+            self.insert(token_ids[start], tuple(token_ids[start + 1 : end]))
+
+    def newest(self, key: int, num: int) -> list[tuple[int, ...]]:
+        """Up to ``num`` continuations of ``key``, the newest first."""
+        held = self._ngrams.get(key)
+        return held[: -num - 1 : -1] if held else []
+
+    def size(self) -> int:
+        """N-grams held."""
+        return sum(map(len, self._ngrams.values()))
+
+    def num_keys(self) -> int:
+        return len(self._ngrams)

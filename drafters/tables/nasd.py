@@ -10,34 +10,38 @@ After the n-gram assisted decoding of romsto/Speculative-Decoding, written anew,
 - filler counts only tokens that the target could have sampled;
 - ties: the highest count, then the one counted last (theirs kept the first ever seen);
 - random drafts, when asked for, are a function of the position, so a run can be repeated;
-- memory is bounded (``drafters.tables.ngram_counts`` says how).
+- memory is bounded (``NgramCounts`` says how).
 
 Verification, where the original emitted a second sample instead of the tested one, is not here.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 from drafters.base import (
-    DrafterInfo,
+    Drafter,
     DrafterOption,
     DraftRequest,
-    DraftShape,
+    NewRequest,
     Observation,
-    OptionValue,
+    Options,
+    drafter,
 )
-from drafters.contexts import TOKEN_BITS, window_mask
-from drafters.per_request import PerRequestDrafter
-from drafters.tables.ngram_counts import Continuation, NgramCounts
-from drafters.tree import EMPTY, ROOT, DraftTree
+from drafters.contexts import advanced, levels, window_mask
+from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first, chain
 
+MAX_CONTINUATIONS = 16
 _MAX_VOCABULARY = 8_192
 _NUM_SHARE_BUCKETS = 8
 _RANDOM_FEATURE = 0
 _MASK_64 = (1 << 64) - 1
+
+
+Continuation = tuple[int, int, float]
+"""Token id, tokens of context it was counted under (0: unknown), share of that context's counts."""
+
+_UNKNOWN: Continuation = (0, 0, 0.0)
 
 
 def share_feature(context_length: int, share: float) -> int:
@@ -64,87 +68,46 @@ _SHARED_OPTIONS = (
     ),
 )
 
-ONE_LEVEL_INFO = DrafterInfo(
-    name="nasd_one_level",
-    description="Counted n-grams: the likeliest token seen after exactly the last n - 1 tokens.",
-    drafts_trees=True,
+
+@drafter(
+    "nasd_one_level",
+    "Counted n-grams: the likeliest token seen after exactly the last n - 1 tokens.",
     options=(
         DrafterOption("n", 3, "Length of the n-gram: n - 1 tokens of context and one more.", 2, 8),
         *_SHARED_OPTIONS,
     ),
 )
+class NasdOneLevelDrafter(Drafter):
+    """Contexts of exactly ``n - 1`` tokens."""
+
+    def start(self, request: NewRequest) -> NasdState:
+        length = int(request.options["n"]) - 1
+        return NasdState(request.token_ids, request.options, (length,))
 
 
-class NasdInfo(DrafterInfo):
-    """Adds the check that spans two options."""
-
-    def resolve(self, given: Mapping[str, Any]) -> dict[str, OptionValue]:
-        options = DrafterInfo.resolve(self, given)
-        if int(options["min_context"]) > int(options["n"]) - 1:
-            raise ValueError("min_context must not exceed n - 1")
-        return options
+def _check(options: Options) -> str:
+    wrong = int(options["min_context"]) > int(options["n"]) - 1
+    return "min_context must not exceed n - 1" if wrong else ""
 
 
-INFO = NasdInfo(
-    name="nasd",
-    description=(
-        "Counted n-grams with back-off: the likeliest token seen after the last n - 1 tokens, or "
-        "after the longest known ending of them. Learns from the prompt and from what is emitted."
-    ),
-    drafts_trees=True,
+@drafter(
+    "nasd",
+    "Counted n-grams with back-off: the likeliest token seen after the last n - 1 tokens, or "
+    "after the longest known ending of them. Learns from the prompt and from what is emitted.",
     options=(
         DrafterOption("n", 4, "Longest n-gram: up to n - 1 tokens of context and one more.", 2, 8),
         DrafterOption("min_context", 1, "Shortest context that backing off may use.", 1, 7),
         *_SHARED_OPTIONS,
     ),
+    check=_check,
 )
-
-
-class NasdOneLevelDrafter(PerRequestDrafter):
-    """Contexts of exactly ``n - 1`` tokens."""
-
-    def __init__(self) -> None:
-        super().__init__(ONE_LEVEL_INFO, _one_level_state)
-
-
-class NasdDrafter(PerRequestDrafter):
+class NasdDrafter(Drafter):
     """Contexts of ``n - 1`` down to ``min_context`` tokens, the longest known one used."""
 
-    def __init__(self) -> None:
-        super().__init__(INFO, _back_off_state)
-
-
-def _one_level_state(token_ids: Sequence[int], options: Mapping[str, OptionValue]) -> NasdState:
-    length = int(options["n"]) - 1
-    return NasdState(token_ids, options, (length,))
-
-
-def _back_off_state(token_ids: Sequence[int], options: Mapping[str, OptionValue]) -> NasdState:
-    lengths = range(int(options["n"]) - 1, int(options["min_context"]) - 1, -1)
-    return NasdState(token_ids, options, tuple(lengths))
-
-
-class _Candidate(NamedTuple):
-    """A tree node in the making; the smallest is the likeliest, then the one found first."""
-
-    negative_weight: float
-    serial: int
-    parent: int  # index among the chosen
-    on_spine: bool
-    depth: int
-    window: int  # what comes before the token
-    continuation: Continuation
-
-
-def _spine_first(chosen: Sequence[_Candidate]) -> DraftTree:
-    """The tree of these nodes (parents before children), the likeliest chain as its first nodes."""
-    order = sorted(range(len(chosen)), key=lambda index: not chosen[index].on_spine)  # stable
-    index_of = {ROOT: ROOT} | {old: new for new, old in enumerate(order)}
-    return DraftTree(
-        [chosen[index].continuation[0] for index in order],
-        [index_of[chosen[index].parent] for index in order],
-        [_feature(chosen[index].continuation) for index in order],
-    )
+    def start(self, request: NewRequest) -> NasdState:
+        options = request.options
+        lengths = range(int(options["n"]) - 1, int(options["min_context"]) - 1, -1)
+        return NasdState(request.token_ids, options, tuple(lengths))
 
 
 def _feature(continuation: Continuation) -> int:
@@ -166,7 +129,7 @@ class NasdState:
     def __init__(
         self,
         token_ids: Sequence[int],
-        options: Mapping[str, OptionValue],
+        options: Options,
         context_lengths: tuple[int, ...],
     ) -> None:
         """``context_lengths``: longest first."""
@@ -208,7 +171,7 @@ class NasdState:
             return EMPTY
         if request.shape.width == 1:
             return self._chain(depth)
-        return self._tree(request.max_nodes, request.shape)
+        return self._tree(request.max_nodes, request.shape.width, request.shape.depth)
 
     def _learn(self, token_ids: Sequence[int]) -> None:
         """Count the tokens of the request's list that were not counted yet."""
@@ -216,9 +179,8 @@ class NasdState:
             self._learn_one(token_id)
 
     def _learn_one(self, token_id: int) -> None:
-        window = self._window
-        self._counts.add(window, token_id)
-        self._window = ((window << TOKEN_BITS) | (token_id + 1)) & self._mask
+        self._counts.add(self._window, token_id)
+        self._window = advanced(self._window, token_id, self._mask)
         self._num_tokens += 1
         if (
             self._drafts_random
@@ -243,50 +205,127 @@ class NasdState:
             else:
                 features.append(share_feature(context_length, share))
             token_ids.append(token_id)
-            window = ((window << TOKEN_BITS) | (token_id + 1)) & mask
-        return DraftTree(token_ids, range(-1, len(token_ids) - 1), features)
+            window = advanced(window, token_id, mask)
+        return chain(token_ids, features)
 
-    def _tree(self, max_nodes: int, shape: DraftShape) -> DraftTree:
+    def _tree(self, max_nodes: int, width: int, max_depth: int) -> DraftTree:
         """Best first by the product of shares along the path; the argmax chain in front."""
-        chosen: list[_Candidate] = []
-        waiting: list[_Candidate] = []
-        root = _Candidate(-1.0, 0, ROOT, True, 0, 0, (0, 0, 1.0))
-        serial = self._expand(waiting, root, ROOT, self._window, shape.width)
-        while waiting and len(chosen) < max_nodes:
-            node = heapq.heappop(waiting)
-            chosen.append(node)
-            if node.depth < shape.depth:
-                window = ((node.window << TOKEN_BITS) | (node.continuation[0] + 1)) & self._mask
-                serial = self._expand(waiting, node, len(chosen) - 1, window, shape.width, serial)
-        return _spine_first(chosen)
 
-    def _expand(
-        self,
-        waiting: list[_Candidate],
-        node: _Candidate,
-        index: int,
-        window: int,
-        width: int,
-        serial: int = 0,
-    ) -> int:
-        """Queue the children of ``node``, the ``index``-th chosen; the next free serial number."""
-        found = self._counts.likeliest(window, width)
-        if not found and self._drafts_random and self._vocabulary_list:
-            found = [(self._random_token(node.depth), 0, 1.0 / len(self._vocabulary_list))]
-        on_spine, weight, depth = node.on_spine, node.negative_weight, node.depth + 1
-        for continuation in found:
-            heapq.heappush(
-                waiting,
-                _Candidate(
-                    weight * continuation[2], serial, index, on_spine, depth, window, continuation
-                ),
-            )
-            on_spine = False
-            serial += 1
-        return serial
+        def branches(node: int, weight: float, window: int, depth: int) -> Iterator[Branch]:
+            found = self._counts.likeliest(window, width)
+            if not found and self._drafts_random and self._vocabulary_list:
+                found = [(self._random_token(depth), 0, 1.0 / len(self._vocabulary_list))]
+            for continuation in found:
+                token_id, _, share = continuation
+                state = (window, depth + 1)
+                yield Branch(weight * share, node, token_id, _feature(continuation), state)
+
+        def expand(node: int, branch: Branch) -> Iterator[Branch]:
+            window, depth = branch.state
+            if depth == max_depth:
+                return iter(())
+            window = advanced(window, branch.token_id, self._mask)
+            return branches(node, branch.weight, window, depth)
+
+        return best_first(branches(ROOT, 1.0, self._window, 0), expand, max_nodes)
 
     def _random_token(self, offset: int) -> int:
-        """A seen token drawn by the position it is drafted for."""
+        """A seen token picked by the position it is drafted for."""
         return self._vocabulary_list[
             _scramble(self._num_tokens + offset) % len(self._vocabulary_list)
         ]
+
+
+class NgramCounts:
+    """Counts of (context, next token) for the given context lengths; contexts are packed windows.
+
+    Shares are ``count / (total + 1)``: a context seen once is believed by half. Within a context
+    the highest count wins, then the token counted last.
+
+    Memory: two generations of at most ``max_contexts / 2`` contexts, all lengths together. Counting
+    moves a context to the young generation; when that is full it becomes the old one, and what
+    the old one still held, contexts not counted for a whole generation, is dropped. A context keeps
+    ``MAX_CONTINUATIONS`` tokens; the one counted least, then longest ago, makes room.
+    """
+
+    __slots__ = ("_generation_size", "_levels", "_old", "_young")
+
+    def __init__(self, context_lengths: tuple[int, ...], max_contexts: int) -> None:
+        """``context_lengths``: longest first."""
+        self._levels = levels(context_lengths)
+        self._generation_size = max(1, max_contexts // 2)
+        # Insertion order inside a context is the order of counting: the last one is the newest.
+        self._young: dict[int, dict[int, int]] = {}
+        self._old: dict[int, dict[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def add(self, window: int, token_id: int) -> None:
+        """Count ``token_id`` after every known length of ``window``'s ending."""
+        young = self._young
+        for _, mask, smallest in self._levels:
+            key = window & mask
+            if key < smallest:
+                continue
+            counts = young.get(key)
+            if counts is None:
+                counts = self._rejuvenate(key)
+                young = self._young
+            counts[token_id] = counts.pop(token_id, 0) + 1
+            if len(counts) > MAX_CONTINUATIONS:
+                _drop_least(counts)
+
+    def best(self, window: int) -> Continuation:
+        """The likeliest continuation under the longest known context."""
+        young, old = self._young, self._old
+        for length, mask, smallest in self._levels:
+            key = window & mask
+            counts = young.get(key) or old.get(key)
+            if counts is None or key < smallest:
+                continue
+            if len(counts) == 1:
+                ((token_id, count),) = counts.items()
+                return token_id, length, count / (count + 1)
+            token_id = max(reversed(counts), key=counts.__getitem__)
+            return token_id, length, counts[token_id] / (sum(counts.values()) + 1)
+        return _UNKNOWN
+
+    def likeliest(self, window: int, num_tokens: int) -> list[Continuation]:
+        """Up to ``num_tokens`` distinct continuations, likeliest first; the first is ``best``'s.
+
+        Those of the longest known context first; what their shares leave over is shared out in the
+        same way under the shorter ones.
+        """
+        found: list[Continuation] = []
+        seen: set[int] = set()
+        left = 1.0
+        for length, mask, smallest in self._levels:
+            key = window & mask
+            counts = self._young.get(key) or self._old.get(key)
+            if counts is None or key < smallest:
+                continue
+            scale = left / (sum(counts.values()) + 1)
+            newest_first = list(counts)[::-1]
+            for token_id in sorted(newest_first, key=counts.__getitem__, reverse=True):
+                if token_id not in seen:
+                    seen.add(token_id)
+                    found.append((token_id, length, counts[token_id] * scale))
+                    if len(found) == num_tokens:
+                        return found
+            left = scale
+        return found
+
+    def _rejuvenate(self, key: int) -> dict[int, int]:
+        """The context's counts, or new ones, now in the young generation."""
+        if len(self._young) >= self._generation_size:
+            self._old = self._young
+            self._young = {}
+        counts = self._young[key] = self._old.pop(key, {})
+        return counts
+
+
+def _drop_least(counts: dict[int, int]) -> None:
+    """The newest token is exempt: otherwise a full context could never learn another one."""
+    newest = next(reversed(counts))
+    del counts[min((token_id for token_id in counts if token_id != newest), key=counts.__getitem__)]

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from drafters.contexts import TOKEN_BITS, window_mask
-from drafters.tables.generations import Generations
+from drafters.contexts import Level
+from drafters.tables.sharing import Generations
 
 NUM_TOKENS_KEPT = 10
 MAX_WAITING = 1_024
@@ -25,22 +25,6 @@ class Entry(NamedTuple):
     num_visits: int
     token_ids: tuple[int, ...]
     probs: tuple[float, ...]
-
-
-class Level(NamedTuple):
-    """A context length. ``smallest`` is the least key of a context that is complete."""
-
-    num_tokens: int
-    mask: int
-    smallest: int
-
-
-def levels(longest: int, shortest: int) -> list[Level]:
-    """Longest first."""
-    return [
-        Level(n, window_mask(n), 1 << (TOKEN_BITS * (n - 1)))
-        for n in range(longest, shortest - 1, -1)
-    ]
 
 
 def merged(entry: Entry, rows: Sequence[Entry]) -> Entry:

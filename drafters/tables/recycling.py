@@ -9,12 +9,11 @@ asked about yet fall back on what followed them in the prompt; and rows are boun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
-from drafters.base import DrafterInfo, DrafterOption, DraftRequest, Observation, OptionValue
-from drafters.tables.generations import Generations
-from drafters.tables.sharing import SHARE_OPTION, SharingDrafter
+from drafters.base import DrafterOption, DraftRequest, NewRequest, Observation, Options, drafter
+from drafters.tables.sharing import SHARE_OPTION, Generations, SharingDrafter, TableState
 from drafters.tables.template import (
     NO_CHILDREN,
     Children,
@@ -23,7 +22,7 @@ from drafters.tables.template import (
     best_first_paths,
     grow,
 )
-from drafters.tree import EMPTY, DraftTree
+from drafters.tree import EMPTY, DraftTree, chain
 
 Matrix: TypeAlias = Generations[tuple[int, ...]]
 
@@ -35,29 +34,6 @@ RANK_SHARES = (0.667, 0.068, 0.029, 0.018, 0.013, 0.009, 0.006, 0.005)
 """How often the next token was the rank-th of its row, over 80 texts of the bundled model; orders the
 template."""
 _NUM_DEPTHS = 8
-
-INFO = DrafterInfo(
-    name="recycling",
-    description=(
-        "Recycles the target's likeliest tokens of every verified row: a matrix of successors per "
-        "token, drafted as a static tree. Knows something after every token, but only from one "
-        "token of context."
-    ),
-    drafts_trees=True,
-    options=(
-        DrafterOption("k", MAX_K, "Successors remembered per token.", 1, MAX_K),
-        DrafterOption(
-            "max_rows",
-            32_768,
-            "Tokens whose successors are remembered; the least recently seen go first. A shared "
-            "matrix has its own bound.",
-            1_024,
-            1e6,
-        ),
-        SHARE_OPTION,
-    ),
-    cost="Microseconds of CPU time; the target's k likeliest tokens per verified row.",
-)
 
 
 def level_template(level_sizes: Sequence[int], shares: Sequence[float]) -> DraftTemplate:
@@ -75,26 +51,45 @@ def level_template(level_sizes: Sequence[int], shares: Sequence[float]) -> Draft
     return DraftTemplate(paths)
 
 
+@drafter(
+    "recycling",
+    "Recycles the target's likeliest tokens of every verified row: a matrix of successors per "
+    "token, drafted as a static tree. Knows something after every token, but only from one "
+    "token of context.",
+    options=(
+        DrafterOption("k", MAX_K, "Successors remembered per token.", 1, MAX_K),
+        DrafterOption(
+            "max_rows",
+            32_768,
+            "Tokens whose successors are remembered; the least recently seen go first. A shared "
+            "matrix has its own bound.",
+            1_024,
+            1e6,
+        ),
+        SHARE_OPTION,
+    ),
+    cost="Microseconds of CPU time; the target's k likeliest tokens per verified row.",
+)
 class RecyclingDrafter(SharingDrafter[Matrix]):
     """See the module."""
 
     def __init__(self) -> None:
-        template = level_template(LEVEL_SIZES, RANK_SHARES)
         super().__init__(
-            INFO,
-            lambda ids, options, matrix: RecyclingState(ids, options, matrix, template),
-            lambda options: Generations(int(options["max_rows"])),
-            lambda: Generations(SHARED_ROWS),
+            lambda options: Generations(int(options["max_rows"])), lambda: Generations(SHARED_ROWS)
         )
+        self._template = level_template(LEVEL_SIZES, RANK_SHARES)
+
+    def state_over(self, request: NewRequest, table: Matrix) -> RecyclingState:
+        return RecyclingState(request.token_ids, request.options, table, self._template)
 
 
-class RecyclingState:
+class RecyclingState(TableState):
     """One request. Its matrix may be shared with requests of the same tenant."""
 
     def __init__(
         self,
         token_ids: Sequence[int],
-        options: Mapping[str, OptionValue],
+        options: Options,
         matrix: Matrix,
         template: DraftTemplate,
     ) -> None:
@@ -150,7 +145,7 @@ class RecyclingState:
             token_id = successors[0]
             token_ids.append(token_id)
             features.append(rank_feature(0, depth))
-        return DraftTree(token_ids, range(-1, len(token_ids) - 1), features)
+        return chain(token_ids, features)
 
     def _children(self, state: tuple[int, int]) -> Children:
         token_id, depth = state

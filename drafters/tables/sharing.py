@@ -8,11 +8,11 @@ use, a request gets a table of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeAlias, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from drafters.base import DrafterInfo, DrafterOption, OptionValue
-from drafters.per_request import DraftState, PerRequestDrafter
+from drafters.base import Drafter, DrafterOption, NewRequest, Options
 
 MAX_TENANTS = 8
 SHARE_OPTION = DrafterOption(
@@ -23,6 +23,7 @@ SHARE_OPTION = DrafterOption(
 )
 
 Table = TypeVar("Table")
+Value = TypeVar("Value")
 
 
 class TenantTables(Generic[Table]):
@@ -31,9 +32,8 @@ class TenantTables(Generic[Table]):
     def __init__(self, make: Callable[[], Table], max_tenants: int = MAX_TENANTS) -> None:
         self._make = make
         self._max_tenants = max_tenants
-        self._tables: dict[
-            str, Table
-        ] = {}  # by cache_salt, the tenant that drafted last at the end
+        # By cache_salt, the tenant that drafted last at the end.
+        self._tables: dict[str, Table] = {}
         self._num_open: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -65,40 +65,67 @@ class TenantTables(Generic[Table]):
         return True
 
 
-Options: TypeAlias = Mapping[str, OptionValue]
+class TableState:
+    """What a sharing drafter knows of a request. ``tenant``: whose table it has borrowed, if any."""
+
+    tenant: str | None = None
 
 
-class SharingDrafter(PerRequestDrafter, Generic[Table]):
+class SharingDrafter(Drafter, ABC, Generic[Table]):
     """One state per request, over a table that is the request's own or its tenant's."""
 
     def __init__(
-        self,
-        info: DrafterInfo,
-        make_state: Callable[[Sequence[int], Options, Table], DraftState],
-        make_own: Callable[[Options], Table],
-        make_shared: Callable[[], Table],
+        self, make_own: Callable[[Options], Table], make_shared: Callable[[], Table]
     ) -> None:
-        super().__init__(info, lambda ids, options: make_state(ids, options, make_own(options)))
-        self._make_sharing_state = make_state
+        super().__init__()
+        self._make_own = make_own
         self._tables = TenantTables(make_shared)
-        self._borrowers: dict[str, str] = {}
 
-    def open(
-        self, request_id: str, token_ids: Sequence[int], options: Options, cache_salt: str
-    ) -> None:
-        """Raises as ``PerRequestDrafter.open`` does."""
-        resolved = self.info.resolve(options)
-        table = None
-        if resolved["share"] and request_id not in self._states:
-            table = self._tables.borrow(cache_salt)
-        if table is None:
-            super().open(request_id, token_ids, options, cache_salt)
-            return
-        self._borrowers[request_id] = cache_salt
-        self._states[request_id] = self._make_sharing_state(token_ids, resolved, table)
+    @abstractmethod
+    def state_over(self, request: NewRequest, table: Table) -> TableState:
+        """What is known of a new request, which learns into ``table``."""
 
-    def close(self, request_id: str) -> None:
-        super().close(request_id)
-        cache_salt = self._borrowers.pop(request_id, None)
-        if cache_salt is not None:
-            self._tables.give_back(cache_salt)
+    def start(self, request: NewRequest) -> TableState:
+        shared = self._tables.borrow(request.cache_salt) if request.options["share"] else None
+        if shared is None:
+            return self.state_over(request, self._make_own(request.options))
+        state = self.state_over(request, shared)
+        state.tenant = request.cache_salt
+        return state
+
+    def finish(self, request_id: str, state: TableState) -> None:  # noqa: ARG002
+        if state.tenant is not None:
+            self._tables.give_back(state.tenant)
+
+
+class Generations(Generic[Value]):
+    """A bounded dictionary that forgets what was not written for long, at no cost per entry: integer
+    keys to values, in two generations of at most ``max_entries / 2`` each.
+
+    Writing puts a key into the young generation; when that is full it becomes the old one, and what
+    the old one still held, keys not written for a whole generation, is dropped.
+    """
+
+    __slots__ = ("_generation_size", "_old", "_young")
+
+    def __init__(self, max_entries: int) -> None:
+        self._generation_size = max(1, max_entries // 2)
+        self._young: dict[int, Value] = {}
+        self._old: dict[int, Value] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def get(self, key: int) -> Value | None:
+        value = self._young.get(key)
+        return self._old.get(key) if value is None else value
+
+    def put(self, key: int, value: Value) -> None:
+        young = self._young
+        if key not in young:
+            if len(young) >= self._generation_size:
+                self._old = young
+                young = self._young = {}
+            if self._old:
+                self._old.pop(key, None)
+        young[key] = value

@@ -1,8 +1,8 @@
-"""``stand``: the target's own distributions after each n-gram, drawn from as the verifier draws.
+"""``stand``: the target's own distributions after each n-gram, sampled as the verifier samples.
 
 Stochastic adaptive n-gram drafting (Song et al. 2025, arXiv 2506.04708), written from its
 description: tables of merged distributions per context (``drafters.tables.prob_tables``), a static tree
-that an optimiser found (``drafters.tables.template_search``), children by Gumbel-top-k. Beyond the paper:
+that a search found (``tools/stand_template.py``), children by Gumbel-top-k. Beyond the paper:
 
 - the Gumbel noise is the verifier's, so a draft is the target's own choice wherever the stored
   distribution is right; candidates are tempered and truncated as the request asks;
@@ -17,27 +17,28 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from drafters.base import (
     GREEDY,
-    DrafterInfo,
+    DrafterContext,
     DrafterNeeds,
     DrafterOption,
     DraftRequest,
     DraftSampling,
     DraftShape,
+    NewRequest,
     Observation,
-    OptionValue,
+    Options,
+    drafter,
 )
-from drafters.contexts import TOKEN_BITS, pack, window_mask
-from drafters.tables.drawing import LEAST_SHARE, drawn_probs, in_drawn_order
-from drafters.tables.prob_tables import NUM_TOKENS_KEPT, ProbTable, TextTable, find, levels
-from drafters.tables.sharing import SHARE_OPTION, SharingDrafter
+from drafters.contexts import advanced, levels, pack, window_mask
+from drafters.tables.prob_tables import NUM_TOKENS_KEPT, Entry, ProbTable, TextTable, find
+from drafters.tables.sharing import SHARE_OPTION, SharingDrafter, TableState
 from drafters.tables.template import NO_CHILDREN, Children, DraftTemplate, grow, load_template
-from drafters.tree import EMPTY, DraftTree
+from drafters.tree import EMPTY, DraftTree, chain
 
 SHIPPED_TEMPLATE = Path(__file__).parent / "data" / "stand_template.json"
 SHARED_CONTEXTS = 32_768
@@ -47,26 +48,34 @@ _MARGIN_RATIOS = tuple(map(math.exp, _MARGINS))
 _FEATURES_PER_SOURCE = 16
 _FROM_PROMPT = 3
 _FILLER_TOKENS = 64
-"""How far back drawn trees look for tokens that complete a node's children."""
+"""How far back sampled trees look for tokens that complete a node's children."""
+LEAST_SHARE = 1e-3
+"""Tokens with less than this share of the likeliest one's probability are not sampled: they would
+hardly ever win, and noise costs a microsecond per token."""
 
 
-class StandInfo(DrafterInfo):
-    """Adds the check that spans two options."""
+@dataclass(frozen=True, slots=True)
+class StandSettings:
+    """Of the operator."""
 
-    def resolve(self, given: Mapping[str, Any]) -> dict[str, OptionValue]:
-        options = DrafterInfo.resolve(self, given)
-        if int(options["min_ctx"]) > int(options["max_ctx"]):
-            raise ValueError("min_ctx must not exceed max_ctx")
-        return options
+    template: str | None = field(
+        default=None,
+        metadata={
+            "description": "File with the static draft tree; left out: the one shipped "
+            "(`slipstream stand-template` finds one for your texts)."
+        },
+    )
 
 
-INFO = StandInfo(
-    name="stand",
-    description=(
-        "Draws from the merged distributions that the target gave after the same last tokens, with "
-        "the target's own noise. Strong on sampled text and on several samples of one prompt."
-    ),
-    drafts_trees=True,
+def _check(options: Options) -> str:
+    wrong = int(options["min_ctx"]) > int(options["max_ctx"])
+    return "min_ctx must not exceed max_ctx" if wrong else ""
+
+
+@drafter(
+    "stand",
+    "Samples from the merged distributions that the target gave after the same last tokens, with "
+    "the target's own noise. Strong on sampled text and on several samples of one prompt.",
     options=(
         DrafterOption("max_ctx", 4, "Longest context looked up, in tokens.", 1, 8),
         DrafterOption("min_ctx", 1, "Shortest context looked up, in tokens.", 1, 8),
@@ -80,28 +89,33 @@ INFO = StandInfo(
         ),
         SHARE_OPTION,
     ),
+    check=_check,
     needs=DrafterNeeds(top_probs=True),
     cost="Microseconds of CPU time; the target's ten likeliest tokens per verified row.",
-    draws=True,
+    samples=True,
+    settings=StandSettings,
 )
-
-
 class StandDrafter(SharingDrafter[ProbTable]):
     """See the module. ``template_path``: the static tree; None is the one that is shipped."""
 
     def __init__(self, template_path: str | None = None) -> None:
         """Raises ValueError for a template that cannot be read or does not hold together."""
-        path = SHIPPED_TEMPLATE if template_path is None else Path(template_path)
-        template = load_template(path)
         super().__init__(
-            INFO,
-            partial(StandState, template=template),
             lambda options: ProbTable(int(options["max_contexts"])),
             lambda: ProbTable(SHARED_CONTEXTS),
         )
+        path = SHIPPED_TEMPLATE if template_path is None else Path(template_path)
+        self._template = load_template(path)
+
+    @classmethod
+    def build(cls, context: DrafterContext, settings: StandSettings) -> StandDrafter:  # noqa: ARG003
+        return cls(settings.template)
+
+    def state_over(self, request: NewRequest, table: ProbTable) -> StandState:
+        return StandState(request.token_ids, request.options, table, self._template)
 
 
-class StandState:
+class StandState(TableState):
     """One request. Its table may be shared with requests of the same tenant."""
 
     num_top_tokens = NUM_TOKENS_KEPT
@@ -109,13 +123,13 @@ class StandState:
     def __init__(
         self,
         token_ids: Sequence[int],
-        options: Mapping[str, OptionValue],
+        options: Options,
         table: ProbTable,
         template: DraftTemplate,
     ) -> None:
         self._max_ctx = int(options["max_ctx"])
         self._mask = window_mask(self._max_ctx)
-        self._levels = levels(self._max_ctx, int(options["min_ctx"]))
+        self._levels = levels(range(self._max_ctx, int(options["min_ctx"]) - 1, -1))
         self._table = table
         self._prompt = TextTable(int(options["max_contexts"]))
         self._template = template
@@ -129,7 +143,7 @@ class StandState:
         return pack(token_ids[-self._max_ctx :])
 
     def advanced(self, window: int, token_id: int) -> int:
-        return ((window << TOKEN_BITS) | (token_id + 1)) & self._mask
+        return advanced(window, token_id, self._mask)
 
     def learn(self, window: int, token_ids: Sequence[int], probs: Sequence[float]) -> None:
         """Merge what the target said after ``window``: its likeliest tokens, best first."""
@@ -146,7 +160,7 @@ class StandState:
         learn, context_levels, mask = self._table.learn, self._levels, self._mask
         for index, row in enumerate(observation.path):
             if index:
-                window = ((window << TOKEN_BITS) | (emitted[index - 1] + 1)) & mask
+                window = advanced(window, emitted[index - 1], mask)
             learn(window, context_levels, top_token_ids[row], top_probs[row])
 
     def propose(self, request: DraftRequest) -> DraftTree:
@@ -160,8 +174,9 @@ class StandState:
         shape, sampling = request.shape, request.sampling
         fillers: Sequence[int] = ()
         if sampling.verification != "match" and sampling.temperature > 0:
-            # Policies grant by the shape of a tree. If it depended on what was drawn, so would which
-            # draws are verified, and the output's law with it. So every node gets all its children.
+            # Policies grant by the shape of a tree. If it depended on what was sampled, so would which
+            # samples are verified, and the distribution of the text with it. So every node gets all
+            # its children.
             recent = dict.fromkeys(reversed(request.token_ids[-_FILLER_TOKENS:]))
             fillers = list(recent)[: shape.width]
             shape = DraftShape(len(fillers), shape.depth)
@@ -178,23 +193,22 @@ class StandState:
     ) -> Children:
         """What may follow ``window`` at an absolute position, in drafting order.
 
-        ``fillers`` are drawn with a small probability where fewer tokens are known than fillers are
-        given; only for sampling that draws.
+        ``fillers`` are sampled with a small probability where fewer tokens are known than fillers are
+        given; only where tokens are sampled.
         """
         if fillers:
             return self._filled(window, position, sampling, fillers)
         found = find(window, self._levels, self._table, self._prompt)
         if found is None:
             return NO_CHILDREN
-        num_tokens, from_prompt, (_, token_ids, probs) = found
-        source = _FROM_PROMPT if from_prompt else min(num_tokens, 3) - 1
+        source, token_ids, probs = _known(found)
         if sampling.temperature == 0:
             scores = [math.log(prob) if prob > 0 else -math.inf for prob in probs]
             return Children(token_ids, _margin_features(source, scores))
-        drawn = drawn_probs(probs, sampling)
+        sampled = sampled_probs(probs, sampling)
         if sampling.verification != "match":
-            return _drawn(token_ids[: len(drawn)], drawn, position, sampling)
-        order, scores = in_drawn_order(token_ids, drawn, position, sampling)
+            return _sampled(token_ids[: len(sampled)], sampled, position, sampling)
+        order, scores = in_sampled_order(token_ids, sampled, position, sampling)
         return Children(order, _margin_features(source, scores))
 
     def _likeliest(self, window: int) -> tuple[int, int] | None:
@@ -202,8 +216,7 @@ class StandState:
         found = find(window, self._levels, self._table, self._prompt)
         if found is None:
             return None
-        num_tokens, from_prompt, (_, token_ids, probs) = found
-        source = _FROM_PROMPT if from_prompt else min(num_tokens, 3) - 1
+        source, token_ids, probs = _known(found)
         if len(probs) == 1 or probs[1] == 0:
             return token_ids[0], source * _FEATURES_PER_SOURCE + len(_MARGINS)
         lead = bisect(_MARGIN_RATIOS, probs[0] / probs[1])
@@ -214,14 +227,14 @@ class StandState:
     ) -> Children:
         found = find(window, self._levels, self._table, self._prompt)
         if found is None:
-            return _drawn(fillers, [1 / len(fillers)] * len(fillers), position, sampling)
-        token_ids, probs = found[2].token_ids, drawn_probs(found[2].probs, sampling)
+            return _sampled(fillers, [1 / len(fillers)] * len(fillers), position, sampling)
+        token_ids, probs = found[2].token_ids, sampled_probs(found[2].probs, sampling)
         known = token_ids[: len(probs)]
         added = [each for each in fillers if each not in known][: max(0, len(fillers) - len(known))]
         weights = [*probs, *[LEAST_SHARE] * len(added)]
         total = sum(weights)
-        drawn = [weight / total for weight in weights]
-        return _drawn([*known, *added], drawn, position, sampling)
+        sampled = [weight / total for weight in weights]
+        return _sampled([*known, *added], sampled, position, sampling)
 
     def _greedy_chain(self, window: int, num_nodes: int) -> DraftTree:
         token_ids: list[int] = []
@@ -234,11 +247,11 @@ class StandState:
             token_id, feature = found
             token_ids.append(token_id)
             features.append(feature)
-            window = ((window << TOKEN_BITS) | (token_id + 1)) & mask
-        return DraftTree(token_ids, range(-1, len(token_ids) - 1), features)
+            window = advanced(window, token_id, mask)
+        return chain(token_ids, features)
 
     def _chain(self, root: tuple[int, int], request: DraftRequest) -> DraftTree:
-        """The first draw at every depth, as deep as the request allows."""
+        """The first sample at every depth, as deep as the request allows."""
         token_ids: list[int] = []
         features: list[int] = []
         draft_probs: dict[int, Mapping[int, float]] = {}
@@ -264,11 +277,17 @@ class StandState:
         return self.advanced(window, token_id), position + 1
 
 
-def _drawn(
+def _known(found: tuple[int, bool, Entry]) -> tuple[int, tuple[int, ...], tuple[float, ...]]:
+    """What ``find`` found: its source as in ``_margin_features``, tokens and probabilities."""
+    num_tokens, from_prompt, (_, token_ids, probs) = found
+    return _FROM_PROMPT if from_prompt else min(num_tokens, 3) - 1, token_ids, probs
+
+
+def _sampled(
     token_ids: Sequence[int], probs: Sequence[float], position: int, sampling: DraftSampling
 ) -> Children:
-    """Children with what they were drawn from; features tell ranks, never tokens."""
-    order, _ = in_drawn_order(token_ids, probs, position, sampling)
+    """Children with what they were sampled from; features tell ranks, never tokens."""
+    order, _ = in_sampled_order(token_ids, probs, position, sampling)
     features = [min(rank, _FEATURES_PER_SOURCE - 1) for rank in range(len(order))]
     return Children(order, features, dict(zip(token_ids, probs, strict=True)))
 
@@ -286,3 +305,46 @@ def _margin_features(source: int, scores: Sequence[float]) -> list[int]:
     lead = bisect(_MARGINS, best - scores[1])
     trailing = first + len(_MARGINS) + 1
     return [first + lead, *(trailing + bisect(_MARGINS, best - score) for score in scores[1:])]
+
+
+def sampled_probs(probs: Sequence[float], sampling: DraftSampling) -> list[float]:
+    """What the first tokens of a list are sampled with, summing to 1; the others never are.
+
+    Stored probabilities, ``probs``, are the target's at temperature 1, descending. What a request
+    samples from is that, tempered, truncated as the request asks, and renormalised over the few tokens
+    stored. ``sampling.temperature`` must not be 0.
+    """
+    exponent, best = 1.0 / sampling.temperature, probs[0]
+    least = max(LEAST_SHARE, sampling.min_p)
+    weights = []
+    for prob in probs[: sampling.top_k] if sampling.top_k > 0 else probs:
+        weight: float = (prob / best) ** exponent
+        if weight < least:
+            break
+        weights.append(weight)
+    if sampling.top_p < 1:
+        left = sampling.top_p * sum(weights)
+        for index, weight in enumerate(weights):
+            left -= weight
+            if left <= 0:
+                del weights[index + 1 :]
+                break
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def in_sampled_order(
+    token_ids: Sequence[int], probs: Sequence[float], position: int, sampling: DraftSampling
+) -> tuple[list[int], list[float]]:
+    """Gumbel-top-k: tokens by ``log(prob) + noise`` at ``position``, and these scores.
+
+    That samples without replacement, and with the verifier's own noise the first one is the
+    verifier's choice wherever the stored distribution is right.
+    """
+    if len(probs) == 1:
+        return [token_ids[0]], [0.0]
+    sampled = token_ids[: len(probs)]
+    noise = sampling.noise(position, sampled)
+    scores = [math.log(prob) + g for prob, g in zip(probs, noise, strict=True)]
+    order = sorted(range(len(sampled)), key=scores.__getitem__, reverse=True)
+    return [sampled[index] for index in order], [scores[index] for index in order]

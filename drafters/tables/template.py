@@ -10,12 +10,11 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from drafters.base import DraftShape
-from drafters.tree import ROOT, DraftTree
+from drafters.tree import ROOT, DraftTree, TreeBuilder
 
 RankPath: TypeAlias = tuple[int, ...]
 
@@ -24,11 +23,10 @@ MAX_RANK = 15
 
 
 class TemplateNode(NamedTuple):
-    """``parent`` is 0 for the root and ``i + 1`` for node ``i``; ``on_spine``: all ranks are 0."""
+    """``parent`` is 0 for the root and ``i + 1`` for node ``i``."""
 
     parent: int
     rank: int
-    on_spine: bool
 
 
 class DraftTemplate:
@@ -71,7 +69,7 @@ class DraftTemplate:
         for path in self.paths:
             if len(path) <= depth and max(path) < width:
                 index_of[path] = len(index_of)
-                nodes.append(TemplateNode(index_of[path[:-1]], path[-1], not any(path)))
+                nodes.append(TemplateNode(index_of[path[:-1]], path[-1]))
         return nodes
 
     def save(self, path: Path, note: str = "") -> None:
@@ -117,7 +115,7 @@ def best_first_paths(max_depth: int, shares: Sequence[float]) -> Iterator[RankPa
 
 
 class Children(NamedTuple):
-    """A node's possible children by rank. ``draft_probs``: what they were drawn from, if drawn."""
+    """A node's possible children by rank. ``draft_probs``: what they were sampled from, if so."""
 
     token_ids: Sequence[int] = ()
     features: Sequence[int] = ()
@@ -126,15 +124,6 @@ class Children(NamedTuple):
 
 NO_CHILDREN = Children()
 State = TypeVar("State")
-
-
-@dataclass(slots=True)
-class _Placed:
-    """A template node that found its token. ``index`` is its place among the tree's nodes."""
-
-    state: Any
-    index: int
-    children: Children | None = None
 
 
 def grow(
@@ -149,38 +138,23 @@ def grow(
     Nodes whose rank has no token, and those below them, stay out. Only nodes that some
     chosen node hangs under are expanded. The spine comes first in the tree.
     """
-    placed: list[_Placed | None] = [None] * (len(nodes) + 1)
-    placed[0] = _Placed(root, ROOT)
-    spine: list[tuple[_Placed, int]] = []  # (parent, rank)
-    others: list[tuple[_Placed, int]] = []
-    for position, node in enumerate(nodes, start=1):
-        if len(spine) + len(others) >= max_nodes:
+    builder = TreeBuilder()
+    # By place in the template, the root at 0: where the tree has the node, and its state.
+    placed: dict[int, tuple[int, State]] = {0: (ROOT, root)}
+    children: dict[int, Children] = {}
+    for place, node in enumerate(nodes, start=1):
+        if len(builder) >= max_nodes:
             break
-        parent = placed[node.parent]
-        if parent is None:
+        if node.parent not in placed:
             continue
-        if parent.children is None:
-            parent.children = expand(parent.state)
-        if node.rank >= len(parent.children.token_ids):
-            continue
-        state = advance(parent.state, parent.children.token_ids[node.rank])
-        chosen = spine if node.on_spine else others
-        placed[position] = _Placed(state, len(chosen) if node.on_spine else -2 - len(chosen))
-        chosen.append((parent, node.rank))
-    return _tree([*spine, *others], len(spine))
-
-
-def _tree(chosen: Sequence[tuple[_Placed, int]], num_spine: int) -> DraftTree:
-    token_ids, parents, features = [], [], []
-    draft_probs: dict[int, Mapping[int, float]] = {}
-    for parent, rank in chosen:
-        children = parent.children
-        assert children is not None
-        # Off the spine a placeholder counts down from -2: the length of the spine was not known.
-        index = parent.index if parent.index >= ROOT else num_spine - 2 - parent.index
-        token_ids.append(children.token_ids[rank])
-        features.append(children.features[rank])
-        parents.append(index)
-        if children.draft_probs is not None:
-            draft_probs[index] = children.draft_probs
-    return DraftTree(token_ids, parents, features, draft_probs)
+        parent, state = placed[node.parent]
+        options = children.get(parent)
+        if options is None:
+            options = children[parent] = expand(state)
+            if options.draft_probs is not None:
+                builder.draft_probs[parent] = options.draft_probs
+        if node.rank < len(options.token_ids):
+            token_id = options.token_ids[node.rank]
+            index = builder.add(parent, token_id, options.features[node.rank])
+            placed[place] = (index, advance(state, token_id))
+    return builder.best(max_nodes)

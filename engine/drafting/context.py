@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from drafters.model.eagle import FeatureModel
-from drafters.model.medusa import PredictionHeads
-from drafters.model.protocol import DraftModel
-from drafters.registry import DrafterUnavailableError, PlainContext
+from drafters.base import DrafterUnavailableError
+from drafters.model.protocol import DraftModel, FeatureModel, PredictionHeads
+from drafters.registry import PlainContext
 from engine.config import EngineConfig
 from engine.drafting.heads import DraftHeads
 from engine.drafting.models import DraftModels
@@ -15,7 +14,7 @@ from engine.model.runner import ModelRunner
 
 
 class EngineContext(PlainContext):
-    """See ``drafters.registry.DrafterContext``. Only while the engine is being built."""
+    """See ``drafters.base.DrafterContext``. Only while the engine is being built."""
 
     def __init__(
         self,
@@ -26,10 +25,9 @@ class EngineContext(PlainContext):
         heads: DraftHeads | None = None,
         encode: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(vocab_size)
+        super().__init__(vocab_size, {"stand": {"template": config.stand_template}})
         self.runner = runner
         self.config = config
-        self.stand_template = config.stand_template
         self._draft_models = draft_models
         self._heads = heads
         self._encode = encode

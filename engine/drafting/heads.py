@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from drafters.registry import DrafterUnavailableError
+from drafters.base import DrafterUnavailableError
 from engine.attention.backend import AttentionNeeds, KVShape, build_attention, choose_backend
 from engine.config import EngineConfig
 from engine.drafting import eagle as eagle_head

@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafters.registry import DrafterUnavailableError
+from drafters.base import DrafterUnavailableError
+from drafters.registry import draft_models
 from engine.attention.backend import (
     IMPLEMENTATION,
     AttentionNeeds,
@@ -136,17 +137,18 @@ def prepare_drafts(
 
     Raises ValueError, UnsupportedModelError or OSError where a setting names what cannot be used.
     """
-    for setting, takers in _SETTINGS.items():
+    for setting in _SETTINGS:
+        takers = _takers(setting)
         if getattr(config, setting) is not None and not any(
             _wanted(config, name) for name in takers
         ):
             raise ValueError(f"{setting} is set, but drafters leaves out {' and '.join(takers)}")
     prepared: dict[str, _Prepared] = {}
     reasons: dict[str, str] = {}
-    for name, prepare in _PREPARE.items():
+    for name, kind in draft_models().items():
         if not _wanted(config, name):
             continue
-        made = prepare(target, tokenizer, config)
+        made = _PREPARE[kind](target, tokenizer, config)
         if isinstance(made, str):
             reasons[name] = made
         else:
@@ -204,19 +206,24 @@ def _prefix_layers(
 _PREPARE: dict[
     str,
     Callable[[PreTrainedModel, PreTrainedTokenizerBase | None, EngineConfig], _Prepared | str],
-] = {"small_model": _small_model, "quantized": _quantized, "prefix_layers": _prefix_layers}
+] = {"small": _small_model, "quantized": _quantized, "layers": _prefix_layers}
+"""By kind, as in ``DrafterNeeds.draft_model``."""
 _SETTINGS = {
-    "draft_model": ("small_model", "quantized"),
+    "draft_model": ("small", "quantized"),
     "quantized": ("quantized",),
-    "prefix_layers": ("prefix_layers",),
+    "prefix_layers": ("layers",),
 }
-"""Which drafters a setting is for."""
+"""Which kinds a setting is for."""
+
+
+def _takers(setting: str) -> list[str]:
+    return [name for name, kind in draft_models().items() if kind in _SETTINGS[setting]]
 
 
 def with_bundled_draft(config: EngineConfig) -> EngineConfig:
     """The bundled target comes with a draft model of its own."""
     bundled = BUNDLED / "draft"
-    wanted = any(_wanted(config, name) for name in _SETTINGS["draft_model"])
+    wanted = any(_wanted(config, name) for name in _takers("draft_model"))
     if config.model is None and config.draft_model is None and wanted and bundled.is_dir():
         return replace(config, draft_model=str(bundled))
     return config

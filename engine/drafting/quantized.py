@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from drafters.registry import DrafterUnavailableError
+from drafters.base import DrafterUnavailableError
 from engine.config import Quantization
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,8 @@ from drafters.base import (
     Drafter,
     DraftRequest,
     DraftShape,
-    HiddenDrafter,
     HiddenRows,
     Observation,
-    ReferenceDrafter,
 )
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree
@@ -110,8 +108,8 @@ class Speculation:
             drafter.open(
                 request.request_id, request.token_ids, wanted.options, request.params.cache_salt
             )
-            if wanted.reference_token_ids and isinstance(drafter, ReferenceDrafter):
-                drafter.refer(request.request_id, wanted.reference_token_ids)
+            if wanted.reference_token_ids:
+                drafter.predict(request.request_id, wanted.reference_token_ids)
         except Exception:
             logger.exception("drafter %s could not start a request", wanted.drafter)
             drafting.num_failures += 1
@@ -217,7 +215,6 @@ class Speculation:
             by_drafter.setdefault(name, []).append(each)
         for name, group in by_drafter.items():
             drafter = self.drafters[name]
-            assert isinstance(drafter, HiddenDrafter), f"{name} needs hidden rows and takes none"
             round_.num_failures += self._each_or_all(group, drafter.observe_hidden)
 
     def _takes_turn(self, scheduled: ScheduledRequest) -> bool:
@@ -242,7 +239,7 @@ class Speculation:
             tree,
             drafting.acceptance.survivals(tree),
             limits[0],
-            all_or_nothing=drafting.drafter.info.needs.whole_trees,
+            all_or_nothing=drafting.drafter.info.needs.all_or_nothing,
         )
 
     def _propose(

@@ -44,8 +44,8 @@ def _drafter(info: DrafterInfo) -> dict[str, Any]:
         "object": "drafter",
         "description": info.description,
         "drafts_trees": info.drafts_trees,
-        "draws": info.draws,
-        "takes_prediction": info.takes_reference,
+        "draws": info.samples,
+        "takes_prediction": info.takes_prediction,
         "cost": info.cost,
         "options": [asdict(option) for option in info.options],
     }

@@ -235,7 +235,7 @@ class SpeculativeResolver:
             if asked == PREDICTION_DRAFTER:
                 raise _refuse("draft_strategy", f"{PREDICTION_DRAFTER!r} needs a 'prediction'")
             return self._drafters[name]
-        takers = [each for each in self.allowed if self._drafters[each].takes_reference]
+        takers = [each for each in self.allowed if self._drafters[each].takes_prediction]
         if name not in takers and asked is None and PREDICTION_DRAFTER in takers:
             name = PREDICTION_DRAFTER
         if name not in takers:
@@ -325,7 +325,7 @@ class SpeculativeResolver:
         wanted: VerificationName = given.get("verification", self.defaults.verification)
         possible: VerificationName = wanted
         why = ""
-        if wanted != "match" and not info.draws:
+        if wanted != "match" and not info.samples:
             possible = "match"
             why = f"drafter {info.name!r} does not draw from a distribution of its own"
         elif wanted == "block" and is_wide:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from pathlib import Path
+
 import pytest
 
-from drafters.base import Drafter, DraftRequest, DraftShape, Observation, ReferenceDrafter
-from drafters.registry import build_drafters, drafter_names
+from drafters.base import Drafter, DraftRequest, DraftShape, Observation
+from drafters.registry import (
+    DrafterPluginError,
+    DrafterUnavailableError,
+    PlainContext,
+    build_drafters,
+    drafter_names,
+    find_plugins,
+)
 from drafters.tree import EMPTY
+from worlds.plugin_site import SOUND, install
 
 TEXT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 FREE = tuple(build_drafters())
@@ -48,8 +60,8 @@ def test_defaults_are_valid_and_unknown_options_are_refused_by_name(name):
 def test_a_request_lives_from_open_to_close(name):
     drafter = build_drafters([name])[name]
     drafter.open("r", TEXT, {}, "tenant")
-    if isinstance(drafter, ReferenceDrafter):
-        drafter.refer("r", [3, 4, 1, 2])
+    if drafter.info.takes_prediction:
+        drafter.predict("r", [3, 4, 1, 2])
     (tree,) = drafter.propose([DraftRequest("r", TEXT, 4, DraftShape())])
     tree.validate()
     assert len(tree) <= 4
@@ -92,3 +104,230 @@ def test_the_live_text_is_neither_kept_nor_changed(name):
     token_ids.clear()
     (after,) = drafter.propose([request])
     assert list(before.token_ids) == list(after.token_ids)
+
+
+HEAD = SOUND.partition("def make")[0]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _forget_modules():
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def refusal(site: Path, source: str, name: str = "fives") -> str:
+    """What building the drafter of this source says."""
+    install(site, "some-plugin", {name: "some_plugin:make"}, source)
+    with pytest.raises(DrafterPluginError) as refused:
+        build_drafters(None, PlainContext(), find_plugins())
+    message = str(refused.value)
+    assert message.startswith(
+        f"drafter plugin of some-plugin 1.0 (entry point {name} = some_plugin:make) "
+    )
+    return message.partition(") ")[2]
+
+
+def test_without_plugins_there_is_the_core():
+    assert find_plugins([]) == {}
+    assert list(build_drafters(None, None, {})) == list(build_drafters())
+
+
+def test_a_plugin_is_built_beside_the_core_and_drafts(site, caplog):
+    install(site, "some-plugin", {"fives": "some_plugin:make"}, SOUND)
+    caplog.set_level(logging.INFO, "drafters.registry")
+    drafters = build_drafters(None, PlainContext(), find_plugins())
+    assert list(drafters) == [*build_drafters(), "fives"]
+    fives = drafters["fives"]
+    fives.open("r", [1, 2], {}, "")
+    assert list(fives.propose([DraftRequest("r", [1, 2], 3, DraftShape())])[0].token_ids) == [5] * 3
+    assert "fives comes from some-plugin 1.0" in caplog.text
+    assert list(build_drafters(["fives", "none"], None, find_plugins())) == ["fives", "none"]
+
+
+def test_the_factory_gets_the_engines_context(site):
+    source = SOUND.replace("def make(context):\n", "def make(context):\n    seen.append(context)\n")
+    install(site, "some-plugin", {"fives": "some_plugin:make"}, "seen = []\n" + source)
+    context = PlainContext(vocab_size=77)
+    build_drafters(["fives"], context, find_plugins())
+    assert sys.modules["some_plugin"].seen == [context]
+
+
+def test_what_is_not_chosen_is_not_even_imported(site):
+    install(site, "bad-plugin", {"bad": "bad_plugin:make"}, "raise RuntimeError('imported')")
+    install(site, "some-plugin", {"fives": "some_plugin:make"}, SOUND)
+    assert "fives" in build_drafters(None, None, find_plugins(["fives"]))
+    assert "bad" not in build_drafters(None, None, find_plugins([]))
+    # Named drafters are built, others are left alone, plugins as well as core.
+    assert list(build_drafters(["fives"], None, find_plugins())) == ["fives"]
+    assert "bad_plugin" not in sys.modules
+
+
+def test_a_chosen_name_that_nobody_registers_is_refused_with_those_there_are(site):
+    install(site, "some-plugin", {"fives": "some_plugin:make"}, SOUND)
+    with pytest.raises(DrafterPluginError, match=r"drafter_plugins names 'sixes'.*: fives$"):
+        find_plugins(["sixes"])
+
+
+def test_a_name_of_the_core_is_refused_unless_left_out(site):
+    install(site, "some-plugin", {"ngram": "some_plugin:make"}, SOUND)
+    expected = (
+        r"some-plugin 1\.0 \(entry point ngram = some_plugin:make\) .* a drafter of the core; "
+        "uninstall it, or leave it out of drafter_plugins"
+    )
+    with pytest.raises(DrafterPluginError, match=expected):
+        find_plugins()
+    with pytest.raises(DrafterPluginError, match=expected):
+        find_plugins(["ngram"])
+    assert find_plugins([]) == {}
+
+
+def test_two_plugins_of_one_name_are_refused_and_both_named(site):
+    install(site, "one-plugin", {"fives": "one_plugin:make"}, SOUND)
+    install(site, "two-plugin", {"fives": "two_plugin:make", "twos": "two_plugin:make"}, SOUND)
+    with pytest.raises(DrafterPluginError, match=r"two-plugin 1\.0 .* one of one-plugin 1\.0"):
+        find_plugins()
+    assert list(find_plugins(["twos"])) == ["twos"]
+
+
+@pytest.mark.parametrize("name", ["Fives", "5s", "my-drafter", "x" * 65])
+def test_a_name_that_requests_could_not_carry_is_refused(site, name):
+    install(site, "some-plugin", {name: "some_plugin:make"}, SOUND)
+    with pytest.raises(DrafterPluginError, match="has a name that is not lower-case"):
+        find_plugins()
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("import no_such_module", "cannot be imported: ModuleNotFoundError: No module named 'no_s"),
+        ("1 / 0", "cannot be imported: ZeroDivisionError"),
+        ("", "cannot be imported: AttributeError"),
+        ("make = 3", "is not a factory but of type int"),
+        ("def make(context):\n    raise KeyError('book')", "cannot build its drafter: KeyError"),
+        ("def make():\n    pass", "cannot build its drafter: TypeError"),
+        ("def make(context):\n    return None", "returns NoneType, which has no DrafterInfo"),
+        (SOUND.replace('"fives", ', '"sixes", '), "a drafter that is named 'sixes' in its info"),
+    ],
+)
+def test_a_broken_plugin_is_refused_with_its_fault(site, source, part):
+    assert part in refusal(site, source)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ("Broken.propose = None", "no method propose of 1 arguments"),
+        ("Broken.open = lambda self, request_id, token_ids: None", "no method open of 4 arguments"),
+        ("Broken.close = lambda self: None", "no method close of 1 arguments"),
+    ],
+)
+def test_a_drafter_of_another_protocol_is_refused(site, change, part):
+    source = (
+        f"{HEAD}\nclass Broken(PerRequestDrafter):\n    pass\n\n{change}\n"
+        "def make(context):\n"
+        "    info = DrafterInfo('fives', 'x', drafts_trees=False)\n"
+        "    return Broken(info, lambda token_ids, options: Fives())\n"
+    )
+    assert part in refusal(site, source)
+
+
+@pytest.mark.parametrize(
+    ("extra", "part"),
+    [
+        ("needs=DrafterNeeds(hidden_rows=True)", "no method observe_hidden of 1 arguments"),
+        ("takes_prediction=True", "no method predict of 2 arguments"),
+        ("options=(DrafterOption('a', 1, 'x'),) * 2", "lists an option twice"),
+        (
+            "options=(DrafterOption('a', 1, 'x', 2, 3),)",
+            "default does not fit: a must be at least 2",
+        ),
+    ],
+)
+def test_what_a_drafter_says_of_itself_must_hold(site, extra, part):
+    source = "from drafters.base import DrafterNeeds, DrafterOption\n" + SOUND.replace(
+        "drafts_trees=False", f"drafts_trees=False, {extra}"
+    )
+    assert part in refusal(site, source)
+
+
+def test_a_plugin_that_cannot_work_here_is_left_out_unless_it_is_named(site, caplog):
+    source = "def make(context):\n    return context.draft_model('fives')\n"
+    install(site, "some-plugin", {"fives": "some_plugin:make"}, source)
+    assert "fives" not in build_drafters(None, PlainContext(), find_plugins())
+    assert "some-plugin 1.0" in caplog.text
+    with pytest.raises(DrafterUnavailableError, match="'fives' cannot be used: needs draft model"):
+        build_drafters(["fives"], PlainContext(), find_plugins())
+
+
+OLD = """
+from drafters.base import DrafterInfo, DrafterNeeds
+from drafters.tree import EMPTY, chain
+
+class Old:
+    info = DrafterInfo("old", "x", drafts_trees=False, draws=True, takes_reference=True,
+                       needs=DrafterNeeds(whole_trees=True))
+    def __init__(self):
+        self.calls = []
+        self.texts = {}
+    def open(self, request_id, token_ids, options, cache_salt):
+        self.calls.append(("open", request_id, cache_salt))
+    def refer(self, request_id, reference_token_ids):
+        self.texts[request_id] = list(reference_token_ids)
+    def propose(self, requests):
+        return [chain(self.texts.get(each.request_id, [])) for each in requests]
+    def observe(self, observations):
+        self.calls.append(("observe", len(observations)))
+    def num_top_tokens(self, request_id):
+        return 3
+    def close(self, request_id):
+        self.calls.append(("close", request_id))
+
+made = []
+
+def make(context):
+    made.append(Old())
+    return made[-1]
+"""
+
+
+def test_a_plugin_of_the_old_protocol_without_the_base_class_works_unchanged(site):
+    install(site, "old-plugin", {"old": "old_plugin:make"}, OLD)
+    old = build_drafters(["old"], PlainContext(), find_plugins())["old"]
+    assert isinstance(old, Drafter)
+    assert (old.info.samples, old.info.takes_prediction) == (True, True)
+    assert old.info.needs.all_or_nothing
+    old.open("r", [1], {}, "salt")
+    old.predict("r", [4, 5])
+    old.observe_hidden([])
+    assert list(old.propose([DraftRequest("r", [1], 3, DraftShape())])[0].token_ids) == [4, 5]
+    old.observe([])
+    assert old.num_top_tokens("r") == 3
+    old.close("r")
+    (made,) = sys.modules["old_plugin"].made
+    assert made.calls == [("open", "r", "salt"), ("observe", 0), ("close", "r")]
+
+
+def test_a_method_of_the_old_name_is_honoured_beside_the_base_class(site):
+    refer = "    def refer(self, request_id, token_ids):\n        self.told = token_ids\n"
+    source = (
+        f"{HEAD}\nclass Referred(PerRequestDrafter):\n{refer}\n"
+        "def make(context):\n"
+        "    info = DrafterInfo('fives', 'x', drafts_trees=False, takes_reference=True)\n"
+        "    return Referred(info, lambda token_ids, options: Fives())\n"
+    )
+    install(site, "some-plugin", {"fives": "some_plugin:make"}, source)
+    fives = build_drafters(["fives"], PlainContext(), find_plugins())["fives"]
+    fives.open("r", [1], {}, "")
+    fives.predict("r", [6])
+    assert fives.told == [6]

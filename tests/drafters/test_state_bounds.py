@@ -16,9 +16,9 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 import pytest
 
 from drafters.auto import AutoDrafter
-from drafters.base import Drafter, Observation, OptionValue, ReferenceDrafter
+from drafters.base import Drafter, Observation, OptionValue
 from drafters.copying import alignment as suffix_alignment
-from drafters.copying import ngram_index
+from drafters.copying import ngram as ngram_index
 from drafters.parallel import lookahead
 from drafters.registry import build_drafters, drafter_names
 from drafters.tree import EMPTY
@@ -92,8 +92,8 @@ def largest(drafter: Drafter, vocabulary: int, num_tokens: int) -> tuple[int, in
     text = [rng.randrange(vocabulary) for _ in range(NUM)]
     empty = size_of(drafter)
     drafter.open("r", text, OPTIONS.get(drafter.info.name, {}), "tenant")
-    if isinstance(drafter, ReferenceDrafter):
-        drafter.refer("r", [rng.randrange(vocabulary) for _ in range(NUM)])
+    if drafter.info.takes_prediction:
+        drafter.predict("r", [rng.randrange(vocabulary) for _ in range(NUM)])
     most = 0
     for index in range(num_tokens):
         text.append(rng.randrange(vocabulary))

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from drafters.base import Drafter, DraftRequest, DraftShape, Observation, ReferenceDrafter
+from drafters.base import Drafter, DraftRequest, DraftShape, Observation
 from drafters.copying.history import MAX_TENANTS as MAX_HISTORIES
 from drafters.registry import build_drafters
 from drafters.tables.sharing import MAX_TENANTS as MAX_TABLES
@@ -35,8 +35,8 @@ def serve(drafter: Drafter, tenant: int, cache_salt: str | None = None) -> set[i
     options = {option.name: True for option in drafter.info.options if option.name == "share"}
     text = list(SEED)
     drafter.open(name, text, options, f"tenant {tenant}" if cache_salt is None else cache_salt)
-    if isinstance(drafter, ReferenceDrafter):
-        drafter.refer(name, [*SEED, *tokens])
+    if drafter.info.takes_prediction:
+        drafter.predict(name, [*SEED, *tokens])
     drafted = set[int]()
     for step in range(18):
         for shape in (DraftShape(1, 8), DraftShape(4, 8)):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from drafters.tree import EMPTY, ROOT, DraftTree, chain
+from drafters.tree import EMPTY, ROOT, Branch, DraftTree, TreeBuilder, best_first, chain
+from worlds.simulated_target import assert_spine_first
 
 TREE = DraftTree([5, 6, 7, 5, 8], [ROOT, 0, ROOT, 2, 0], [0, 1, 2, 3, 4])
 
@@ -50,3 +53,81 @@ def test_broken_shapes_are_refused(tree, complaint):
 def test_a_chain_takes_one_feature_for_all_or_one_each():
     assert list(chain([1, 2], 3).features) == [3, 3]
     assert list(chain([1, 2], [3, 4]).features) == [3, 4]
+
+
+def test_following_a_text_takes_the_child_that_carries_it() -> None:
+    tree = DraftTree([1, 2, 1, 3, 4], [ROOT, ROOT, 1, 2, 2], [0] * 5)
+    assert tree.follow([2, 1, 4, 9]) == [1, 2, 4]
+    assert tree.follow([2, 1]) == [1, 2]
+    assert tree.follow([1, 3]) == [0]
+    assert tree.follow([3]) == tree.follow([]) == EMPTY.follow([1]) == []
+
+
+@st.composite
+def builders(draw: st.DrawFn) -> TreeBuilder:
+    builder = TreeBuilder()
+    for index in range(draw(st.integers(0, 20))):
+        parent = draw(st.integers(ROOT, len(builder) - 1))
+        above = 1.0 if parent == ROOT else builder.weights[parent]
+        weight = above * draw(st.sampled_from([0.25, 0.5, 1.0]))
+        builder.add(parent, draw(st.integers(0, 4)), index, weight)
+    return builder
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent != ROOT else ()), token_id))
+    return paths
+
+
+@given(builders(), st.integers(0, 12), st.integers(1, 3), st.integers(1, 4))
+def test_the_best_nodes_are_those_of_most_weight_that_fit(
+    builder: TreeBuilder, nodes: int, width: int, depth: int
+) -> None:
+    every = builder.take(range(len(builder)))
+    weights = dict(zip(paths_of(every), builder.weights, strict=True))
+    tree = builder.best(nodes)
+    tree.validate()
+    taken = paths_of(tree)
+    assert len(taken) == min(nodes, len(builder))
+    left_out = max((weight for path, weight in weights.items() if path not in taken), default=0.0)
+    assert all(weights[path] >= left_out for path in taken)
+    narrow = builder.best(nodes, width, depth)
+    narrow.validate()
+    assert max(narrow.depths(), default=0) <= depth
+    assert all(list(narrow.parents).count(parent) <= width for parent in narrow.parents)
+    assert_spine_first(narrow)
+
+
+def test_paths_that_begin_alike_share_nodes_and_keep_the_larger_weight() -> None:
+    builder = TreeBuilder()
+    first = builder.add(ROOT, 7, feature=3, weight=0.5)
+    below = builder.add(first, 8, weight=0.25)
+    assert builder.add(ROOT, 7, feature=4, weight=0.75) == first
+    builder.draft_probs[first] = {8: 1.0}
+    other = builder.add(ROOT, 9, weight=0.6)
+    assert (builder.weights, builder.features[first]) == ([0.75, 0.25, 0.6], 3)
+    tree = builder.best(2)
+    assert (tree.token_ids, tree.parents) == ([7, 9], [ROOT, ROOT])
+    assert tree.draft_probs == {0: {8: 1.0}}
+    assert (below, other) == (1, 2)
+
+
+def test_best_first_expands_what_it_takes_and_nothing_else() -> None:
+    expanded: list[tuple[int, ...]] = []
+
+    def expand(node: int, branch: Branch) -> list[Branch]:
+        path = (*branch.state, branch.token_id)
+        expanded.append(path)
+        return [Branch(branch.weight * share, node, t, 0, path) for t, share in SHARES]
+
+    tree = best_first([Branch(share, ROOT, t, 0, ()) for t, share in SHARES], expand, 5)
+    assert paths_of(tree) == [(1,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2,)]
+    assert expanded == [(1,), (1, 1), (1, 1, 1), (2,)]  # not the last one taken
+    assert (
+        len(best_first([], expand, 5)) == len(best_first([Branch(1, -1, 1, 0, ())], expand, 0)) == 0
+    )
+
+
+SHARES = ((1, 0.7), (2, 0.3))

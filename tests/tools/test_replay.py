@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from drafters.base import DrafterInfo, DrafterNeeds
-from drafters.none import NoneDrafter
-from drafters.registry import DrafterUnavailableError
+from drafters.registry import DrafterUnavailableError, NoneDrafter
 from drafters.tree import DraftTree
 from server.cli import main
 from tools import replay as replay_module
@@ -171,7 +170,7 @@ def test_drafters_that_want_top_tokens_get_what_was_written(
     [
         (DrafterNeeds(hidden_rows=True), "hidden states"),
         (DrafterNeeds(draft_slots=True), "keys and values"),
-        (DrafterNeeds(whole_trees=True), "not written"),
+        (DrafterNeeds(all_or_nothing=True), "not written"),
     ],
 )
 def test_drafters_that_need_more_than_a_log_are_refused(

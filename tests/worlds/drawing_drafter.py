@@ -31,7 +31,7 @@ class DrawingDrafter(FakeDrafter):
         self, probs: list[list[float]], branching: Sequence[int], wrap: Wrap = as_tensor
     ) -> None:
         super().__init__("drawing", self.draw)
-        self.info = DrafterInfo("drawing", "Draws.", drafts_trees=True, draws=True)
+        self.info = DrafterInfo("drawing", "Draws.", drafts_trees=True, samples=True)
         self.probs = probs
         self.claims = probs
         self._branching = branching

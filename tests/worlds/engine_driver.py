@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from drafters.base import DrafterInfo, DraftRequest, DraftShape, Observation, OptionValue
+from drafters.base import Drafter, DrafterInfo, DraftRequest, DraftShape, Observation, OptionValue
 from drafters.tree import EMPTY, ROOT, DraftTree
 from engine.async_engine import AsyncEngine
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Knows what the target will write after a prompt and drafts it as a tree, a wrong sibling before
     every right node: accepted rows then never lie where they are committed. Every third draft goes
     astray at its second level."""

@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from drafters.model.eagle import FeatureModel
-from drafters.model.medusa import PredictionHeads
-from drafters.model.protocol import DraftModel
+from drafters.model.protocol import DraftModel, FeatureModel, PredictionHeads
 from drafters.registry import PlainContext, build_drafters
 from engine.config import EngineConfig
 from engine.core import EngineCore

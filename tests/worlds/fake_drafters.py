@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from drafters.base import DrafterInfo, DraftRequest, Observation, OptionValue
+from drafters.base import Drafter, DrafterInfo, DraftRequest, Observation, OptionValue
 from drafters.tree import EMPTY, DraftTree, chain
 
 Propose = Callable[[DraftRequest], Any]
 
 
-class FakeDrafter:
+class FakeDrafter(Drafter):
     """``propose`` answers each ask. ``fails`` names a method that raises, for requests in ``failing``
     (None: for all)."""
 

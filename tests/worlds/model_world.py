@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from drafters.base import DraftRequest, DraftSampling, DraftShape, Observation, OptionValue
-from drafters.model.model_drafter import ModelDrafter
+from drafters.model.model_drafter import SmallModelDrafter
 from drafters.model.protocol import Candidates, DraftRows
 from drafters.tree import ROOT, DraftTree
 from kvpool.block_pool import BlockPool
@@ -141,7 +141,7 @@ class World:
         self, model: FakeDraftModel, num_blocks: int = 40, sampling: DraftSampling | None = None
     ) -> None:
         self.model = model
-        self.drafter = ModelDrafter("fake", "Fakes.", "Nothing.", model)
+        self.drafter = SmallModelDrafter(model)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.requests: dict[str, Running] = {}
         self.sampling = sampling or DraftSampling()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafters.plugins import GROUP
+from drafters.registry import GROUP
 
 
 def install(site: Path, dist: str, entry_points: dict[str, str], source: str = "") -> None:

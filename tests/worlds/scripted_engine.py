@@ -108,8 +108,8 @@ def engine_info(**changes: Any) -> EngineInfo:
                 DrafterOption("decay", 0.5, "forgetting", 0, 1),
             ),
         ),
-        DrafterInfo("prediction", "Predicted.", drafts_trees=True, takes_reference=True),
-        DrafterInfo("sampler", "Draws.", drafts_trees=True, draws=True),
+        DrafterInfo("prediction", "Predicted.", drafts_trees=True, takes_prediction=True),
+        DrafterInfo("sampler", "Draws.", drafts_trees=True, samples=True),
     )
     values: dict[str, Any] = {
         "model": "test/scripted",

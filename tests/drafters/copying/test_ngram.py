@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.base import DraftRequest, DraftShape
-from drafters.copying.ngram import INFO, NgramDrafter, NgramState, match_feature
-from drafters.copying.ngram_index import MAX_INDEXED_TOKENS, MAX_MATCH_LENGTH
+from drafters.copying.ngram import (
+    MAX_INDEXED_TOKENS,
+    MAX_MATCH_LENGTH,
+    NgramDrafter,
+    NgramState,
+    match_feature,
+)
 from drafters.tree import ROOT
 from worlds.simulated_target import decode, propose_once
 
@@ -100,7 +105,7 @@ def test_grown_index_drafts_as_one_built_from_scratch(prompt, runs, width):
 
 def test_bulk_and_single_steps_build_the_same_index():
     token_ids = [(i * i) % 7 for i in range(300)]
-    options = INFO.resolve({})
+    options = NgramDrafter.info.resolve({})
     at_once, one_by_one = NgramState(token_ids, options), NgramState(token_ids[:1], options)
     for end in range(2, len(token_ids) + 1):
         one_by_one.propose(DraftRequest("r", token_ids[:end], 1, DraftShape()))
@@ -181,7 +186,7 @@ def test_features_tell_long_matches_from_short_ones_and_siblings_apart():
 
 def test_work_per_token_does_not_grow_with_the_text():
     """Every emitted token adds at most one entry per order and one link, wherever it stands."""
-    options = INFO.resolve({})
+    options = NgramDrafter.info.resolve({})
     orders = options["ngram_max"] - options["ngram_min"] + 1
     token_ids = [(i * 7919) % 5003 for i in range(6000)]
     state = NgramState(token_ids[:1000], options)
@@ -194,7 +199,7 @@ def test_work_per_token_does_not_grow_with_the_text():
 
 
 def test_index_is_bounded_and_still_finds_recent_text():
-    options = INFO.resolve({"ngram_max": 3})
+    options = NgramDrafter.info.resolve({"ngram_max": 3})
     phrase = [900_001, 900_002, 900_003, 900_004]
     token_ids = [i % 70_000 for i in range(2 * MAX_INDEXED_TOKENS)] + phrase + [5] + phrase[:2]
     state = NgramState(token_ids[:10], options)
@@ -231,7 +236,7 @@ def test_requests_are_isolated_and_close_forgets():
 
 def test_options_that_contradict_each_other_are_refused_by_name():
     with pytest.raises(ValueError, match="ngram_min"):
-        INFO.resolve({"ngram_min": 5, "ngram_max": 4})
+        NgramDrafter.info.resolve({"ngram_min": 5, "ngram_max": 4})
 
 
 def test_wants_none_of_the_targets_top_tokens():

@@ -13,8 +13,7 @@ from drafters.copying import alignment as suffix_alignment
 from drafters.copying import history as suffix_history
 from drafters.copying.alignment import Alignment
 from drafters.copying.history import Histories, TenantHistory
-from drafters.copying.suffix import INFO, SuffixDrafter
-from drafters.copying.suffix_draft import suffix_feature
+from drafters.copying.suffix import SuffixDrafter, suffix_feature
 from drafters.copying.suffix_index import (
     CONTEXT_LENGTHS,
     MAX_MATCH_LENGTH,
@@ -423,4 +422,4 @@ def test_closing_forgets_the_request():
 
 def test_the_option_is_checked_by_name():
     with pytest.raises(ValueError, match="use_history"):
-        INFO.resolve({"use_history": 3})
+        SuffixDrafter.info.resolve({"use_history": 3})

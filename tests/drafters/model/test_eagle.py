@@ -121,4 +121,4 @@ def test_requests_share_a_forward_but_not_their_turns() -> None:
     assert [list(tree.token_ids) for tree in trees] == [[13, 14, 15], [35, 36, 37], []]
     drafter.close("a")
     drafter.close("a")
-    assert features.forgotten == ["a", "a"]
+    assert features.forgotten == ["a"]

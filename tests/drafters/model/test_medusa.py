@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from drafters.base import DraftRequest, DraftShape, HiddenRows
 from drafters.model.growth import feature_of
-from drafters.model.medusa import MedusaDrafter
-from drafters.model.product_tree import product_tree
+from drafters.model.medusa import MedusaDrafter, product_tree
 from drafters.model.protocol import Candidates
 from drafters.tree import ROOT, DraftTree
 from worlds.simulated_target import check_tree

@@ -199,7 +199,7 @@ def test_calibration_never_lifts_a_younger_sibling_above_its_elder() -> None:
     ask = DraftRequest("r", [1], 4, DraftShape(2, 1))
     growth = DraftGrowth(ask, 0.0, 1, lambda feature, _: 0.9 if feature >= NUM_LEVELS else 0.2)
     growth.add_level([ROOT], [Candidates([5, 6], [0.6, 0.3])])
-    assert growth.survivals == [0.2, 0.2]
+    assert growth.nodes.weights == [0.2, 0.2]
     assert growth.tree().token_ids == [5, 6]
 
 
@@ -356,11 +356,12 @@ def test_every_row_attends_to_its_own_text_whatever_happens(
 
 def test_what_it_says_of_itself_and_what_it_refuses() -> None:
     drafter = World(FakeDraftModel()).drafter
-    assert drafter.info.draws
+    assert drafter.info.samples
     assert drafter.info.needs.draft_slots
-    assert drafter.num_top_tokens("r") == 0
     with pytest.raises(ValueError, match="min_confidence must be at most 1"):
         drafter.open("r", [1], {"min_confidence": 1.5}, "")
+    drafter.open("r", [1], {}, "")
+    assert drafter.num_top_tokens("r") == 0
     drafter.close("never opened")
 
 

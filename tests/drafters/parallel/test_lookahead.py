@@ -10,10 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.base import DraftRequest, DraftShape, Observation
-from drafters.parallel.lookahead import WINDOW_FEATURE, LookaheadDrafter, LookaheadState, fit
-from drafters.parallel.lookahead_window import LookaheadWindow, num_window_nodes
-from drafters.tree import EMPTY
-from drafters.trie import Trie
+from drafters.parallel.lookahead import (
+    WINDOW_FEATURE,
+    LookaheadDrafter,
+    LookaheadState,
+    LookaheadWindow,
+    NgramPool,
+    fit,
+    num_window_nodes,
+)
+from drafters.tree import EMPTY, TreeBuilder
 from worlds.lanes import examples
 from worlds.lookahead_reference import ReferenceLookahead, paths_of
 from worlds.simulated_target import Target, check_tree, decode, propose_once, verify_step
@@ -119,9 +125,9 @@ def test_rows_have_the_methods_positions() -> None:
     for _ in range(2):
         _advance_with_new_tokens(window)
     assert window.is_full
-    trie = Trie(64, 64)
-    window.add_to(trie, WINDOW_FEATURE)
-    tree = trie.build()
+    builder = TreeBuilder()
+    window.add_to(builder, WINDOW_FEATURE)
+    tree = builder.best(999)
     depth_of = dict(zip(tree.token_ids, tree.depths(), strict=True))
     assert len(depth_of) == len(tree) == num_window_nodes(4, 4)  # no two tokens are equal here
     for level, tokens in enumerate(window.levels):
@@ -130,9 +136,9 @@ def test_rows_have_the_methods_positions() -> None:
 
 
 def _advance_with_new_tokens(window: LookaheadWindow, _counter: list[int] = [1000]) -> None:  # noqa: B006
-    trie = Trie(999, 999)
-    window.add_to(trie, 0)
-    tree = trie.build()
+    builder = TreeBuilder()
+    window.add_to(builder, 0)
+    tree = builder.best(999)
     _counter[0] += 1000
     window.advance(0, tree, range(_counter[0], _counter[0] + len(tree) + 1))
 
@@ -151,9 +157,9 @@ def test_a_full_window_yields_one_ngram_per_column_of_its_trajectory() -> None:
     """The picture of the paper, N = 4: an n-gram goes from a column's level 0 up to its new token."""
     window = LookaheadWindow(3, 4, [0])
     window._levels = [[11, 12], [20, 21, 22], [30, 31, 32]]
-    trie = Trie(64, 64)
-    window.add_to(trie, 0)
-    tree = trie.build()
+    builder = TreeBuilder()
+    window.add_to(builder, 0)
+    tree = builder.best(999)
     rows = [0, *(token_id + 10 for token_id in tree.token_ids)]
     assert window.advance(10, tree, rows) == [(10, 20, 30, 40), (11, 21, 31, 41), (12, 22, 32, 42)]
     assert window.levels == [[21, 22], [30, 31, 32], [40, 41, 42]]
@@ -235,9 +241,9 @@ def test_window_nodes_are_counted_over_the_warm_up_too() -> None:
             window = LookaheadWindow(width, n, range(10**6, 2 * 10**6))
             most = 0
             for _ in range(n + 1):
-                trie = Trie(999, 999)
-                window.add_to(trie, 0)
-                most = max(most, len(trie.build()))
+                builder = TreeBuilder()
+                window.add_to(builder, 0)
+                most = max(most, len(builder.best(999)))
                 _advance_with_new_tokens(window)
             assert most == num_window_nodes(width, n)
 
@@ -337,3 +343,42 @@ def test_one_token_prompts_and_prompts_without_ngrams_draft() -> None:
     for prompt in ([4], [4, 4]):
         run = decode(LookaheadDrafter(), prompt, circle, 30, max_nodes=64, shape=WIDE)
         assert run.num_accepted > 0
+
+
+def test_the_oldest_goes_first_and_what_comes_again_is_new() -> None:
+    pool = NgramPool(3, num_per_key=2, max_keys=10)
+    pool.insert(1, (2, 3))
+    pool.insert(1, (4, 5))
+    pool.insert(1, (2, 3))  # now newer than (4, 5)
+    pool.insert(1, (6, 7))
+    assert pool.newest(1, 9) == [(6, 7), (2, 3)]
+    assert pool.newest(1, 1) == [(6, 7)]
+    assert pool.newest(2, 9) == []
+
+
+def test_looking_up_refreshes_nothing() -> None:
+    pool = NgramPool(2, num_per_key=2, max_keys=10)
+    pool.insert(1, (2,))
+    pool.insert(1, (3,))
+    pool.newest(1, 2)
+    pool.insert(1, (4,))
+    assert pool.newest(1, 9) == [(4,), (3,)]
+
+
+def test_keys_are_bounded_and_the_one_not_inserted_to_for_longest_goes() -> None:
+    pool = NgramPool(2, num_per_key=2, max_keys=2)
+    for key in (1, 2, 1, 3):
+        pool.insert(key, (9,))
+    assert (pool.newest(1, 9), pool.newest(2, 9), pool.newest(3, 9)) == ([(9,)], [], [(9,)])
+    assert pool.num_keys() == 2
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(2, 5), st.integers(1, 4))
+def test_a_text_gives_the_newest_of_all_its_ngrams(text: list[int], n: int, num: int) -> None:
+    pool = NgramPool(n, num, max_keys=99)
+    pool.insert_text(text)
+    for key in range(4):
+        starts = [i for i in range(len(text) - n, -1, -1) if text[i] == key]
+        distinct = list(dict.fromkeys(tuple(text[i + 1 : i + n]) for i in starts))
+        assert pool.newest(key, num) == distinct[:num]
+    assert pool.size() <= num * pool.num_keys()

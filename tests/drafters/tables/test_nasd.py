@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from drafters.base import DraftRequest, DraftShape, Observation
 from drafters.contexts import pack
-from drafters.tables.nasd import INFO, NasdDrafter, NasdOneLevelDrafter, share_feature
-from drafters.tables.ngram_counts import MAX_CONTINUATIONS, NgramCounts
+from drafters.tables.nasd import (
+    MAX_CONTINUATIONS,
+    NasdDrafter,
+    NasdOneLevelDrafter,
+    NgramCounts,
+    share_feature,
+)
 from drafters.tree import EMPTY, ROOT, chain
 from worlds.simulated_target import decode, propose_once
 
@@ -254,7 +259,7 @@ def test_requests_are_isolated_and_close_forgets():
 
 def test_options_that_contradict_each_other_are_refused_by_name():
     with pytest.raises(ValueError, match="min_context"):
-        INFO.resolve({"n": 3, "min_context": 3})
+        NasdDrafter.info.resolve({"n": 3, "min_context": 3})
 
 
 def test_contexts_are_bounded_and_the_ones_in_use_survive():

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.contexts import pack
-from drafters.tables.prob_tables import MAX_WAITING, Entry, ProbTable, TextTable, find, levels
+from drafters.contexts import levels, pack
+from drafters.tables.prob_tables import MAX_WAITING, Entry, ProbTable, TextTable, find
 
 WHO, AM, BOB, MARY, TOM, SUE = range(6)
 
@@ -19,7 +19,7 @@ def table(max_contexts: int = 1024) -> ProbTable:
 
 
 def lookup(found: ProbTable, *context: int) -> tuple[int, bool, Entry] | None:
-    return find(pack(context), levels(4, 2), found, TextTable(8))
+    return find(pack(context), levels((4, 3, 2)), found, TextTable(8))
 
 
 def known(found: ProbTable, *context: int) -> dict[int, float]:
@@ -30,8 +30,8 @@ def known(found: ProbTable, *context: int) -> dict[int, float]:
 
 def test_two_visits_merge_as_in_the_published_example() -> None:
     both = table()
-    both.learn(pack([WHO, AM]), levels(4, 2), [BOB, MARY, TOM], [0.7, 0.2, 0.05])
-    both.learn(pack([WHO, AM]), levels(4, 2), [MARY, BOB, SUE], [0.6, 0.3, 0.05])
+    both.learn(pack([WHO, AM]), levels((4, 3, 2)), [BOB, MARY, TOM], [0.7, 0.2, 0.05])
+    both.learn(pack([WHO, AM]), levels((4, 3, 2)), [MARY, BOB, SUE], [0.6, 0.3, 0.05])
     merged = known(both, WHO, AM)
     assert list(merged) == [BOB, MARY, TOM, SUE]
     assert list(merged.values()) == pytest.approx([0.5, 0.4, 0.025, 0.025])
@@ -40,22 +40,27 @@ def test_two_visits_merge_as_in_the_published_example() -> None:
 def test_a_third_visit_weighs_a_third() -> None:
     three = table()
     for prob in (0.9, 0.9, 0.3):
-        three.learn(pack([WHO, AM]), levels(2, 2), [BOB], [prob])
+        three.learn(pack([WHO, AM]), levels((2,)), [BOB], [prob])
     assert known(three, WHO, AM)[BOB] == pytest.approx(0.7)
 
 
 def test_only_the_ten_likeliest_stay() -> None:
     wide = table()
-    wide.learn(pack([1, 2]), levels(2, 2), list(range(10)), [0.1 - 0.001 * i for i in range(10)])
-    wide.learn(pack([1, 2]), levels(2, 2), [77], [0.9])
+    wide.learn(
+        pack([1, 2]),
+        levels((2,)),
+        list(range(10)),
+        [0.1 - 0.001 * i for i in range(10)],
+    )
+    wide.learn(pack([1, 2]), levels((2,)), [77], [0.9])
     merged = known(wide, 1, 2)
     assert list(merged) == [77, *range(9)]
 
 
 def test_the_longest_known_context_answers() -> None:
     text = table()
-    text.learn(pack([1, 2, 3, 4]), levels(4, 2), [5], [1.0])
-    text.learn(pack([9, 9, 3, 4]), levels(4, 2), [6], [1.0])
+    text.learn(pack([1, 2, 3, 4]), levels((4, 3, 2)), [5], [1.0])
+    text.learn(pack([9, 9, 3, 4]), levels((4, 3, 2)), [6], [1.0])
     for context, length in (([1, 2, 3, 4], 4), ([8, 2, 3, 4], 3), ([8, 8, 3, 4], 2)):
         hit = lookup(text, *context)
         assert hit is not None
@@ -66,24 +71,24 @@ def test_the_longest_known_context_answers() -> None:
 
 def test_a_text_that_is_shorter_than_a_context_does_not_reach_it() -> None:
     short, prompt = table(), TextTable(8)
-    short.learn(pack([3]), levels(4, 2), [5], [1.0])
-    prompt.learn(pack([3]), levels(4, 2), 5)
+    short.learn(pack([3]), levels((4, 3, 2)), [5], [1.0])
+    prompt.learn(pack([3]), levels((4, 3, 2)), 5)
     assert len(short) == len(prompt) == 0
-    assert find(pack([3]), levels(4, 2), short, prompt) is None
+    assert find(pack([3]), levels((4, 3, 2)), short, prompt) is None
 
 
 def test_the_prompt_answers_until_the_target_has_spoken_or_where_it_knows_more_context() -> None:
     target, prompt = table(), TextTable(1024)
     for token in (7, 8, 7, 7):
-        prompt.learn(pack([0, 1, 2]), levels(3, 2), token)
+        prompt.learn(pack([0, 1, 2]), levels((3, 2)), token)
 
     def answer(*context: int) -> tuple[int, bool, dict[int, float]]:
-        hit = find(pack(context), levels(3, 2), target, prompt)
+        hit = find(pack(context), levels((3, 2)), target, prompt)
         assert hit is not None
         return hit[0], hit[1], dict(zip(hit[2].token_ids, hit[2].probs, strict=True))
 
     assert answer(9, 1, 2) == (2, True, {7: 0.75, 8: 0.25})
-    target.learn(pack([1, 2]), levels(2, 2), [5, 7], [0.6, 0.4])
+    target.learn(pack([1, 2]), levels((2,)), [5, 7], [0.6, 0.4])
     assert answer(9, 1, 2) == (2, False, {5: 0.6, 7: 0.4})
     assert answer(0, 1, 2) == (3, True, {7: 0.75, 8: 0.25})
 
@@ -92,7 +97,7 @@ def test_the_prompt_answers_until_the_target_has_spoken_or_where_it_knows_more_c
 def test_a_text_is_counted_newest_first_among_equals(pairs: list[tuple[int, int]]) -> None:
     counted = TextTable(1024)
     for context, token in pairs:
-        counted.learn(pack([context]), levels(1, 1), token)
+        counted.learn(pack([context]), levels((1,)), token)
     for context in range(4):
         seen = [token for each, token in pairs if each == context]
         entry = counted.get(pack([context]))
@@ -108,8 +113,8 @@ def test_a_text_is_counted_newest_first_among_equals(pairs: list[tuple[int, int]
 def test_a_texts_tables_are_bounded() -> None:
     counted, rng = TextTable(64), random.Random(0)
     for step in range(3000):
-        counted.learn(pack([step % 7]), levels(1, 1), step)
-        counted.learn(pack([rng.randrange(10**6)]), levels(1, 1), step)
+        counted.learn(pack([step % 7]), levels((1,)), step)
+        counted.learn(pack([rng.randrange(10**6)]), levels((1,)), step)
         assert len(counted) <= 64
     newest = counted.get(pack([2999 % 7]))
     assert newest is not None
@@ -120,8 +125,8 @@ def test_a_texts_tables_are_bounded() -> None:
 def test_contexts_are_bounded_and_those_in_use_stay() -> None:
     small, rng = table(64), random.Random(0)
     for step in range(500):
-        small.learn(pack([1, 2]), levels(2, 2), [3], [1.0])
-        small.learn(pack([10 + step, rng.randrange(9)]), levels(2, 2), [4], [1.0])
+        small.learn(pack([1, 2]), levels((2,)), [3], [1.0])
+        small.learn(pack([10 + step, rng.randrange(9)]), levels((2,)), [4], [1.0])
         assert len(small) <= 64
     assert known(small, 1, 2) == {3: pytest.approx(1.0)}
     assert all(lookup(small, 10, token) is None for token in range(9))
@@ -139,7 +144,7 @@ def test_equals_a_table_kept_naively(visits: list[tuple[int, int, dict[int, floa
     for a, b, distribution in visits:
         text += [a, b]
         best = sorted(distribution, key=lambda token: -distribution[token])
-        incremental.learn(pack(text[-4:]), levels(4, 2), best, [distribution[t] for t in best])
+        incremental.learn(pack(text[-4:]), levels((4, 3, 2)), best, [distribution[t] for t in best])
         for length in (4, 3, 2):
             key = tuple(text[-length:])
             k, old = naive.get(key, (0, {}))
@@ -167,9 +172,9 @@ def test_what_waits_is_merged_when_it_is_read_or_too_much_waits() -> None:
         kept = table(100_000)
         rows = [{1: 0.6, 2: 0.4}, {2: 0.8, 3: 0.2}, {2: 1.0}]
         for row in rows:
-            kept.learn(pack([5, 6]), levels(2, 2), list(row), list(row.values()))
+            kept.learn(pack([5, 6]), levels((2,)), list(row), list(row.values()))
         for other in range(num_others):
-            kept.learn(pack([7, other % 9]), levels(2, 2), [1], [1.0])
+            kept.learn(pack([7, other % 9]), levels((2,)), [1], [1.0])
         assert known(kept, 5, 6) == pytest.approx({2: 2.2 / 3, 1: 0.2, 3: 0.2 / 3})
         assert known(kept, 5, 6) == pytest.approx({2: 2.2 / 3, 1: 0.2, 3: 0.2 / 3})
 
@@ -177,7 +182,7 @@ def test_what_waits_is_merged_when_it_is_read_or_too_much_waits() -> None:
 def test_a_known_context_learns_alone_and_shorter_ones_only_from_what_was_new() -> None:
     few = table()
     for _ in range(3):
-        few.learn(pack([1, 2, 3]), levels(3, 1), [4], [1.0])
-    few.learn(pack([9, 2, 3]), levels(3, 1), [5], [1.0])
+        few.learn(pack([1, 2, 3]), levels((3, 2, 1)), [4], [1.0])
+    few.learn(pack([9, 2, 3]), levels((3, 2, 1)), [5], [1.0])
     visits = [few.get(pack(context)) for context in ([1, 2, 3], [9, 2, 3], [2, 3], [3])]
     assert [entry and entry.num_visits for entry in visits] == [3, 1, 2, 1]

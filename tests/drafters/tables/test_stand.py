@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.base import GREEDY, DraftRequest, DraftSampling, DraftShape, Observation
-from drafters.tables.drawing import drawn_probs
-from drafters.tables.stand import INFO, StandDrafter
+from drafters.tables.stand import LEAST_SHARE, StandDrafter, in_sampled_order, sampled_probs
 from drafters.tables.template import DraftTemplate
 from drafters.tree import EMPTY, ROOT, DraftTree, chain
-from engine.sampling.noise import gumbel_list, request_key
+from engine.sampling.noise import gumbel_list, gumbel_scalar, request_key
 from worlds.lanes import examples
 from worlds.sampled_target import choose, decode, markov_probs, noise_of, sampling_of
 from worlds.simulated_target import check_tree
@@ -72,8 +73,8 @@ def test_context_lengths_are_options() -> None:
     assert list(propose(taught({"min_ctx": 3}), [9, 1, 2]).token_ids) == [3, 6]
     assert list(propose(taught({"min_ctx": 1, "max_ctx": 1}), [7, 7, 2]).token_ids) == [3, 6]
     assert list(propose(taught({"min_ctx": 2}), [7, 7, 2]).token_ids) == []
-    assert INFO.defaults()["max_ctx"] == 4
-    assert INFO.defaults()["min_ctx"] == 1
+    assert StandDrafter.info.defaults()["max_ctx"] == 4
+    assert StandDrafter.info.defaults()["min_ctx"] == 1
     with pytest.raises(ValueError, match="min_ctx"):
         taught({"min_ctx": 5})
 
@@ -186,7 +187,7 @@ REJECTION = DraftSampling(0.8, noise=noise_of(4), verification="rejection")
 
 
 def test_when_another_verifier_asks_the_distributions_drawn_from_are_attached() -> None:
-    assert INFO.draws
+    assert StandDrafter.info.samples
     tree = propose(taught(), [1, 5, 1, 2], 40, DraftShape(3, 4), REJECTION)
     paths: list[tuple[int, ...]] = []
     children: dict[int, list[int]] = {}
@@ -198,7 +199,7 @@ def test_when_another_verifier_asks_the_distributions_drawn_from_are_attached() 
         depth = 0 if parent == ROOT else len(paths[parent])
         assert sum(probs.values()) == pytest.approx(1)
         assert children[parent] == drawn_order(probs, 4 + depth)[: len(children[parent])]
-    root = dict(zip([3, 4, 5], drawn_probs(A, REJECTION), strict=True))
+    root = dict(zip([3, 4, 5], sampled_probs(A, REJECTION), strict=True))
     assert tree.draft_probs[ROOT] == pytest.approx(root)
     three = tree.draft_probs[paths.index((3,))]  # 6 and 7 are known; a recent token completes them
     assert set(three) == {6, 7, 2}
@@ -269,3 +270,64 @@ def test_contexts_are_bounded() -> None:
     state = drafter._states["r"]
     assert 512 <= len(state._prompt) <= 1024  # type: ignore[attr-defined]
     assert 512 <= len(state._table) <= 1024  # type: ignore[attr-defined]
+
+
+PROBS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=10).map(
+    lambda probs: sorted(probs, reverse=True)
+)
+
+
+@given(PROBS, st.floats(0.3, 2.0), st.integers(0, 99))
+def test_order_is_that_of_the_verifiers_own_scores(
+    probs: list[float], temperature: float, seed: int
+) -> None:
+    """The definition: largest ``log(prob) / T + g`` first, over what is drawn at all."""
+    key, position = request_key(seed, 0), 40 + seed
+    sampling = DraftSampling(temperature, noise=partial(gumbel_list, key), key=key)
+    token_ids = [1000 + 7 * index for index in range(len(probs))]
+    drawn = sampled_probs(probs, sampling)
+    score = {
+        token: math.log(prob) / temperature + gumbel_scalar(key, position, token)
+        for token, prob in zip(token_ids, probs, strict=True)
+    }
+    expected = sorted(token_ids[: len(drawn)], key=lambda token: -score[token])
+    assert in_sampled_order(token_ids, drawn, position, sampling)[0] == expected
+
+
+@given(PROBS, st.floats(0.2, 2.0))
+def test_what_is_drawn_is_the_tempered_distribution(probs: list[float], temperature: float) -> None:
+    drawn = sampled_probs(probs, DraftSampling(temperature))
+    tempered = [prob ** (1 / temperature) for prob in probs]
+    kept = [each for each in tempered if each >= LEAST_SHARE * tempered[0] * (1 - 1e-9)]
+    assert sum(drawn) == pytest.approx(1)
+    assert abs(len(drawn) - len(kept)) <= 1  # one may lie on the border
+    if len(drawn) == len(kept):
+        assert drawn == pytest.approx([each / sum(kept) for each in kept])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (DraftSampling(1.0, top_k=2), [0.625, 0.375]),
+        (DraftSampling(1.0, top_p=0.75), [0.625, 0.375]),
+        (DraftSampling(1.0, top_p=0.5), [1.0]),
+        (DraftSampling(1.0, min_p=0.5), [0.625, 0.375]),
+        (DraftSampling(0.5, min_p=0.5), [1.0]),
+        (DraftSampling(1.0), [0.5, 0.3, 0.2]),
+        (DraftSampling(0.01), [1.0]),
+    ],
+)
+def test_truncation_follows_the_request(sampling: DraftSampling, expected: list[float]) -> None:
+    assert sampled_probs([0.5, 0.3, 0.2], sampling) == pytest.approx(expected)
+
+
+def test_firsts_are_distributed_as_drawn_probs_says() -> None:
+    """Chi-squared with 2 degrees of freedom, 3000 draws: above 27.6 with probability 1e-6."""
+    rng, probs = random.Random(3), [0.6, 0.3, 0.1]
+    counts: Counter[int] = Counter()
+    for _ in range(3000):
+        key = request_key(rng.randrange(2**63), 0)
+        sampling = DraftSampling(1.0, noise=partial(gumbel_list, key))
+        counts[in_sampled_order([5, 6, 7], probs, 9, sampling)[0][0]] += 1
+    expected = {5: 1800, 6: 900, 7: 300}
+    assert sum((counts[t] - n) ** 2 / n for t, n in expected.items()) < 27.6

@@ -81,8 +81,8 @@ def _grow(growth: DraftGrowth, model: Model, drawn: Sequence[Text]) -> Text | No
 def _text_of(growth: DraftGrowth, node: int) -> Text:
     text: list[int] = []
     while node != ROOT:
-        text.insert(0, growth.token_ids[node])
-        node = growth.parents[node]
+        text.insert(0, growth.nodes.token_ids[node])
+        node = growth.nodes.parents[node]
     return tuple(text)
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 from drafters.base import GREEDY, DraftSampling
 from drafters.tables.prob_tables import ProbTable
-from drafters.tables.stand import INFO, StandState
+from drafters.tables.stand import StandDrafter, StandState
 from drafters.tables.template import DraftTemplate, RankPath, best_first_paths
 
 FIRST_NODES = 625
@@ -43,7 +43,7 @@ def first_paths() -> list[RankPath]:
 
 def count_accepts(text: ReplayText, paths: frozenset[RankPath], counts: dict[RankPath, int]) -> int:
     """Decode one text with a tree of ``paths``, adding to ``counts``; returns the steps it took."""
-    options = INFO.defaults()
+    options = StandDrafter.info.defaults()
     table = ProbTable(int(options["max_contexts"]))
     state = StandState(text.prompt_token_ids, options, table, DraftTemplate([(0,)]))
     num_prompt, num_tokens = len(text.prompt_token_ids), len(text.token_ids)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from drafters.base import DraftRequest, DraftShape, Observation
-from drafters.copying import corrections as suffix_corrections
-from drafters.copying.corrections import Corrections
+from drafters.copying import alignment as suffix_corrections
+from drafters.copying.alignment import Corrections
 from drafters.copying.suffix import SuffixDrafter
 from drafters.tree import EMPTY
 from worlds.simulated_target import check_tree, decode
