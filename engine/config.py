@@ -49,11 +49,6 @@ class EngineConfig:
     drafters: tuple[str, ...] | None = None
     drafter_plugins: tuple[str, ...] | None = None
     drafter_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    stand_template: str | None = described(
-        None,
-        "File with the stand drafter's static tree, as slipstream stand-template "
-        "writes it; default: the one shipped.",
-    )
     draft_model: str | None = described(
         None,
         "Folder or hub id of a small model with the same tokenizer, for the small_model "

@@ -40,7 +40,10 @@ from slipstream.options import SpeculativeOptions, VerificationName
 
 logger = logging.getLogger("slipstream.settings")
 
-RENAMED = {"max_num_rows": "max_num_batched_tokens"}
+RENAMED = {
+    "max_num_rows": "max_num_batched_tokens",
+    "stand_template": "drafter.stand.template",
+}
 """Old name, with dots between levels, to new one. The old one is taken for one version."""
 _PREFIX = "SLIPSTREAM_"
 

@@ -16,7 +16,7 @@ _DESCRIPTION = """Find the static draft tree of the `stand` drafter for a model 
 LOG holds one JSON object per line: "prompt" and "completion", and for completions that this server
 drew, so that its noise can be repeated, "seed" and "temperature" (and "top_k", "top_p", "min_p") as
 they were sent. Each text is decoded again with a tree of several hundred nodes; those accepted most
-often are kept. Serve with --stand-template FILE."""
+often are kept. Serve with --drafter.stand.template FILE."""
 
 
 def add_template_command(

@@ -61,8 +61,8 @@ class StandSettings:
     template: str | None = field(
         default=None,
         metadata={
-            "description": "File with the static draft tree; left out: the one shipped "
-            "(`slipstream stand-template` finds one for your texts)."
+            "description": "File with the static draft tree, as slipstream stand-template writes it; "
+            "default: the one shipped."
         },
     )
 

@@ -25,7 +25,7 @@ class EngineContext(PlainContext):
         heads: DraftHeads | None = None,
         encode: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(vocab_size, {"stand": {"template": config.stand_template}})
+        super().__init__(vocab_size, config.drafter_settings)
         self.runner = runner
         self.config = config
         self._draft_models = draft_models

@@ -148,6 +148,20 @@ def test_a_renamed_setting_keeps_its_old_name_with_a_warning(
     assert load().max_num_batched_tokens == 95
 
 
+def test_a_drafters_own_setting_keeps_its_old_name_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = {"stand": {"template": "tree.json"}}
+    assert load("--drafter.stand.template", "tree.json").engine_config().drafter_settings == wanted
+    assert load("--stand-template", "tree.json").engine_config().drafter_settings == wanted
+    path = tmp_path / "slipstream.yaml"
+    path.write_text("stand_template: tree.json\n")
+    assert load("--config", str(path)).engine_config().drafter_settings == wanted
+    monkeypatch.setenv("SLIPSTREAM_STAND_TEMPLATE", "tree.json")
+    assert load().engine_config().drafter_settings == wanted
+    assert "--stand-template is called --drafter.stand.template now" in caplog.text
+
+
 @dataclass(frozen=True)
 class PhraseSettings:
     phrases: str | None = field(default=None, metadata={"description": "File of phrases."})
@@ -202,7 +216,6 @@ CHANGED = {
     "enable_prefix_cache": False,
     "drafters": ["none", "ngram"],
     "drafter_plugins": ["phrase_book"],
-    "stand_template": "tree.json",
     "draft_model": "small",
     "draft_kv_dtype": "fp8",
     "quantized": "int8",
