@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,10 +29,10 @@ from engine.config import EngineConfig
 from engine.model.loader import adopt
 from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
-from worlds import row_attention
 from worlds.engine_driver import ORACLE, OracleDrafter, write_all
 from worlds.tiny_models import VOCAB_SIZE, chunk, random_ids, tiny_model
 
+ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 NEEDS = AttentionNeeds("fast", CPU, torch.float32, 4, [KVShape(4, 2, 8, 4)] * 2)
 SMALL: dict[str, Any] = {
@@ -47,10 +46,11 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture
 def one_more_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A file beside those of ``engine/attention``, and nothing else."""
+    """The file of the documentation's page, beside those of ``engine/attention``, and nothing else."""
     monkeypatch.setattr(backend, "_BACKENDS", dict(attention_backends()))
-    backend._BACKENDS.pop("row_by_row")  # the world's own import registered it
-    shutil.copy(str(row_attention.__file__), tmp_path / "row_by_row.py")
+    page = (ROOT / "docs" / "add_an_attention_backend.md").read_text(encoding="utf-8")
+    source = page.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "row_by_row.py").write_text(source, encoding="utf-8")
     monkeypatch.setattr(attention, "__path__", [*attention.__path__, str(tmp_path)])
     yield "row_by_row"
     sys.modules.pop("engine.attention.row_by_row", None)
@@ -90,6 +90,7 @@ def test_names_that_nothing_has_are_refused_before_a_model_is_loaded() -> None:
         ("row_by_row", {"block_size": 5}, "block_size is a multiple of 2, not 5"),
     ],
 )
+@pytest.mark.usefixtures("one_more_file")
 def test_what_a_backend_cannot_serve_is_refused_with_the_reason(
     name: str, needs: dict[str, Any], reason: str
 ) -> None:
@@ -108,14 +109,14 @@ def test_an_engine_refuses_a_backend_that_does_not_keep_its_determinism() -> Non
         build_engine_for(tiny_model("llama"), None, config)
 
 
-def test_a_backend_brings_the_layout_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_BACKENDS", dict(attention_backends()))
+def test_a_backend_brings_the_layout_of_its_store(one_more_file: str) -> None:
+    row_by_row: Any = attention_backends()[one_more_file]
 
     class OwnStore(KVStore):
         """Another layout of keys and values."""
 
     @attention_backend("own")
-    class Own(row_attention.RowByRow):
+    class Own(row_by_row):
         store_class = OwnStore
         rank = 1
 
@@ -132,7 +133,7 @@ def test_a_backend_brings_the_layout_of_its_store(monkeypatch: pytest.MonkeyPatc
 
 def test_two_backends_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="two attention backends are called 'sdpa'"):
-        attention_backend("sdpa")(row_attention.RowByRow)
+        attention_backend("sdpa")(Watching)
 
 
 def test_a_backend_that_can_capture_says_so_and_those_here_cannot() -> None:
@@ -169,6 +170,7 @@ def test_inputs_of_all_steps_reach_a_backend_at_the_same_addresses() -> None:
     assert len({tuple(each) for each in watching.addresses}) == 1
 
 
+@pytest.mark.usefixtures("one_more_file")
 def test_rows_come_back_in_the_batch_s_order_whatever_order_attends() -> None:
     """Short, long and short requests: long ones attend first and alone, others by their length."""
     requests = [
