@@ -1,21 +1,30 @@
-"""Linear layers for CPU bf16: weights packed once, row counts held fixed where bits would change.
+"""Linear layers on CPUs: weights packed once, and row counts held to those that keep a row's bits.
 
 torch's ``F.linear`` re-packs a bf16 weight at every call; oneDNN's prepacked form reads it once and
-gives the same bits (measured here: 1.3-1.5x as fast at 1-16 rows). For some shapes oneDNN picks
-another kernel, with other bits, from a certain number of rows on. Which, depends on machine and shape:
-with AMX from 33 rows on; with AVX-512 alone from 2-13 rows on where a row is longer than 1024, and
-often for a single row only. So the span of row counts that share their bits is measured at load, and
-in exact mode inputs go through in pieces within that span.
+gives the same bits (measured here: 1.3-1.5x as fast at 1-16 rows). What bits a row gets depends on how
+many rows share the call, and that depends on machine, type and shape. Prepacked, it is usually the single
+row alone that differs: on CPUs with AMX, with AVX-512 and with AVX2, in fp32, fp16 and bf16. MKL's fp32
+products, which ``F.linear`` uses, change from 12-16 rows on, and with AVX2 by a row's place in the call.
+So in exact mode every type is packed, the span of row counts that share their bits is measured at load,
+and inputs go through in pieces within that span.
+
+Models also multiply by weights that are no layer: routers, and experts kept in one tensor.
+``SteadyProducts`` does the same for these.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
 
+_CPU = torch.device("cpu")
 _PROBED_ROWS = (2, 3, 4, 5, 6, 8, 12, 13, 16, 17, 24, 31, 32, 33, 48, 64, 128, 256, 512, 1024)
 # Where a span of equal bits may begin: fewer rows are padded to so many, about as cheap as a single
 # row where weights bound the time.
@@ -24,6 +33,9 @@ _LEAST_ROWS = (1, 2, 4)
 _SHORTEST_SLICE = 16
 _LARGE_WEIGHT = 1 << 25
 _LARGE_WEIGHT_ROWS = 64
+_MOST_DISTINCT_ROWS = 64
+_ENOUGH_SUMS = 8192
+"""Sums of the probe, in distinct rows: a difference shows in about every other one."""
 
 
 class RowSpan(NamedTuple):
@@ -34,11 +46,15 @@ class RowSpan(NamedTuple):
 
 
 TILES = RowSpan(4, 4)
-"""Always exactly so many rows: exact by construction, since every call has the same shape."""
+"""Always exactly so many rows: every call has the same shape, only a row's place in it differs."""
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""``[rows, in_features]`` to ``[rows, out_features]``."""
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` over a oneDNN-prepacked bf16 weight.
+    """``nn.Linear`` over a oneDNN-prepacked weight, or over the weight itself where oneDNN does not take
+    its type.
 
     ``span``: inputs are cut into calls of so many rows, and padded where there are fewer. None: as
     they come.
@@ -48,103 +64,258 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+        weight = linear.weight.detach()
+        self.is_packed = is_packable(weight.device, weight.dtype)
+        self.packed = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.is_packed else weight
+        )
         self.span = span
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # [..., in_features]
         rows = inputs.numel() // self.in_features
         if self.span is None or self.span.least <= rows <= self.span.most:
             return self._apply_packed(inputs)
-        flat = inputs.reshape(rows, self.in_features)
-        parts = [self._apply_padded(part, self.span.least) for part in flat.split(self.span.most)]
-        result = parts[0] if len(parts) == 1 else torch.cat(parts)
+        result = in_pieces(self._apply_packed, inputs.reshape(rows, self.in_features), self.span)
         return result.view(*inputs.shape[:-1], self.out_features)
 
-    def _apply_padded(self, inputs: torch.Tensor, least: int) -> torch.Tensor:
-        rows = inputs.shape[0]
-        if rows >= least:
-            return self._apply_packed(inputs)
-        return self._apply_packed(F.pad(inputs, (0, 0, 0, least - rows)))[:rows]
-
     def _apply_packed(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.is_packed:
+            return F.linear(inputs, self.packed, self.bias)
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             inputs, self.packed, self.bias, "none", [], ""
         )
         return result
 
 
+def in_pieces(product: Product, inputs: torch.Tensor, span: RowSpan) -> torch.Tensor:
+    """``product`` of ``[rows, in_features]`` in calls of row counts within the span."""
+    parts = []
+    for part in inputs.split(span.most):
+        missing = max(0, span.least - part.shape[0])
+        parts.append(product(F.pad(part, (0, 0, 0, missing)))[: part.shape[0]])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    return (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    """Whether packing pays whatever the determinism: bf16 on CPUs that have instructions for it."""
+    return dtype == torch.bfloat16 and is_packable(device, dtype)
+
+
+def is_packable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this type here."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    supported = {
+        torch.float32: lambda: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return dtype in supported and bool(supported[dtype]())
 
 
 @torch.inference_mode()
-def stable_rows(in_features: int, out_features: int, most: int) -> RowSpan:
-    """The first long enough span of probed row counts, up to ``most``, that share their bits; tiles
-    where there is none.
+def stable_rows(
+    in_features: int,
+    out_features: int,
+    most: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = _CPU,
+) -> RowSpan | None:
+    """The first long enough span of probed row counts, up to ``most``, that share their bits in a layer
+    of this shape; else tiles; None where a row's bits depend even on its place in a tile."""
+    weight, rows = cancelling(in_features, out_features, dtype, device)
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return stable_span(PackedLinear(linear), rows, most)
 
-    Rounding to bf16 hides most differences in the order of summation. So the probe's products cancel
-    in pairs: what is left of a sum is its rounding errors, which no other order repeats. All rows of
-    the probe are one row, whose bits have to come out at every place: its outputs are sums enough.
-    """
-    layer, row = _probe(in_features, out_features)
+
+def stable_span(product: Product, rows: torch.Tensor, most: int) -> RowSpan | None:
+    """``stable_rows`` of any product of rows. A row has to come out with the same bits alone, at every
+    place and in any company; ``rows`` ``[num_rows, in_features]`` are repeated to fill a call."""
     most = max(1, min(most, _PROBED_ROWS[-1]))
     counts = sorted({1, most, *(count for count in _PROBED_ROWS if count < most)})
     outputs: dict[int, torch.Tensor] = {}
+
+    def among(count: int) -> torch.Tensor:
+        if count not in outputs:
+            outputs[count] = product(_repeated(rows, count))
+        return outputs[count]
+
     for least in _LEAST_ROWS:
+        alone = _alone(product, rows, least)
         last = 0
         for count in counts:
             if count < least:
                 continue
-            if count not in outputs:
-                outputs[count] = layer(row.expand(count, -1).contiguous())
-            if not torch.equal(outputs[count], outputs[least][:1].expand(count, -1)):
+            if not torch.equal(among(count), _repeated(alone, count)):
                 break
             last = count
         if last >= min(most, _SHORTEST_SLICE):
             return RowSpan(least, last)
+    alone = _alone(product, rows, TILES.least)
+    for shift in range(TILES.least):
+        rolled = rows.roll(shift, 0)
+        if not torch.equal(in_pieces(product, rolled, TILES), alone.roll(shift, 0)):
+            return None
     return TILES
 
 
-def _probe(in_features: int, out_features: int) -> tuple[PackedLinear, torch.Tensor]:
-    """A layer, and a row ``[1, in_features]`` whose products with its weights cancel in pairs."""
+def _alone(product: Product, rows: torch.Tensor, least: int) -> torch.Tensor:
+    return torch.cat([in_pieces(product, row, RowSpan(least, least)) for row in rows.split(1)])
+
+
+def _repeated(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return rows.repeat(-(-count // rows.shape[0]), 1)[:count].contiguous()
+
+
+def cancelling(
+    in_features: int, out_features: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight ``[out_features, in_features]`` and rows ``[num_rows, in_features]`` whose products cancel
+    in pairs.
+
+    Rounding hides most differences in the order of summation, in bf16 above all. Of sums that cancel,
+    only their rounding errors are left, and no other order repeats these.
+    """
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(out_features, in_features, generator=generator).to(torch.bfloat16)
-    row = torch.randn(1, in_features, generator=generator).to(torch.bfloat16)
+    num_rows = max(4, min(_MOST_DISTINCT_ROWS, _ENOUGH_SUMS // out_features))
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
+    rows = torch.randn(num_rows, in_features, generator=generator).to(dtype)
     order = torch.randperm(in_features, generator=generator)
     half = in_features // 2
     first, second = order[:half], order[half : 2 * half]
     weight[:, second] = weight[:, first]
-    row[:, second] = -row[:, first]
-    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return PackedLinear(linear), row
+    rows[:, second] = -rows[:, first]
+    return weight.to(device), rows.to(device)
 
 
-def _probe_within_reason(in_features: int, out_features: int, most: int) -> RowSpan:
+def _within_reason(in_features: int, out_features: int, most: int) -> int:
     """Vocabulary-sized heads see few rows; probing them for a whole chunk would take half a minute."""
     large = in_features * out_features > _LARGE_WEIGHT
-    return stable_rows(in_features, out_features, min(most, _LARGE_WEIGHT_ROWS) if large else most)
+    return min(most, _LARGE_WEIGHT_ROWS) if large else most
 
 
-def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> int:
-    """Replace every plain ``nn.Linear`` of the model in place; returns how many.
+class SteadyProducts(TorchFunctionMode):
+    """Within it, products of rows with a matrix are cut into calls that keep a row's bits. Spans are
+    probed when a shape is first seen, which the checks at load see to; ``failures`` names those that
+    have none."""
+
+    def __init__(self, most_rows: int, failures: set[str]) -> None:
+        super().__init__()
+        self._most_rows = most_rows
+        self._spans: dict[tuple[object, ...], RowSpan] = {}
+        self._failures = failures
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        if func in _MATMULS and args[1].dim() == 2:
+            return self._linear(args[0], args[1].T)
+        if func in _OTHER_PRODUCTS:
+            self._failures.add(f"products by {func.__name__}")
+        return func(*args, **kwargs)
+
+    def _linear(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``weight``: ``[out_features, in_features]``, as it lies or transposed."""
+        flat = rows.reshape(-1, rows.shape[-1])
+        span = self._span(weight, bias)
+        result = in_pieces(lambda part: F.linear(part, weight, bias), flat, span)
+        return result.view(*rows.shape[:-1], weight.shape[0])
+
+    def _span(self, weight: torch.Tensor, bias: torch.Tensor | None) -> RowSpan:
+        key = (weight.shape, weight.stride(1) == 1, weight.dtype, bias is None)
+        if key not in self._spans:
+            out_features, in_features = weight.shape
+            probe, rows = cancelling(in_features, out_features, weight.dtype, weight.device)
+            if weight.stride(1) != 1:
+                probe = probe.T.contiguous().T
+            none = None if bias is None else torch.zeros_like(bias)
+            most = _within_reason(in_features, out_features, self._most_rows)
+            span = stable_span(lambda part: F.linear(part, probe, none), rows, most)
+            if span is None:
+                self._failures.add(_name(in_features, out_features))
+            self._spans[key] = span or TILES
+        return self._spans[key]
+
+
+_MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
+_OTHER_PRODUCTS = (*_MATMULS, torch.addmm, torch.bmm, torch.baddbmm, torch.einsum, F.grouped_mm)
+
+
+def _name(in_features: int, out_features: int) -> str:
+    return f"products of {in_features} by {out_features}"
+
+
+class PackedLayers(NamedTuple):
+    """``failures``: products that no way of calling keeps exact, in words; products with weights outside
+    of layers join when they are first computed."""
+
+    num_layers: int
+    failures: set[str]
+
+
+def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> PackedLayers:
+    """Replace every plain ``nn.Linear`` of the model, and transformers' ``Conv1D``, in place.
 
     The unpacked weight is dropped with its module; a tied head keeps the embedding and packs a copy.
     """
-    spans: dict[tuple[int, int], RowSpan] = {}
+    spans: dict[tuple[int, int, torch.dtype], RowSpan] = {}
+    failures: set[str] = set()
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear:
+            linear = _as_linear(child)
+            if linear is None:
                 continue
-            shape = (child.in_features, child.out_features)
+            sizes = (linear.in_features, linear.out_features)
+            shape = (*sizes, linear.weight.dtype)
             if exact and shape not in spans:
-                spans[shape] = _probe_within_reason(*shape, most_rows)
-            setattr(parent, name, PackedLinear(child, spans.get(shape)))
+                most = _within_reason(*sizes, most_rows)
+                span = stable_rows(*sizes, most, linear.weight.dtype, linear.weight.device)
+                if span is None:
+                    failures.add(_name(*sizes))
+                spans[shape] = span or TILES
+            setattr(parent, name, PackedLinear(linear, spans.get(shape)))
             replaced += 1
-    return replaced
+    if exact:
+        _steady(model, SteadyProducts(most_rows, failures))
+    return PackedLayers(replaced, failures)
+
+
+def _as_linear(module: nn.Module) -> nn.Linear | None:
+    if type(module) is nn.Linear:
+        return module
+    if type(module) is not Conv1D:
+        return None
+    weight = module.weight.detach()
+    linear = nn.Linear(*weight.shape, device="meta")
+    linear.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
+    linear.bias = module.bias
+    return linear
+
+
+def _steady(model: nn.Module, products: SteadyProducts) -> None:
+    """Run modules that multiply by weights of their own under ``products``, experts one by one."""
+    if getattr(model, "_can_set_experts_implementation", lambda: False)():
+        model.set_experts_implementation("eager")  # type: ignore[operator]
+    for module in model.modules():
+        own = [each for each in module.parameters(recurse=False) if each.dim() >= 2]
+        if own and not isinstance(module, nn.Embedding):
+            vars(module)["forward"] = partial(_run_within, products, module.forward)
+
+
+def _run_within(
+    products: SteadyProducts, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with products:
+        return forward(*args, **kwargs)

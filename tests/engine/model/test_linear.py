@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.model import linear as linear_module
-from engine.model.linear import TILES, PackedLinear, RowSpan, can_pack, pack_linears, stable_rows
+from engine.model.linear import (
+    TILES,
+    PackedLinear,
+    RowSpan,
+    SteadyProducts,
+    can_pack,
+    is_packable,
+    pack_linears,
+    stable_rows,
+)
 
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
-needs_bf16 = pytest.mark.skipif(
-    not can_pack(CPU, torch.bfloat16), reason="this CPU has no bf16 instructions"
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
 )
 # Beyond 1024 inputs oneDNN changes its kernel with the row count on CPUs without AMX; odd sizes have
 # kernels of their own for what is left over.
@@ -24,60 +34,76 @@ SHAPES = [(64, 97), (256, 768), (768, 256), (40, 7), (1100, 33), (1536, 64), (20
 MOST_ROWS = 600
 
 
-def make_linear(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
-    """Bf16, with weights that repeat in pairs (see ``cancelling_rows``)."""
+def make_linear(
+    in_features: int,
+    out_features: int,
+    bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> nn.Linear:
+    """Weights repeat in pairs (see ``cancelling_rows``)."""
     generator = torch.Generator().manual_seed(in_features)
-    linear = nn.Linear(in_features, out_features, bias=bias).to(torch.bfloat16)
+    linear = nn.Linear(in_features, out_features, bias=bias).to(dtype)
     half = in_features // 2
-    weight = torch.randn(out_features, in_features, generator=generator).to(torch.bfloat16)
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
     weight[:, half : 2 * half] = weight[:, :half].flip(1)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias:
-        values = torch.randn(out_features, generator=generator).to(torch.bfloat16)
+        values = torch.randn(out_features, generator=generator).to(dtype)
         linear.bias = nn.Parameter(values, requires_grad=False)
     return linear
 
 
-def cancelling_rows(count: int, in_features: int) -> torch.Tensor:
+def cancelling_rows(
+    count: int, in_features: int, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     """Rows whose products with ``make_linear``'s weights cancel in pairs: what is left are rounding
     errors, so that a sum in any other order shows even after rounding to bf16."""
     generator = torch.Generator().manual_seed(count)
-    rows = torch.randn(count, in_features, generator=generator).to(torch.bfloat16)
+    rows = torch.randn(count, in_features, generator=generator).to(dtype)
     half = in_features // 2
     rows[:, half : 2 * half] = -rows[:, :half].flip(1)
     return rows
 
 
-@needs_bf16
+@every_dtype
 @torch.inference_mode()
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_packed_products_equal_f_linear(in_features: int, out_features: int, bias: bool) -> None:
-    linear = make_linear(in_features, out_features, bias)
-    inputs = torch.randn(2, 9, in_features).to(torch.bfloat16)
+def test_packed_products_equal_f_linear(
+    in_features: int, out_features: int, bias: bool, dtype: torch.dtype
+) -> None:
+    linear = make_linear(in_features, out_features, bias, dtype)
+    inputs = torch.randn(2, 9, in_features).to(dtype)
     expected = F.linear(
         inputs.double(), linear.weight.double(), linear.bias.double() if bias else None
     )
     own = F.linear(inputs, linear.weight, linear.bias)
     for exact in (False, True):
-        packed = PackedLinear(linear, stable_rows(in_features, out_features, 64) if exact else None)
+        span = stable_rows(in_features, out_features, 64, dtype) if exact else None
+        packed = PackedLinear(linear, span)
         output = packed(inputs)
         assert output.shape == (2, 9, out_features)
-        assert output.dtype == torch.bfloat16
+        assert output.dtype == dtype
         error, own_error = ((each.double() - expected).abs().max() for each in (output, own))
-        # Rounding to bf16 is all there is: half a unit in the last of 8 bits.
-        assert error <= max(1.01 * own_error, expected.abs().max() * 2.0**-8)
+        # Rounding to the type is all there is: half a unit in the last of its bits; in fp32, what each
+        # addition leaves.
+        units = in_features**0.5 if dtype == torch.float32 else 0.5
+        assert error <= max(1.01 * own_error, expected.abs().max() * torch.finfo(dtype).eps * units)
 
 
-@needs_bf16
+@every_dtype
 @torch.inference_mode()
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
 def test_an_exact_layer_gives_a_row_the_same_bits_alone_and_among_600(
-    in_features: int, out_features: int
+    in_features: int, out_features: int, dtype: torch.dtype
 ) -> None:
-    span = stable_rows(in_features, out_features, MOST_ROWS)
-    layer = PackedLinear(make_linear(in_features, out_features), span)
-    rows = cancelling_rows(MOST_ROWS, in_features)
+    span = stable_rows(in_features, out_features, MOST_ROWS, dtype)
+    if span is None:  # the probe claims nothing, and this is what the engine hears
+        model = nn.Sequential(make_linear(in_features, out_features, dtype=dtype))
+        assert pack_linears(model, MOST_ROWS, exact=True).failures
+        return
+    layer = PackedLinear(make_linear(in_features, out_features, dtype=dtype), span)
+    rows = cancelling_rows(MOST_ROWS, in_features, dtype)
     assert rows.unique(dim=0).shape[0] == MOST_ROWS
     alone = torch.cat([layer(rows[index : index + 1]) for index in range(MOST_ROWS)])
     for count in (*range(2, 36), 47, 63, 64, 65, 100, 129, 255, 257, 400, 512, 513, MOST_ROWS):
@@ -86,11 +112,18 @@ def test_an_exact_layer_gives_a_row_the_same_bits_alone_and_among_600(
             assert torch.equal(among, alone[first : first + count]), (count, first)
 
 
+@every_dtype
+def test_where_weights_are_packed_no_type_is_left_without_exact_calls(dtype: torch.dtype) -> None:
+    """Else the assertions above could say nothing on a machine where they ought to."""
+    if is_packable(CPU, dtype):
+        assert all(stable_rows(*shape, 64, dtype) for shape in SHAPES)
+
+
 def fussy_kernel(*limits: int) -> Callable[[PackedLinear, torch.Tensor], torch.Tensor]:
     """A kernel that sums in another order from each of these row counts on, as oneDNN's do."""
 
     def apply(self: PackedLinear, inputs: torch.Tensor) -> torch.Tensor:
-        rows = inputs.reshape(-1, self.in_features)
+        rows = inputs.reshape(-1, self.in_features).double()
         assert rows.shape[0] > 0
         shift = float(sum(rows.shape[0] >= limit for limit in limits))
         result = rows.sum(-1, keepdim=True).expand(-1, self.out_features) + shift
@@ -99,7 +132,6 @@ def fussy_kernel(*limits: int) -> Callable[[PackedLinear, torch.Tensor], torch.T
     return apply
 
 
-@needs_bf16
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("limits", "most", "span"),
@@ -127,7 +159,80 @@ def test_the_probe_finds_which_row_counts_share_bits_and_the_layer_stays_among_t
         assert torch.equal(layer(rows[:count]), alone[:count])
 
 
-@needs_bf16
+@torch.inference_mode()
+def test_where_bits_follow_a_row_s_place_the_probe_says_no(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As MKL's products with AVX2: no span and no tile keeps a row's bits, and that is reported."""
+
+    def apply(self: PackedLinear, inputs: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(inputs.shape[0])[:, None]
+        sums = inputs.double().sum(-1, keepdim=True) + place % 3
+        return sums.expand(-1, self.out_features).to(inputs.dtype)
+
+    monkeypatch.setattr(PackedLinear, "_apply_packed", apply)
+    assert stable_rows(64, 8, MOST_ROWS) is None
+    packed = pack_linears(nn.Sequential(make_linear(64, 8)), MOST_ROWS, exact=True)
+    assert packed.failures == {"products of 64 by 8"}
+    assert not pack_linears(nn.Sequential(make_linear(64, 8)), MOST_ROWS, exact=False).failures
+
+
+class Experts(nn.Module):
+    """Weights that are no layers, as routers and experts have them, multiplied in three ways."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        weights = [make_linear(256, 40, dtype=dtype).weight for _ in range(2)]
+        self.lying = nn.Parameter(torch.stack(weights), requires_grad=False)
+        self.turned = nn.Parameter(torch.stack([each.T for each in weights]), requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        turned = rows @ self.turned[0] + torch.matmul(rows, self.turned[1])
+        return torch.cat([F.linear(rows, self.lying[1]), turned], dim=-1)
+
+
+@every_dtype
+@torch.inference_mode()
+def test_weights_outside_of_layers_give_a_row_the_same_bits_too(dtype: torch.dtype) -> None:
+    model = nn.Sequential(Experts(dtype))
+    expected = model(cancelling_rows(70, 256, dtype)).double()
+    packed = pack_linears(model, MOST_ROWS, exact=True)
+    assert packed == (0, set())
+    rows = cancelling_rows(70, 256, dtype)
+    alone = torch.cat([model(row) for row in rows.split(1)])
+    torch.testing.assert_close(alone.double(), expected, rtol=0, atol=0.05)
+    if packed.failures:  # told, and not asserted
+        return
+    for count in (1, 2, 3, 5, 13, 16, 31, 33, 70):
+        assert torch.equal(model(rows[:count]), alone[:count])
+        assert torch.equal(model(rows[None, 70 - count :])[0], alone[70 - count :])
+
+
+def test_products_that_cannot_be_cut_are_reported() -> None:
+    """The probe's answer is no, not silence, where a model multiplies in a way that is not probed."""
+
+    class Batched(Experts):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(rows.expand(2, -1, -1), self.turned)
+
+    model = nn.Sequential(Batched(torch.float32))
+    packed = pack_linears(model, MOST_ROWS, exact=True)
+    model(torch.zeros(3, 256))
+    assert packed.failures == {"products by bmm"}
+
+
+@torch.inference_mode()
+def test_products_outside_of_layers_can_fail_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def follows_place(rows: torch.Tensor, *_: object) -> torch.Tensor:
+        return rows.double().sum(-1, keepdim=True) + torch.arange(rows.shape[0])[:, None]
+
+    failures: set[str] = set()
+    products = SteadyProducts(64, failures)
+    monkeypatch.setattr(F, "linear", follows_place)
+    products._linear(torch.zeros(3, 256), torch.zeros(1, 256))
+    assert failures == {"products of 256 by 1"}
+
+
 @torch.inference_mode()
 def test_tiles_have_one_shape_however_many_rows_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
@@ -165,7 +270,6 @@ class Toy(nn.Module):
         return result
 
 
-@needs_bf16
 @torch.inference_mode()
 def test_packing_replaces_every_linear_and_leaves_the_tied_embedding(
     monkeypatch: pytest.MonkeyPatch,
@@ -176,12 +280,12 @@ def test_packing_replaces_every_linear_and_leaves_the_tied_embedding(
     embedding = toy.embedding.weight.clone()
     probed: list[tuple[int, int]] = []
 
-    def probe(in_features: int, out_features: int, most: int) -> RowSpan:
+    def probe(in_features: int, out_features: int, *rest: Any) -> RowSpan | None:
         probed.append((in_features, out_features))
-        return stable_rows(in_features, out_features, most)
+        return stable_rows(in_features, out_features, *rest)
 
     monkeypatch.setattr(linear_module, "stable_rows", probe)
-    assert pack_linears(toy, 64, exact=True) == 3
+    assert pack_linears(toy, 64, exact=True).num_layers == 3
     assert sorted(probed) == [(64, 50), (64, 64)]  # once per shape
     kinds = [type(module) for module in toy.modules()]
     assert kinds.count(PackedLinear) == 3
@@ -191,13 +295,12 @@ def test_packing_replaces_every_linear_and_leaves_the_tied_embedding(
     torch.testing.assert_close(toy(ids).float(), expected, rtol=0.02, atol=0.02)
 
 
-@needs_bf16
 def test_a_vocabulary_sized_head_is_probed_for_few_rows_and_kept_to_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
 
-    def probe(in_features: int, out_features: int, most: int) -> RowSpan:  # noqa: ARG001
+    def probe(in_features: int, out_features: int, most: int, *_: object) -> RowSpan:  # noqa: ARG001
         asked.append(most)
         return RowSpan(1, most)
 
@@ -211,6 +314,7 @@ def test_a_vocabulary_sized_head_is_probed_for_few_rows_and_kept_to_them(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_only_bf16_on_a_cpu_is_packed(dtype: torch.dtype) -> None:
+def test_only_bf16_on_a_cpu_is_packed_for_speed_alone(dtype: torch.dtype) -> None:
     assert not can_pack(CPU, dtype)
+    assert not is_packable(torch.device("meta"), dtype)
     assert not can_pack(torch.device("meta"), torch.bfloat16)
