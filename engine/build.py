@@ -25,6 +25,7 @@ from engine.core import EngineCore, ModelLimits
 from engine.drafting.context import EngineContext
 from engine.drafting.heads import prepare_heads
 from engine.drafting.models import prepare_drafts, with_bundled_draft
+from engine.errors import UnsupportedModelError
 from engine.info import EngineInfo
 from engine.model.linear import can_pack, pack_linears
 from engine.model.loader import (
@@ -37,7 +38,7 @@ from engine.model.loader import (
 )
 from engine.model.memory import free_bytes
 from engine.model.runner import ModelRunner
-from engine.model.selfcheck import check_exact, check_logits, reference_logits
+from engine.model.selfcheck import Exactness, check_logits, reference_logits, verify_exact
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
@@ -88,19 +89,21 @@ def build_engine_for(
     reference = reference_logits(model)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = adopt(model)
-    if can_pack(model.device, model.dtype):
-        pack_linears(model, config.max_num_batched_tokens, exact)
+    packed = None
+    if exact or can_pack(model.device, model.dtype):
+        packed = pack_linears(model, config.max_num_batched_tokens, exact)
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
     needs = AttentionNeeds.of(model, shapes, determinism, config.block_size)
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes)
     attention = build_attention(needs, num_blocks, config.attention_backend)
     runner = ModelRunner(model, attention, config.max_num_batched_tokens)
     check_logits(runner, reference)
-    exact_verified = check_exact(runner) if exact else None
-    if exact_verified is False:
-        logger.warning(
-            "determinism=exact was asked for, but the start-up probe found differing bits"
-        )
+    exactness = verify_exact(runner, packed.failures if packed else set()) if exact else Exactness()
+    if exactness.failed:
+        reason = f"determinism=exact does not hold here: {'; '.join(exactness.failed)}"
+        if config.determinism == "exact":
+            raise UnsupportedModelError(reason)
+        logger.warning("%s; texts may part where two tokens nearly tie", reason)
     drafts.attach(runner, shapes, vocab_size, max_model_len)
     limits = ModelLimits(vocab_size, max_model_len, eos)
     context = EngineContext(runner, config, vocab_size, drafts, heads, _encoder(tokenizer))
@@ -120,7 +123,9 @@ def build_engine_for(
         num_parameters=num_parameters,
         determinism=determinism,
         attention_backend=runner.attention.name,
-        exact_verified=exact_verified,
+        exact_verified=exactness.verified,
+        exact_probed=exactness.probed,
+        exact_failed=exactness.failed,
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting)

@@ -11,7 +11,8 @@ from drafters.base import DrafterInfo
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """``max_model_len`` counts prompt plus output tokens. ``determinism`` is "exact" or "fast";
-    ``exact_verified`` says whether the start-up probe found equal bits (None: not probed)."""
+    ``exact_verified`` says whether the start-up probe found equal bits (None: not probed, or no room to
+    do so to the end); ``exact_probed`` names what it compared, ``exact_failed`` what differed."""
 
     model: str
     vocab_size: int
@@ -27,3 +28,5 @@ class EngineInfo:
     determinism: str
     attention_backend: str
     exact_verified: bool | None
+    exact_probed: tuple[str, ...] = ()
+    exact_failed: tuple[str, ...] = ()

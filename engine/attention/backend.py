@@ -36,12 +36,15 @@ _LARGEST_KEY = 2.0**60
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Heads and dimensions of one layer's queries, keys and values."""
+    """Heads and dimensions of one layer's queries, keys and values, and which kind of attention it asks
+    for (see ``AttentionOptions``)."""
 
     num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    softcap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,35 @@ own eager attention, a score is rounded to the type of the queries.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from engine.attention.backend import AttentionOptions
 
+FREE_KEY_MULTIPLE = 128
+"""What keys are padded to where nothing depends on it: few shapes, since a kernel is made for each."""
 _MOST_SCORES = 1 << 22
 """Scores held at a time: long prompt chunks go through in pieces."""
-_PROBED_ROWS = (1, 2, 3, 8, 17, 40, 100)
-_PROBED_KEYS = (1, 2, 5, 8, 32)
-"""In multiples of what keys are padded to."""
-_PROBED_REQUESTS = (1, 2, 5, 16)
-_MOST_PROBED = 1 << 19
+
+
+@dataclass(frozen=True, slots=True)
+class CallShapes:
+    """How kernels are called. ``fused``: torch's fused kernel is used, where it has all that a layer
+    asks for. ``tile_rows``: rows come in tiles of exactly so many; None: as they are, but padded to
+    ``row_multiple``. ``key_multiple``: what keys are padded to. ``key_chunk``: bmm attention sums values
+    over so many keys at a time, and then the sums; None: over all at once."""
+
+    fused: bool
+    tile_rows: int | None = None
+    key_multiple: int = FREE_KEY_MULTIPLE
+    row_multiple: int = 1
+    key_chunk: int | None = None
+
+    @property
+    def padded_rows(self) -> int:
+        """What numbers of rows are padded to."""
+        return self.tile_rows or self.row_multiple
 
 
 def bmm_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
@@ -39,22 +57,22 @@ def bmm_attention(
     limits: torch.Tensor,  # float32, broadcasts to [batch, q_heads, rows, num_keys]
     share: int,
     options: AttentionOptions,
-    in_pieces: bool,
+    calls: CallShapes,
 ) -> torch.Tensor:
     """``[batch, q_heads, rows, value_dim]``; ``share`` heads of a key head lie one after another in
-    rows. ``limits``: infinity where a row sees a key, minus infinity elsewhere. ``in_pieces``: no
-    more than ``_MOST_SCORES`` at a time."""
+    rows. ``limits``: infinity where a row sees a key, minus infinity elsewhere. Rows go through in
+    tiles, or else as many as give ``_MOST_SCORES`` at a time."""
     repeats = query.shape[1] // keys.shape[1]
     if repeats > 1:
         keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
-    rows = query.shape[2]
+    step = share * calls.padded_rows
     most = _MOST_SCORES // (query.shape[0] * query.shape[1] * keys.shape[2])
-    most = max(1, most // share) * share
-    if not in_pieces or rows <= most:
-        return _attend(query, keys, values, limits, share, options)
+    most = step if calls.tile_rows else max(1, most // step) * step
+    if query.shape[2] <= most:
+        return _attend(query, keys, values, limits, share, options, calls.key_chunk)
     return torch.cat(
         [
-            _attend(part, keys, values, limit, share, options)
+            _attend(part, keys, values, limit, share, options, calls.key_chunk)
             for part, limit in zip(query.split(most, 2), limits.split(most, 2), strict=True)
         ],
         dim=2,
@@ -68,6 +86,7 @@ def _attend(
     limits: torch.Tensor,
     share: int,
     options: AttentionOptions,
+    key_chunk: int | None,
 ) -> torch.Tensor:
     scale = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
     scores = _product(query, keys.transpose(2, 3)).float().mul_(scale)
@@ -77,8 +96,15 @@ def _attend(
     scores = torch.minimum(scores, limits, out=scores)
     if options.sinks is not None:
         scores = torch.cat([scores, _sink_column(options.sinks, scores, share)], dim=-1)
-    probs = torch.softmax(scores, dim=-1)
-    return _product(probs[..., : keys.shape[2]].to(query.dtype), values)
+    probs = torch.softmax(scores, dim=-1)[..., : keys.shape[2]].to(query.dtype)
+    if key_chunk is None or key_chunk >= keys.shape[2]:
+        return _product(probs, values)
+    # A chunk that a row sees nothing of adds 0: rows with few keys have the bits they have alone.
+    first, *others = zip(probs.split(key_chunk, 3), values.split(key_chunk, 2), strict=True)
+    total = _product(*first).float()
+    for part in others:
+        total += _product(*part)
+    return total.to(query.dtype)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -101,68 +127,3 @@ def _sink_column(sinks: torch.Tensor, scores: torch.Tensor, share: int) -> torch
     column = sinks.view(kv_heads, 1, share).expand(-1, rows // share, -1).reshape(kv_heads, rows)
     column = column.repeat_interleave(q_heads // kv_heads, 0)
     return column[None, :, :, None].expand(batch, -1, -1, 1).to(scores.dtype)
-
-
-@torch.inference_mode()
-def products_keep_bits(
-    share: int, key_dim: int, value_dim: int, key_multiple: int, dtype: torch.dtype
-) -> bool:
-    """Whether a row's bits are the same here however many rows, keys and requests share the products.
-
-    As in ``linear.stable_rows``, the probe's products cancel in pairs, so that what is left are the
-    rounding errors of one order of summation. Keys beyond a row's own are masked, as in a step.
-    """
-    probe = _Probe(key_dim, value_dim, key_multiple, dtype)
-    alone = probe.run(1, share, key_multiple)
-    for requests in _PROBED_REQUESTS:
-        for multiple in _PROBED_KEYS:
-            for rows in _PROBED_ROWS:
-                num_keys = multiple * key_multiple
-                if requests * share * rows * num_keys > _MOST_PROBED:
-                    continue
-                for got, expected in zip(
-                    probe.run(requests, share * rows, num_keys), alone, strict=True
-                ):
-                    if not torch.equal(got, expected[:1, :1].expand_as(got)):
-                        return False
-    return True
-
-
-class _Probe:
-    """One row, its keys and values, in steps of any shape."""
-
-    def __init__(self, key_dim: int, value_dim: int, num_own: int, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
-        most = _PROBED_KEYS[-1] * num_own
-        self._num_own = num_own - 3  # the other keys are padding
-        row = torch.randn(key_dim, generator=generator)
-        keys = torch.randn(key_dim, most, generator=generator)
-        weights = torch.randn(self._num_own, generator=generator)
-        values = torch.randn(most, value_dim, generator=generator)
-        values[: self._num_own] = _cancelling(values[: self._num_own], -1.0)
-        self._row = _cancelling(row, 1.0).to(dtype)
-        self._keys = _cancelling(keys, -1.0).T.contiguous().to(dtype)
-        self._weights = _cancelling(weights, 1.0).to(dtype)
-        self._values = values.to(dtype)
-
-    def run(self, requests: int, rows: int, num_keys: int) -> list[torch.Tensor]:
-        """Scores, probabilities and outputs, ``[requests, rows, ..]``: everywhere those of the row."""
-        query = self._row.expand(requests, rows, -1).contiguous()
-        keys, values = (
-            each[:num_keys].expand(requests, -1, -1) for each in (self._keys, self._values)
-        )
-        scores = torch.bmm(query, keys.transpose(1, 2))[..., : self._num_own]
-        masked = torch.full((requests, rows, num_keys), float("-inf"))
-        masked[..., : self._num_own] = scores
-        weights = torch.zeros(requests, rows, num_keys, dtype=query.dtype)
-        weights[..., : self._num_own] = self._weights
-        probs = torch.softmax(masked, -1)[..., : self._num_own]
-        return [scores, probs, torch.bmm(weights, values)]
-
-
-def _cancelling(values: torch.Tensor, sign: float) -> torch.Tensor:
-    """The second half of the first dimension repeats the first, times ``sign``, in another order."""
-    half = values.shape[0] // 2
-    values = values.clone()
-    values[half : 2 * half] = sign * values[:half].flip(0)
-    return values

@@ -23,7 +23,7 @@ from engine.attention.backend import (
     AttentionOptions,
     attention_backend,
 )
-from engine.attention.products import bmm_attention, bmm_is_faster
+from engine.attention.products import CallShapes, bmm_attention, bmm_is_faster
 from engine.batch import InputBatch, InputTensors, RequestRows
 from engine.config import Determinism
 from kvpool.store import KVStore
@@ -31,20 +31,8 @@ from kvpool.store import KVStore
 NUM_ROWS_ALONE = 32
 """Branches with more rows than this in a step (prompt chunks) attend by themselves: padding every
 decoding neighbour to their length would cost more than a second call."""
-FREE_KEY_MULTIPLE = 128
-"""What keys are padded to where nothing depends on it: few shapes, since a kernel is made for each."""
 _CALL_PAIRS = 4096
 """A kernel call costs about as much as so many pairs of a row and a key: 2-8 thousand on a CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallShapes:
-    """``fused``: torch's fused kernel is used, where it has all that a layer asks for. ``tile_rows``:
-    rows come in tiles of exactly so many; None: as they are."""
-
-    fused: bool
-    tile_rows: int | None = None
-    key_multiple: int = FREE_KEY_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +89,7 @@ class AttentionGroup:
     num_branches: int
     rows_per_branch: int
     tile_rows: int
+    """Of the fused kernel, whose tiles are a batch; bmm attention goes through its tiles one by one."""
     block_ids: torch.Tensor  # [num_branches * blocks_per_branch]
     contiguous_from: int | None
     """First block where a lone branch's blocks lie one after another: no gather needed."""
@@ -110,8 +99,6 @@ class AttentionGroup:
     visible: np.ndarray[Any, Any]  # [num_branches, rows_per_branch, num_keys] bool, no window
     query_positions: np.ndarray[Any, Any]  # [num_branches, rows_per_branch]
     key_positions: np.ndarray[Any, Any]  # [num_branches, num_keys]
-    is_tiled: bool
-    """Exactly these rows have to share a call."""
     masks: dict[tuple[int | None, int, int, bool], torch.Tensor] = field(default_factory=dict)
     """By (window, heads per key head, key heads, to be added)."""
 
@@ -204,9 +191,8 @@ class SdpaPlan:
                 enable_gqa=mine.shape[1] != keys.shape[1],
             )
         else:
-            output = bmm_attention(
-                mine, keys, values, mask, share, options, in_pieces=not group.is_tiled
-            )
+            calls = self.backend.calls
+            output = bmm_attention(mine, keys, values, mask, share, options, calls)
         if branches == 1 and tiles > 1:
             output = output.transpose(0, 1)
         output = output.reshape(branches, num_kv_heads, rows, share, -1).permute(0, 2, 1, 3, 4)
@@ -252,7 +238,7 @@ def _cut(branches: Sequence[Branch], shapes: CallShapes) -> list[list[Branch]]:
     by_size: dict[tuple[int, int], list[Branch]] = {}
     for branch in branches:
         keys = _round_up(branch.num_keys, shapes.key_multiple)
-        rows = _round_up(len(branch.rows), shapes.tile_rows or 1)
+        rows = _round_up(len(branch.rows), shapes.padded_rows)
         by_size.setdefault((keys, rows), []).append(branch)
     sizes = sorted(by_size)
     # Of the first n sizes: the least cost, and where the last call of it begins.
@@ -279,7 +265,7 @@ def _cut(branches: Sequence[Branch], shapes: CallShapes) -> list[list[Branch]]:
 def _build_group(
     branches: Sequence[Branch], block_size: int, shapes: CallShapes, device: torch.device
 ) -> AttentionGroup:
-    rows = _round_up(max(len(branch.rows) for branch in branches), shapes.tile_rows or 1)
+    rows = _round_up(max(len(branch.rows) for branch in branches), shapes.padded_rows)
     num_keys = max(branch.num_keys for branch in branches)
     num_keys = _round_up(num_keys, math.lcm(block_size, shapes.key_multiple))
     num_blocks = num_keys // block_size
@@ -299,7 +285,7 @@ def _build_group(
         num_rows=sum(len(branch.rows) for branch in branches),
         num_branches=len(branches),
         rows_per_branch=rows,
-        tile_rows=shapes.tile_rows or rows,
+        tile_rows=(shapes.tile_rows if shapes.fused else None) or rows,
         block_ids=_indices(block_ids.reshape(-1), device),
         contiguous_from=_contiguous_from(branches, num_blocks),
         path_slots=path_slots,
@@ -307,7 +293,6 @@ def _build_group(
         visible=visible,
         query_positions=query_positions,
         key_positions=key_positions,
-        is_tiled=shapes.tile_rows is not None,
     )
 
 

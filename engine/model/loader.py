@@ -139,11 +139,18 @@ class ShapeProbe:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        options: AttentionOptions,  # noqa: ARG002
+        options: AttentionOptions,
     ) -> torch.Tensor:
         if layer in self.shapes:
             raise RuntimeError(f"two attention layers call themselves number {layer}")
-        self.shapes[layer] = KVShape(query.shape[1], key.shape[1], key.shape[2], value.shape[2])
+        self.shapes[layer] = KVShape(
+            query.shape[1],
+            key.shape[1],
+            key.shape[2],
+            value.shape[2],
+            options.softcap,
+            options.sinks is not None,
+        )
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 

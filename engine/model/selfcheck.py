@@ -3,8 +3,8 @@ however rows are cut into steps?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -59,6 +59,32 @@ def check_logits(runner: ModelRunner, reference: torch.Tensor) -> None:
                 f"{type(runner.model).__name__}: run {what}, its logits differ from transformers' "
                 f"own by {error:.3g} of their spread; it must keep state that the engine does not carry"
             )
+
+
+class Exactness(NamedTuple):
+    """As in ``EngineInfo``."""
+
+    verified: bool | None = None
+    probed: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
+def verify_exact(runner: ModelRunner, failed_products: Set[str]) -> Exactness:
+    """What the probes of attention and of products (``failed_products``) found, and whether a text in
+    steps of several kinds bears them out."""
+    attention = getattr(runner.attention, "failures", None)
+    text = check_exact(runner)
+    probed = ["linear layers and other products"]
+    failed = sorted(failed_products)  # complete only now: some are probed when first computed
+    if attention is not None:
+        probed.append("attention")
+        failed += attention
+    if text is not None:
+        probed.append("a text in steps of several kinds")
+    if text is False:
+        failed.append("a text in steps of several kinds")
+    verified = False if failed else text
+    return Exactness(verified, tuple(probed), tuple(failed))
 
 
 def check_exact(runner: ModelRunner) -> bool | None:

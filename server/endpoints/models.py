@@ -38,6 +38,8 @@ def _card(served: Services) -> dict[str, Any]:
         "num_parameters": info.num_parameters,
         "determinism": info.determinism,
         "exact_verified": info.exact_verified,
+        "exact_probed": info.exact_probed,
+        "exact_failed": info.exact_failed,
         "attention_backend": info.attention_backend,
         "has_chat_template": served.has_chat_template,
     }
