@@ -21,8 +21,11 @@ from engine.attention.backend import (
 from engine.attention.exact import (
     EXACT_KEY_MULTIPLE,
     ExactAttention,
+    ExactCalls,
+    bmm_calls,
+    exact_calls,
     exact_tile_rows,
-    exact_tiles,
+    fused_tiles,
 )
 from engine.attention.sdpa import NUM_ROWS_ALONE, CallShapes, SdpaAttention, SdpaPlan
 from engine.batch import InputBatch, InputBuffers, RequestRows, build_batch
@@ -105,18 +108,34 @@ def planned(
     return backend.plan(batch, InputBuffers(CPU, 256).fill(batch))
 
 
+def exact_calls_of(shape: KVShape, dtype: torch.dtype) -> ExactCalls:
+    return exact_calls(AttentionNeeds("exact", CPU, dtype, SIZE, [shape]))
+
+
+def claims_exact(options: AttentionOptions, dtype: torch.dtype) -> bool:
+    """Whether the probe does, here; what it does not claim is not asserted. That it does where it ought
+    to is: ``test_exact.py``."""
+    sinks = options.sinks is not None
+    shape = KVShape(HEADS, KV_HEADS, DIM_K, DIM_V, options.softcap, sinks)
+    return not exact_calls_of(shape, dtype).failures
+
+
 def run(
     texts: Sequence[Text],
     exact: bool,
     options: AttentionOptions = PLAIN,
     store: KVStore | None = None,
+    calls: CallShapes | None = None,
 ) -> list[torch.Tensor]:
     """One attention call over all requests' rows; each request's output."""
     dtype = texts[0].key.dtype
     store = store or KVStore(1, NUM_BLOCKS, SIZE, KV_HEADS, DIM_K, DIM_V, dtype, CPU)
     for text in texts:
         fill(store, text)
-    calls = exact_tiles(exact_tile_rows(HEADS, KV_HEADS)) if exact else MASKED
+    shape = KVShape(
+        HEADS, KV_HEADS, DIM_K, DIM_V, options.softcap, has_sinks=options.sinks is not None
+    )
+    calls = calls or (exact_calls_of(shape, dtype).calls if exact else MASKED)
     batch = rows_of(*(text.request for text in texts))
     step = planned(batch, calls, exact, store)
     query, key, value = (
@@ -195,6 +214,20 @@ def test_rows_see_their_past_and_their_ancestors_and_nothing_else(
         torch.testing.assert_close(output.double(), naive(text, options), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    "calls",
+    [bmm_calls(row_multiple=4), bmm_calls(tile_rows=4), bmm_calls(tile_rows=1), fused_tiles(4)],
+)
+def test_whatever_calls_the_probe_settles_on_they_are_attention(
+    calls: CallShapes, options: AttentionOptions
+) -> None:
+    kinds = (*MIXTURE, {"base": 600, "num_known": 3, "table": range(100, 140)})
+    texts = [draw(seed, **kind) for seed, kind in enumerate(kinds)]  # type: ignore[arg-type]
+    for text, output in zip(texts, run(texts, True, options, calls=calls), strict=True):
+        torch.testing.assert_close(output.double(), naive(text, options), rtol=0, atol=1e-5)
+
+
 def test_long_chunks_attend_alone_and_others_with_their_like() -> None:
     """Rows 1, 12, 7, 7 next to two chunks, over short pasts: one call for all four costs least."""
     texts = [draw(seed, **kind) for seed, kind in enumerate(MIXTURE)]  # type: ignore[arg-type]
@@ -211,7 +244,7 @@ def lying(base: int, num_rows: int) -> RequestRows:
 
 
 @pytest.mark.parametrize(
-    ("calls", "exact"), [(MASKED, False), (FREE, True), (exact_tiles(4), True)]
+    ("calls", "exact"), [(MASKED, False), (FREE, True), (fused_tiles(4), True)]
 )
 def test_deep_drafts_and_long_pasts_do_not_pad_everybody(calls: CallShapes, exact: bool) -> None:
     """Eight plain requests beside two deep drafts, and beside two long pasts."""
@@ -253,7 +286,7 @@ def test_no_other_cuts_of_the_order_cost_less(sizes: list[tuple[int, int]]) -> N
 def test_exact_mode_takes_a_tree_apart_into_branches_in_the_order_of_their_text() -> None:
     """The chain: the known rows and nodes 0, 1; then 2-3 under node 0, 4 under 2, 5 under the root."""
     text = draw(1, 21, 2, (-1, 0, 0, 2, 2, -1), table=(7, 5))
-    rows = planned(rows_of(text.request), exact_tiles(4), exact=True)
+    rows = planned(rows_of(text.request), fused_tiles(4), exact=True)
     chain, branches = rows.groups
     assert (chain.num_branches, branches.num_branches) == (1, 3)
     assert chain.path_slots is None
@@ -278,7 +311,7 @@ def test_exact_mode_fixes_the_shapes_that_a_kernel_sees() -> None:
     for kinds in (MIXTURE, MIXTURE[:1], MIXTURE[3:]):
         texts = [draw(seed, **kind) for seed, kind in enumerate(kinds)]  # type: ignore[arg-type]
         batch = rows_of(*(text.request for text in texts))
-        for group in planned(batch, exact_tiles(tile), exact=True).groups:
+        for group in planned(batch, fused_tiles(tile), exact=True).groups:
             assert group.tile_rows == tile
             assert group.rows_per_branch % tile == 0
             assert group.visible.shape[2] == EXACT_KEY_MULTIPLE
@@ -291,13 +324,17 @@ def test_a_tile_is_filled_by_the_heads_that_share_a_key_head(
     assert exact_tile_rows(num_heads, num_kv_heads) == rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 def test_in_exact_mode_a_row_has_the_same_bits_whatever_shares_its_step(
     options: AttentionOptions, dtype: torch.dtype
 ) -> None:
     """Alone, beside short and long neighbours (which lengthen everyone's keys), as a draft or a chunk,
     in consecutive or scattered blocks."""
+    if not claims_exact(options, dtype):
+        return
     base, count = 53, 9
     chain = tuple(range(-1, count - 2))
     text = draw(1, base, count, dtype=dtype)
@@ -316,7 +353,9 @@ def test_in_exact_mode_a_row_has_the_same_bits_whatever_shares_its_step(
     assert torch.equal(last, expected[-1:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("base", [3, 200, EXACT_KEY_MULTIPLE - 3])
 def test_in_exact_mode_a_draft_row_has_the_bits_of_the_text_it_guesses(
@@ -324,6 +363,8 @@ def test_in_exact_mode_a_draft_row_has_the_bits_of_the_text_it_guesses(
 ) -> None:
     """Keys of other branches lie between a node's ancestors: masked where they lie, they changed 70 % of
     all rows in float32, since a kernel's partial sums then hold other keys."""
+    if not claims_exact(options, dtype):
+        return
     text = draw(1, base, 2, TREE, table=range(100, 140), dtype=dtype)
     neighbour = draw(2, 30, 1, TREE, dtype=dtype)
     chunk = draw(3, 0, NUM_ROWS_ALONE + 1, TREE, dtype=dtype)
