@@ -192,7 +192,7 @@ class _Probe:
             RequestRows([0] * rows, rows, num_keys - rows, (), table, rows) for _ in range(branches)
         ]
         batch = build_batch(parts, _BLOCK_SIZE)
-        plan = self._backend.plan(batch, InputBuffers(query.device).fill(batch))
+        plan = self._backend.plan(batch, InputBuffers(query.device, batch.num_rows).fill(batch))
         for group in plan.groups:
             group.visible[:] = False
             group.visible[:, :, : self._num_seen] = True
