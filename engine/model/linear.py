@@ -105,12 +105,11 @@ def is_packable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN packs weights of this type here."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    supported = {
-        torch.float32: lambda: True,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return dtype in supported and bool(supported[dtype]())
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
 
 
 @torch.inference_mode()
@@ -298,7 +297,8 @@ def _as_linear(module: nn.Module) -> nn.Linear | None:
     if type(module) is not Conv1D:
         return None
     weight = module.weight.detach()
-    linear = nn.Linear(*weight.shape, device="meta")
+    in_features, out_features = weight.shape
+    linear = nn.Linear(in_features, out_features, device="meta")
     linear.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
     linear.bias = module.bias
     return linear
