@@ -52,7 +52,8 @@ def test_a_bad_line_is_refused(tmp_path: Path, line: str, message: str) -> None:
         read_log(log)
 
 
-def test_rows_are_the_targets_distributions_before_each_token(tiny_target: TinyTarget) -> None:
+def test_rows_are_the_targets_distributions_before_each_token() -> None:
+    tiny_target = TinyTarget()
     texts = [LoggedText("1 2 3", "4 5", GREEDY), LoggedText("1", "", GREEDY)]
     (text,) = replay_texts(tiny_target.reference, Numbers(), texts, 4)  # type: ignore[arg-type]
     assert (text.prompt_token_ids, text.token_ids) == ([0, 1, 2, 3], [4, 5])
