@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from drafters.registry import drafter_settings
 from engine.info import EngineInfo
+from engine.sampling.processor import parameters
 from engine.speculation.gamma import gamma_policy_names
 from server.endpoints import routers
 from server.metrics import Metrics
@@ -155,11 +156,21 @@ def speculative_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def sampling_table() -> str:
+    lines = ["| field | type | default | |", "| --- | --- | --- | --- |"]
+    for each in parameters():
+        kind = _type(FieldInfo.from_annotation(each.type))
+        default = "" if each.default in ([], {}) else f"`{each.default:g}`"
+        lines.append(f"| `{each.name}` | {kind} | {default} | {_cell(each.description)} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
     "settings": settings_table,
     "metrics": metrics_table,
     "endpoints": endpoints_table,
     "speculative": speculative_table,
+    "sampling": sampling_table,
 }
 
 

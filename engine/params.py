@@ -41,6 +41,12 @@ class SamplingParams:
     choice_index: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    further: Mapping[str, Any] = field(default_factory=dict)
+    """Values of parameters that nothing but their logits processor reads, by name."""
+
+    def get(self, name: str, default: Any) -> Any:
+        """The value of a logits processor's parameter."""
+        return self.further.get(name, getattr(self, name, default))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """From a draft model's logits to the tokens it would let follow each row.
 
-Tokens are drawn as the verifier draws, and with its noise, so that a draft agrees with the target as
-often as the models do. Several at a row are the best few sums of log-probability and
-noise, which are draws without replacement (Gumbel-top-k). Penalties, bias and bad words are left to
-the target: they change what is accepted, never what is written.
+Tokens are sampled as the verifier samples, and with its noise, so that a draft agrees with the target
+as often as the models do. Several at a row are the best few sums of log-probability and noise, which
+are samples without replacement (Gumbel-top-k: Kool et al., arXiv 1903.06059). Logits processors are
+left to the target: they change what is accepted, never what is written.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from drafters.base import DraftSampling
 from drafters.model.protocol import Candidates
+from engine.sampling.distribution import truncated
 from engine.sampling.noise_torch import gumbel
 
-_NUM_DRAWN_FROM = 256
-"""Sampling drafts are drawn from so many of the likeliest tokens; what is beyond is never drafted."""
-_INFINITY = float("inf")
+_NUM_SAMPLED_FROM = 256
+"""Sampled drafts come from so many of the likeliest tokens; what is beyond is never drafted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ScoredRow:
         return self.sampling.temperature == 0
 
     @property
-    def is_drawn(self) -> bool:
+    def is_sampled(self) -> bool:
         return self.sampling.verification != "match" and not self.is_greedy
 
 
@@ -49,44 +49,26 @@ def choose_candidates(
     """Each row's candidates, best first. Tokens from ``vocab_size`` on, which the target does not have,
     are left out; ``distribution``s have this size."""
     values = logits[:, :vocab_size].float()
-    vocab_width = values.shape[1]
+    samplings = [row.sampling for row in rows]
     most = max(row.num_candidates for row in rows)
-    if not all(row.is_greedy for row in rows):
-        most = max(most, _NUM_DRAWN_FROM)
-        values = values / _column([row.sampling.temperature or 1.0 for row in rows], values)
-    top, token_ids = values.topk(min(most, vocab_width), dim=-1)  # [num_rows, most]
-    log_probs = top - values.logsumexp(dim=-1, keepdim=True)
     if all(row.is_greedy for row in rows):
-        return _listed(token_ids, log_probs.exp(), rows)
-    log_probs = _truncated(log_probs, rows)
+        top, token_ids = values.topk(min(most, values.shape[1]), dim=-1)  # [num_rows, most]
+        return _listed(token_ids, (top - values.logsumexp(dim=-1, keepdim=True)).exp(), rows)
+    top, token_ids = values.topk(min(max(most, _NUM_SAMPLED_FROM), values.shape[1]), dim=-1)
+    shares = None
+    if any(sampling.top_p < 1 and not sampling.top_k for sampling in samplings):
+        temperatures = _column([sampling.temperature or 1.0 for sampling in samplings], values)
+        sums = [(part / temperatures).logsumexp(dim=-1, keepdim=True) for part in (top, values)]
+        shares = (sums[0] - sums[1]).exp()
+    log_probs = truncated(top, samplings, shares).log_softmax(dim=-1)
     scores = log_probs + _noise(token_ids, rows)
-    best, order = scores.topk(min(max(row.num_candidates for row in rows), scores.shape[1]), dim=-1)
-    shares = (best - scores.logsumexp(dim=-1, keepdim=True)).exp()
-    found = _listed(token_ids.gather(1, order), shares, rows)
+    best, order = scores.topk(min(most, scores.shape[1]), dim=-1)
+    confidences = (best - scores.logsumexp(dim=-1, keepdim=True)).exp()
+    found = _listed(token_ids.gather(1, order), confidences, rows)
     return [
-        _drawn(each, token_ids[index], log_probs[index], vocab_size) if row.is_drawn else each
+        _sampled(each, token_ids[index], log_probs[index], vocab_size) if row.is_sampled else each
         for index, (row, each) in enumerate(zip(rows, found, strict=True))
     ]
-
-
-def _truncated(log_probs: Tensor, rows: Sequence[ScoredRow]) -> Tensor:
-    """What top-k, top-p and min-p keep of the sorted ``log_probs``, in this order, normalised anew."""
-    if not any(_truncates(row) for row in rows):
-        return log_probs.log_softmax(dim=-1)
-    ranks = torch.arange(log_probs.shape[1], device=log_probs.device)
-    top_ks = [row.sampling.top_k or log_probs.shape[1] for row in rows]
-    kept = log_probs.masked_fill(ranks >= _column(top_ks, log_probs), -_INFINITY)
-    probs = kept.softmax(dim=-1) if any(row.sampling.top_k for row in rows) else kept.exp()
-    above = probs.cumsum(dim=-1) - probs
-    outside = above >= _column([row.sampling.top_p for row in rows], probs)
-    outside |= probs < _column([row.sampling.min_p for row in rows], probs) * probs[:, :1]
-    outside[:, 0] = False
-    return kept.masked_fill(outside, -_INFINITY).log_softmax(dim=-1)
-
-
-def _truncates(row: ScoredRow) -> bool:
-    sampling = row.sampling
-    return bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
 
 
 def _noise(token_ids: Tensor, rows: Sequence[ScoredRow]) -> Tensor:
@@ -112,10 +94,10 @@ def _listed(token_ids: Tensor, confidences: Tensor, rows: Sequence[ScoredRow]) -
     return found
 
 
-def _drawn(
+def _sampled(
     candidates: Candidates, token_ids: Tensor, log_probs: Tensor, vocab_size: int
 ) -> Candidates:
-    probs = log_probs.exp()
+    probs = log_probs.exp().float()
     distribution = probs.new_zeros(vocab_size).scatter_(0, token_ids, probs)
     confidence = float(probs[0])
     return Candidates(candidates.token_ids, [confidence] * len(candidates.token_ids), distribution)

@@ -4,7 +4,7 @@ survives top-k, top-p and min-p.
 The three truncations keep an upward-closed set of logits, so a winner among *more* tokens than
 survive that itself survives is the winner among the survivors. So we search first and test
 membership after: no sort, no normalisation, and a loser only raises the floor of the next search.
-The search itself is a branch and bound over blocks of 32 tokens whose largest logit is known and
+The search itself is a branch and bound over groups of 32 tokens whose largest logit is known and
 whose noise is bounded.
 
 What a row gets depends on that row alone: elementwise arithmetic, maxima and integer sums only,
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.noise import BLOCK_TOKENS, TILE_TOKENS
-from engine.sampling.noise_torch import block_bounds, block_noise, block_table
+from engine.sampling.noise import GROUP_TOKENS, TILE_TOKENS
+from engine.sampling.noise_torch import group_bounds, group_noise, group_table
 
-_FIRST_BLOCKS = 16
-"""Blocks evaluated at once, best bounds first. More makes the second, ragged round rarer."""
+_FIRST_GROUPS = 16
+"""Groups evaluated at once, best bounds first. More makes the second, ragged round rarer."""
 _SMALL_NUMEL = 1 << 16
 _CHUNK_NUMEL = 1 << 18
 _WEIGHT_SCALE = 2.0**40
@@ -59,10 +59,10 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     out."""
     if logits.numel() <= _SMALL_NUMEL:
         return logits.argmax(dim=-1)  # documented to return the first maximum
-    maxima = block_maxima(logits)  # [num_rows, num_blocks]
-    table = block_table(maxima.shape[1], logits.device)
-    rows, blocks = (maxima == maxima.amax(dim=-1, keepdim=True)).nonzero(as_tuple=True)
-    token_ids = table.token_ids.index_select(0, blocks)  # [num_pairs, 32]
+    maxima = group_maxima(logits)  # [num_rows, num_groups]
+    table = group_table(maxima.shape[1], logits.device)
+    rows, groups = (maxima == maxima.amax(dim=-1, keepdim=True)).nonzero(as_tuple=True)
+    token_ids = table.token_ids.index_select(0, groups)  # [num_pairs, 32]
     _, tokens = _best(gather_logits(logits, rows, token_ids), token_ids)
     winners = torch.full((len(logits),), _NO_TOKEN, device=logits.device)
     winners.scatter_reduce_(0, rows, tokens, "amin")
@@ -70,22 +70,22 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 
 def sampled_tokens(rows: SampledRows) -> Tensor:
-    """The token each row draws: int64 ``[num_rows]``. A row without a finite logit gets token 0."""
+    """The sampled token of each row: int64 ``[num_rows]``. A row without a finite logit gets token 0."""
     return _Search(rows).run()
 
 
-def block_maxima(logits: Tensor) -> Tensor:
-    """The largest logit of every block of the noise: ``[num_rows, num_blocks]``."""
+def group_maxima(logits: Tensor) -> Tensor:
+    """The largest logit of every group of the noise: ``[num_rows, num_groups]``."""
     num_rows, vocab_size = logits.shape
     whole = vocab_size // TILE_TOKENS * TILE_TOKENS
     maxima = []
     if whole:
-        tiles = logits[:, :whole].reshape(num_rows, -1, BLOCK_TOKENS, BLOCK_TOKENS)
+        tiles = logits[:, :whole].reshape(num_rows, -1, GROUP_TOKENS, GROUP_TOKENS)
         maxima.append(tiles.amax(dim=2).flatten(1))
     if whole < vocab_size:
         tail = logits.new_full((num_rows, TILE_TOKENS), -_INFINITY)
         tail[:, : vocab_size - whole] = logits[:, whole:]
-        maxima.append(tail.view(num_rows, BLOCK_TOKENS, BLOCK_TOKENS).amax(dim=1))
+        maxima.append(tail.view(num_rows, GROUP_TOKENS, GROUP_TOKENS).amax(dim=1))
     return maxima[0] if len(maxima) == 1 else torch.cat(maxima, dim=1)
 
 
@@ -94,17 +94,17 @@ class _Search:
 
     def __init__(self, rows: SampledRows) -> None:
         self.rows = rows
-        self.maxima = block_maxima(rows.logits)  # [num_rows, num_blocks]
+        self.maxima = group_maxima(rows.logits)  # [num_rows, num_groups]
         self.top = self.maxima.amax(dim=-1)  # [num_rows]
-        self.table = block_table(self.maxima.shape[1], rows.logits.device)
-        noise = block_bounds(rows.states, self.table)
-        # Float64 sums round monotonically, so no score of a block exceeds its bound.
+        self.table = group_table(self.maxima.shape[1], rows.logits.device)
+        noise = group_bounds(rows.states, self.table)
+        # Float64 sums round monotonically, so no score of a group exceeds its bound.
         self.bounds = (self.maxima / rows.temperatures[:, None]).add_(noise)
         self.kth = self._kth_logits()
         self.floors = self._truncation_floors()
         self.top_ps = self._per_row(rows.top_ps) if min(rows.top_ps) < 1 else None
         self.masses = torch.full_like(rows.states, -1)
-        self._score_best_blocks()
+        self._score_best_groups()
 
     def run(self) -> Tensor:
         index = torch.arange(len(self.top), device=self.top.device)
@@ -128,7 +128,7 @@ class _Search:
         """The top_k-th largest logit of each row, -inf where top-k is off; None where it is off in
         all.
 
-        The k blocks with the largest maxima hold the k largest logits, up to equal ones.
+        The k groups with the largest maxima hold the k largest logits, up to equal ones.
         """
         rows, device = self.rows, self.top.device
         limited = [i for i, k in enumerate(rows.top_ks) if 0 < k < rows.vocab_size]
@@ -137,10 +137,10 @@ class _Search:
         kth = torch.full_like(self.top, -_INFINITY)
         for k in {rows.top_ks[i] for i in limited}:
             index = torch.tensor([i for i in limited if rows.top_ks[i] == k], device=device)
-            blocks = self.maxima[index].topk(min(k, self.maxima.shape[1]), sorted=False).indices
-            owners = index.repeat_interleave(blocks.shape[1])
+            groups = self.maxima[index].topk(min(k, self.maxima.shape[1]), sorted=False).indices
+            owners = index.repeat_interleave(groups.shape[1])
             values = gather_logits(
-                rows.logits, owners, self.table.token_ids.index_select(0, blocks.flatten())
+                rows.logits, owners, self.table.token_ids.index_select(0, groups.flatten())
             )
             kth[index] = values.view(len(index), -1).topk(k).values[:, -1]
         return kth
@@ -164,13 +164,13 @@ class _Search:
             self.floors[index], above / self.rows.temperatures[index]
         )
 
-    def _score_best_blocks(self) -> None:
-        """Scores of the blocks with the best bounds, which nearly always hold the winner."""
-        num = min(_FIRST_BLOCKS, self.bounds.shape[1] - 1)
-        bounds, blocks = self.bounds.topk(num + 1)
+    def _score_best_groups(self) -> None:
+        """Scores of the groups with the best bounds, which nearly always hold the winner."""
+        num = min(_FIRST_GROUPS, self.bounds.shape[1] - 1)
+        bounds, groups = self.bounds.topk(num + 1)
         owners = torch.arange(len(self.top), device=self.top.device).repeat_interleave(num)
-        parts = self._scores(owners, blocks[:, :num].reshape(-1))
-        shape = (len(self.top), num * BLOCK_TOKENS)
+        parts = self._scores(owners, groups[:, :num].reshape(-1))
+        shape = (len(self.top), num * GROUP_TOKENS)
         self.scores, self.scaled, self.token_ids = (part.view(shape) for part in parts)
         self.next_bounds = bounds[:, num]
 
@@ -192,14 +192,14 @@ class _Search:
         return torch.where(best > -_INFINITY, tokens, 0)
 
     def _winners_of_all(self, index: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
-        """Best score and token over all blocks that could hold one not below ``found``."""
+        """Best score and token over all groups that could hold one not below ``found``."""
         could = self.bounds[index] >= found[:, None]
         if self.floors is not None:
             scaled = self.maxima[index] / _column(self.rows.temperatures, index)
             could &= scaled >= _column(self.floors, index)
-        local, blocks = could.nonzero(as_tuple=True)
+        local, groups = could.nonzero(as_tuple=True)
         owners = index[local]
-        scores, scaled, token_ids = self._scores(owners, blocks)  # [num_pairs, 32]
+        scores, scaled, token_ids = self._scores(owners, groups)  # [num_pairs, 32]
         if self.floors is not None:
             scores.masked_fill_(scaled < _column(self.floors, owners), -_INFINITY)
         scores, tokens = _best(scores, token_ids)  # [num_pairs]
@@ -207,13 +207,13 @@ class _Search:
         tokens = torch.where(scores == best[local], tokens, _NO_TOKEN)
         return best, torch.full_like(index, _NO_TOKEN).scatter_reduce_(0, local, tokens, "amin")
 
-    def _scores(self, owners: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of (row, block) pairs: ``logit / T + noise`` and ``logit / T``, float64, and the tokens,
+    def _scores(self, owners: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of (row, group) pairs: ``logit / T + noise`` and ``logit / T``, float64, and the tokens,
         ``[num_pairs, 32]`` each."""
         rows = self.rows
-        token_ids = self.table.token_ids.index_select(0, blocks)
+        token_ids = self.table.token_ids.index_select(0, groups)
         scaled = gather_logits(rows.logits, owners, token_ids) / _column(rows.temperatures, owners)
-        noise = block_noise(rows.states.index_select(0, owners), blocks, self.table)
+        noise = group_noise(rows.states.index_select(0, owners), groups, self.table)
         return scaled + noise, scaled, token_ids
 
     def _outside_nucleus(self, index: Tensor, logits: Tensor) -> Tensor:
@@ -251,10 +251,10 @@ class _Search:
 
     def _masses_above(self, index: Tensor, logits: Tensor) -> Tensor:
         """Mass strictly above these logits, one per row."""
-        local, blocks = (self.maxima[index] > logits[:, None]).nonzero(as_tuple=True)
+        local, groups = (self.maxima[index] > logits[:, None]).nonzero(as_tuple=True)
         owners = index[local]
         values = gather_logits(
-            self.rows.logits, owners, self.table.token_ids.index_select(0, blocks)
+            self.rows.logits, owners, self.table.token_ids.index_select(0, groups)
         )
         values.masked_fill_(values <= logits[local, None], -_INFINITY)
         masses = self._weights_(values, owners).long().sum(dim=-1)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.events import TokenLogprobs
-from engine.sampling.gumbel_argmax import block_maxima, gather_logits
-from engine.sampling.noise_torch import block_table
+from engine.sampling.gumbel_argmax import gather_logits, group_maxima
+from engine.sampling.noise_torch import group_table
 
 
 def emitted_logprobs(
@@ -78,17 +78,17 @@ def _rows(logits: Tensor, row_indices: Sequence[int]) -> Tensor:
 def _top(rows: Tensor, k: int) -> list[list[tuple[int, float]]]:
     """The k largest logits of each row and their ids, by (logit descending, id ascending).
 
-    The k + 1 blocks with the largest maxima hold the k + 1 largest logits. ``topk`` leaves open which
+    The k + 1 groups with the largest maxima hold the k + 1 largest logits. ``topk`` leaves open which
     of equal values it returns, so ties across the border are settled by looking at the whole row.
     """
     k = min(k, rows.shape[1])
     if k == 0:
         return [[] for _ in rows]
-    maxima = block_maxima(rows)
+    maxima = group_maxima(rows)
     num = min(k + 1, maxima.shape[1])
-    blocks = maxima.topk(num).indices.view(-1)
+    groups = maxima.topk(num).indices.view(-1)
     owners = torch.arange(len(rows), device=rows.device).repeat_interleave(num)
-    candidates = block_table(maxima.shape[1], rows.device).token_ids.index_select(0, blocks)
+    candidates = group_table(maxima.shape[1], rows.device).token_ids.index_select(0, groups)
     values = gather_logits(rows, owners, candidates).view(len(rows), -1)
     values, at = values.topk(k + 1)
     token_ids = candidates.view(len(rows), -1).gather(1, at)

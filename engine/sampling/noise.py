@@ -1,18 +1,18 @@
 """Counter-based Gumbel noise ``g(key, position, token)``: the only randomness of generation.
 
 The noise is a pure function of a request's key, the absolute position of the token to choose and a
-token id, so a draft, a retry or a different batch cannot shift it. It is
-stream 0, the target's; drafters that share it call :func:`gumbel_scalar`.
+token id, so a draft, a retry or a different batch cannot shift it (Daliri, Musco and
+Suresh, arXiv 2408.07978). It is stream 0, the target's; drafters share it by :func:`gumbel_list`.
 
-Rejection verification has three streams of its own: what drafts are drawn with, what accepts them,
-and what the token after them is drawn with. A position may be drafted again in a later step after a
-rejection, so they are keyed by (request, stream, step) and never used twice; and they are separate,
-since a draw that shares noise with the decision it depends on is biased.
+Rejection verification has three streams of its own: what drafts are sampled with, what accepts
+them, and what the token after them is sampled with. A position may be drafted again in a later step
+after a rejection, so they are keyed by (request, stream, step) and never used twice; and they are
+separate, since a sample that shares noise with the decision it depends on is biased.
 
-Tokens are grouped in blocks of 32. By the memorylessness of the exponential law, 32 independent
-Exp(1) arrival times are one minimum ~ Exp(32) at a uniformly drawn member, and minimum + Exp(1) for
+Tokens come in groups of 32. By the memorylessness of the exponential law, 32 independent
+Exp(1) arrival times are one minimum ~ Exp(32) at a uniformly chosen member, and minimum + Exp(1) for
 the others; ``g = -log(arrival)`` is then exactly standard Gumbel, independent over tokens. The
-gain: one hash bounds the noise of a whole block, so the largest ``logit + g`` of a vocabulary is
+gain: one hash bounds the noise of a whole group, so the largest ``logit + g`` of a vocabulary is
 found without computing most of the noise (``engine/sampling/gumbel_argmax.py``).
 
 Integers come from splitmix64 (Steele, Lea, Flood 2014) on wrapping int64 and are equal on every
@@ -28,17 +28,17 @@ import math
 import struct
 from collections.abc import Sequence
 
-BLOCK_TOKENS = 32
-TILE_TOKENS = BLOCK_TOKENS * 32
-"""Members of a block lie 32 ids apart within a tile of 1024 ids: block maxima of a row of logits
+GROUP_TOKENS = 32
+TILE_TOKENS = GROUP_TOKENS * 32
+"""Members of a group lie 32 ids apart within a tile of 1024 ids: group maxima of a row of logits
 are then maxima over whole vectors, three times as fast as over 32 neighbours."""
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX1 = 0xBF58476D1CE4E5B9
 MIX2 = 0x94D049BB133111EB
-BLOCK_COUNTER = 1 << 40
-"""Counters of blocks start here, counters of tokens at 0: no vocabulary reaches it."""
+GROUP_COUNTER = 1 << 40
+"""Counters of groups start here, counters of tokens at 0: no vocabulary reaches it."""
 STREAM_COUNTER = 1 << 41
 """Counters of a request's further streams start here: no position reaches it."""
 DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2, 3
@@ -57,7 +57,7 @@ def _mix_int(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _draw_int(state: int, counter: int) -> int:
+def _hash_int(state: int, counter: int) -> int:
     return _mix_int((state + (counter + 1) * GOLDEN) & MASK)
 
 
@@ -68,7 +68,7 @@ def _unit_float(bits: int) -> float:
 
 def request_key(seed: int, choice_index: int) -> int:
     """The key of one choice of a request, as a signed 64-bit integer. Any integer seed will do."""
-    return signed(_draw_int(_mix_int(seed & MASK), choice_index))
+    return signed(_hash_int(_mix_int(seed & MASK), choice_index))
 
 
 def step_key(key: int, stream: int, step: int) -> int:
@@ -76,30 +76,30 @@ def step_key(key: int, stream: int, step: int) -> int:
 
     ``step`` counts the steps in which the request emitted, from 0.
     """
-    return signed(_draw_int(_draw_int(key & MASK, STREAM_COUNTER + stream), step))
+    return signed(_hash_int(_hash_int(key & MASK, STREAM_COUNTER + stream), step))
 
 
 def uniform_scalar(key: int, counter: int) -> float:
     """Uniform in (0, 1), neither end included."""
-    return _unit_float(_draw_int(key & MASK, counter))
+    return _unit_float(_hash_int(key & MASK, counter))
 
 
 def gumbel_scalar(key: int, position: int, token_id: int) -> float:
     """The noise, to float32 precision. Non-negative ``position`` and ``token_id``."""
-    return _gumbel(_draw_int(key & MASK, position), token_id)
+    return _gumbel(_hash_int(key & MASK, position), token_id)
 
 
 def gumbel_list(key: int, position: int, token_ids: Sequence[int]) -> list[float]:
     """The noise of several tokens at one position: for drafters that share it."""
-    state = _draw_int(key & MASK, position)
+    state = _hash_int(key & MASK, position)
     return [_gumbel(state, token_id) for token_id in token_ids]
 
 
 def _gumbel(state: int, token_id: int) -> float:
-    block = (token_id // TILE_TOKENS) * BLOCK_TOKENS + token_id % BLOCK_TOKENS
-    bits = _draw_int(state, block + BLOCK_COUNTER)
-    arrival = -math.log1p(-_unit_float(bits)) / BLOCK_TOKENS
-    if bits % BLOCK_TOKENS != (token_id // BLOCK_TOKENS) % BLOCK_TOKENS:
-        arrival -= math.log1p(-_unit_float(_draw_int(state, token_id)))
+    group = (token_id // TILE_TOKENS) * GROUP_TOKENS + token_id % GROUP_TOKENS
+    bits = _hash_int(state, group + GROUP_COUNTER)
+    arrival = -math.log1p(-_unit_float(bits)) / GROUP_TOKENS
+    if bits % GROUP_TOKENS != (token_id // GROUP_TOKENS) % GROUP_TOKENS:
+        arrival -= math.log1p(-_unit_float(_hash_int(state, token_id)))
     rounded: float = _FLOAT32.unpack(_FLOAT32.pack(-math.log(arrival)))[0]
     return rounded

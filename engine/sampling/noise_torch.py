@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.sampling.noise import (
-    BLOCK_COUNTER,
-    BLOCK_TOKENS,
     GOLDEN,
+    GROUP_COUNTER,
+    GROUP_TOKENS,
     MANTISSA_BITS,
     MIX1,
     MIX2,
@@ -31,65 +31,65 @@ def gumbel(keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     ``[k]`` for the same tokens in every row. Returns ``[num_rows, k]``.
     """
     states = row_states(keys, positions)[:, None]  # [num_rows, 1]
-    blocks = (token_ids // TILE_TOKENS) * BLOCK_TOKENS + token_ids % BLOCK_TOKENS
-    members = (token_ids // BLOCK_TOKENS) % BLOCK_TOKENS
-    bits = _draw(states, blocks + BLOCK_COUNTER)
-    # The low bits of a block's draw name its earliest member, the high ones its arrival.
-    later = (bits & (BLOCK_TOKENS - 1)) != members
-    arrivals = _exponential(bits) / BLOCK_TOKENS
-    return (arrivals + _exponential(_draw(states, token_ids)) * later).log_().neg_().float()
+    groups = (token_ids // TILE_TOKENS) * GROUP_TOKENS + token_ids % GROUP_TOKENS
+    members = (token_ids // GROUP_TOKENS) % GROUP_TOKENS
+    bits = _hash(states, groups + GROUP_COUNTER)
+    # The low bits of a group's hash name its earliest member, the high ones its arrival.
+    later = (bits & (GROUP_TOKENS - 1)) != members
+    arrivals = _exponential(bits) / GROUP_TOKENS
+    return (arrivals + _exponential(_hash(states, token_ids)) * later).log_().neg_().float()
 
 
 def row_states(keys: Tensor, positions: Tensor) -> Tensor:
     """Where the counters of each (key, position) start: int64 ``[num_rows]``."""
-    return _draw(keys, positions)
+    return _hash(keys, positions)
 
 
-def num_blocks(vocab_size: int) -> int:
-    return -(-vocab_size // TILE_TOKENS) * BLOCK_TOKENS
+def num_groups(vocab_size: int) -> int:
+    return -(-vocab_size // TILE_TOKENS) * GROUP_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTable:
-    """Index tables of the first ``num`` blocks on one device."""
+class GroupTable:
+    """Index tables of the first ``num`` groups on one device."""
 
     token_ids: Tensor  # [num, 32], ascending; those of the last tile may exceed the vocabulary
     counters: (
-        Tensor  # [num, 33]: what a token's draw, and last the block's, adds to the row's state
+        Tensor  # [num, 33]: what a token's hash, and last the group's, adds to the row's state
     )
     members: Tensor  # [32]
 
 
 @lru_cache(maxsize=16)
-def block_table(num: int, device: torch.device) -> BlockTable:
-    blocks = torch.arange(num, device=device)
-    members = torch.arange(BLOCK_TOKENS, device=device)
-    first = (blocks // BLOCK_TOKENS) * TILE_TOKENS + blocks % BLOCK_TOKENS
-    token_ids = first[:, None] + members * BLOCK_TOKENS
-    counters = torch.cat([token_ids, (blocks + BLOCK_COUNTER)[:, None]], dim=1)
-    return BlockTable(token_ids, (counters + 1) * _GOLDEN_S, members)
+def group_table(num: int, device: torch.device) -> GroupTable:
+    groups = torch.arange(num, device=device)
+    members = torch.arange(GROUP_TOKENS, device=device)
+    first = (groups // GROUP_TOKENS) * TILE_TOKENS + groups % GROUP_TOKENS
+    token_ids = first[:, None] + members * GROUP_TOKENS
+    counters = torch.cat([token_ids, (groups + GROUP_COUNTER)[:, None]], dim=1)
+    return GroupTable(token_ids, (counters + 1) * _GOLDEN_S, members)
 
 
-def block_noise(states: Tensor, blocks: Tensor, table: BlockTable) -> Tensor:
-    """Noise of whole blocks, ``states`` and ``blocks`` ``[num]``: float32 ``[num, 32]``."""
-    bits = _mix(states[:, None] + table.counters.index_select(0, blocks))  # [num, 33]
-    later = (bits[:, BLOCK_TOKENS:] & (BLOCK_TOKENS - 1)) != table.members
+def group_noise(states: Tensor, groups: Tensor, table: GroupTable) -> Tensor:
+    """Noise of whole groups, ``states`` and ``groups`` ``[num]``: float32 ``[num, 32]``."""
+    bits = _mix(states[:, None] + table.counters.index_select(0, groups))  # [num, 33]
+    later = (bits[:, GROUP_TOKENS:] & (GROUP_TOKENS - 1)) != table.members
     arrivals = _exponential(bits)
-    firsts = arrivals[:, BLOCK_TOKENS:] / BLOCK_TOKENS
-    return (arrivals[:, :BLOCK_TOKENS] * later).add_(firsts).log_().neg_().float()
+    firsts = arrivals[:, GROUP_TOKENS:] / GROUP_TOKENS
+    return (arrivals[:, :GROUP_TOKENS] * later).add_(firsts).log_().neg_().float()
 
 
-def block_bounds(states: Tensor, table: BlockTable) -> Tensor:
-    """No noise of block ``b`` of a row exceeds ``[row, b]``: float32 ``[num_rows, num_blocks]``.
+def group_bounds(states: Tensor, table: GroupTable) -> Tensor:
+    """No noise of group ``b`` of a row exceeds ``[row, b]``: float32 ``[num_rows, num_groups]``.
 
-    It is the noise of the block's earliest member, in cheap arithmetic. The slack covers float32;
-    the clamp keeps the arrival's error within it, at the price of a loose bound for one block in
+    It is the noise of the group's earliest member, in cheap arithmetic. The slack covers float32;
+    the clamp keeps the arrival's error within it, at the price of a loose bound for one group in
     4096.
     """
-    bits = _mix(states[:, None] + table.counters[:, BLOCK_TOKENS])
+    bits = _mix(states[:, None] + table.counters[:, GROUP_TOKENS])
     mantissa = bits.bitwise_right_shift_(64 - MANTISSA_BITS).bitwise_and_((1 << MANTISSA_BITS) - 1)
     uniform = mantissa.float().add_(0.5).mul_(-UNIT).clamp_(min=2**-12 - 1)
-    return uniform.log1p_().mul_(-1 / BLOCK_TOKENS).log_().neg_().add_(1e-3)
+    return uniform.log1p_().mul_(-1 / GROUP_TOKENS).log_().neg_().add_(1e-3)
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def _mix(z: Tensor) -> Tensor:
     return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
 
 
-def _draw(states: Tensor, counters: Tensor) -> Tensor:
+def _hash(states: Tensor, counters: Tensor) -> Tensor:
     return _mix(states + (counters + 1) * _GOLDEN_S)
 
 

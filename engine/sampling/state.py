@@ -1,8 +1,7 @@
-"""What the choice of a request's next token depends on besides the logits: plain Python and numpy.
+"""What the choice of a request's next token depends on besides the logits.
 
-One :class:`SamplingState` lives as long as its request, preemption included. It counts the tokens
-that penalties ask for and remembers the few that bad words do. Rows of a step see it *after their
-path*: the state plus the draft tokens between the anchor and the row.
+One :class:`SamplingState` lives as long as its request, preemption included. Rows of a step see it
+*after their path*: the state plus the draft tokens between the anchor and the row.
 """
 
 from __future__ import annotations
@@ -11,46 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
 from drafters.base import GREEDY, DraftSampling
 from drafters.tree import EMPTY, DraftTree
-from engine.errors import RequestError
-from engine.params import GenerationRequest, SamplingParams, VerificationName
+from engine.params import GenerationRequest, VerificationName
 from engine.sampling.noise import DRAFT_STREAM, gumbel_list, request_key, step_key
-
-
-class TokenCounts:
-    """Output counts of the tokens seen, as arrays that grow in place. Prompt tokens count 0."""
-
-    def __init__(self) -> None:
-        self._slots: dict[int, int] = {}
-        self._token_ids: NDArray[np.int64] = np.zeros(64, np.int64)
-        self._counts: NDArray[np.float32] = np.zeros(64, np.float32)
-
-    def add(self, token_ids: Iterable[int], amount: int) -> None:
-        for token_id in token_ids:
-            slot = self._slots.setdefault(token_id, len(self._slots))
-            if slot == len(self._token_ids):
-                self._token_ids = np.resize(self._token_ids, 2 * slot)
-                self._counts = np.concatenate([self._counts, np.zeros(slot, np.float32)])
-            self._token_ids[slot] = token_id
-            self._counts[slot] += amount
-
-    def get(self, token_id: int) -> int:
-        slot = self._slots.get(token_id)
-        return 0 if slot is None else int(self._counts[slot])
-
-    @property
-    def token_ids(self) -> NDArray[np.int64]:
-        """The distinct tokens seen, in the order of first sight."""
-        return self._token_ids[: len(self._slots)]
-
-    @property
-    def counts(self) -> NDArray[np.float32]:
-        """How often each of ``token_ids`` was emitted."""
-        return self._counts[: len(self._slots)]
+from engine.sampling.processor import Facts, LogitsProcessor, Stage, check_token_ids, processors
 
 
 class SamplingState:
@@ -70,7 +34,7 @@ class SamplingState:
         max_model_len: int,
     ) -> None:
         params = request.sampling
-        _check_token_ids(params, vocab_size)
+        check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
         self.params = params
         self.key = request_key(params.seed, params.choice_index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -84,22 +48,9 @@ class SamplingState:
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
 
-        self.counts: TokenCounts | None = None
-        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
-            1,
-            0,
-            0,
-        ):
-            self.counts = TokenCounts()
-            if params.repetition_penalty != 1:
-                self.counts.add(request.prompt_token_ids, 0)
-        self.bias_token_ids = np.fromiter(params.logit_bias.keys(), np.int64)
-        self.biases = np.fromiter(params.logit_bias.values(), np.float32)
-        words = [word for word in params.bad_words_token_ids if word]
-        self.bad_token_ids = sorted({word[0] for word in words if len(word) == 1})
-        self._bad_sequences = [word for word in words if len(word) > 1]
-        self._tail_len = max(map(len, self._bad_sequences), default=1) - 1
-        self._tail = self._last(request.prompt_token_ids)
+        facts = Facts(request.prompt_token_ids, self.stop_token_ids, vocab_size)
+        found = [cls.of(params, facts) for cls in processors()]
+        self.processors = [each for each in found if each is not None]
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +62,7 @@ class SamplingState:
         return self.params.temperature == 0
 
     def draft_sampling(self) -> DraftSampling:
-        """What a drafter has to know in order to draw in the coming step.
+        """What a drafter has to know in order to sample in the coming step.
 
         Under "match" the noise is the verifier's, else stream 1 of this step and no other.
         """
@@ -130,39 +81,20 @@ class SamplingState:
             self.verification,
         )
 
-    @property
-    def edits_logits(self) -> bool:
-        """Whether this request's rows need more than temperature and truncation now."""
-        return (
-            self.counts is not None
-            or bool(self.bias_token_ids.size)
-            or bool(self.bad_token_ids)
-            or bool(self._bad_sequences)
-            or self.num_output_tokens < self.params.min_tokens
-        )
+    def processors_now(self) -> list[LogitsProcessor]:
+        """What edits the coming rows' logits, in order."""
+        return [
+            each
+            for each in self.processors
+            if each.is_active() and not (self.is_greedy and each.stage is Stage.TRUNCATE)
+        ]
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that a step emitted."""
         self.num_output_tokens += len(token_ids)
         self.num_steps += bool(token_ids)
-        if self.counts is not None:
-            self.counts.add(token_ids, 1)
-        self._tail = self._last([*self._tail, *token_ids])
-
-    def forbidden_token_ids(self, path: Sequence[int]) -> list[int]:
-        """Tokens that may not follow ``path`` (draft tokens since the anchor): stop tokens before
-        ``min_tokens`` outputs, and the last token of a bad word whose others end the text so far,
-        prompt included."""
-        forbidden = list(self.bad_token_ids)
-        if self.num_output_tokens + len(path) < self.params.min_tokens:
-            forbidden += self.stop_token_ids
-        if self._bad_sequences:
-            text = (*self._tail, *path)
-            forbidden += [w[-1] for w in self._bad_sequences if text[1 - len(w) :] == w[:-1]]
-        return forbidden
-
-    def _last(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        return tuple(token_ids[max(0, len(token_ids) - self._tail_len) :])
+        for processor in self.processors:
+            processor.append(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +120,3 @@ class RowGroup:
         for token_id, parent in zip(self.tree.token_ids, self.tree.parents, strict=True):
             paths.append((*paths[parent + 1], token_id))
         return paths
-
-
-def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    named = {
-        "logit_bias": params.logit_bias,
-        "bad_words": [token_id for word in params.bad_words_token_ids for token_id in word],
-        "stop_token_ids": params.stop_token_ids,
-    }
-    for param, token_ids in named.items():
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                message = f"{param}: token {token_id} is not in the vocabulary of {vocab_size}."
-                raise RequestError(param, message)

@@ -1,9 +1,10 @@
 """Sample-and-match verification, and the trimming of what any verification emits: plain Python.
 
 The target's token at every row is already chosen (``sampling/sampler.py``); the walk descends from the
-anchor to the child that carries the target's token until there is none. A chain is
-a tree of width 1 and a plain step an empty tree: there is no other path. Emitted is what the target
-says along the path, so drafts change when tokens come, never which.
+anchor to the child that carries the target's token until there is none (drafter-invariant
+speculative decoding: Daliri, Musco and Suresh, arXiv 2408.07978). A chain is a tree of width 1 and a
+plain step an empty tree: there is no other path. Emitted is what the target says along the path, so
+drafts change when tokens come, never which.
 """
 
 from __future__ import annotations

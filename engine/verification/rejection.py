@@ -1,11 +1,11 @@
-"""Which drafts survive when they were drawn from a distribution: plain Python, no randomness.
+"""Which drafts survive when they were sampled from a distribution: plain Python, no randomness.
 
-Two lossless rules, both in distribution: the emitted tokens follow the target's law, averaged over
-the draws of drafts and of this module's decisions.
+Two lossless rules, both in distribution: the emitted tokens follow the target's distribution,
+averaged over the sampling of drafts and this module's decisions.
 
 ``reject_tokens``: Leviathan et al. (arXiv 2211.17192) and Chen et al. (2302.01318) for chains, with
-its recursive form for trees drawn without replacement (Jeon et al. 2402.14160, Sequoia 2402.12374).
-``reject_block``: block verification of chains (Sun et al., arXiv 2403.10444), which decides on
+its recursive form for trees sampled without replacement (Jeon et al. 2402.14160, Sequoia 2402.12374).
+``reject_chain``: block verification of chains (Sun et al., arXiv 2403.10444), which decides on
 prefixes as a whole and accepts at least as many tokens as any rule for a single chain.
 
 Both only ask for probabilities and for yes or no at a given probability, so that a test can go
@@ -26,27 +26,27 @@ class Probs(Protocol):
     def of(self, token_id: int) -> float:
         """The token's probability."""
 
-    def excess(self, draft: Probs, weight: float = 1.0) -> tuple[float, Probs | None]:
+    def residual(self, draft: Probs, weight: float = 1.0) -> tuple[float, Probs | None]:
         """Mass of ``max(0, weight * self - draft)``, and that normalised; None where it is 0."""
 
     def without(self, token_id: int) -> Probs | None:
         """This distribution given that it is not this token; None where nothing else is left."""
 
 
-class Laws(Protocol):
+class Distributions(Protocol):
     """The distributions of one request's rows: row 0 is the anchor, ``i + 1`` is node i."""
 
     def target(self, row: int) -> Probs:
         """Of the token after the row, fully processed."""
 
     def draft(self, row: int) -> Probs | None:
-        """What the row's children were drawn from, in order and without replacement; None where
-        they were chosen without a draw. A child that it gives nothing was chosen, too."""
+        """What the row's children were sampled from, in order and without replacement; None where
+        they were chosen otherwise. A child that it gives nothing was chosen, too."""
 
 
 class Decision(NamedTuple):
-    """``path``: the accepted rows, from row 0 down. ``last``: what the token after them is drawn
-    from."""
+    """``path``: the accepted rows, from row 0 down. ``last``: what the token after them is
+    sampled from."""
 
     path: list[int]
     last: Probs
@@ -56,21 +56,21 @@ Accepts = Callable[[int, float], bool]
 """``accepts(row, probability)``: yes with this probability, independently of all other answers. Asked
 at most once per row."""
 
-Rule = Callable[[DraftTree, Laws, Accepts], Decision]
+Rule = Callable[[DraftTree, Distributions, Accepts], Decision]
 
 
-def reject_tokens(tree: DraftTree, laws: Laws, accepts: Accepts) -> Decision:
+def reject_tokens(tree: DraftTree, distributions: Distributions, accepts: Accepts) -> Decision:
     """Go down from the anchor; at each row try the children in their order.
 
     A refused child leaves ``norm(max(0, target - draft))`` to the next one and in the end to the
-    token that the target draws itself.
+    token that the target itself gives.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents):
         children.setdefault(parent + 1, []).append(node)
     path = [0]
     while True:
-        target, draft = laws.target(path[-1]), laws.draft(path[-1])
+        target, draft = distributions.target(path[-1]), distributions.draft(path[-1])
         for node in children.get(path[-1], ()):
             token_id = tree.token_ids[node]
             if accepts(node + 1, _acceptance(target, draft, token_id)):
@@ -81,26 +81,26 @@ def reject_tokens(tree: DraftTree, laws: Laws, accepts: Accepts) -> Decision:
             return Decision(path, target)
 
 
-def reject_block(tree: DraftTree, laws: Laws, accepts: Accepts) -> Decision:
+def reject_chain(tree: DraftTree, distributions: Distributions, accepts: Accepts) -> Decision:
     """Decide on every prefix of a chain; the longest accepted one stands, whatever was said of
     shorter ones.
 
-    ``reach`` is the probability with which the chain up to a row may be kept if the rest is drawn
-    anew. Raises ValueError for trees.
+    ``reach`` is the probability with which the chain up to a row may be kept if the rest is
+    sampled anew. Raises ValueError for trees.
     """
     if not tree.is_chain():
         raise ValueError("block verification is for chains")
     reach: float = 1  # whole numbers keep fractions exact
-    last, (_, rest) = 0, _excess(laws, tree, 0, reach)
+    last, (_, rest) = 0, _residual(distributions, tree, 0, reach)
     for row in range(1, len(tree) + 1):
-        reach = min(1, reach * _ratio(laws, tree, row - 1))
+        reach = min(1, reach * _ratio(distributions, tree, row - 1))
         chance, residual = reach, None
         if row < len(tree):
-            mass, residual = _excess(laws, tree, row, reach)
+            mass, residual = _residual(distributions, tree, row, reach)
             chance = mass / (mass + 1 - reach) if mass + 1 - reach > 0 else 1
         if accepts(row, chance):
             last, rest = row, residual
-    return Decision(list(range(last + 1)), rest or laws.target(last))
+    return Decision(list(range(last + 1)), rest or distributions.target(last))
 
 
 def _acceptance(target: Probs, draft: Probs | None, token_id: int) -> float:
@@ -112,31 +112,37 @@ def _acceptance(target: Probs, draft: Probs | None, token_id: int) -> float:
 
 
 def _after_refusal(target: Probs, draft: Probs | None, token_id: int) -> tuple[Probs, Probs | None]:
-    """What the next token follows, and what the next sibling was drawn from.
+    """What the next token follows, and what the next sibling was sampled from.
 
     Nothing is left where target and draft are equal up to rounding: then the target stands.
     """
     if draft is None or draft.of(token_id) <= 0:
         return target.without(token_id) or target, draft
-    _, residual = target.excess(draft)
-    return residual or target, draft.without(token_id)
+    _, rest = target.residual(draft)
+    return rest or target, draft.without(token_id)
 
 
-def _ratio(laws: Laws, tree: DraftTree, row: int) -> float:
+def _ratio(distributions: Distributions, tree: DraftTree, row: int) -> float:
     """Target's over draft's probability of the chain's token after ``row``."""
-    token_id, draft = tree.token_ids[row], laws.draft(row)
-    wanted = laws.target(row).of(token_id)
+    token_id, draft = tree.token_ids[row], distributions.draft(row)
+    wanted = distributions.target(row).of(token_id)
     if draft is None or wanted <= 0:
         return wanted
     offered = draft.of(token_id)
     return wanted / offered if offered > 0 else 1
 
 
-def _excess(laws: Laws, tree: DraftTree, row: int, weight: float) -> tuple[float, Probs | None]:
-    """Mass and law of ``max(0, weight * target - draft)`` after ``row``."""
+def _residual(
+    distributions: Distributions, tree: DraftTree, row: int, weight: float
+) -> tuple[float, Probs | None]:
+    """Mass and distribution of ``max(0, weight * target - draft)`` after ``row``."""
     if row == len(tree):
         return weight, None
-    target, draft, token_id = laws.target(row), laws.draft(row), tree.token_ids[row]
+    target, draft, token_id = (
+        distributions.target(row),
+        distributions.draft(row),
+        tree.token_ids[row],
+    )
     if draft is None:
         return weight * (1 - target.of(token_id)), target.without(token_id)
-    return target.excess(draft, weight)
+    return target.residual(draft, weight)

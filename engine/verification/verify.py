@@ -3,14 +3,15 @@
 ``match`` compares with the token that the target chose (``match.py``). ``rejection`` and
 ``block`` accept drafts with a probability (``rejection.py``): here they get the target's and the
 drafter's distributions as tensors and their answers from streams 2 and 3 of the request's noise, whose
-keys name the step, so that no draw is ever repeated.
+keys name the step, so that none is ever used twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,58 +20,50 @@ from drafters.tree import DraftTree
 from engine.params import VerificationName
 from engine.sampling.distribution import target_probs
 from engine.sampling.noise import ACCEPT_STREAM, RESIDUAL_STREAM, step_key, uniform_scalar
-from engine.sampling.sampler import choose_tokens
+from engine.sampling.sampler import sample_tokens
 from engine.sampling.state import RowGroup
 from engine.verification.match import Outcome, trimmed, verify
-from engine.verification.rejection import Probs, Rule, reject_block, reject_tokens
+from engine.verification.rejection import Probs, Rule, reject_chain, reject_tokens
 
 _NO_TOKEN = -1
 
 
-class Verification(Protocol):
-    """A way of deciding what requests emit."""
-
-    def outcomes(self, logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
-        """One per group. ``logits`` ``[num_rows, vocab_size]`` are the step's, left as they are."""
+Verification = Callable[[Tensor, Sequence[RowGroup]], list[Outcome]]
+"""From a step's logits ``[num_rows, vocab_size]``, left as they are, to one outcome per group."""
 
 
-class MatchVerification:
+def _match(logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
     """The target's own token at every row; drafts that equal it are accepted."""
-
-    def outcomes(self, logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
-        return verify(groups, choose_tokens(logits, groups))
+    return verify(groups, sample_tokens(logits, groups))
 
 
-class RejectionVerification:
-    """Drafts are accepted by a rule, and the last token is drawn from what the rule leaves."""
+def _reject(rule: Rule, logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
+    """Drafts are accepted by the rule, and the last token is sampled from what it leaves."""
+    with torch.inference_mode():
+        probs = target_probs(logits, groups)
+        distributions = _distributions(probs, [group.tree for group in groups])
+        return [_outcome(rule, *pair) for pair in zip(groups, distributions, strict=True)]
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
 
-    def outcomes(self, logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
-        with torch.inference_mode():
-            laws = _laws(target_probs(logits, groups), [group.tree for group in groups])
-            return [self._outcome(*pair) for pair in zip(groups, laws, strict=True)]
-
-    def _outcome(self, group: RowGroup, laws: TensorLaws) -> Outcome:
-        state = group.state
-        accept_key = step_key(state.key, ACCEPT_STREAM, state.num_steps)
-        residual_key = step_key(state.key, RESIDUAL_STREAM, state.num_steps)
-        path, last = self._rule(
-            group.tree, laws, lambda row, chance: uniform_scalar(accept_key, row) < chance
-        )
-        assert isinstance(last, TensorProbs)
-        tokens = [_NO_TOKEN] * group.num_rows
-        for row, below in zip(path, path[1:], strict=False):
-            tokens[row] = group.tree.token_ids[below - 1]
-        tokens[path[-1]] = last.draw(uniform_scalar(residual_key, path[-1]))
-        return trimmed(state, tuple(tokens), path)
+def _outcome(rule: Rule, group: RowGroup, distributions: TensorDistributions) -> Outcome:
+    state = group.state
+    accept_key = step_key(state.key, ACCEPT_STREAM, state.num_steps)
+    residual_key = step_key(state.key, RESIDUAL_STREAM, state.num_steps)
+    path, last = rule(
+        group.tree, distributions, lambda row, chance: uniform_scalar(accept_key, row) < chance
+    )
+    assert isinstance(last, TensorProbs)
+    tokens = [_NO_TOKEN] * group.num_rows
+    for row, below in zip(path, path[1:], strict=False):
+        tokens[row] = group.tree.token_ids[below - 1]
+    tokens[path[-1]] = last.sample(uniform_scalar(residual_key, path[-1]))
+    return trimmed(state, tuple(tokens), path)
 
 
 _VERIFICATIONS: dict[VerificationName, Verification] = {
-    "match": MatchVerification(),
-    "rejection": RejectionVerification(reject_tokens),
-    "block": RejectionVerification(reject_block),
+    "match": _match,
+    "rejection": partial(_reject, reject_tokens),
+    "block": partial(_reject, reject_chain),
 }
 
 
@@ -80,7 +73,7 @@ def verify_step(logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
     for name, verification in _VERIFICATIONS.items():
         index = [i for i, group in enumerate(groups) if group.state.verification == name]
         if index:
-            found = verification.outcomes(logits, [groups[i] for i in index])
+            found = verification(logits, [groups[i] for i in index])
             outcomes.update(zip(index, found, strict=True))
     return [outcomes[i] for i in range(len(groups))]
 
@@ -97,7 +90,7 @@ class TensorProbs:
         known = self.at_hand.get(token_id)
         return self.values[token_id].item() if known is None else known
 
-    def excess(self, draft: Probs, weight: float = 1.0) -> tuple[float, TensorProbs | None]:
+    def residual(self, draft: Probs, weight: float = 1.0) -> tuple[float, TensorProbs | None]:
         assert isinstance(draft, TensorProbs)
         above = (self.values.double() * weight).sub_(draft.values).clamp_(min=0)
         return _normalised(above)
@@ -107,7 +100,7 @@ class TensorProbs:
         others[token_id] = 0.0
         return _normalised(others)[1]
 
-    def draw(self, uniform: float) -> int:
+    def sample(self, uniform: float) -> int:
         """The token at this quantile; never one of probability 0."""
         sums = self.values.double().cumsum(0)
         # The product may round up to the whole, which no sum exceeds.
@@ -121,8 +114,8 @@ def _normalised(masses: Tensor) -> tuple[float, TensorProbs | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLaws:
-    """One request's rows: ``engine.verification.rejection.Laws``."""
+class TensorDistributions:
+    """One request's rows: ``engine.verification.rejection.Distributions``."""
 
     targets: list[TensorProbs]
     drafts: Mapping[int, TensorProbs]
@@ -134,7 +127,7 @@ class TensorLaws:
         return self.drafts.get(row)
 
 
-def _laws(probs: Tensor, trees: Sequence[DraftTree]) -> list[TensorLaws]:
+def _distributions(probs: Tensor, trees: Sequence[DraftTree]) -> list[TensorDistributions]:
     """Each tree's rows out of ``probs`` ``[num_rows, vocab_size]``, where they follow each other.
 
     The probabilities of drafted tokens reach the CPU in one copy each for target and drafters.
@@ -151,7 +144,7 @@ def _laws(probs: Tensor, trees: Sequence[DraftTree]) -> list[TensorLaws]:
     for row, token_id, prob in zip(rows, tokens, probs[index[0], index[1]].tolist(), strict=True):
         at_hand[row][token_id] = prob
     return [
-        TensorLaws(
+        TensorDistributions(
             [TensorProbs(probs[row], at_hand[row]) for row in range(first, end)],
             _drafts(tree, probs),
         )
@@ -160,7 +153,7 @@ def _laws(probs: Tensor, trees: Sequence[DraftTree]) -> list[TensorLaws]:
 
 
 def _drafts(tree: DraftTree, like: Tensor) -> dict[int, TensorProbs]:
-    """By row, what its children were drawn from."""
+    """By row, what its children were sampled from."""
     children: dict[int, list[int]] = {}
     for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
         children.setdefault(parent, []).append(token_id)
@@ -171,8 +164,8 @@ def _drafts(tree: DraftTree, like: Tensor) -> dict[int, TensorProbs]:
     }
     if not dense:
         return {}
-    drawn = [dense[parent][children[parent]].double() for parent in dense]
-    known = iter(torch.cat(drawn).tolist())
+    sampled = [dense[parent][children[parent]].double() for parent in dense]
+    known = iter(torch.cat(sampled).tolist())
     return {
         parent + 1: TensorProbs(values, {token_id: next(known) for token_id in children[parent]})
         for parent, values in dense.items()

@@ -1,26 +1,25 @@
 """The requests of ``/v1/completions`` and ``/v1/chat/completions``: what may be asked, and its
 limits.
 
-OpenAI's fields, the extras vLLM made common, and ``speculative``. ``user`` goes into the request's
+OpenAI's fields, the extras vLLM made common, what the logits processors declare, and
+``speculative``. ``user`` goes into the request's
 log line, and nowhere else. Whether a value fits the model served (token ids, lengths, drafters) is
 checked when the request is translated.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema
+from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema, create_model
 
+from engine.sampling.processor import parameters
 from server.request.body import MAX_SEED, Body, PromptField, StopField
 from server.request.speculative import SpeculativeField
 
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_COUNT = 2**31 - 1
-
-_LogitBiasValue = Annotated[float, Field(ge=-100, le=100)]
-_BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 
 _UNSUPPORTED = {
     "metadata": "nothing is stored here",
@@ -88,26 +87,32 @@ class Prediction(Body):
     content: ContentField
 
 
+_Model = TypeVar("_Model", bound=Body)
+
+
+def _with_processors(model: type[_Model]) -> type[_Model]:
+    """The model, and a field for every parameter of every logits processor."""
+    fields: dict[str, Any] = {
+        each.name: (each.type | None, Field(default=each.default, description=each.description))
+        for each in parameters()
+    }
+    return create_model(
+        model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
+    )
+
+
+@_with_processors
 class SamplingFields(Body):
-    """What both endpoints take."""
+    """What both endpoints take, besides the fields that logits processors declare."""
 
     model: str | None = Field(default=None, description="The served model's name; may be left out.")
     n: int = Field(default=1, ge=1, le=128, description="Choices for each prompt.")
     temperature: float | None = Field(
         default=None, ge=0, le=2, description="0 is greedy; default 1."
     )
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT, description="0 and -1: off.")
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
-    logit_bias: dict[str, _LogitBiasValue] | None = None
-    bad_words: list[_BadWord] | None = Field(default=None, max_length=128)
     seed: int | None = Field(
         default=None, ge=0, le=MAX_SEED, description="Default: drawn, and reported."
     )
-    min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
     stop: StopField = ()
     stop_token_ids: list[int] | None = Field(default=None, max_length=128)
     include_stop_str_in_output: bool = False

@@ -12,12 +12,14 @@ import secrets
 import time
 import uuid
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 
 from engine.info import EngineInfo
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import bad_request, unknown_model
 from server.plan import ChoicePlan, Prompt, RequestPlan, TextOptions
 from server.request.body import MAX_SEED
@@ -49,6 +51,9 @@ class Translator:
         self._model_name = model_name
         self._max_choices = max_choices
         self._template = str(tokenizer.chat_template) if tokenizer.chat_template else None
+        self._vocabulary = Vocabulary(
+            info.vocab_size, partial(tokenizer.encode, add_special_tokens=False)
+        )
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def completion(self, body: CompletionRequest, arrival_time: float) -> RequestPlan:
@@ -192,13 +197,14 @@ class Translator:
             raise bad_request(
                 max_tokens_field, f"{max_tokens_field} exceeds the context of {limit}"
             )
-        if max_tokens is not None and body.min_tokens > max_tokens:
+        sampling = self._sampling(body, num_logprobs, echo)
+        min_tokens = sampling.pop("min_tokens")
+        if max_tokens is not None and min_tokens > max_tokens:
             raise bad_request("min_tokens", f"min_tokens must not exceed {max_tokens_field}")
         # Sampled where not given, and sent with the reply, so that any completion can be had again.
         seed = secrets.randbelow(MAX_SEED + 1) if body.seed is None else body.seed
         request_id = uuid.uuid4().hex
         choices = []
-        sampling = self._sampling(body, num_logprobs, echo)
         speculative = self._speculative(body)
         for index in range(num_choices):
             prompt = prompts[index // body.n]
@@ -210,7 +216,7 @@ class Translator:
                 sampling=SamplingParams(
                     **sampling,
                     max_tokens=limit,
-                    min_tokens=min(body.min_tokens, limit),
+                    min_tokens=min(min_tokens, limit),
                     seed=seed,
                     choice_index=index % body.n,
                 ),
@@ -223,7 +229,7 @@ class Translator:
                 stops=body.stop,
                 include_stop=body.include_stop_str_in_output,
                 skip_special_tokens=body.skip_special_tokens,
-                min_tokens=body.min_tokens,
+                min_tokens=min_tokens,
             )
             choices.append(ChoicePlan(index, request, text))
         return RequestPlan(
@@ -262,41 +268,10 @@ class Translator:
         self, body: SamplingFields, num_logprobs: int | None, echo: bool
     ) -> dict[str, Any]:
         """The sampling parameters that all choices share."""
-        return {
+        return sampling_values(dict(body), self._vocabulary) | {
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_k": max(0, body.top_k or 0),
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "min_p": body.min_p or 0.0,
-            "logit_bias": self._logit_bias(body.logit_bias or {}),
-            "presence_penalty": body.presence_penalty or 0.0,
-            "frequency_penalty": body.frequency_penalty or 0.0,
-            "repetition_penalty": (
-                1.0 if body.repetition_penalty is None else body.repetition_penalty
-            ),
-            "bad_words_token_ids": self._bad_words(body.bad_words or []),
             "stop_token_ids": tuple(body.stop_token_ids or ()),
             "ignore_eos": body.ignore_eos,
             "logprobs": num_logprobs,
             "prompt_logprobs": num_logprobs if echo else None,
         }
-
-    def _logit_bias(self, given: dict[str, float]) -> dict[int, float]:
-        biases = {}
-        for key, bias in given.items():
-            if not re.fullmatch(r"[0-9]{1,10}", key):
-                field = f"logit_bias.{key}"
-                raise bad_request(field, "logit_bias: keys are token ids")
-            self._check_token_id("logit_bias", int(key))
-            biases[int(key)] = bias
-        return biases
-
-    def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is written at the start of a text and after a space."""
-        sequences: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for text in (word, " " + word.lstrip(" ")):
-                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-                if not token_ids:
-                    raise bad_request("bad_words", f"bad_words: {word!r} has no tokens")
-                sequences[token_ids] = None
-        return tuple(sequences)

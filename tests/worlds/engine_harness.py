@@ -21,7 +21,7 @@ from engine.events import ErrorEvent, FinishInfo, TokenEvent, TokenLogprobs
 from engine.model.loader import adopt, prepare_model
 from engine.model.runner import ModelRunner
 from engine.params import GammaPolicyName, GenerationRequest, SamplingParams, SpeculativeParams
-from engine.sampling.sampler import choose_tokens
+from engine.sampling.sampler import sample_tokens
 from engine.sampling.state import RowGroup, SamplingState
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
@@ -125,7 +125,7 @@ class TinyTarget:
         state = SamplingState(each, (), TINY_VOCAB, 256)
         token_ids = list(each.prompt_token_ids)
         for _ in range(num_tokens):
-            token_ids += choose_tokens(self.logits(token_ids)[-1:], [RowGroup(state, 0)])
+            token_ids += sample_tokens(self.logits(token_ids)[-1:], [RowGroup(state, 0)])
             state.append(token_ids[-1:])
         return token_ids[-num_tokens:]
 

@@ -28,7 +28,7 @@ class ExactProbs:
     def of(self, token_id: int) -> Fraction:
         return self.values[token_id]
 
-    def excess(
+    def residual(
         self, draft: ExactProbs, weight: Fraction | int = 1
     ) -> tuple[Fraction, ExactProbs | None]:
         pairs = zip(self.values, draft.values, strict=True)
@@ -66,8 +66,8 @@ def random_model(seed: int, vocab_size: int, zeros: bool = False) -> Model:
 
 
 @dataclass(frozen=True)
-class ExactLaws:
-    """``rejection.Laws`` of a tree. ``drawn[row]``: its children came from the draft model."""
+class ExactDistributions:
+    """``rejection.Distributions`` of a tree. ``drawn[row]``: its children came from the draft model."""
 
     tree: DraftTree
     target_model: Model
@@ -148,12 +148,12 @@ class _Course:
             yield [*self.answers[:index], False]
 
 
-def decisions(rule: Rule, laws: ExactLaws) -> Iterator[tuple[Fraction, Decision]]:
+def decisions(rule: Rule, distributions: ExactDistributions) -> Iterator[tuple[Fraction, Decision]]:
     """Every course of answers with its probability."""
     pending: list[list[bool]] = [[]]
     while pending:
         course = _Course(pending.pop())
-        decision = rule(laws.tree, laws, course.accepts)
+        decision = rule(distributions.tree, distributions, course.accepts)
         pending += course.alternatives()
         if course.weight:
             yield course.weight, decision
@@ -169,7 +169,7 @@ def emitted_law(
     law: dict[Text, Fraction] = defaultdict(Fraction)
     mean = Fraction(0)
     for tree_weight, tree in trees:
-        for weight, (path, last) in decisions(rule, ExactLaws(tree, target, draft)):
+        for weight, (path, last) in decisions(rule, ExactDistributions(tree, target, draft)):
             mean += tree_weight * weight * (len(path) - 1)
             before = path_of(tree, path[-1])
             for token_id, prob in enumerate(last.values):

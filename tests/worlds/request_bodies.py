@@ -51,6 +51,10 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
     "top_p": ({"top_p": 0.5}, lambda o: o.sampling.top_p == 0.5),
     "top_k": ({"top_k": 7}, lambda o: o.sampling.top_k == 7),
     "min_p": ({"min_p": 0.1}, lambda o: o.sampling.min_p == 0.1),
+    "top_n_sigma": (
+        {"top_n_sigma": 1.5},
+        lambda o: o.sampling.further == {"top_n_sigma": 1.5},
+    ),
     "presence_penalty": ({"presence_penalty": 1}, lambda o: o.sampling.presence_penalty == 1),
     "frequency_penalty": ({"frequency_penalty": -1}, lambda o: o.sampling.frequency_penalty == -1),
     "repetition_penalty": (

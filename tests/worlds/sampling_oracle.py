@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from drafters.tree import EMPTY, ROOT, DraftTree
 from engine.params import GenerationRequest, SamplingParams
 from engine.sampling.noise import gumbel_scalar
-from engine.sampling.sampler import choose_tokens
+from engine.sampling.sampler import sample_tokens
 from engine.sampling.state import RowGroup, SamplingState
 from engine.verification.match import Outcome, verify
 
@@ -29,8 +30,8 @@ def new_state(
 
 
 def edited_row(row: Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> Tensor:
-    """Penalties, biases, bad words and min_tokens as the field defines them, token by token. Stop
-    tokens are those of ``params``."""
+    """Penalties, biases, bad words, min_tokens and top_n_sigma as the field defines them, token by
+    token. Stop tokens are those of ``params``."""
     values = row.float().clone()
     text = prompt + output
     one = torch.tensor(1.0)
@@ -50,6 +51,11 @@ def edited_row(row: Tensor, params: SamplingParams, prompt: list[int], output: l
             values[word[-1]] = -math.inf
     if len(output) < params.min_tokens:
         values[list(params.stop_token_ids)] = -math.inf
+    num_deviations = params.further.get("top_n_sigma", 0)
+    possible = [each for each in values.tolist() if each > -math.inf]
+    if num_deviations and possible:
+        least = max(possible) - num_deviations * statistics.pstdev(possible)
+        values[values < least] = -math.inf
     return values
 
 
@@ -134,7 +140,7 @@ class ToyModel:
     def step(self, state: SamplingState, text: list[int], tree: DraftTree = EMPTY) -> Outcome:
         """One step of one request; the emitted tokens go to ``text`` and ``state``."""
         groups = [RowGroup(state, 0, tree)]
-        (outcome,) = verify(groups, choose_tokens(self.logits(text, tree), groups))
+        (outcome,) = verify(groups, sample_tokens(self.logits(text, tree), groups))
         state.append(outcome.emitted_token_ids)
         text += outcome.emitted_token_ids
         return outcome

@@ -16,7 +16,7 @@ import torch
 from engine.batch import ForwardOutput, InputBatch, RequestRows, slot_of
 from engine.core import EngineCore
 from engine.params import GenerationRequest
-from engine.sampling.sampler import choose_tokens
+from engine.sampling.sampler import sample_tokens
 from engine.sampling.state import RowGroup, SamplingState
 from worlds.engine_harness import Setup, build_core
 
@@ -71,10 +71,10 @@ class ScriptedTarget:
                 values.append(self.value(token_ids[position], position, values))
             previous = token_ids[-2] if len(token_ids) > 1 else -1
             row = self.logit_row(values[-1], token_ids[-1], previous)
-            if state.is_greedy and not state.edits_logits:
+            if state.is_greedy and not state.processors_now():
                 token_id = self._likeliest[row]
             else:
-                token_id = choose_tokens(self.logits([row]), [RowGroup(state, 0)])[0]
+                token_id = sample_tokens(self.logits([row]), [RowGroup(state, 0)])[0]
             num_output = len(token_ids) - len(each.prompt_token_ids)
             if num_output >= each.sampling.min_tokens and token_id in state.stop_token_ids:
                 return token_ids[len(each.prompt_token_ids) :], "stop"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from scipy.stats import chi2  # type: ignore[import-untyped]
 
 from engine.params import SamplingParams, SpeculativeParams, VerificationName
 from worlds.engine_harness import Driver, drafting
-from worlds.sampling_oracle import truncated_probs
+from worlds.sampling_oracle import edited_row, truncated_probs
 from worlds.scripted_target import ScriptedTarget
 
 ALPHA = 1e-4
@@ -32,12 +33,16 @@ SAMPLED = SamplingParams(temperature=1.0)
 NUCLEUS = SamplingParams(temperature=0.8, top_p=0.8, frequency_penalty=0.7)
 
 
+NEAR_THE_BEST = SamplingParams(temperature=1.0, further={"top_n_sigma": 1.2})
+
+
 CASES: dict[str, tuple[VerificationName, list[int], SamplingParams, SpeculativeParams]] = {
     "chain": ("rejection", [1, 1], SAMPLED, drafting("drawing", num_tokens=2)),
     "block": ("block", [1, 1], SAMPLED, drafting("drawing", num_tokens=2)),
     "tree": ("rejection", [3, 2], SAMPLED, drafting("drawing", num_tokens=9, width=3)),
     "nucleus_chain": ("rejection", [1, 1], NUCLEUS, drafting("drawing", num_tokens=2)),
     "nucleus_block": ("block", [1, 1], NUCLEUS, drafting("drawing", num_tokens=2)),
+    "top_n_sigma": ("rejection", [1, 1], NEAR_THE_BEST, drafting("drawing", num_tokens=2)),
     "goodput_tree": ("rejection", [2, 2], SAMPLED, drafting("drawing", "goodput", width=2)),
 }
 
@@ -47,7 +52,8 @@ def next_probs(sampling: SamplingParams, output: tuple[int, ...]) -> list[float]
     row = TARGET.logits([TARGET.logit_row(0, text[-1], text[-2])])[0].clone()
     for token_id in output:
         row[token_id] -= sampling.frequency_penalty
-    return truncated_probs(row, sampling)
+    edited = edited_row(row, replace(sampling, frequency_penalty=0.0), [], [])
+    return truncated_probs(edited, sampling)
 
 
 def pair_probs(sampling: SamplingParams) -> tuple[dict[tuple[int, int], float], ...]:

@@ -11,7 +11,7 @@ from drafters.base import GREEDY, DraftSampling
 from engine.drafting.candidates import ScoredRow, choose_candidates
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.distribution import target_probs
-from engine.sampling.sampler import choose_tokens
+from engine.sampling.sampler import sample_tokens
 from engine.sampling.state import RowGroup, SamplingState
 
 VOCAB_SIZE = 200
@@ -54,7 +54,7 @@ def test_the_first_candidate_is_what_the_verifier_would_choose(
 ) -> None:
     of = states(SAMPLINGS[name])
     values = logits()
-    chosen = choose_tokens(values, [RowGroup(each, row) for row, each in enumerate(of)])
+    chosen = sample_tokens(values, [RowGroup(each, row) for row, each in enumerate(of)])
     found = choose_candidates(values, rows_of(of, num_candidates), VOCAB_SIZE)
     assert [each.token_ids[0] for each in found] == chosen
     for each in found:

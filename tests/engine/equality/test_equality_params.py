@@ -36,6 +36,7 @@ PARAMS = {
     "top_k": replace(SAMPLED, top_k=3),
     "min_p": replace(SAMPLED, min_p=0.2),
     "top_k_top_p_min_p": replace(SAMPLED, temperature=1.3, top_k=9, top_p=0.8, min_p=0.02),
+    "top_n_sigma": replace(SAMPLED, top_p=0.95, further={"top_n_sigma": 1.5}),
     "logit_bias": replace(GREEDY, logit_bias={13: -100.0, 46: 4.0, 35: -2.5}),
     "bad_token": replace(GREEDY, bad_words_token_ids=((14,), (36,))),
     "bad_sequence": replace(GREEDY, bad_words_token_ids=((10, 11), (13, 14, 15), (36, 37))),

@@ -11,7 +11,7 @@ from scipy.stats import chi2  # type: ignore[import-untyped]
 
 from engine.params import SamplingParams
 from engine.sampling.distribution import target_probs
-from engine.sampling.sampler import choose_tokens
+from engine.sampling.sampler import sample_tokens
 from engine.sampling.state import RowGroup
 from worlds.sampling_oracle import edited_row, new_state, random_tree, truncated_probs
 
@@ -64,7 +64,7 @@ def test_the_sampler_draws_from_the_table() -> None:
         states = [new_state(params, 16) for _ in range(1000)]
         for state in states:
             state.key = rng.randrange(2**62)
-        drawn = choose_tokens(
+        drawn = sample_tokens(
             row.expand(1000, 16).contiguous(), [RowGroup(s, i) for i, s in enumerate(states)]
         )
         (probs,) = target_probs(row[None], [RowGroup(states[0], 0)]).tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import engine.sampling.gumbel_argmax
 from engine.params import SamplingParams
-from engine.sampling.gumbel_argmax import SampledRows, block_maxima, greedy_tokens, sampled_tokens
+from engine.sampling.gumbel_argmax import SampledRows, greedy_tokens, group_maxima, sampled_tokens
 from engine.sampling.noise import request_key
 from engine.sampling.noise_torch import row_states
 from worlds.sampling_oracle import expected_token
@@ -78,12 +78,12 @@ def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("first_blocks", [1, 16])
+@pytest.mark.parametrize("first_groups", [1, 16])
 @pytest.mark.parametrize("vocab_size", [1, 5, 40, 1024, 1500, 4096])
 def test_search_finds_what_exhaustion_finds(
-    vocab_size: int, first_blocks: int, device: str, monkeypatch: pytest.MonkeyPatch
+    vocab_size: int, first_groups: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.sampling.gumbel_argmax, "_FIRST_BLOCKS", first_blocks)
+    monkeypatch.setattr(engine.sampling.gumbel_argmax, "_FIRST_GROUPS", first_groups)
     rng = random.Random(vocab_size)
     num_rows = 12 if vocab_size > 100 else 60
     logits = random_logits(rng, num_rows, vocab_size)
@@ -151,10 +151,10 @@ def test_greedy_takes_the_lowest_id_among_equals(vocab_size: int, device: str) -
             assert greedy_tokens(logits.to(device)).tolist() == firsts
 
 
-def test_block_maxima_cover_a_vocabulary_of_any_size() -> None:
+def test_group_maxima_cover_a_vocabulary_of_any_size() -> None:
     for vocab_size in (1, 33, 1023, 1024, 1025, 3000):
         logits = torch.randn(4, vocab_size)
-        maxima = block_maxima(logits)
+        maxima = group_maxima(logits)
         padded = torch.full((4, maxima.shape[1] * 32), float("-inf"))
         padded[:, :vocab_size] = logits
         assert torch.equal(maxima, padded.view(4, -1, 32, 32).amax(dim=2).view(4, -1))

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from engine.sampling.noise import (
-    BLOCK_TOKENS,
+    GROUP_TOKENS,
     TILE_TOKENS,
-    _draw_int,
+    _hash_int,
     _unit_float,
     gumbel_scalar,
     request_key,
     signed,
 )
 from engine.sampling.noise_torch import (
-    _draw,
-    block_bounds,
-    block_noise,
-    block_table,
+    _hash,
+    group_bounds,
+    group_noise,
+    group_table,
     gumbel,
-    num_blocks,
+    num_groups,
     row_states,
 )
 
@@ -76,9 +76,9 @@ def assert_uncorrelated(a: Tensor, b: Tensor) -> None:
 
 def test_the_hash_is_splitmix64() -> None:
     """The published generator's first outputs for the seeds 1234567 and 0."""
-    assert _draw_int(1234567, 0) == 6457827717110365317
-    assert _draw_int(1234567, 1) == 3203168211198807973
-    assert _draw_int(0, 0) == 0xE220A8397B1DCDAF
+    assert _hash_int(1234567, 0) == 6457827717110365317
+    assert _hash_int(1234567, 1) == 3203168211198807973
+    assert _hash_int(0, 0) == 0xE220A8397B1DCDAF
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -86,9 +86,9 @@ def test_integers_are_equal_in_python_and_over_tensors(device: str) -> None:
     rng = random.Random(1)
     states = [rng.randrange(-(2**63), 2**63) for _ in range(500)] + [-(2**63), -1, 0, 2**63 - 1]
     counters = [rng.randrange(2**41) for _ in states]
-    got = _draw(torch.tensor(states, device=device), torch.tensor(counters, device=device))
+    got = _hash(torch.tensor(states, device=device), torch.tensor(counters, device=device))
     pairs = zip(states, counters, strict=True)
-    assert got.tolist() == [signed(_draw_int(s % 2**64, c)) for s, c in pairs]
+    assert got.tolist() == [signed(_hash_int(s % 2**64, c)) for s, c in pairs]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -112,16 +112,16 @@ def test_noise_of_a_token_does_not_depend_on_what_else_is_asked() -> None:
         assert torch.equal(alone[0], everything[row, start : start + length])
 
 
-def test_blocks_hold_the_noise_of_their_tokens_and_never_exceed_their_bound() -> None:
+def test_groups_hold_the_noise_of_their_tokens_and_never_exceed_their_bound() -> None:
     keys, positions = keys_of(*range(60)), torch.arange(60) * 7
-    states, table = row_states(keys, positions), block_table(num_blocks(2500), keys.device)
+    states, table = row_states(keys, positions), group_table(num_groups(2500), keys.device)
     everything = gumbel(keys, positions, torch.arange(3 * TILE_TOKENS))
-    bounds = block_bounds(states, table)
-    assert bounds.shape == (60, 3 * BLOCK_TOKENS)
+    bounds = group_bounds(states, table)
+    assert bounds.shape == (60, 3 * GROUP_TOKENS)
     gaps = []
     for row in range(60):
-        blocks = torch.arange(bounds.shape[1])
-        noise = block_noise(states[row].expand(len(blocks)), blocks, table)
+        groups = torch.arange(bounds.shape[1])
+        noise = group_noise(states[row].expand(len(groups)), groups, table)
         assert torch.equal(noise, everything[row][table.token_ids])
         gaps.append(bounds[row] - noise.amax(dim=1))
     gap = torch.cat(gaps)
@@ -129,8 +129,8 @@ def test_blocks_hold_the_noise_of_their_tokens_and_never_exceed_their_bound() ->
     assert (gap < 2e-3).float().mean() > 0.99  # it is the largest noise, not just some bound
 
 
-def test_every_token_lies_in_one_block() -> None:
-    token_ids = block_table(num_blocks(5000), torch.device("cpu")).token_ids
+def test_every_token_lies_in_one_group() -> None:
+    token_ids = group_table(num_groups(5000), torch.device("cpu")).token_ids
     assert sorted(token_ids.flatten().tolist()) == list(range(5 * TILE_TOKENS))
 
 
@@ -203,7 +203,7 @@ def test_neighbouring_positions_seeds_and_choices_are_uncorrelated() -> None:
         assert_uncorrelated(a[10:], b[10:])
 
 
-def test_pairs_within_a_block_fill_the_square_evenly() -> None:
+def test_pairs_within_a_group_fill_the_square_evenly() -> None:
     """Chi-squared with 63 degrees of freedom: above 146 with probability 2e-8."""
     count = 40_000
     keys, positions = keys_of(8).expand(count), torch.arange(count)
@@ -214,12 +214,12 @@ def test_pairs_within_a_block_fill_the_square_evenly() -> None:
         assert ((seen - count / 64) ** 2 / (count / 64)).sum() < 146
 
 
-def test_the_largest_of_a_block_is_anyone_and_gumbel_shifted_by_log_32() -> None:
+def test_the_largest_of_a_group_is_anyone_and_gumbel_shifted_by_log_32() -> None:
     """Chi-squared with 31 degrees of freedom: above 93 with probability 4e-8."""
     count = 20_000
-    table = block_table(num_blocks(1024), torch.device("cpu"))
+    table = group_table(num_groups(1024), torch.device("cpu"))
     states = row_states(keys_of(21).expand(count), torch.arange(count))
-    noise = block_noise(states, torch.full((count,), 7), table)
+    noise = group_noise(states, torch.full((count,), 7), table)
     largest, member = noise.max(dim=1)
     assert_uniform(uniforms(largest - math.log(32)))
     seen = torch.bincount(member, minlength=32).double()

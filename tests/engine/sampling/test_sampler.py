@@ -12,8 +12,10 @@ from torch import Tensor
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.errors import RequestError
 from engine.params import SamplingParams
-from engine.sampling.sampler import choose_tokens
-from engine.sampling.state import RowGroup, SamplingState, TokenCounts
+from engine.sampling.processors.bad_words import BadWords
+from engine.sampling.processors.penalties import TokenCounts
+from engine.sampling.sampler import sample_tokens
+from engine.sampling.state import RowGroup, SamplingState
 from worlds.sampling_oracle import edited_row, expected_token, new_state, random_tree
 
 torch.set_num_threads(1)
@@ -38,6 +40,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         ),
         stop_token_ids=(rng.randrange(VOCAB_SIZE), 7),
         seed=rng.randrange(2**32),
+        further={"top_n_sigma": rng.choice([0.5, 1.5])},
     )
     off = SamplingParams()
     fields = [
@@ -50,7 +53,7 @@ def random_params(rng: random.Random) -> SamplingParams:
             "presence_penalty",
             "frequency_penalty",
         )
-        + ("repetition_penalty", "min_tokens", "bad_words_token_ids")
+        + ("repetition_penalty", "min_tokens", "bad_words_token_ids", "further")
         if rng.random() < 0.5
     ]
     return replace(asked, **{name: getattr(off, name) for name in fields})
@@ -100,7 +103,7 @@ def test_every_row_gets_what_its_own_text_and_parameters_give(
     cases = [Case(rng, dtype) for _ in range(8)]
     logits, groups = lay_out(cases)
     before = logits.clone()
-    assert choose_tokens(logits, groups) == [t for case in cases for t in case.expected()]
+    assert sample_tokens(logits, groups) == [t for case in cases for t in case.expected()]
     assert torch.equal(logits, before)
 
 
@@ -108,13 +111,13 @@ def test_a_row_gets_the_same_token_alone_and_among_others() -> None:
     rng = random.Random(99)
     cases = [Case(rng) for _ in range(41)]
     for case in cases:
-        alone = choose_tokens(*lay_out([case]))
+        alone = sample_tokens(*lay_out([case]))
         for num_others in (1, rng.randrange(2, 40), 40):
             company = rng.sample([c for c in cases if c is not case], num_others)
             at = rng.randrange(num_others + 1)
             logits, groups = lay_out([*company[:at], case, *company[at:]])
             first = groups[at].first_row
-            assert choose_tokens(logits, groups)[first : first + len(alone)] == alone
+            assert sample_tokens(logits, groups)[first : first + len(alone)] == alone
 
 
 def test_drafts_around_a_row_do_not_change_it() -> None:
@@ -122,19 +125,19 @@ def test_drafts_around_a_row_do_not_change_it() -> None:
     rng = random.Random(5)
     for _ in range(60):
         case = Case(rng)
-        tokens = choose_tokens(*lay_out([case]))
+        tokens = sample_tokens(*lay_out([case]))
         for row, path in enumerate(RowGroup(case.state, 0, case.tree).paths()):
             plain = new_state(case.params, VOCAB_SIZE, case.prompt)
             plain.append([*case.output, *path])
             logits = case.logits[row : row + 1]
-            assert choose_tokens(logits, [RowGroup(plain, 0)]) == [tokens[row]]
+            assert sample_tokens(logits, [RowGroup(plain, 0)]) == [tokens[row]]
 
 
 def test_rows_of_no_group_are_left_out() -> None:
     logits = torch.eye(6)
     state = new_state(SamplingParams(temperature=0), 6)
     groups = [RowGroup(state, 4), RowGroup(state, 1, chain([3]))]
-    assert choose_tokens(logits, groups) == [-1, 1, 2, -1, 4, -1]
+    assert sample_tokens(logits, groups) == [-1, 1, 2, -1, 4, -1]
 
 
 # --- what the field's own tests expect ---
@@ -147,7 +150,7 @@ def greedy_choice(
     for state, draft in zip(states, drafts, strict=True):
         groups.append(RowGroup(state, first, chain(draft)))
         first += 1 + len(draft)
-    tokens = choose_tokens(logits, groups)
+    tokens = sample_tokens(logits, groups)
     return [tokens[g.first_row : g.first_row + g.num_rows] for g in groups]
 
 
@@ -177,34 +180,36 @@ def test_bad_words_match_across_prompt_output_and_drafts() -> None:
     words = ((1, 2), (9, 3, 4), (5,) * 3)
     params = SamplingParams(temperature=0, bad_words_token_ids=words)
     state = new_state(params, 100, prompt=[8, 9])
-    assert state.forbidden_token_ids(()) == []
-    assert state.forbidden_token_ids((1,)) == [2]
-    assert state.forbidden_token_ids((3,)) == [4]
+    (bad_words,) = state.processors
+    assert isinstance(bad_words, BadWords)
+    assert bad_words.forbidden(()) == []
+    assert bad_words.forbidden((1,)) == [2]
+    assert bad_words.forbidden((3,)) == [4]
     state.append([3])
-    assert state.forbidden_token_ids(()) == [4]
-    assert state.forbidden_token_ids((5,)) == []
+    assert bad_words.forbidden(()) == [4]
+    assert bad_words.forbidden((5,)) == []
     state.append([5])
-    assert state.forbidden_token_ids((5,)) == [5]
+    assert bad_words.forbidden((5,)) == [5]
 
 
 def test_repetition_penalty_sees_the_prompt_and_the_others_do_not() -> None:
     row = torch.tensor([[3.0, 2.9, 0.0]])
     repeated = SamplingParams(temperature=0, repetition_penalty=1.1)
-    assert choose_tokens(row, [RowGroup(new_state(repeated, 3, prompt=[0]), 0)]) == [1]
+    assert sample_tokens(row, [RowGroup(new_state(repeated, 3, prompt=[0]), 0)]) == [1]
     for params in (
         SamplingParams(temperature=0, presence_penalty=1.0),
         SamplingParams(temperature=0, frequency_penalty=1.0),
     ):
         state = new_state(params, 3, prompt=[0])
-        assert choose_tokens(row, [RowGroup(state, 0)]) == [0]
+        assert sample_tokens(row, [RowGroup(state, 0)]) == [0]
         state.append([0])
-        assert choose_tokens(row, [RowGroup(state, 0)]) == [1]
+        assert sample_tokens(row, [RowGroup(state, 0)]) == [1]
 
 
 def test_repetition_penalty_lowers_logits_of_either_sign() -> None:
     params = SamplingParams(temperature=0, repetition_penalty=2.0)
     for row in (torch.tensor([[1.0, 0.9]]), torch.tensor([[-1.0, -1.1]])):
-        assert choose_tokens(row, [RowGroup(new_state(params, 2, prompt=[0]), 0)]) == [1]
+        assert sample_tokens(row, [RowGroup(new_state(params, 2, prompt=[0]), 0)]) == [1]
 
 
 def test_stop_tokens_wait_for_min_tokens_along_the_path() -> None:
@@ -225,12 +230,12 @@ def test_logit_bias_comes_after_penalties() -> None:
     """3 / 2 + 1 beats 2, (3 + 1) / 2 would tie with it and lose to token 2 at 2.25."""
     params = SamplingParams(temperature=0, repetition_penalty=2.0, logit_bias={0: 1.0})
     state = new_state(params, 3, prompt=[0])
-    assert choose_tokens(torch.tensor([[3.0, 2.0, 2.25]]), [RowGroup(state, 0)]) == [0]
+    assert sample_tokens(torch.tensor([[3.0, 2.0, 2.25]]), [RowGroup(state, 0)]) == [0]
 
 
 def test_forbidden_wins_over_bias() -> None:
     params = SamplingParams(temperature=0, bad_words_token_ids=((0,),), logit_bias={0: 100.0})
-    assert choose_tokens(torch.eye(2)[:1], [RowGroup(new_state(params, 2), 0)]) == [1]
+    assert sample_tokens(torch.eye(2)[:1], [RowGroup(new_state(params, 2), 0)]) == [1]
 
 
 @pytest.mark.parametrize(

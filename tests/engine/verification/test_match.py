@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.params import SamplingParams
-from engine.sampling.sampler import choose_tokens
+from engine.sampling.sampler import sample_tokens
 from engine.sampling.state import RowGroup
 from engine.verification.match import Outcome, verify
 from worlds.lanes import examples
@@ -235,7 +235,7 @@ def test_emitted_pairs_follow_the_target(
             groups.append(RowGroup(states[i], len(rows), drafted))
             rows += [texts[i][-1], *drafted.token_ids]
         for i, o in zip(
-            waiting, verify(groups, choose_tokens(model.table[rows], groups)), strict=True
+            waiting, verify(groups, sample_tokens(model.table[rows], groups)), strict=True
         ):
             states[i].append(o.emitted_token_ids)
             if len(texts[i]) == 3:

@@ -1,5 +1,5 @@
-"""Exact laws, by enumeration in fractions: every draft that can be drawn, every answer that chance can
-give. Nothing here is sampled, so nothing here is a matter of tolerance."""
+"""Exact distributions, by enumeration in fractions: every draft that can be drawn, every answer
+that chance can give. Nothing here is sampled, so nothing here is a matter of tolerance."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fractions import Fraction
 import pytest
 
 from drafters.tree import DraftTree, chain
-from engine.verification.rejection import Accepts, Decision, Rule, reject_block, reject_tokens
+from engine.verification.rejection import Accepts, Decision, Rule, reject_chain, reject_tokens
 from worlds.exact_laws import (
-    ExactLaws,
+    ExactDistributions,
     ExactProbs,
     Model,
     always,
@@ -26,7 +26,7 @@ from worlds.exact_laws import (
 CHAINS = [[1], [1, 1], [1, 1, 1]]
 TREES = [[2], [3], [1, 2], [2, 1], [2, 2], [3, 1]]
 CASES = [(reject_tokens, branching) for branching in CHAINS + TREES]
-CASES += [(reject_block, branching) for branching in CHAINS]
+CASES += [(reject_chain, branching) for branching in CHAINS]
 
 
 def assert_lossless(rule: Rule, branching: list[int], target: Model, draft: Model) -> None:
@@ -55,7 +55,7 @@ def test_a_draft_model_equal_to_the_target_is_always_accepted(
     assert mean == len(branching)
 
 
-@pytest.mark.parametrize("rule", [reject_tokens, reject_block])
+@pytest.mark.parametrize("rule", [reject_tokens, reject_chain])
 @pytest.mark.parametrize("tokens", [[0], [2, 1], [1, 1, 0]])
 def test_drafts_that_were_chosen_are_accepted_as_often_as_the_target_writes_them(
     rule: Rule, tokens: list[int]
@@ -84,7 +84,7 @@ def test_one_draft_is_accepted_with_one_minus_the_total_variation() -> None:
         target, draft = random_model(seed, 4), random_model(50 + seed, 4)
         pairs = zip(target(()).values, draft(()).values, strict=True)
         overlap = sum(min(pair) for pair in pairs)
-        for rule in (reject_tokens, reject_block):
+        for rule in (reject_tokens, reject_chain):
             _, mean = emitted_law(rule, drawn_trees(draft, [1]), target, draft)
             assert mean == overlap
 
@@ -104,23 +104,23 @@ def test_blocks_accept_more_than_tokens_do() -> None:
     target, draft = always(exact(1, 2)), always(exact(2, 1))
     means = [
         emitted_law(rule, drawn_trees(draft, [1, 1]), target, draft)[1]
-        for rule in (reject_tokens, reject_block)
+        for rule in (reject_tokens, reject_chain)
     ]
     assert means == [Fraction(10, 9), Fraction(11, 9)]
     for seed in range(4):
         models = random_model(seed, 3), random_model(70 + seed, 3)
         by_token, by_block = (
             emitted_law(rule, drawn_trees(models[1], [1, 1, 1]), *models)[1]
-            for rule in (reject_tokens, reject_block)
+            for rule in (reject_tokens, reject_chain)
         )
         assert by_block >= by_token
 
 
 def test_blocks_refuse_trees() -> None:
     tree = DraftTree([0, 1], [-1, -1], [0, 0])
-    laws = ExactLaws(tree, random_model(0, 3), None)
+    distributions = ExactDistributions(tree, random_model(0, 3), None)
     with pytest.raises(ValueError, match="chains"):
-        list(decisions(reject_block, laws))
+        list(decisions(reject_chain, distributions))
 
 
 def test_later_siblings_may_be_dropped_by_what_earlier_ones_are() -> None:
@@ -155,10 +155,12 @@ def test_a_refusal_that_draws_from_the_whole_target_again_biases_the_text() -> N
     and another one drawn in its place."""
     target = always(exact(5, 3, 2))
 
-    def drawn_again(tree: DraftTree, laws: ExactLaws, accepts: Accepts) -> Decision:
-        if accepts(1, laws.target(0).of(tree.token_ids[0])):
-            return Decision([0, 1], laws.target(1))
-        return Decision([0], laws.target(0))
+    def drawn_again(
+        tree: DraftTree, distributions: ExactDistributions, accepts: Accepts
+    ) -> Decision:
+        if accepts(1, distributions.target(0).of(tree.token_ids[0])):
+            return Decision([0, 1], distributions.target(1))
+        return Decision([0], distributions.target(0))
 
     law, _ = emitted_law(drawn_again, iter([(Fraction(1), chain([1]))]), target, None)
     marginal = [sum(p for text, p in law.items() if text[0] == t) for t in range(3)]
@@ -169,10 +171,10 @@ def test_the_enumeration_tells_draws_with_replacement_from_those_without() -> No
     """Drawn without, verified as if with: the second sibling is then judged by the wrong law."""
     target, draft = always(exact(4, 4, 1, 1)), always(exact(1, 2, 3, 4))
 
-    def forgetful(tree: DraftTree, laws: ExactLaws, accepts: Accepts) -> Decision:
-        del laws
+    def forgetful(tree: DraftTree, distributions: ExactDistributions, accepts: Accepts) -> Decision:
+        del distributions
         return reject_tokens(
-            tree, ExactLaws(tree, target, lambda t: Stuck(draft(t).values)), accepts
+            tree, ExactDistributions(tree, target, lambda t: Stuck(draft(t).values)), accepts
         )
 
     law, _ = emitted_law(forgetful, drawn_trees(draft, [2]), target, draft)

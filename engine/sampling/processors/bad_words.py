@@ -1,0 +1,71 @@
+"""``bad_words``: texts that must not be written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from annotated_types import MaxLen, MinLen
+
+from engine.errors import RequestError
+from engine.params import SamplingParams
+from engine.sampling.processor import (
+    Facts,
+    LogitsProcessor,
+    Parameter,
+    Path,
+    Stage,
+    Vocabulary,
+    check_token_ids,
+    register,
+)
+
+
+@register
+class BadWords(LogitsProcessor):
+    """The last token of a word is ruled out where its others end the text, prompt included."""
+
+    stage = Stage.FORBID
+    parameters = (
+        Parameter(
+            "bad_words",
+            Annotated[list[Annotated[str, MinLen(1), MaxLen(256)]], MaxLen(128)],
+            [],
+            "Up to 128 texts, of up to 256 characters, that must not be written.",
+        ),
+    )
+
+    def __init__(self, facts: Facts, token_ids: Sequence[tuple[int, ...]]) -> None:
+        words = [word for word in token_ids if word]
+        check_token_ids("bad_words", [each for word in words for each in word], facts.vocab_size)
+        self._always = sorted({word[0] for word in words if len(word) == 1})
+        self._sequences = [word for word in words if len(word) > 1]
+        self._tail_len = max(map(len, self._sequences), default=1) - 1
+        self._tail: Path = ()
+        self.append(facts.prompt_token_ids)
+
+    @classmethod
+    def resolve(cls, values: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
+        """Each word as it is written at the start of a text and after a space."""
+        sequences: dict[Path, None] = {}
+        for word in values["bad_words"]:
+            for text in (word, " " + word.lstrip(" ")):
+                token_ids = tuple(vocabulary.encode(text))
+                if not token_ids:
+                    raise RequestError("bad_words", f"bad_words: {word!r} has no tokens")
+                sequences[token_ids] = None
+        return {"bad_words_token_ids": tuple(sequences)}
+
+    @classmethod
+    def of(cls, params: SamplingParams, facts: Facts) -> BadWords | None:
+        words = params.bad_words_token_ids
+        return cls(facts, words) if any(words) else None
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        text = [*self._tail, *token_ids[-self._tail_len :]] if self._tail_len else []
+        self._tail = tuple(text[max(0, len(text) - self._tail_len) :])
+
+    def forbidden(self, path: Path) -> list[int]:
+        """Tokens that may not follow ``path``."""
+        text = (*self._tail, *path)
+        return self._always + [w[-1] for w in self._sequences if text[1 - len(w) :] == w[:-1]]
