@@ -13,12 +13,14 @@ whose bits the other rows of the batch cannot change (a float sum's can). Ties g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.params import SamplingParams
 from engine.sampling.noise import GROUP_TOKENS, TILE_TOKENS
 from engine.sampling.noise_torch import group_bounds, group_noise, group_table
 
@@ -33,25 +35,17 @@ _NO_TOKEN = torch.iinfo(torch.int64).max
 
 @dataclass(slots=True)
 class SampledRows:
-    """Rows to sample. ``logits`` float32 ``[num_rows, vocab_size]``, contiguous; the rest
-    ``[num_rows]``.
+    """Rows to sample: float32 ``[num_rows, vocab_size]``, contiguous; int64 ``[num_rows]`` from
+    ``row_states``; and what each row's request asked for.
 
-    ``temperatures`` are float64, ``states`` int64 from ``row_states``. Top-k keeps what is not
-    below the k-th largest logit (0: off); top-p then keeps a token while the mass strictly above it
-    is below ``top_p`` of the whole (1: off); min-p what is not below ``min_p`` times the largest
-    probability. Tokens with equal logits share their fate.
+    Top-k keeps what is not below the k-th largest logit (0: off); top-p then keeps a token while the
+    mass strictly above it is below ``top_p`` of the whole (1: off); min-p what is not below ``min_p``
+    times the largest probability. Tokens with equal logits share their fate.
     """
 
     logits: Tensor
     states: Tensor
-    temperatures: Tensor
-    top_ks: list[int]
-    top_ps: list[float]
-    min_ps: list[float]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.logits.shape[1]
+    params: Sequence[SamplingParams]
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -94,15 +88,18 @@ class _Search:
 
     def __init__(self, rows: SampledRows) -> None:
         self.rows = rows
+        self.vocab_size = rows.logits.shape[1]
+        self.temperatures = self._per_row([each.temperature for each in rows.params])
         self.maxima = group_maxima(rows.logits)  # [num_rows, num_groups]
         self.top = self.maxima.amax(dim=-1)  # [num_rows]
         self.table = group_table(self.maxima.shape[1], rows.logits.device)
         noise = group_bounds(rows.states, self.table)
         # Float64 sums round monotonically, so no score of a group exceeds its bound.
-        self.bounds = (self.maxima / rows.temperatures[:, None]).add_(noise)
+        self.bounds = (self.maxima / self.temperatures[:, None]).add_(noise)
         self.kth = self._kth_logits()
         self.floors = self._truncation_floors()
-        self.top_ps = self._per_row(rows.top_ps) if min(rows.top_ps) < 1 else None
+        top_ps = [each.top_p for each in rows.params]
+        self.top_ps = self._per_row(top_ps) if min(top_ps) < 1 else None
         self.masses = torch.full_like(rows.states, -1)
         self._score_best_groups()
 
@@ -122,7 +119,7 @@ class _Search:
         return winners
 
     def _per_row(self, values: list[float]) -> Tensor:
-        return torch.from_numpy(np.array(values, np.float64)).to(self.top.device)
+        return torch.from_numpy(np.array(values, np.float64)).to(self.rows.logits.device)
 
     def _kth_logits(self) -> Tensor | None:
         """The top_k-th largest logit of each row, -inf where top-k is off; None where it is off in
@@ -131,12 +128,13 @@ class _Search:
         The k groups with the largest maxima hold the k largest logits, up to equal ones.
         """
         rows, device = self.rows, self.top.device
-        limited = [i for i, k in enumerate(rows.top_ks) if 0 < k < rows.vocab_size]
-        if not limited:
+        top_ks = [each.top_k for each in rows.params]
+        limits = {k for k in top_ks if 0 < k < self.vocab_size}
+        if not limits:
             return None
         kth = torch.full_like(self.top, -_INFINITY)
-        for k in {rows.top_ks[i] for i in limited}:
-            index = torch.tensor([i for i in limited if rows.top_ks[i] == k], device=device)
+        for k in limits:
+            index = torch.tensor([i for i, each in enumerate(top_ks) if each == k], device=device)
             groups = self.maxima[index].topk(min(k, self.maxima.shape[1]), sorted=False).indices
             owners = index.repeat_interleave(groups.shape[1])
             values = gather_logits(
@@ -147,22 +145,20 @@ class _Search:
 
     def _truncation_floors(self) -> Tensor | None:
         """The least ``logit / T`` that top-k and min-p leave in each row; None: all are left."""
-        rows, floors = self.rows, None
+        min_ps, floors = [each.min_p for each in self.rows.params], None
         if self.kth is not None:
-            floors = self.kth / rows.temperatures
-        if any(rows.min_ps):
-            least = self.top / rows.temperatures + self._per_row(rows.min_ps).log()
+            floors = self.kth / self.temperatures
+        if any(min_ps):
+            least = self.top / self.temperatures + self._per_row(min_ps).log()
             floors = least if floors is None else torch.maximum(floors, least)
         return floors
 
     def _raise_floors(self, index: Tensor, logits: Tensor) -> None:
         """Only what lies above these logits may still win in these rows."""
         if self.floors is None:
-            self.floors = torch.full_like(self.rows.temperatures, -_INFINITY)
+            self.floors = torch.full_like(self.temperatures, -_INFINITY)
         above = torch.nextafter(logits, torch.full_like(logits, _INFINITY))
-        self.floors[index] = torch.maximum(
-            self.floors[index], above / self.rows.temperatures[index]
-        )
+        self.floors[index] = torch.maximum(self.floors[index], above / self.temperatures[index])
 
     def _score_best_groups(self) -> None:
         """Scores of the groups with the best bounds, which nearly always hold the winner."""
@@ -195,7 +191,7 @@ class _Search:
         """Best score and token over all groups that could hold one not below ``found``."""
         could = self.bounds[index] >= found[:, None]
         if self.floors is not None:
-            scaled = self.maxima[index] / _column(self.rows.temperatures, index)
+            scaled = self.maxima[index] / _column(self.temperatures, index)
             could &= scaled >= _column(self.floors, index)
         local, groups = could.nonzero(as_tuple=True)
         owners = index[local]
@@ -212,7 +208,7 @@ class _Search:
         ``[num_pairs, 32]`` each."""
         rows = self.rows
         token_ids = self.table.token_ids.index_select(0, groups)
-        scaled = gather_logits(rows.logits, owners, token_ids) / _column(rows.temperatures, owners)
+        scaled = gather_logits(rows.logits, owners, token_ids) / _column(self.temperatures, owners)
         noise = group_noise(rows.states.index_select(0, owners), groups, self.table)
         return scaled + noise, scaled, token_ids
 
@@ -228,7 +224,7 @@ class _Search:
         if len(unknown):
             self._sum_masses(unknown)
         outside = []
-        for part in torch.split(doubtful, max(1, _CHUNK_NUMEL // self.rows.vocab_size)):
+        for part in torch.split(doubtful, max(1, _CHUNK_NUMEL // self.vocab_size)):
             which = index[part]
             above = self._masses_above(which, logits[part]).double()
             outside.append(part[above >= self.top_ps[which] * self.masses[which].double()])
@@ -239,9 +235,9 @@ class _Search:
 
         A few rows at a time, in scratch memory that stays in the cache.
         """
-        num = min(len(index), max(1, _CHUNK_NUMEL // self.rows.vocab_size))
-        values = self.top.new_empty(num, self.rows.vocab_size)
-        weights = index.new_empty(num, self.rows.vocab_size)
+        num = min(len(index), max(1, _CHUNK_NUMEL // self.vocab_size))
+        values = self.top.new_empty(num, self.vocab_size)
+        weights = index.new_empty(num, self.vocab_size)
         for part in torch.split(index, num):
             values, weights = values[: len(part)], weights[: len(part)]
             torch.index_select(self.rows.logits, 0, part, out=values)
@@ -262,7 +258,7 @@ class _Search:
 
     def _weights_(self, values: Tensor, owners: Tensor) -> Tensor:
         return probability_weights(
-            values, _column(self.top, owners), _column(self.rows.temperatures, owners)
+            values, _column(self.top, owners), _column(self.temperatures, owners)
         )
 
 

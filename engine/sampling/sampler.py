@@ -76,27 +76,11 @@ def _assign(chosen: list[int], rows: list[int], tokens: Tensor) -> None:
 
 
 def _sampled_rows(values: Tensor, groups: Sequence[RowGroup]) -> SampledRows:
-    keys: list[int] = []
-    positions: list[int] = []
-    temperatures: list[float] = []
-    top_ks: list[int] = []
-    top_ps: list[float] = []
-    min_ps: list[float] = []
-    for group in groups:
-        state, num_rows = group.state, group.num_rows
-        keys += [state.key] * num_rows
-        positions += [state.num_tokens + depth for depth in group.depths()]
-        temperatures += [state.params.temperature] * num_rows
-        top_ks += [state.params.top_k] * num_rows
-        top_ps += [state.params.top_p] * num_rows
-        min_ps += [state.params.min_p] * num_rows
+    rows = [(group.state, depth) for group in groups for depth in group.depths()]
+    counters = [
+        [state.key for state, _ in rows],
+        [state.num_tokens + depth for state, depth in rows],
+    ]
     # By way of numpy, which reads a list seven times as fast.
-    counters = torch.from_numpy(np.array([keys, positions], np.int64)).to(values.device)
-    return SampledRows(
-        values,
-        row_states(counters[0], counters[1]),
-        torch.from_numpy(np.array(temperatures, np.float64)).to(values.device),
-        top_ks,
-        top_ps,
-        min_ps,
-    )
+    keys, positions = torch.from_numpy(np.array(counters, np.int64)).to(values.device)
+    return SampledRows(values, row_states(keys, positions), [state.params for state, _ in rows])

@@ -60,9 +60,9 @@ def visit() -> dict[str, Any]:
 
 
 async def served() -> dict[str, Any]:
+    from worlds.request_bodies import ENDPOINTS
     from worlds.scripted_engine import ScriptedEngine
     from worlds.serving import serve
-    from worlds.request_bodies import ENDPOINTS
 
     scripted = ScriptedEngine("hello")
     found: dict[str, Any] = {"statuses": [], "refusals": []}

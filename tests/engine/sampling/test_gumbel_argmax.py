@@ -33,15 +33,9 @@ def draw(logits: Tensor, params: list[SamplingParams], device: str = "cpu") -> l
     """Row i draws under ``params[i]`` with its seed, at position 100 + i."""
     keys = torch.tensor([request_key(p.seed, 0) for p in params], device=device)
     positions = torch.arange(100, 100 + len(params), device=device)
-    rows = SampledRows(
-        logits.to(device),
-        row_states(keys, positions),
-        torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
-        [p.top_k for p in params],
-        [p.top_p for p in params],
-        [p.min_p for p in params],
-    )
-    return sampled_tokens(rows).tolist()
+    return sampled_tokens(
+        SampledRows(logits.to(device), row_states(keys, positions), params)
+    ).tolist()
 
 
 def expected(logits: Tensor, params: list[SamplingParams]) -> list[int]:
@@ -110,10 +104,7 @@ def test_rows_are_drawn_the_same_alone_and_in_any_company() -> None:
         rows = SampledRows(
             logits[picked],
             row_states(keys, torch.tensor([100 + i for i in picked])),
-            torch.tensor([params[i].temperature for i in picked], dtype=torch.float64),
-            [params[i].top_k for i in picked],
-            [params[i].top_p for i in picked],
-            [params[i].min_p for i in picked],
+            [params[i] for i in picked],
         )
         assert sampled_tokens(rows).tolist() == [together[i] for i in picked]
 
