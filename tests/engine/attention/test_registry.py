@@ -48,8 +48,8 @@ SMALL: dict[str, Any] = {
 def one_more_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The file of the documentation's page, beside those of ``engine/attention``, and nothing else."""
     monkeypatch.setattr(backend, "_BACKENDS", dict(attention_backends()))
-    page = (ROOT / "docs" / "add_an_attention_backend.md").read_text(encoding="utf-8")
-    source = page.partition("```python\n")[2].partition("```")[0]
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    source = page.partition('row_by_row.py"\n')[2].partition("```")[0]
     (tmp_path / "row_by_row.py").write_text(source, encoding="utf-8")
     monkeypatch.setattr(attention, "__path__", [*attention.__path__, str(tmp_path)])
     yield "row_by_row"

@@ -1,4 +1,4 @@
-"""A sampling parameter is one file: the one that docs/add_a_sampling_parameter.md shows, as it stands."""
+"""A sampling parameter is one file: the one that docs/extend.md shows, as it stands."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from engine.sampling.processor import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "add_a_sampling_parameter.md"
+PAGE = ROOT / "docs" / "extend.md"
 SIZE = 3
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("processors")
-    example = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    example = re.search(r'no_repeat_ngram.py"\n(.*?)```', PAGE.read_text("utf-8"), re.DOTALL)
     assert example is not None
     (folder / "no_repeat_ngram.py").write_text(example[1], encoding="utf-8")
     result = subprocess.run(

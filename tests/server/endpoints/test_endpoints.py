@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[3]
 async def test_the_documented_file_is_a_new_endpoint(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    page = (ROOT / "docs" / "add_an_endpoint.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r'```python title="\S+detokenize.py"\n(.*?)```', page, re.DOTALL)
     (tmp_path / "detokenize.py").write_text(source, encoding="utf-8")
     monkeypatch.setattr(server.endpoints, "__path__", [*server.endpoints.__path__, str(tmp_path)])
     async with connect(ScriptedEngine()) as client:

@@ -1,4 +1,4 @@
-"""The drafter that docs/add_a_drafter.md writes is one file, and works as the page says."""
+"""The drafter that docs/extend.md writes is one file, and works as the page says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "add_a_drafter.md"
+PAGE = ROOT / "docs" / "extend.md"
 USE = """
 import drafters.copying
 drafters.copying.__path__.append(sys.argv[1])
@@ -36,7 +36,9 @@ else:
 def test_the_pages_drafter_is_one_file(tmp_path: Path) -> None:
     (source,) = (
         block
-        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+        for block in re.findall(
+            r"```python[^\n]*\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+        )
         if '"echo"' in block
     )
     (tmp_path / "echo.py").write_text(source, encoding="utf-8")

@@ -1,0 +1,202 @@
+"""docs/extend.md: its examples are files that work where the page puts them; nothing else is edited."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "extend.md"
+COPIED = (
+    *("server", "engine", "drafters", "kvpool", "client", "tools", "slipstream"),
+    *("docs", "tests", "pyproject.toml"),
+)
+_FILE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_BODY = re.compile(r"^curl localhost:8000(\S+) .*?-d '(.*?)'$", re.MULTILINE | re.DOTALL)
+CIRCLE = "x = 0\nx = 0\nx = 0\n"
+
+
+def page_files() -> dict[str, str]:
+    return dict(_FILE.findall(PAGE.read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with the page's files in it."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "bundled")
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    (folder / "engine" / "bundled").symlink_to(ROOT / "engine" / "bundled")
+    for name, text in page_files().items():
+        path = folder / name
+        assert path.parent.is_dir(), f"{name} lies in a folder that is not there"
+        assert not path.exists(), f"{name} is in the project already"
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(project)}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def client(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Of ``slipstream serve`` with the page's drafter setting and attention backend."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0"]
+    command += ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
+    command += ["--drafter.echo.most", "6", "--attention-backend", "row_by_row"]
+    with log.open("wb") as stream:
+        environment = os.environ | {"PYTHONPATH": str(project)}
+        process = subprocess.Popen(command, stderr=stream, env=environment, cwd=project)
+        try:
+            deadline = time.monotonic() + 180
+            while not (found := re.search(r"running on (http://[\d.:]+)", log.read_text())):
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            with httpx.Client(base_url=found[1], timeout=120) as client:
+                yield client
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def complete(client: httpx.Client, prompt: str = CIRCLE, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 32, "temperature": 0, "ignore_eos": True, **fields}
+    reply = client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def text_of(reply: dict[str, Any]) -> str:
+    return str(reply["choices"][0]["text"])
+
+
+def plain(client: httpx.Client, prompt: str = CIRCLE, **fields: Any) -> str:
+    return text_of(complete(client, prompt, speculative={"draft_strategy": "none"}, **fields))
+
+
+def refusal(client: httpx.Client, **fields: Any) -> dict[str, Any]:
+    reply = client.post("/v1/completions", json={"prompt": "x", **fields})
+    assert reply.status_code == 400, reply.text
+    return dict(reply.json()["error"])
+
+
+def test_every_kind_has_its_file_and_pages_name_folders_that_exist() -> None:
+    kinds = {str(Path(name).parent) for name in page_files() if not name.startswith("tests/")}
+    assert kinds == {
+        "drafters/copying",
+        "engine/speculation/gamma",
+        "engine/sampling/processors",
+        "engine/attention",
+        "server/endpoints",
+    }
+
+
+def test_the_commands_of_the_page_are_answered(client: httpx.Client) -> None:
+    found = _BODY.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(found) == 4
+    for path, body in found:
+        headers = {"content-type": "application/json"}
+        reply = client.post(path, content=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+
+
+def test_the_drafter_is_listed_and_drafts_what_the_target_writes(client: httpx.Client) -> None:
+    cards = {each["id"]: each for each in client.get("/v1/drafters").json()["data"]}
+    assert [each["name"] for each in cards["echo"]["options"]] == ["period"]
+    speculative = {"draft_strategy": "echo", "adaptive_depth": False, "options": {"period": 5}}
+    reply = complete(client, speculative=speculative)
+    account = reply["usage"]["speculative"]
+    assert account["drafter"] == "echo"
+    assert account["num_accepted_tokens"] > 0
+    assert text_of(reply) == plain(client)
+    wrong = {"draft_strategy": "echo", "options": {"period": 0}}
+    assert refusal(client, speculative=wrong)["param"] == "speculative.options.period"
+
+
+def test_the_policy_is_offered_and_grants_by_what_was_accepted(client: httpx.Client) -> None:
+    speculative = {"adaptive_depth": "aimd", "max_speculative_tokens": 6}
+    reply = complete(client, speculative=speculative)
+    assert text_of(reply) == plain(client)
+    gammas = [move["gamma"] for move in reply["usage"]["speculative"]["gamma_changes"]]
+    assert len(gammas) > 2
+    assert max(gammas) <= 6
+    assert "aimd" in refusal(client, speculative={"adaptive_depth": "aimed"})["message"]
+    unread = {"adaptive_depth": "aimd", "target_acceptance_rate": 0.5}
+    assert refusal(client, speculative=unread)["param"] == "speculative.target_acceptance_rate"
+
+
+def test_the_parameter_holds_with_drafts_as_without(client: httpx.Client) -> None:
+    size = 5
+    body = {"max_tokens": 24, "return_token_ids": True, "no_repeat_ngram_size": size}
+    for sampling in ({"temperature": 0}, {"temperature": 1.0, "seed": 5}):
+        expected = plain(client, **body, **sampling)
+        for drafter in ("echo", "ngram", "suffix"):
+            speculative = {"draft_strategy": drafter, "adaptive_depth": False}
+            reply = complete(client, speculative=speculative, **body, **sampling)
+            assert text_of(reply) == expected
+            written = reply["choices"][0]["token_ids"]
+            runs = [tuple(written[at : at + size]) for at in range(len(written) - size + 1)]
+            assert len(runs) > size
+            assert len({*runs}) == len(runs)
+    assert refusal(client, no_repeat_ngram_size=-1)["param"] == "no_repeat_ngram_size"
+
+
+def test_the_backend_serves_and_is_said(client: httpx.Client) -> None:
+    (card,) = client.get("/v1/models").json()["data"]
+    assert card["attention_backend"] == "row_by_row"
+    speculative = {"draft_strategy": "suffix", "tree_strategy": "tree", "tree_width": 3}
+    assert text_of(complete(client, speculative=speculative)) == plain(client)
+
+
+def test_the_endpoint_is_part_of_the_application(client: httpx.Client) -> None:
+    assert "/v1/detokenize" in client.get("/openapi.json").json()["paths"]
+    reply = client.post("/v1/detokenize", json={"token_ids": []})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "token_ids"
+
+
+def test_help_and_the_generated_tables_name_them_all(project: Path) -> None:
+    helped = run(project, "-m", "server.cli", "serve", "--help")
+    assert helped.returncode == 0, helped.stderr
+    assert "--drafter.echo.most" in helped.stdout
+    written = run(project, "-m", "docs.generate")
+    assert written.returncode == 0, written.stderr
+    api = (project / "docs" / "api.md").read_text(encoding="utf-8")
+    settings = (project / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert {
+        name for name in ("no_repeat_ngram_size", "aimd", "/v1/detokenize") if name not in api
+    } == set()
+    assert "--drafter.echo.most" in settings
+
+
+def test_its_tests_pass(project: Path) -> None:
+    names = [name for name in page_files() if name.startswith("tests/")]
+    result = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *names)
+    assert result.returncode == 0, result.stdout
