@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafters import registry
 from drafters.base import DraftRequest
 from drafters.tree import DraftTree, chain
 from engine import build
@@ -21,7 +20,7 @@ from engine.errors import RequestError, UnsupportedModelError
 from engine.model import memory
 from engine.model.linear import PackedLinear, can_pack, is_packable
 from engine.params import GenerationRequest, SamplingParams
-from worlds.engine_driver import ORACLE, OracleDrafter, write_all
+from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import (
     CPU,
     VOCAB_SIZE,
@@ -183,7 +182,7 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
     assert "differing bits" not in caplog.text
     expected, _ = write_all(plain, prompts, 20)
     texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
+    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     drafting = build_engine_for(
         model(), None, EngineConfig(**SMALL | {"max_num_batched_tokens": 40})
     )
@@ -210,7 +209,7 @@ def test_drafts_outside_the_vocabulary_reach_neither_the_model_nor_the_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trespasser = Trespasser([], VOCAB_SIZE)
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: trespasser)
+    register_oracle(monkeypatch, lambda: trespasser)
     prompt = random_ids(1, 9)
     written, _ = write_all(build_tiny(), [prompt], 12, ORACLE)
     assert written == [greedy("llama", prompt, 12)]
@@ -228,7 +227,7 @@ def test_a_request_ends_at_the_last_position_with_drafts_up_to_it(
     prompt = random_ids(1, 50)
     expected = greedy(model, prompt, limit - len(prompt))
     texts = [prompt + expected + [1] * 20]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
+    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     engine = build_engine_for(model, None, EngineConfig(**SMALL | {"max_num_batched_tokens": 40}))
     assert engine.info.max_model_len == limit
     written, num_accepted = write_all(engine, [prompt], 100, ORACLE)

@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafters import registry
 from drafters.base import DraftShape
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.model.loader import prepare_model
 from engine.model.memory import free_bytes, total_bytes
 from engine.params import SpeculativeParams
-from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, write_all
+from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import VOCAB_SIZE, own_logits, random_ids, tiny_model
 
 pytestmark = [
@@ -57,7 +56,7 @@ def test_drafting_writes_what_gamma_0_and_the_cpu_write(
     there, _ = write_all(build_engine_for(tiny_model(name), None, on_cpu), PROMPTS, NUM_WRITTEN)
     assert plain == there
     texts = [prompt + written for prompt, written in zip(PROMPTS, plain, strict=True)]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
+    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     num_accepted = 0
     for drafting in (NGRAM, ORACLE):
         engine = build_engine_for(on_gpu(name), None, EngineConfig(**SMALL))
@@ -73,7 +72,7 @@ def test_sampled_text_is_equal_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     plain, _ = write(PLAIN)
     texts = [prompt + written for prompt, written in zip(PROMPTS, plain, strict=True)]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
+    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     written, num_accepted = write(ORACLE)
     assert written == plain
     assert num_accepted > NUM_WRITTEN

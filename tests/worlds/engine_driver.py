@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from drafters.base import Drafter, DrafterInfo, DraftRequest, DraftShape, Observation, OptionValue
+import pytest
+
+from drafters import registry
+from drafters.base import (
+    Drafter,
+    DrafterContext,
+    DrafterInfo,
+    DraftRequest,
+    DraftShape,
+    Observation,
+    OptionValue,
+    Registered,
+)
 from drafters.tree import EMPTY, ROOT, DraftTree
 from engine.async_engine import AsyncEngine
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
@@ -58,6 +71,19 @@ class OracleDrafter(Drafter):
         return 0
 
     def close(self, request_id: str) -> None: ...
+
+
+def register_oracle(monkeypatch: pytest.MonkeyPatch, make: Callable[[], OracleDrafter]) -> None:
+    """``oracle`` is a drafter like any other, for one test."""
+
+    class Oracle(OracleDrafter):
+        @classmethod
+        def build(cls, context: DrafterContext, settings: Any) -> Drafter:
+            del context, settings
+            return make()
+
+    monkeypatch.setitem(Registered.all, "oracle", Registered(Oracle))
+    monkeypatch.setattr(registry, "_NAMES", (*registry._NAMES, "oracle"))
 
 
 ORACLE = SpeculativeParams(

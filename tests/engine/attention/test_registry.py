@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from drafters import registry
 from engine import attention
 from engine.attention import backend
 from engine.attention.backend import (
@@ -29,7 +28,7 @@ from engine.config import EngineConfig
 from engine.model.loader import adopt
 from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
-from worlds.engine_driver import ORACLE, OracleDrafter, write_all
+from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import VOCAB_SIZE, chunk, random_ids, tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,7 +63,7 @@ def test_a_file_in_the_folder_is_a_backend_that_serves_the_same_text(
     assert usual.info.attention_backend == "exact"
     expected, _ = write_all(usual, prompts, 24)
     texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
+    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     config = EngineConfig(**SMALL, attention_backend=one_more_file)
     engine = build_engine_for(tiny_model("llama"), None, config)
     assert engine.info.attention_backend == one_more_file

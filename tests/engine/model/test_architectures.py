@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafters import registry
 from engine.build import build_engine_for
 from engine.config import EngineConfig
-from worlds.engine_driver import ORACLE, OracleDrafter, write_all
+from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import (
     ARCHITECTURES,
     VOCAB_SIZE,
@@ -95,7 +94,7 @@ def test_greedy_text_with_drafts_and_neighbours_equals_generate(
     prompts = [TEXT[:19], OTHER_TEXT[:6] * 2, TEXT[20:23]]
     expected = [greedy_text(name, prompt) for prompt in prompts]
     texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
-    monkeypatch.setitem(registry._FACTORIES, "oracle", lambda _: OracleDrafter(texts, VOCAB_SIZE))
+    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     config = EngineConfig(
         block_size=4,
         num_blocks=64,
