@@ -30,7 +30,7 @@ from engine.info import EngineInfo
 from engine.model.linear import can_pack, pack_linears
 from engine.model.loader import (
     BUNDLED,
-    adopt,
+    attach_attention,
     eos_token_ids,
     load_model,
     load_tokenizer,
@@ -88,7 +88,7 @@ def build_engine_for(
     vocab_size = heads.facts.vocab_size
     reference = reference_logits(model)
     drafts = prepare_drafts(model, tokenizer, config)
-    shapes = adopt(model)
+    shapes = attach_attention(model)
     packed = None
     if exact or can_pack(model.device, model.dtype):
         packed = pack_linears(model, config.max_num_batched_tokens, exact)

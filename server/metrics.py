@@ -53,7 +53,7 @@ _SPEEDUP_WINDOW_STEPS = 512
 GpuMemory = Callable[[], Mapping[str, float]]
 
 
-class _Spec:
+class _SpeculationFigures:
     """Collectors of speculation, all with a ``drafter`` label but for the times of whole steps."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -134,7 +134,7 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._spec = _Spec(self.registry)
+        self._speculation = _SpeculationFigures(self.registry)
         self._vllm = _VllmAliases(self.registry, model_name)
         self._recent: deque[tuple[float, float]] = deque(maxlen=_SPEEDUP_WINDOW_STEPS)
         self._make_serving()
@@ -239,7 +239,7 @@ class Metrics:
             self._blocks.labels(state).set(count)
         self._cache_queries.inc(stats.prefix_cache_queries)
         self._cache_hits.inc(stats.prefix_cache_hits)
-        self._observe_spec(stats)
+        self._observe_speculation(stats)
         self._vllm.observe(stats)
 
     def _observe_speedup(self, stats: StepStats) -> None:
@@ -251,20 +251,20 @@ class Metrics:
             if taken > 0:
                 self._speedup.set(sum(baseline for baseline, _ in self._recent) / taken)
 
-    def _observe_spec(self, stats: StepStats) -> None:
-        spec = self._spec
+    def _observe_speculation(self, stats: StepStats) -> None:
+        counters = self._speculation
         for drafter, each in stats.by_drafter.items():
-            spec.drafted.labels(drafter).inc(each.num_draft_tokens)
-            spec.accepted.labels(drafter).inc(each.num_accepted_tokens)
-            spec.emitted.labels(drafter).inc(each.num_emitted_tokens)
-            spec.steps.labels(drafter).inc(each.num_steps)
+            counters.drafted.labels(drafter).inc(each.num_draft_tokens)
+            counters.accepted.labels(drafter).inc(each.num_accepted_tokens)
+            counters.emitted.labels(drafter).inc(each.num_emitted_tokens)
+            counters.steps.labels(drafter).inc(each.num_steps)
             for position, count in enumerate(each.accepted_per_position):
-                spec.accepted_at.labels(drafter, str(position)).inc(count)
+                counters.accepted_at.labels(drafter, str(position)).inc(count)
             for gamma in each.gammas.elements():
-                spec.gamma.labels(drafter).observe(gamma)
+                counters.gamma.labels(drafter).observe(gamma)
             for reason, count in each.disabled.items():
-                spec.disabled.labels(drafter, reason).inc(count)
-        spec.failures.inc(stats.num_draft_failures)
+                counters.disabled.labels(drafter, reason).inc(count)
+        counters.failures.inc(stats.num_draft_failures)
 
     def observe_request(self, info: FinishInfo, num_tokens: int) -> None:
         """A choice ended; ``num_tokens`` were returned."""
@@ -280,11 +280,11 @@ class Metrics:
             self._per_token.observe(rest / (info.num_output_tokens - 1))
         stats = info.speculative
         if stats.acceptance_rate is not None:
-            self._spec.acceptance_rate.labels(stats.drafter).observe(stats.acceptance_rate)
+            self._speculation.acceptance_rate.labels(stats.drafter).observe(stats.acceptance_rate)
         if stats.estimated_speedup is not None:
-            self._spec.speedup.labels(stats.drafter).observe(stats.estimated_speedup)
-        self._spec.draft_seconds.labels(stats.drafter).inc(stats.draft_seconds)
-        self._spec.verify_seconds.labels(stats.drafter).inc(stats.verify_seconds)
+            self._speculation.speedup.labels(stats.drafter).observe(stats.estimated_speedup)
+        self._speculation.draft_seconds.labels(stats.drafter).inc(stats.draft_seconds)
+        self._speculation.verify_seconds.labels(stats.drafter).inc(stats.verify_seconds)
 
     def count_request(self, outcome: str) -> None:
         """stop, length, abort (the client left), error or rejected."""

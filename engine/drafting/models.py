@@ -33,7 +33,7 @@ from engine.errors import UnsupportedModelError
 from engine.model.linear import can_pack, pack_linears
 from engine.model.loader import (
     BUNDLED,
-    adopt,
+    attach_attention,
     load_model,
     load_tokenizer,
     max_position,
@@ -277,5 +277,5 @@ def check_vocabulary(
 
 def _prepared(model: PreTrainedModel, owns_rows: bool) -> _Prepared:
     reference = reference_logits(model)
-    shapes = adopt(model)
+    shapes = attach_attention(model)
     return _Prepared(model, reference, shapes if owns_rows else None)

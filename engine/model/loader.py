@@ -155,7 +155,7 @@ class ShapeProbe:
 
 
 @torch.inference_mode()
-def adopt(model: PreTrainedModel) -> list[KVShape]:
+def attach_attention(model: PreTrainedModel) -> list[KVShape]:
     """Switch the model to the engine's attention; returns each layer's shapes.
 
     Raises UnsupportedModelError if its layers do not follow.

@@ -18,7 +18,7 @@ from drafters.registry import build_drafters
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.core import EngineCore, ModelLimits, Runner
 from engine.events import ErrorEvent, FinishInfo, TokenEvent, TokenLogprobs
-from engine.model.loader import adopt, prepare_model
+from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
 from engine.params import GammaPolicyName, GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.sampler import sample_tokens
@@ -106,7 +106,7 @@ class TinyTarget:
     def __init__(self) -> None:
         self.reference = tiny_llama()
         self._model = prepare_model(tiny_llama(), torch.device("cpu"))
-        self._shapes = adopt(self._model)
+        self._shapes = attach_attention(self._model)
 
     def core(self, setup: Setup) -> EngineCore:
         return build_core(self._runner(setup), TINY_VOCAB, setup)

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import RequestRows, build_batch
-from engine.model.loader import adopt, prepare_model
+from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -173,7 +173,7 @@ def make_runner(
 ) -> ModelRunner:
     """The model (a copy) on the engine's attention, over a store of its own."""
     model = copy.deepcopy(model)
-    shapes = adopt(model)
+    shapes = attach_attention(model)
     needs = AttentionNeeds.of(model, shapes, "exact" if exact else "fast", block_size)
     return ModelRunner(model, build_attention(needs, num_blocks))
 

@@ -25,7 +25,7 @@ from engine.attention.backend import (
 from engine.batch import InputBatch, InputTensors, RequestRows, build_batch
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
-from engine.model.loader import adopt
+from engine.model.loader import attach_attention
 from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
@@ -157,7 +157,7 @@ class Watching(AttentionBackend):
 
 def test_inputs_of_all_steps_reach_a_backend_at_the_same_addresses() -> None:
     model = tiny_model("llama")
-    needs = AttentionNeeds.of(model, adopt(model), "fast", 4)
+    needs = AttentionNeeds.of(model, attach_attention(model), "fast", 4)
     watching = Watching(KVStore(num_blocks=16, device=CPU, **needs.store_sizes()), needs)
     runner = ModelRunner(model, watching)
     text = random_ids(1, 30)

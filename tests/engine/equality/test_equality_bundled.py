@@ -17,7 +17,7 @@ import torch
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.core import EngineCore
 from engine.model.linear import can_pack, pack_linears
-from engine.model.loader import BUNDLED, adopt, load_model, load_tokenizer
+from engine.model.loader import BUNDLED, attach_attention, load_model, load_tokenizer
 from engine.model.runner import ModelRunner
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, Setup, build_core, drafting, request
@@ -69,7 +69,7 @@ class BundledTarget:
         folder = str(BUNDLED / "target")
         self._model = load_model(folder, CPU)
         self.vocab_size = int(self._model.config.vocab_size)
-        self._shapes = adopt(self._model)
+        self._shapes = attach_attention(self._model)
         pack_linears(self._model, 256, exact=True)
         tokenizer = load_tokenizer(folder)
         self.prompts = [

@@ -18,7 +18,7 @@ from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.model.loader import (
-    adopt,
+    attach_attention,
     eos_token_ids,
     load_model,
     load_tokenizer,
@@ -141,12 +141,12 @@ def test_layers_that_share_a_number_are_refused() -> None:
     model = tiny_model("llama")
     model.model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(UnsupportedModelError, match="two attention layers .* number 0"):
-        adopt(model)
+        attach_attention(model)
     model.model.layers[1].self_attn.layer_idx = 2
     with pytest.raises(
         UnsupportedModelError, match=r"attention layers report the numbers \[0, 2\]"
     ):
-        adopt(model)
+        attach_attention(model)
 
 
 def test_the_check_of_logits_sees_a_tree_that_goes_wrong() -> None:
@@ -173,7 +173,7 @@ def test_the_check_of_logits_sees_a_tree_that_goes_wrong() -> None:
 
 
 def test_shapes_are_what_the_layers_hand_over() -> None:
-    (first, second) = adopt(tiny_model("deepseek_v3"))
+    (first, second) = attach_attention(tiny_model("deepseek_v3"))
     assert first == second
     assert (first.num_heads, first.num_kv_heads) == (4, 4)
     # Multi-head latent attention: keys have a rotary part that values lack.
