@@ -6,11 +6,12 @@ where it lies leaves skipped keys between a node's ancestors, which changes how 
 So here a tree is taken apart into branches, each of which reads its keys in the order of its text, as if
 that were all there is; and calls keep to shapes that a probe at load found to keep bits.
 
-The candidates, cheapest first. Attention written out as products, with values summed over 256 keys at a
-time, so that sums have one length: over rows as they come, padded to a multiple of 1, 2 or 4 (a few rows
-have kernels of their own), then in tiles of 4 rows and of 1. Last the fused kernel in tiles, and keys
-padded to multiples of 512, the split of torch's CPU flash kernel. Measured: with AVX-512 and with AMX the
-first kind holds in fp32, fp16 and bf16; MKL's fp32 products with AVX2 need tiles.
+The candidates, cheapest first. Attention written out as products, with values summed over 384 or 256
+keys at a time, so that sums have one length (the last of them less, if that changes nothing): over rows
+as they come, padded to a multiple of 1, 2 or 4 (a few rows have kernels of their own), then in tiles of 4
+rows and of 1. Last the fused kernel in tiles, and keys padded to multiples of 512, the split of torch's
+CPU flash kernel. Measured: with AVX-512 and with AMX the first kind holds in fp32, fp16 and bf16; MKL's
+fp32 products with AVX2 need tiles.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from engine.attention.backend import AttentionNeeds, AttentionOptions, KVShape, attention_backend
-from engine.attention.products import CallShapes
+from engine.attention.products import FREE_KEY_MULTIPLE, CallShapes
 from engine.attention.sdpa import Branch, SdpaAttention
 from engine.batch import InputBuffers, RequestRows, build_batch, slot_of
 from engine.config import Determinism
@@ -38,7 +39,10 @@ _FEW, _SOME, _MANY = 125, 509, 1021
 _PROBED_ROWS = (1, 2, 3, 4, 5, 7, 8, 10, 12, 16, 17, 20, 24, 31, 32, 33, 40, 48, 64, 100, 128, 256)
 _PROBED_CALLS = (
     *((_FEW, (1, rows, 256)) for rows in _PROBED_ROWS),
+    *((_FEW, (1, rows, 128)) for rows in _PROBED_ROWS[::3]),
     *((_FEW, (branches, rows, 256)) for branches in (3, 8) for rows in (1, 5, 17)),
+    *((_SOME, (1, rows, 640)) for rows in (1, 5, 24)),
+    *((_MANY, (1, rows, 1152)) for rows in (1, 5, 24)),
     *((_FEW, (1, rows, 1024)) for rows in (1, 5, 12, 48)),
     *((_SOME, (branches, rows, 512)) for branches in (1, 3) for rows in (1, 2, 8, 20)),
     *((_MANY, (1, rows, 1024)) for rows in (1, 2, 3, 5, 8, 16, 20, 33, 48)),
@@ -74,7 +78,11 @@ def exact_calls(needs: AttentionNeeds) -> ExactCalls:
     shapes = sorted(set(needs.shapes), key=repr)
     tile_rows = min(exact_tile_rows(each.num_heads, each.num_kv_heads) for each in shapes)
     candidates = [
-        *(bmm_calls(row_multiple=multiple) for multiple in (1, 2, 4)),
+        *(
+            bmm_calls(row_multiple=rows, key_multiple=keys, key_chunk=chunk)
+            for keys, chunk in ((FREE_KEY_MULTIPLE, 384), (FREE_KEY_MULTIPLE, 256), (256, 256))
+            for rows in (1, 2, 4)
+        ),
         *(bmm_calls(tile_rows=rows) for rows in (4, 1)),
         fused_tiles(tile_rows),
     ]
@@ -88,14 +96,14 @@ def exact_calls(needs: AttentionNeeds) -> ExactCalls:
     return ExactCalls(candidates[-1], tuple(_name(each) for each in failing))
 
 
-def bmm_calls(*, row_multiple: int = 1, tile_rows: int | None = None) -> CallShapes:
-    return CallShapes(
-        fused=False,
-        tile_rows=tile_rows,
-        key_multiple=EXACT_KEY_CHUNK,
-        row_multiple=row_multiple,
-        key_chunk=EXACT_KEY_CHUNK,
-    )
+def bmm_calls(
+    *,
+    row_multiple: int = 1,
+    tile_rows: int | None = None,
+    key_multiple: int = EXACT_KEY_CHUNK,
+    key_chunk: int = EXACT_KEY_CHUNK,
+) -> CallShapes:
+    return CallShapes(False, tile_rows, key_multiple, row_multiple, key_chunk)
 
 
 def fused_tiles(tile_rows: int) -> CallShapes:

@@ -100,11 +100,12 @@ def _attend(
     if key_chunk is None or key_chunk >= keys.shape[2]:
         return _product(probs, values)
     # A chunk that a row sees nothing of adds 0: rows with few keys have the bits they have alone.
-    first, *others = zip(probs.split(key_chunk, 3), values.split(key_chunk, 2), strict=True)
-    total = _product(*first).float()
-    for part in others:
-        total += _product(*part)
-    return total.to(query.dtype)
+    weights, flat = _flat(probs), _flat(values)
+    parts = zip(weights.split(key_chunk, 2), flat.split(key_chunk, 1), strict=True)
+    total = torch.bmm(*next(parts)).float()
+    for part in parts:
+        total += torch.bmm(*part)
+    return total.to(query.dtype).view(*query.shape[:3], values.shape[3])
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

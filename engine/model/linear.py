@@ -218,6 +218,9 @@ class SteadyProducts(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         if func in _MATMULS and args[1].dim() == 2:
             return self._linear(args[0], args[1].T)
+        if func in _WITH_TAILS:
+            width = args[0].shape[-1]
+            return func(F.pad(args[0], (0, -width % 64)), *args[1:], **kwargs)[..., :width]
         if func in _OTHER_PRODUCTS:
             self._failures.add(f"products by {func.__name__}")
         return func(*args, **kwargs)
@@ -248,6 +251,9 @@ class SteadyProducts(TorchFunctionMode):
 
 
 _MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
+_WITH_TAILS = (torch.sigmoid, torch.Tensor.sigmoid, F.silu)
+"""Of a length that vectors do not divide, torch computes the rest in another way; which elements are the
+rest depends on the number of rows."""
 _OTHER_PRODUCTS = (*_MATMULS, torch.addmm, torch.bmm, torch.baddbmm, torch.einsum, F.grouped_mm)
 
 
