@@ -15,13 +15,6 @@ def free_bytes(device: torch.device) -> int:
     return min(_available(), _cgroup_left())
 
 
-def total_bytes(device: torch.device) -> int | None:
-    """The device's memory, where it has its own."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return None
-
-
 def _available() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -13,7 +13,7 @@ from drafters.base import DraftShape
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.model.loader import prepare_model
-from engine.model.memory import free_bytes, total_bytes
+from engine.model.memory import free_bytes
 from engine.params import SpeculativeParams
 from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import VOCAB_SIZE, own_logits, random_ids, tiny_model
@@ -92,8 +92,7 @@ def test_bf16_runs_and_follows_the_model() -> None:
 
 
 def test_gpu_memory_sizes_the_pool() -> None:
-    free, total = free_bytes(CUDA), total_bytes(CUDA)
-    assert total is not None
+    free, (_, total) = free_bytes(CUDA), torch.cuda.mem_get_info(CUDA)
     assert 0 < free <= total
     model = on_gpu("llama")
     bytes_per_block = 4 * 2 * 2 * 2 * 16 * 4  # slots, layers, keys and values, heads, dimensions
