@@ -21,6 +21,8 @@ from setuptools import PackageFinder
 from drafters.registry import drafter_names
 from server.request.protocol import ChatRequest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("server", "engine", "drafters", "kvpool", "client", "tools", "slipstream")
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

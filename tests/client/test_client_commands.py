@@ -14,6 +14,8 @@ from client.bench_report import UNSTEADY
 from server.cli import main
 from worlds.client_servers import OtherServer, ScriptedEngine, listening, slipstream
 
+pytestmark = pytest.mark.slow
+
 MARKED = "h⟦el⟧l⟦o⟧ w⟦or⟧ld\n"
 
 

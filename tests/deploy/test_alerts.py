@@ -11,6 +11,8 @@ import yaml
 from worlds.deploy_tools import DEPLOY, debian_tool
 from worlds.expressions import alerts
 
+pytestmark = pytest.mark.slow
+
 FOLDER = DEPLOY / "prometheus"
 CASES = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]
 

@@ -30,6 +30,8 @@ from worlds.tiny_models import (
     tiny_model,
 )
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, Any] = {
     "block_size": 4,
     "num_blocks": 48,

@@ -44,6 +44,8 @@ from worlds.trained_heads import (
     medusa_heads,
 )
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NUM_TOKENS = 24
 SAMPLINGS = {

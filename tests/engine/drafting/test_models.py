@@ -29,6 +29,8 @@ from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, drafting, request
 from worlds.tiny_models import CPU, VOCAB_SIZE, own_logits, random_ids, tiny_model
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 20
 KINDS = ("small_model", "quantized", "prefix_layers")
 SAMPLINGS = {

@@ -28,6 +28,8 @@ from worlds.equality import (
 )
 from worlds.every_drafter import EveryDrafterTarget
 
+pytestmark = pytest.mark.slow
+
 WITH_MODELS = sorted(set(drafter_names()) - set(build_drafters()))
 POLICIES = {
     "fixed": drafting("", "fixed", 6),

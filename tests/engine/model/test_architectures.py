@@ -25,6 +25,8 @@ from worlds.tiny_models import (
     tree,
 )
 
+pytestmark = pytest.mark.slow
+
 # Logits have a spread of about 2.5; float32 leaves errors of 3e-5.
 TOLERANCE = {"rtol": 0.0, "atol": 2e-4}
 TEXT = random_ids(1, 40)

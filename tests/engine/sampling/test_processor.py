@@ -21,6 +21,8 @@ from engine.sampling.processor import (
     register,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "extend.md"
 SIZE = 3

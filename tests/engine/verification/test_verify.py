@@ -42,6 +42,8 @@ from worlds.verified_streams import (
     p_values,
 )
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 DRAFT_PROBS = torch.softmax(
