@@ -174,6 +174,16 @@ class DrafterOption:
 Options: TypeAlias = Mapping[str, OptionValue]
 
 
+def in_order(low: str, high: str) -> Callable[[Options], str]:
+    """A check of options together: one of them must not exceed the other."""
+
+    def check(options: Options) -> str:
+        wrong = float(options[low]) > float(options[high])
+        return f"{low} must not exceed {high}" if wrong else ""
+
+    return check
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
     """The public face of a drafter. ``drafts_trees``: has several continuations to offer,

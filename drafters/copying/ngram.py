@@ -18,6 +18,7 @@ from drafters.base import (
     Observation,
     Options,
     drafter,
+    in_order,
 )
 from drafters.contexts import advanced, pack, window_mask, windows
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
@@ -56,11 +57,6 @@ def _likely(match_length: int) -> float:
     return (match_length + 1) / (match_length + 3)
 
 
-def _check(options: Options) -> str:
-    wrong = int(options["ngram_min"]) > int(options["ngram_max"])
-    return "ngram_min must not exceed ngram_max" if wrong else ""
-
-
 @drafter(
     "ngram",
     "Prompt lookup: copies what followed the longest, then most recent, earlier occurrence of "
@@ -69,7 +65,7 @@ def _check(options: Options) -> str:
         DrafterOption("ngram_min", 2, "Shortest match, in tokens, that is worth a draft.", 1, 16),
         DrafterOption("ngram_max", 8, "Longest match, in tokens, that is searched for.", 1, 16),
     ),
-    check=_check,
+    check=in_order("ngram_min", "ngram_max"),
 )
 class NgramDrafter(Drafter):
     """See the module. State per request: an ``NgramIndex``, which is bounded."""

@@ -33,6 +33,7 @@ from drafters.base import (
     Observation,
     Options,
     drafter,
+    in_order,
 )
 from drafters.contexts import advanced, levels, pack, window_mask
 from drafters.tables.prob_tables import NUM_TOKENS_KEPT, Entry, ProbTable, TextTable, find
@@ -67,11 +68,6 @@ class StandSettings:
     )
 
 
-def _check(options: Options) -> str:
-    wrong = int(options["min_ctx"]) > int(options["max_ctx"])
-    return "min_ctx must not exceed max_ctx" if wrong else ""
-
-
 @drafter(
     "stand",
     "Samples from the merged distributions that the target gave after the same last tokens, with "
@@ -89,7 +85,7 @@ def _check(options: Options) -> str:
         ),
         SHARE_OPTION,
     ),
-    check=_check,
+    check=in_order("min_ctx", "max_ctx"),
     needs=DrafterNeeds(top_probs=True),
     cost="Microseconds of CPU time; the target's ten likeliest tokens per verified row.",
     samples=True,
