@@ -80,15 +80,21 @@ def described_by(
             for name, found in _described(kind, types or {}, optional)
             if name not in has
         }
-        return create_model(
-            model.__name__,
-            __base__=model,
-            __doc__=model.__doc__,
-            __module__=model.__module__,
-            **described,
-        )
+        return with_fields(model, described)
 
     return describe
+
+
+def with_fields(model: type[Model], added: Mapping[str, Any]) -> type[Model]:
+    """The model and further fields: by name, type and ``Field``."""
+    fields: Any = dict(added)
+    return create_model(
+        model.__name__,
+        __base__=model,
+        __doc__=model.__doc__,
+        __module__=model.__module__,
+        **fields,
+    )
 
 
 def _described(

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema, create_model
+from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema
 
 from engine.sampling.processor import parameters
-from server.request.body import MAX_SEED, Body, PromptField, StopField
+from server.request.body import MAX_SEED, Body, PromptField, StopField, with_fields
 from server.request.speculative import SpeculativeField
 
 MAX_LOGPROBS = 20
@@ -92,12 +92,12 @@ _Model = TypeVar("_Model", bound=Body)
 
 def _with_processors(model: type[_Model]) -> type[_Model]:
     """The model, and a field for every parameter of every logits processor."""
-    fields: dict[str, Any] = {
-        each.name: (each.type | None, Field(default=each.default, description=each.description))
-        for each in parameters()
-    }
-    return create_model(
-        model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
+    return with_fields(
+        model,
+        {
+            each.name: (each.type | None, Field(default=each.default, description=each.description))
+            for each in parameters()
+        },
     )
 
 

@@ -20,7 +20,7 @@ from drafters.base import DrafterInfo, OptionValue
 from engine.info import EngineInfo
 from engine.params import SpeculativeParams
 from engine.speculation.gamma import gamma_policy_names
-from engine.speculation.gamma.policy import PolicyInfo, registered_policies
+from engine.speculation.gamma.policy import policy_info
 from server.errors import ApiError, bad_request
 from server.request.body import Body, described_by
 from slipstream.options import (
@@ -37,10 +37,6 @@ _BUILTIN = SpeculativeOptions()
 _NUM, _LOW, _HIGH = (f"{which}_speculative_tokens" for which in ("num", "min", "max"))
 _RATE = "target_acceptance_rate"
 _WITHOUT_A_DRAFTER = ("draft_strategy", "options", "return_drafted")
-
-
-def policy_info(name: str) -> PolicyInfo:
-    return next(each for each in registered_policies() if each.name == name)
 
 
 def fields_read_by(policy: str) -> list[str]:

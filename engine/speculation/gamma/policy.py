@@ -141,6 +141,11 @@ def gamma_policy(
     return register
 
 
+def policy_info(name: str) -> PolicyInfo:
+    """Raises KeyError for a name that nothing has."""
+    return _POLICIES[name]
+
+
 def registered_policies() -> list[PolicyInfo]:
     """Those that weigh cost come last, else by name."""
     return sorted(_POLICIES.values(), key=lambda info: (info.weighs_cost, info.name))
