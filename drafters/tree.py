@@ -17,6 +17,19 @@ from typing import Any, NamedTuple
 ROOT = -1
 
 
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Depth of every node; children of the root have depth 1."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    return depths
+
+
+def chain_length(parents: Sequence[int]) -> int:
+    """How many of the first nodes hang one below the other."""
+    return next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """``features[i]`` is a small drafter-defined bucket (match length, rank among siblings, ...).
@@ -44,10 +57,7 @@ class DraftTree:
         """Depth of every node; children of the root have depth 1."""
         if self.is_chain():
             return list(range(1, len(self.token_ids) + 1))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        return depths
+        return depths_of(self.parents)
 
     def is_chain(self) -> bool:
         parents = self.parents

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from drafters.tree import chain_length, depths_of
+
 
 @dataclass(slots=True)
 class RequestRows:
@@ -43,15 +45,10 @@ class RequestRows:
         return self.base + self.num_known + len(self.parents)
 
     def depths(self) -> list[int]:
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
+        return depths_of(self.parents)
 
     def is_chain(self) -> bool:
-        return not self.num_stored and all(
-            parent == index - 1 for index, parent in enumerate(self.parents)
-        )
+        return not self.num_stored and chain_length(self.parents) == len(self.parents)
 
 
 @dataclass(slots=True)

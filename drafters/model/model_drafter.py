@@ -31,7 +31,7 @@ from drafters.base import (
 from drafters.model.block_contents import BlockContents, TextDigests
 from drafters.model.growth import DraftGrowth, is_first_child
 from drafters.model.protocol import Candidates, DraftModel, DraftRows
-from drafters.tree import EMPTY, ROOT, DraftTree
+from drafters.tree import EMPTY, ROOT, DraftTree, chain_length
 
 _EMA = 0.1
 _STRENGTH = 8.0
@@ -268,10 +268,7 @@ def _num_in_place(rows: DraftRows) -> int:
     """How many of the rows stand where an accepted text would have them."""
     if not rows.parents:
         return len(rows.token_ids)
-    chain = 0
-    while chain < len(rows.parents) and rows.parents[chain] == chain - 1:
-        chain += 1
-    return max(0, chain - rows.num_stored)
+    return max(0, chain_length(rows.parents) - rows.num_stored)
 
 
 @drafter(
