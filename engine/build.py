@@ -27,7 +27,8 @@ from engine.drafting.heads import prepare_heads
 from engine.drafting.models import prepare_drafts, with_bundled_draft
 from engine.errors import UnsupportedModelError
 from engine.info import EngineInfo
-from engine.model.linear import can_pack, pack_linears
+from engine.machine import can_pack, free_bytes
+from engine.model.linear import pack_linears
 from engine.model.loader import (
     BUNDLED,
     attach_attention,
@@ -36,7 +37,6 @@ from engine.model.loader import (
     load_tokenizer,
     max_position,
 )
-from engine.model.memory import free_bytes
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import Exactness, check_logits, reference_logits, verify_exact
 from engine.schedule.scheduler import Scheduler

@@ -64,7 +64,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
     },
 }
 BASE = {
-    "engine": {"batch", "config", "errors", "events", "info", "params", "stats"},
+    "engine": {"batch", "config", "errors", "events", "info", "machine", "params", "stats"},
     "drafters": {"base", "contexts", "estimator", "per_request", "tree"},
     "server": {"engine_client", "errors", "metrics", "middleware", "plan", "version"},
 }

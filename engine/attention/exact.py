@@ -22,6 +22,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from drafters.tree import chain_length
 from engine.attention.backend import AttentionNeeds, AttentionOptions, KVShape, attention_backend
 from engine.attention.products import FREE_KEY_MULTIPLE, CallShapes
 from engine.attention.sdpa import Branch, SdpaAttention
@@ -229,7 +230,7 @@ def take_apart(request: RequestRows, block_size: int) -> list[Branch]:
     if request.num_stored:
         raise ValueError("exact attention takes whole draft trees only")
     parents, table = request.parents, request.block_table
-    chain = next((i for i, parent in enumerate(parents) if parent != i - 1), len(parents))
+    chain = chain_length(parents)
     first_node = request.first_row + request.num_known
     branches = [Branch(range(request.first_row, first_node + chain), request.base, table)]
     root_end = request.base + request.num_known  # the first node's slot

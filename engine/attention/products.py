@@ -40,16 +40,6 @@ class CallShapes:
         return self.tile_rows or self.row_multiple
 
 
-def bmm_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """bf16 on CPUs with instructions for it."""
-    return (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
-
-
 def bmm_attention(
     query: torch.Tensor,  # [batch, q_heads, rows, head_dim]
     keys: torch.Tensor,  # [batch, kv_heads, num_keys, head_dim]

@@ -23,9 +23,10 @@ from engine.attention.backend import (
     AttentionOptions,
     attention_backend,
 )
-from engine.attention.products import CallShapes, bmm_attention, bmm_is_faster
+from engine.attention.products import CallShapes, bmm_attention
 from engine.batch import InputBatch, InputTensors, RequestRows
 from engine.config import Determinism
+from engine.machine import can_pack
 from kvpool.store import KVStore
 
 NUM_ROWS_ALONE = 32
@@ -60,7 +61,7 @@ class SdpaAttention(AttentionBackend):
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         super().__init__(store, needs)
-        self.calls = CallShapes(fused=not bmm_is_faster(needs.device, needs.dtype))
+        self.calls = CallShapes(fused=not can_pack(needs.device, needs.dtype))
 
     def branches(self, request: RequestRows) -> list[Branch]:
         """What of a request attends in one call."""

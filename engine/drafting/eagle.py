@@ -27,7 +27,8 @@ from engine.drafting.candidates import ScoredRow, choose_candidates
 from engine.drafting.draft_model import request_rows
 from engine.drafting.head_files import HeadFolder, HeadsRefusedError
 from engine.drafting.medusa import OutputHead
-from engine.model.linear import can_pack, pack_linears
+from engine.machine import can_pack
+from engine.model.linear import pack_linears
 
 KIND = "eagle"
 SIZES = (

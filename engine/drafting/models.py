@@ -30,7 +30,8 @@ from engine.drafting.draft_model import EngineDraftModel
 from engine.drafting.layer_subset import layer_subset, parse_layers
 from engine.drafting.quantized import quantized_copy
 from engine.errors import UnsupportedModelError
-from engine.model.linear import can_pack, pack_linears
+from engine.machine import can_pack
+from engine.model.linear import pack_linears
 from engine.model.loader import (
     BUNDLED,
     attach_attention,

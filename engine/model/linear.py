@@ -24,6 +24,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from engine.machine import is_packable
+
 _CPU = torch.device("cpu")
 _PROBED_ROWS = (2, 3, 4, 5, 6, 8, 12, 13, 16, 17, 24, 31, 32, 33, 48, 64, 128, 256, 512, 1024)
 # Where a span of equal bits may begin: fewer rows are padded to so many, about as cheap as a single
@@ -94,22 +96,6 @@ def in_pieces(product: Product, inputs: torch.Tensor, span: RowSpan) -> torch.Te
         missing = max(0, span.least - part.shape[0])
         parts.append(product(F.pad(part, (0, 0, 0, missing)))[: part.shape[0]])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packing pays whatever the determinism: bf16 on CPUs that have instructions for it."""
-    return dtype == torch.bfloat16 and is_packable(device, dtype)
-
-
-def is_packable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of this type here."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
 
 
 @torch.inference_mode()

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from drafters.base import DraftRequest
 from drafters.tree import DraftTree, chain
-from engine import build
+from engine import build, machine
 from engine.async_engine import AsyncEngine
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.errors import RequestError, UnsupportedModelError
-from engine.model import memory
-from engine.model.linear import PackedLinear, can_pack, is_packable
+from engine.machine import can_pack, is_packable
+from engine.model.linear import PackedLinear
 from engine.params import GenerationRequest, SamplingParams
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import (
@@ -88,11 +88,11 @@ def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_is_of_use(
 def test_free_memory_is_what_the_machine_and_the_container_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert 0 < memory.free_bytes(CPU) < 1 << 50
+    assert 0 < machine.free_bytes(CPU) < 1 << 50
     for available, left in ((5, 9), (9, 5)):
-        monkeypatch.setattr(memory, "_available", lambda available=available: available)
-        monkeypatch.setattr(memory, "_cgroup_left", lambda left=left: left)
-        assert memory.free_bytes(CPU) == 5
+        monkeypatch.setattr(machine, "_available", lambda available=available: available)
+        monkeypatch.setattr(machine, "_cgroup_left", lambda left=left: left)
+        assert machine.free_bytes(CPU) == 5
 
 
 @pytest.mark.parametrize(

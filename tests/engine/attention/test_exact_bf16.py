@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from engine.attention import backend as attention
 from engine.attention.exact import EXACT_KEY_MULTIPLE
-from engine.model.linear import can_pack, pack_linears
+from engine.machine import can_pack
+from engine.model.linear import pack_linears
 from engine.model.loader import bundled_path, load_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact

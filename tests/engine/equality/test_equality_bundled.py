@@ -16,7 +16,8 @@ import torch
 
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.core import EngineCore
-from engine.model.linear import can_pack, pack_linears
+from engine.machine import can_pack
+from engine.model.linear import pack_linears
 from engine.model.loader import BUNDLED, attach_attention, load_model, load_tokenizer
 from engine.model.runner import ModelRunner
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.machine import can_pack, is_packable
 from engine.model import linear as linear_module
 from engine.model.linear import (
     TILES,
     PackedLinear,
     RowSpan,
     SteadyProducts,
-    can_pack,
-    is_packable,
     pack_linears,
     stable_rows,
 )

@@ -1,4 +1,4 @@
-"""How much memory a device has left for keys and values."""
+"""What a device has: memory left for keys and values, and instructions."""
 
 from __future__ import annotations
 
@@ -30,3 +30,20 @@ def _cgroup_left() -> int:
     except OSError:
         return 1 << 62
     return 1 << 62 if limit == "max" else max(0, int(limit) - used)
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """bf16 on CPUs that have instructions for it: there packed weights and attention written out are the
+    fastest, whatever the determinism."""
+    return dtype == torch.bfloat16 and is_packable(device, dtype)
+
+
+def is_packable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this type here."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
