@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = {".css", ".html", ".js", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ""}
-MADE = {"__pycache__", "site", "build", "dist", "runs", "data"}
+MADE = {"__pycache__", "site", "build", "dist", "runs", "data", "slipstream_llm.egg-info"}
 # Notes that were kept beside the repository while it was written.
 ELSEWHERE = re.compile(
     r"\b(?:ALGORITHMS|DESIGN|HOUSE|PEERS|STYLE)\b|(?<![\w/])(?:\.\./)?shared/|\bD\d+\.\d\b"
