@@ -108,8 +108,13 @@ class Run:
     account: Account | None = None
 
 
+class ContenderFailedError(Exception):
+    """Why a contender cannot go on; the others can."""
+
+
 class Contender(Protocol):
-    """``run`` may raise whatever the library it wraps raises."""
+    """``run`` may raise whatever the library it wraps raises, which ends the bench, or
+    ContenderFailedError, which ends only this one's part of it."""
 
     @property
     def name(self) -> str: ...
@@ -119,14 +124,22 @@ class Contender(Protocol):
 
 
 class TransformersContender:
-    """``generate`` on transformers' own attention; ``lookup_tokens`` switches its prompt look-up on."""
+    """``generate`` on transformers' own attention; ``lookup_tokens`` switches its prompt look-up on, and
+    ``assistant`` drafts for it."""
 
-    def __init__(self, model: PreTrainedModel, pad_token_id: int, lookup_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pad_token_id: int,
+        lookup_tokens: int = 0,
+        assistant: PreTrainedModel | None = None,
+    ) -> None:
         # Whatever the model's own settings say about ending or sampling would win over None.
         model.generation_config = GenerationConfig(pad_token_id=pad_token_id)
         self._model = model
         self._pad_token_id = pad_token_id
         self._lookup_tokens = lookup_tokens
+        self._assistant = assistant
 
     @property
     def name(self) -> str:
@@ -140,6 +153,19 @@ class TransformersContender:
         return 1 if self._lookup_tokens else None
 
     def run(self, job: Job) -> Run:
+        outputs, marks = self.complete(job)
+        (first_seconds, first_num_tokens), end = marks[0], marks[-1][0]
+        return Run(
+            output_token_ids=outputs,
+            seconds=end,
+            decode_seconds=end - first_seconds,
+            num_decode_tokens=job.num_tokens - first_num_tokens * len(job.prompts),
+            num_request_steps=len(marks) * len(job.prompts),
+        )
+
+    def complete(self, job: Job) -> tuple[tuple[tuple[int, ...], ...], list[tuple[float, int]]]:
+        """The outputs and, for every forward, the seconds since the start and each sequence's tokens
+        by then; the last mark is when all was done."""
         input_ids, attention_mask = self._padded(job.prompts)
         clock = _GenerateClock(input_ids)
         torch.manual_seed(job.seed)
@@ -151,18 +177,15 @@ class TransformersContender:
                 attention_mask=attention_mask,
                 generation_config=self._config(job),
                 stopping_criteria=StoppingCriteriaList([clock]),
+                **({} if self._assistant is None else {"assistant_model": self._assistant}),
             )
         outputs = generated[:, input_ids.shape[1] :].tolist()
         end = time.perf_counter()
         if any(len(output) != job.num_new_tokens for output in outputs):
             raise RuntimeError("transformers did not write the number of tokens it was asked for")
-        return Run(
-            output_token_ids=tuple(tuple(output) for output in outputs),
-            seconds=end - start,
-            decode_seconds=end - clock.first_time,
-            num_decode_tokens=job.num_tokens - clock.first_num_tokens * len(job.prompts),
-            num_request_steps=clock.num_calls * len(job.prompts),
-        )
+        marks = [(seconds - start, num_tokens) for seconds, num_tokens in clock.marks]
+        marks[-1] = (end - start, job.num_new_tokens)
+        return tuple(tuple(output) for output in outputs), marks
 
     def _config(self, job: Job) -> GenerationConfig:
         config = GenerationConfig(
@@ -194,9 +217,7 @@ class _GenerateClock(StoppingCriteria):
     def __init__(self, prompts: torch.Tensor) -> None:
         self._device = prompts.device
         self._prompt_length = prompts.shape[1]
-        self.num_calls = 0
-        self.first_time = 0.0
-        self.first_num_tokens = 0
+        self.marks: list[tuple[float, int]] = []
 
     def __call__(
         self,
@@ -204,12 +225,9 @@ class _GenerateClock(StoppingCriteria):
         scores: Any,  # noqa: ARG002
         **_: Any,
     ) -> torch.Tensor:
-        if not self.num_calls:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            self.first_time = time.perf_counter()
-            self.first_num_tokens = input_ids.shape[1] - self._prompt_length
-        self.num_calls += 1
+        if self._device.type == "cuda" and not self.marks:
+            torch.cuda.synchronize(self._device)
+        self.marks.append((time.perf_counter(), input_ids.shape[1] - self._prompt_length))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 

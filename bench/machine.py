@@ -18,6 +18,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "processor": _processor(),
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
+        "isa": " ".join(_isa()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -33,9 +34,22 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _isa() -> list[str]:
+    """What matters to matrix products of what the processor says it has; empty where it says nothing."""
+    families = ("avx", "amx", "fma", "f16c", "asimd", "sve", "i8mm", "bf16")
+    flags = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
+    return sorted(flag for flag in flags if flag.startswith(families))
+
+
+def _cpuinfo(field: str) -> str | None:
+    """The first processor's; None where there is no such field."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+            name, _, value = line.partition(":")
+            if name.strip() == field:
+                return value.strip()
+    return None

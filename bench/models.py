@@ -72,11 +72,16 @@ def core_of(engine: AsyncEngine) -> EngineCore:
     return engine.core
 
 
-def _scaled(path: str, device: torch.device) -> PreTrainedModel:
+def scaled_copy(path: str) -> LlamaForCausalLM:
+    """Raises TypeError for a model that is no Llama."""
     small = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     if not isinstance(small, LlamaForCausalLM):
         raise TypeError("only a Llama has a scaled copy")
-    return prepare_model(build_scaled_copy(small), device)
+    return build_scaled_copy(small)
+
+
+def _scaled(path: str, device: torch.device) -> PreTrainedModel:
+    return prepare_model(scaled_copy(path), device)
 
 
 def _what(name: str, info: EngineInfo, num_layers: int) -> str:

@@ -108,15 +108,15 @@ def summarise(
     flat = [run for round_ in runs for run in round_]
     account = _total(flat)
     num_tokens = sum(_num_tokens(run) for run in runs[0])
-    decode_rate = _decode_rate(runs)
+    own_decode_rate = decode_rate(runs)
     return Summary(
         name=name,
-        tokens_per_second=num_tokens / _seconds(runs),
-        decode_tokens_per_second=decode_rate,
-        ratio=None if gamma_0 is None else _seconds(gamma_0) / _seconds(runs),
+        tokens_per_second=num_tokens / run_seconds(runs),
+        decode_tokens_per_second=own_decode_rate,
+        ratio=None if gamma_0 is None else run_seconds(gamma_0) / run_seconds(runs),
         ratio_range=None if gamma_0 is None else _ratio_range(runs, gamma_0),
-        decode_ratio=None if gamma_0 is None else decode_rate / _decode_rate(gamma_0),
-        vs_transformers=None if theirs is None else _seconds(theirs) / _seconds(runs),
+        decode_ratio=None if gamma_0 is None else own_decode_rate / decode_rate(gamma_0),
+        vs_transformers=None if theirs is None else run_seconds(theirs) / run_seconds(runs),
         tokens_per_step=sum(map(_num_tokens, flat)) / sum(run.num_request_steps for run in flat),
         num_draft_tokens=None if account is None else account.num_draft_tokens,
         acceptance_rate=_acceptance(account),
@@ -148,7 +148,7 @@ def agreement(theirs: Sequence[Sequence[Run]], ours: Sequence[Sequence[Run]]) ->
     ]
     return Agreement(
         equal_outputs=mean(float(their == our) for their, our in pairs),
-        equal_prefix=mean(_equal_prefix(their, our) for their, our in pairs),
+        equal_prefix=mean(equal_prefix(their, our) for their, our in pairs),
     )
 
 
@@ -170,11 +170,12 @@ def _num_tokens(run: Run) -> int:
     return sum(len(output) for output in run.output_token_ids)
 
 
-def _seconds(runs: Sequence[Sequence[Run]]) -> float:
+def run_seconds(runs: Sequence[Sequence[Run]]) -> float:
+    """``runs[round][job]``: the jobs' medians over rounds, added up."""
     return float(sum(median(run.seconds for run in of_job) for of_job in zip(*runs, strict=True)))
 
 
-def _decode_rate(runs: Sequence[Sequence[Run]]) -> float:
+def decode_rate(runs: Sequence[Sequence[Run]]) -> float:
     """Tokens per second after the first tokens; 0 where nothing came after them."""
     by_job = list(zip(*runs, strict=True))
     seconds = sum(median(run.decode_seconds for run in of_job) for of_job in by_job)
@@ -226,7 +227,8 @@ def _step_ms(account: Account | None) -> StepMs | None:
     )
 
 
-def _equal_prefix(left: Sequence[int], right: Sequence[int]) -> float:
+def equal_prefix(left: Sequence[int], right: Sequence[int]) -> float:
+    """Share of the tokens before the first difference."""
     equal = 0
     for one, other in zip(left, right, strict=True):
         if one != other:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from bench.contenders import Contender, Job, Run, Sampling
+from bench.contenders import Contender, ContenderFailedError, Job, Run, Sampling
 from bench.workloads import Prompt
 
 _FIRST_SEED = 1000
@@ -23,11 +23,13 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``runs[contender][round][job]``: every contender did every job once per round."""
+    """``runs[contender][round][job]``: every contender did every job once per round. ``failed``: why
+    others did not, by name."""
 
     cell: Cell
     jobs: tuple[Job, ...]
     runs: dict[str, list[list[Run]]]
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 def make_jobs(
@@ -65,11 +67,23 @@ def measure_cell(
     num_rounds: int,
     tick: Callable[[str], None],
 ) -> Measured:
-    """One untimed short run each, then ``num_rounds`` rounds; who goes first changes every time."""
+    """One untimed short run each, then ``num_rounds`` rounds; who goes first changes every time. Who
+    fails once takes no further part, and what it did counts for nothing."""
     taking_part = contenders_for(cell, contenders)
-    for contender in taking_part:
-        contender.run(_shortened(jobs[0]))
+    failed: dict[str, str] = {}
     runs: dict[str, list[list[Run]]] = {each.name: [] for each in taking_part}
+
+    def run(contender: Contender, job: Job) -> list[Run]:
+        if contender.name in failed:
+            return []
+        try:
+            return [contender.run(job)]
+        except ContenderFailedError as error:
+            failed[contender.name] = str(error)
+            return []
+
+    for contender in taking_part:
+        run(contender, _shortened(jobs[0]))
     for round_ in range(num_rounds):
         for each in taking_part:
             runs[each.name].append([])
@@ -77,8 +91,9 @@ def measure_cell(
             first = (round_ + index) % len(taking_part)
             for contender in (*taking_part[first:], *taking_part[:first]):
                 tick(contender.name)
-                runs[contender.name][round_].append(contender.run(job))
-    return Measured(cell, jobs, runs)
+                runs[contender.name][round_] += run(contender, job)
+    done = {name: rounds for name, rounds in runs.items() if name not in failed}
+    return Measured(cell, jobs, done, failed)
 
 
 def _shortened(job: Job) -> Job:

@@ -1,4 +1,5 @@
-"""Prompts to measure on: code to continue, edits to write out, a conversation, samples, noise.
+"""Prompts to measure on: code to continue, edits to write out, a conversation, samples, noise, and code
+to continue after equally many tokens.
 
 All but the last come from files that the bundled model never trained on (``bench/data``, written by
 ``training.bench_data``).
@@ -19,6 +20,7 @@ DATA = Path(__file__).resolve().parent / "data"
 CODE_FILE = "heldout_code.jsonl"
 EDITS_FILE = "heldout_edits.jsonl"
 RANDOM_PROMPT_TOKENS = 192
+FILE_PROMPT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,16 @@ def _samples(source: PromptSource, count: int) -> list[Prompt]:
     return [prompt for prompt in _code(source, count) for _ in range(_NUM_SAMPLES)]
 
 
+def _files(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
+    """The first ``FILE_PROMPT_TOKENS`` of each file that has as many."""
+    prompts = []
+    for line in _read(source.data / CODE_FILE):
+        ids = source.tokenizer(line["prompt"] + line["completion"])["input_ids"]
+        if len(ids) >= FILE_PROMPT_TOKENS:
+            prompts.append(Prompt(tuple(ids[:FILE_PROMPT_TOKENS])))
+    return prompts
+
+
 def _random(source: PromptSource, count: int) -> list[Prompt]:
     rng = random.Random(2026)
     special = set(source.tokenizer.all_special_ids)
@@ -133,4 +145,5 @@ _LOADERS: dict[str, Callable[[PromptSource, int], Sequence[Prompt]]] = {
     "chat": _chat,
     "samples": _samples,
     "random": _random,
+    "files": _files,
 }

@@ -1,0 +1,135 @@
+"""The command line of ``python -m bench.peers``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.contenders import Sampling
+from bench.peers.place import DEFAULT
+from bench.workloads import DATA, workload_names
+
+SAMPLINGS = {"greedy": Sampling("greedy"), "T0.8": Sampling("T0.8", temperature=0.8)}
+REFERENCE = "openvino int8 plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    peers: tuple[str, ...]
+    only: tuple[str, ...]
+    model: str
+    draft_model: str | None
+    workloads: tuple[str, ...]
+    samplings: tuple[str, ...]
+    concurrency: tuple[int, ...]
+    num_prompts: int
+    num_new_tokens: int
+    num_rounds: int
+    num_threads: int
+    reference: str
+    run_seconds: float
+    own_benches: bool
+    prepare_only: bool
+    list_only: bool
+    cache: Path
+    data: Path
+    output: Path | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings that shape the figures."""
+        settings = asdict(self)
+        for key in ("cache", "data", "output", "prepare_only", "list_only"):
+            del settings[key]
+        return settings
+
+
+def parse_options(arguments: Sequence[str] | None, peers: Sequence[str], about: str) -> Options:
+    """Exits with a message, as argparse does, on arguments that make no sense."""
+    args = _parser(peers, about).parse_args(arguments)
+    quick = args.quick
+    return Options(
+        peers=tuple(args.peers),
+        only=tuple(args.only),
+        model=args.model,
+        draft_model=args.draft_model,
+        workloads=tuple(args.workload),
+        samplings=tuple(args.sampling),
+        concurrency=tuple(args.concurrency or ((1, 2) if quick else (1, 4, 8, 16, 32))),
+        num_prompts=args.prompts,
+        num_new_tokens=args.new_tokens or (8 if quick else 128),
+        num_rounds=args.rounds or (1 if quick else 3),
+        num_threads=args.threads or len(os.sched_getaffinity(0)),
+        reference=args.reference,
+        run_seconds=args.run_seconds,
+        own_benches=args.own_benches,
+        prepare_only=args.prepare_only,
+        list_only=args.list,
+        cache=args.cache,
+        data=args.data,
+        output=args.output,
+    )
+
+
+def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=about)
+    parser.add_argument("--peers", nargs="+", choices=peers, default=list(peers))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="PATTERN",
+        help="arms to measure, as 'openvino int8*' '*HTTP*'; --list names them all",
+    )
+    parser.add_argument(
+        "--model", default="scaled", help="scaled (0.4 B; default), bundled, or a folder"
+    )
+    parser.add_argument("--draft-model", help="folder; default: the bundled draft model")
+    parser.add_argument("--workload", nargs="+", choices=workload_names(), default=["files"])
+    parser.add_argument("--sampling", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
+    parser.add_argument(
+        "--concurrency", nargs="+", type=_positive, help="requests at once (1 4 8 16 32)"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=_positive,
+        default=1,
+        help="prompts per cell (1), rounded up to full batches",
+    )
+    parser.add_argument("--new-tokens", type=_positive, help="tokens per prompt (128)")
+    parser.add_argument("--rounds", type=_positive, help="repeats of everything (3)")
+    parser.add_argument("--threads", type=_positive, help="CPU threads of everybody (all)")
+    parser.add_argument(
+        "--reference", default=REFERENCE, help=f"the arm that ratios are against ({REFERENCE})"
+    )
+    parser.add_argument(
+        "--run-seconds", type=float, default=600.0, help="an arm that takes longer has failed (600)"
+    )
+    parser.add_argument("--quick", action="store_true", help="few short runs, to see what works")
+    parser.add_argument(
+        "--own-benches", action="store_true", help="also what peers' own bench programs print"
+    )
+    parser.add_argument(
+        "--prepare-only", action="store_true", help="install and export, measure nothing"
+    )
+    parser.add_argument("--list", action="store_true", help="name peers and arms, and end")
+    parser.add_argument(
+        "--cache", type=Path, default=DEFAULT, help="environments and models (bench/.peers)"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="folder of the held-out files (bench/data)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="STEM", help="write STEM.json, STEM.md and STEM.png"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

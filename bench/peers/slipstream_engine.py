@@ -1,0 +1,146 @@
+"""This server: in-process and over HTTP, bf16 and int8, plain and with drafters."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from bench.peers.place import Arm, Peer, Place, WorkerPlan
+from bench.peers.protocol import Ask, Clock, Reply, serve
+
+NAME = "slipstream"
+WEIGHTS = {"bf16": None, "int8": "int8"}
+DRAFTERS = ("none", "ngram", "suffix", "auto", "small_model")
+PLAIN = "none"
+_LARGEST_STEP = 1024
+
+
+class Slipstream(Peer):
+    name = NAME
+    what = "this server"
+
+    def plans(self, place: Place) -> list[WorkerPlan]:
+        plans = []
+        for weights, quantization in WEIGHTS.items():
+            settings: dict[str, Any] = {
+                "draft_model": str(place.draft),
+                "drafters": list(DRAFTERS),
+                "max_num_seqs": place.max_running,
+                "max_num_batched_tokens": max(_LARGEST_STEP, place.max_running),
+                "max_model_len": place.max_tokens,
+                "num_threads": place.num_threads,
+                # A repeated prompt has to cost what a new one costs.
+                "enable_prefix_cache": False,
+            }
+            if quantization is not None:
+                settings["quantization"] = quantization
+            plans += [
+                self._in_process(place, weights, settings),
+                self._served(place, weights, settings),
+            ]
+        return plans
+
+    def _in_process(self, place: Place, weights: str, settings: dict[str, Any]) -> WorkerPlan:
+        return WorkerPlan(
+            name=f"{NAME} {weights}",
+            python=Path(sys.executable),
+            module="bench.peers.slipstream_engine",
+            load={"model": str(place.target), **settings},
+            arms=tuple(
+                Arm(_title(weights, name), {"drafter": name}, speculates=name != PLAIN)
+                for name in DRAFTERS
+            ),
+        )
+
+    def _served(self, place: Place, weights: str, settings: dict[str, Any]) -> WorkerPlan:
+        command = [sys.executable, "-m", "server.cli", "serve", str(place.target)]
+        command += ["--host", "127.0.0.1", "--port", "{port}"]
+        for name, value in settings.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                command.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                words = " ".join(value) if isinstance(value, list) else str(value)
+                command += [f"--{flag}", words]
+        return WorkerPlan(
+            name=f"{NAME} {weights} (HTTP)",
+            python=Path(sys.executable),
+            module="bench.peers.http_worker",
+            load={
+                "command": command,
+                "ready": "/ready",
+                "dialect": "openai",
+                "body": {"model": str(place.target)},
+            },
+            arms=tuple(
+                Arm(
+                    f"{_title(weights, name)} (HTTP)",
+                    {"body": {"speculative": {"draft_strategy": name}}},
+                    speculates=name != PLAIN,
+                    over_http=True,
+                )
+                for name in DRAFTERS
+            ),
+        )
+
+
+def _title(weights: str, drafter: str) -> str:
+    return f"{NAME} {weights} {'plain' if drafter == PLAIN else drafter}"
+
+
+class SlipstreamRunner:
+    """The asynchronous engine, without a server in front."""
+
+    def __init__(self, message: dict[str, Any]) -> None:
+        config_type = import_module("engine.config").EngineConfig
+        self._params = import_module("engine.params")
+        message["drafters"] = tuple(message["drafters"])
+        self._loop = asyncio.new_event_loop()
+        self._engine, _ = import_module("engine.build").build_engine(config_type(**message))
+        self._loop.run_until_complete(self._engine.start())
+        self._num_runs = 0
+        info = self._engine.info
+        self.facts = {
+            "dtype": info.dtype,
+            "determinism": info.determinism,
+            "exact_verified": info.exact_verified,
+        }
+
+    def run(self, ask: Ask) -> list[Reply]:
+        return self._loop.run_until_complete(self._run(ask))
+
+    async def _run(self, ask: Ask) -> list[Reply]:
+        self._num_runs += 1
+        clock = Clock()
+        streams = [self._stream(self._request(ask, at), clock) for at in range(len(ask.prompts))]
+        return list(await asyncio.gather(*streams))
+
+    async def _stream(self, request: Any, clock: Clock) -> Reply:
+        reply = Reply()
+        async for event in self._engine.generate(request):
+            reply.add(clock(), list(event.token_ids))
+        return reply
+
+    def _request(self, ask: Ask, at: int) -> Any:
+        return self._params.GenerationRequest(
+            request_id=f"peers/{self._num_runs}/{at}",
+            prompt_token_ids=tuple(ask.prompts[at]),
+            sampling=self._params.SamplingParams(
+                max_tokens=ask.num_new_tokens,
+                temperature=ask.temperature,
+                ignore_eos=True,
+                seed=ask.seed + at,
+            ),
+            speculative=self._params.SpeculativeParams.from_options(
+                import_module("slipstream.options").SpeculativeOptions(
+                    draft_strategy=ask.arm["drafter"]
+                )
+            ),
+        )
+
+
+if __name__ == "__main__":
+    serve(SlipstreamRunner)

