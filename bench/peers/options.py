@@ -117,7 +117,7 @@ def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--list", action="store_true", help="name peers and arms, and end")
     parser.add_argument(
-        "--cache", type=Path, default=DEFAULT, help="environments and models (bench/.peers)"
+        "--cache", type=Path, default=DEFAULT, help="environments and models (.peers)"
     )
     parser.add_argument(
         "--data", type=Path, default=DATA, help="folder of the held-out files (bench/data)"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT = ROOT / "bench" / ".peers"
+DEFAULT = ROOT / ".peers"
 _OUTPUT_TAIL = 600
 _INSTALLED = "installed.txt"
 
