@@ -26,7 +26,7 @@ from engine.drafting.context import EngineContext
 from engine.drafting.heads import prepare_heads
 from engine.drafting.models import prepare_drafts, with_bundled_draft
 from engine.errors import UnsupportedModelError
-from engine.info import EngineInfo
+from engine.info import EngineInfo, QuantizationInfo
 from engine.machine import can_pack, free_bytes
 from engine.model.linear import pack_linears
 from engine.model.loader import (
@@ -37,6 +37,7 @@ from engine.model.loader import (
     load_tokenizer,
     max_position,
 )
+from engine.model.quantization import has_stored_weights, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import Exactness, check_logits, reference_logits, verify_exact
 from engine.schedule.scheduler import Scheduler
@@ -86,6 +87,7 @@ def build_engine_for(
     eos = eos_token_ids(model, tokenizer)
     heads = prepare_heads(model, config)
     vocab_size = heads.facts.vocab_size
+    quantization = _quantize(model, config)
     reference = reference_logits(model)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
@@ -126,9 +128,20 @@ def build_engine_for(
         exact_verified=exactness.verified,
         exact_probed=exactness.probed,
         exact_failed=exactness.failed,
+        quantization=quantization,
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting)
+
+
+def _quantize(model: PreTrainedModel, config: EngineConfig) -> QuantizationInfo | None:
+    """Raises UnsupportedModelError where what is asked for cannot be had."""
+    stored = has_stored_weights(model)
+    if stored and config.quantization == "none":
+        raise UnsupportedModelError("quantization=none: the checkpoint's weights have 8 bits")
+    if not stored and config.quantization != "int8":
+        return None
+    return quantize_model(model, config.quantize_head)
 
 
 def _usual_determinism(device: torch.device) -> Determinism:

@@ -24,6 +24,12 @@ class EngineConfig:
     model: str | None = None
     device: str = described("cpu", "cpu, cuda or cuda:N.")
     dtype: str = described("auto", "auto, float32, bfloat16 or float16.")
+    quantization: Literal["int8", "none"] | None = described(
+        None,
+        "int8: linear layers compute in 8 bits, weights and inputs, on CPUs with VNNI or AMX. "
+        "Default: the checkpoint's own.",
+    )
+    quantize_head: bool = described(True, "With int8: the output head, too.")
     block_size: int = described(16, "Tokens in a KV block.", ge=1)
     num_blocks: int | None = described(None, "KV blocks; default: what memory allows.", ge=1)
     kv_memory_fraction: float = described(0.5, "Share of free memory for KV blocks.", gt=0, le=1)

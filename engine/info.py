@@ -9,6 +9,26 @@ from drafters.base import DrafterInfo
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizationInfo:
+    """What of a model is quantised. ``bits``: of weights and inputs alike; ``num_quantized`` of
+    ``num_parameters`` weights, in ``num_layers`` linear layers; ``num_bytes``: of all weights as they
+    are held. ``head``: whether the output head is among them."""
+
+    method: str
+    bits: int
+    num_layers: int
+    num_quantized: int
+    num_parameters: int
+    num_bytes: int
+    head: bool
+
+    @property
+    def share(self) -> float:
+        """Of the parameters."""
+        return self.num_quantized / self.num_parameters
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """``max_model_len`` counts prompt plus output tokens. ``determinism`` is "exact" or "fast";
     ``exact_verified`` says whether the start-up probe found equal bits (None: not probed, or no room to
@@ -30,3 +50,4 @@ class EngineInfo:
     exact_verified: bool | None
     exact_probed: tuple[str, ...] = ()
     exact_failed: tuple[str, ...] = ()
+    quantization: QuantizationInfo | None = None

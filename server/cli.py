@@ -17,6 +17,7 @@ from client.commands import add_client_commands
 from engine.errors import EngineError
 from server.settings import Settings, add_flags, load_settings
 from server.version import server_version
+from tools.quantize import add_quantize
 from tools.replay_command import add_replay
 from tools.stand_template import add_template_command
 
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve, flags=add_flags(serve))
     add_client_commands(commands)
     add_replay(commands)
+    add_quantize(commands)
     add_template_command(commands)
     return parser
 

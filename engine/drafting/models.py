@@ -31,6 +31,7 @@ from engine.drafting.layer_subset import layer_subset, parse_layers
 from engine.drafting.quantized import quantized_copy
 from engine.errors import UnsupportedModelError
 from engine.machine import can_pack
+from engine.model.int8 import Int8Linear
 from engine.model.linear import pack_linears
 from engine.model.loader import (
     BUNDLED,
@@ -179,6 +180,10 @@ def _quantized(
     if config.quantized is None:
         return "there is no quantised copy; the setting quantized makes one"
     if config.quantized_model == "target":
+        if any(isinstance(module, Int8Linear) for module in target.modules()):
+            raise ValueError(
+                "quantized: the target has 8 bits itself; quantized_model=draft copies the draft"
+            )
         return _prepared(quantized_copy(target, config.quantized), owns_rows=False)
     small = _load_small(target, tokenizer, config)
     if isinstance(small, str):

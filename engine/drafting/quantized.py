@@ -1,4 +1,8 @@
-"""Copies of a model with quantised linear weights, by torchao; everything else is shared with it."""
+"""Copies of a model with quantised linear weights; everything else is shared with it.
+
+On CPUs with the instructions, ``int8`` is what ``--quantization int8`` makes of a target; the rest is
+torchao's.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from transformers import PreTrainedModel
 
 from drafters.base import DrafterUnavailableError
 from engine.config import Quantization
+from engine.model.quantization import quantize_model, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +31,11 @@ def quantized_copy(model: PreTrainedModel, kind: Quantization) -> PreTrainedMode
     torchao.
     """
     device = model.device
+    shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    if kind == "int8" and refusal(device) is None:
+        twin = copy.deepcopy(model, shared)
+        quantize_model(twin)
+        return twin
     if kind == "fp8" and device.type != "cuda":
         raise ValueError("quantized: fp8 needs a CUDA device")
     try:
@@ -34,7 +44,6 @@ def quantized_copy(model: PreTrainedModel, kind: Quantization) -> PreTrainedMode
         raise DrafterUnavailableError(
             "quantized: torchao is not installed (pip install 'slipstream-llm[quantized]')"
         ) from error
-    shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, shared)
     quantization.quantize_(twin, _torchao_config(quantization, kind, device))
     num_bytes = _new_bytes(twin, model)

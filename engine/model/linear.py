@@ -265,7 +265,7 @@ def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> PackedLayers:
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            linear = _as_linear(child)
+            linear = as_linear(child)
             if linear is None:
                 continue
             sizes = (linear.in_features, linear.out_features)
@@ -283,7 +283,8 @@ def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> PackedLayers:
     return PackedLayers(replaced, failures)
 
 
-def _as_linear(module: nn.Module) -> nn.Linear | None:
+def as_linear(module: nn.Module) -> nn.Linear | None:
+    """A plain linear layer as it is, transformers' ``Conv1D`` as one; None: it is something else."""
     if type(module) is nn.Linear:
         return module
     if type(module) is not Conv1D:

@@ -19,6 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
 from engine.errors import UnsupportedModelError
+from engine.model.stored_int8 import read_scheme
 
 BUNDLED = Path(__file__).parents[1] / "bundled"
 
@@ -64,6 +65,7 @@ def load_model(
             model, revision=revision, trust_remote_code=trust_remote_code
         )
         refuse_unservable(config)
+        read_scheme(config)
         loaded = AutoModelForCausalLM.from_pretrained(
             model,
             config=config,
@@ -81,7 +83,7 @@ def _naming(model: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(f"cannot load {model!r}: {error}") from error
-    except ValueError as error:
+    except (ValueError, ImportError) as error:  # a format may need a package of its own
         raise UnsupportedModelError(f"cannot load {model!r}: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
@@ -41,5 +42,6 @@ def _card(served: Services) -> dict[str, Any]:
         "exact_probed": info.exact_probed,
         "exact_failed": info.exact_failed,
         "attention_backend": info.attention_backend,
+        "quantization": None if info.quantization is None else asdict(info.quantization),
         "has_chat_template": served.has_chat_template,
     }

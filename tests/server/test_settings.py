@@ -202,6 +202,8 @@ CHANGED = {
     "model": "m",
     "device": "cuda:1",
     "dtype": "float32",
+    "quantization": "int8",
+    "quantize_head": False,
     "block_size": 8,
     "num_blocks": 77,
     "kv_memory_fraction": 0.25,

@@ -23,8 +23,10 @@ from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.drafting.draft_model import EngineDraftModel
+from engine.drafting.models import prepare_drafts
 from engine.errors import UnsupportedModelError
 from engine.model.loader import prepare_model
+from engine.model.quantization import quantize_model, refusal
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, drafting, request
 from worlds.tiny_models import CPU, VOCAB_SIZE, own_logits, random_ids, tiny_model
@@ -361,7 +363,16 @@ def test_8_bit_floats_are_for_cuda(folders: dict[str, str]) -> None:
 def test_without_torchao_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
     with pytest.raises(ValueError, match=r"torchao is not installed \(pip install"):
-        core_of(quantized="int8")
+        core_of(quantized="int4")
+
+
+def test_a_target_in_8_bits_is_not_copied_in_8_bits() -> None:
+    if refusal(CPU) is not None:
+        pytest.skip("this CPU has no products in 8 bits")
+    model = prepare_model(target(), CPU)
+    quantize_model(model)
+    with pytest.raises(ValueError, match="the target has 8 bits itself"):
+        prepare_drafts(model, None, EngineConfig(quantized="int8"))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -1,4 +1,4 @@
-"""Promise 1, in bf16 on the bundled model: exact mode holds to the bit.
+"""Promise 1, in bf16 and in 8 bits on the bundled model: exact mode holds to the bit.
 
 Not only tokens are compared but the bits of their log-probabilities: a row that was computed in
 another way than alone would show long before it changes a token. Prompts ask for edits, so that
@@ -19,6 +19,7 @@ from engine.core import EngineCore
 from engine.machine import can_pack
 from engine.model.linear import pack_linears
 from engine.model.loader import BUNDLED, attach_attention, load_model, load_tokenizer
+from engine.model.quantization import quantize_model, refusal
 from engine.model.runner import ModelRunner
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, Setup, build_core, drafting, request
@@ -66,9 +67,11 @@ pytestmark = [
 class BundledTarget:
     """The bundled model in exact mode, and prompts that it understands."""
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int) -> None:
         folder = str(BUNDLED / "target")
         self._model = load_model(folder, CPU)
+        if bits == 8:
+            quantize_model(self._model)
         self.vocab_size = int(self._model.config.vocab_size)
         self._shapes = attach_attention(self._model)
         pack_linears(self._model, 256, exact=True)
@@ -90,10 +93,12 @@ class BundledTarget:
         return build_core(runner, self.vocab_size, setup)
 
 
-@pytest.fixture(scope="module")
-def bundled() -> BundledTarget:
+@pytest.fixture(scope="module", params=[16, 8])
+def bundled(request: pytest.FixtureRequest) -> BundledTarget:
+    if request.param == 8 and refusal(CPU) is not None:
+        pytest.skip("this CPU has no products in 8 bits")
     torch.set_num_threads(1)
-    return BundledTarget()
+    return BundledTarget(request.param)
 
 
 SETUP = Setup(

@@ -1,0 +1,46 @@
+"""How much a quantised model differs from what it was made from, on a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+_WINDOW = 512
+"""Tokens that are read at once, each after those before it in its window."""
+
+
+@torch.inference_mode()
+def compare(
+    model: PreTrainedModel, quantized: PreTrainedModel, token_ids: Sequence[int]
+) -> dict[str, float]:
+    """Means over the text's tokens: ``loss`` and ``loss_int8`` in nats, ``kl`` of the quantised model's
+    distributions from the model's, ``same_argmax`` as a share."""
+    totals = torch.zeros(4, dtype=torch.float64)
+    num_tokens = 0
+    for start in range(0, len(token_ids) - 1, _WINDOW):
+        window = torch.tensor([token_ids[start : start + _WINDOW + 1]])
+        targets = window[0, 1:]
+        ours, theirs = (
+            each(input_ids=window[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
+            for each in (model, quantized)
+        )
+        totals += torch.stack(
+            [
+                F.nll_loss(ours, targets, reduction="sum"),
+                F.nll_loss(theirs, targets, reduction="sum"),
+                F.kl_div(theirs, ours, reduction="sum", log_target=True),
+                (ours.argmax(-1) == theirs.argmax(-1)).sum(),
+            ]
+        )
+        num_tokens += len(targets)
+    loss, loss_int8, kl, same = (totals / num_tokens).tolist()
+    return {
+        "num_tokens": num_tokens,
+        "loss": loss,
+        "loss_int8": loss_int8,
+        "kl": kl,
+        "same_argmax": same,
+    }
