@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from bench.peers.protocol import Ask, Clock, Reply, end_with_parent, serve
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.3
 _READ_SECONDS = 600.0
+_LOG_TAIL = 600
 _PREFIX = b"data: "
 _DONE = b"[DONE]"
 
@@ -84,10 +86,13 @@ class HttpRunner:
         self._dialect = DIALECTS[message["dialect"]]
         self._body: Mapping[str, Any] = message.get("body", {})
         self._port = _free_port()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # the server's, as long as it lives
         command = [part.format(port=self._port) for part in message["command"]]
         self._server = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
             env={**os.environ, **message.get("environ", {})},
             preexec_fn=end_with_parent,
         )
@@ -146,7 +151,14 @@ class HttpRunner:
             finally:
                 connection.close()
             time.sleep(_POLL_SECONDS)
-        raise RuntimeError(f"the server ended with status {self._server.returncode}")
+        raise RuntimeError(
+            f"the server ended with status {self._server.returncode}: {self._tail()}"
+        )
+
+    def _tail(self) -> str:
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _LOG_TAIL))
+        return self._log.read().decode(errors="replace").strip()
 
 
 def _free_port() -> int:

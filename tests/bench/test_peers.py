@@ -159,6 +159,17 @@ def test_a_server_ends_with_its_worker(place: Place) -> None:
     assert members(group) == []
 
 
+def test_a_server_that_does_not_start_says_why(place: Place) -> None:
+    worker = started(FakeServedPeer("unlucky", "no port"), place)
+    try:
+        with pytest.raises(
+            ContenderFailedError, match="status 1: (?s:.*)ValueError: invalid literal"
+        ):
+            worker.load()
+    finally:
+        worker.close()
+
+
 def members(group: int) -> list[int]:
     """The processes of a group that have not ended."""
     found = []

@@ -40,13 +40,17 @@ class FakePeer(Peer):
 
 
 class FakeServedPeer(Peer):
-    name = "served"
-    what = "a peer with a server"
+    """``port``: what the server is told to listen on, or nonsense."""
+
+    def __init__(self, name: str = "served", port: str = "{port}") -> None:
+        self.name = name
+        self.what = "a peer with a server"
+        self._port = port
 
     def plans(self, place: Place) -> list[WorkerPlan]:  # noqa: ARG002
         python = Path(sys.executable)
         load = {
-            "command": [str(python), "-m", "worlds.fake_peer", "{port}"],
+            "command": [str(python), "-m", "worlds.fake_peer", self._port],
             "ready": "/ready",
             "dialect": "openai",
             "body": {"model": "fake"},
