@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from drafters.tree import DraftTree
@@ -176,12 +177,12 @@ Options: TypeAlias = Mapping[str, OptionValue]
 
 def in_order(low: str, high: str) -> Callable[[Options], str]:
     """A check of options together: one of them must not exceed the other."""
+    return partial(_in_order, low, high)
 
-    def check(options: Options) -> str:
-        wrong = float(options[low]) > float(options[high])
-        return f"{low} must not exceed {high}" if wrong else ""
 
-    return check
+def _in_order(low: str, high: str, options: Options) -> str:
+    wrong = float(options[low]) > float(options[high])
+    return f"{low} must not exceed {high}" if wrong else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,8 @@ class DrafterInfo:
     takes_prediction: bool = False
     """Can use a text which the output is expected to repeat (``Drafter.predict``)."""
     check: Callable[[Options], str] | None = None
-    """What is wrong with these options together; "" where nothing is."""
+    """What is wrong with these options together; "" where nothing is. Where it can be pickled (a
+    module's function), a server in front of the engine's process checks by itself; else the engine."""
     # The names of before, for drafters from outside.
     draws: InitVar[bool] = False
     takes_reference: InitVar[bool] = False

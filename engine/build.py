@@ -30,11 +30,9 @@ from engine.info import EngineInfo, QuantizationInfo
 from engine.machine import can_pack, free_bytes
 from engine.model.linear import pack_linears
 from engine.model.loader import (
-    BUNDLED,
     attach_attention,
     eos_token_ids,
     load_model,
-    load_tokenizer,
     max_position,
 )
 from engine.model.quantization import has_stored_weights, quantize_model
@@ -43,6 +41,7 @@ from engine.model.selfcheck import Exactness, check_logits, reference_logits, ve
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
+from engine.tokenizer import load_tokenizer, model_path
 from kvpool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     check_backend_name(config.attention_backend)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    path = config.model or str(BUNDLED / "target")
+    path = model_path(config)
     name = config.model or BUNDLED_NAME
     device = torch.device(config.device)
     model = load_model(path, device, config.dtype, config.revision, config.trust_remote_code)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from drafters.base import HiddenRows, Observation
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
-from engine.events import ErrorEvent, TokenEvent, TokenLogprobs
+from engine.events import StepResult, TokenEvent, TokenLogprobs
 from engine.params import GenerationRequest
 from engine.sampling.logprobs import emitted_logprobs, top_probs, top_tokens
 from engine.sampling.state import RowGroup, SamplingState
@@ -53,14 +53,6 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step has to say: events in order, and its figures (None where nothing ran)."""
-
-    events: list[TokenEvent | ErrorEvent] = field(default_factory=list)
-    stats: StepStats | None = None
 
 
 class EngineCore:

@@ -5,7 +5,9 @@ EngineError
 ├── RequestError            this request cannot be run; ``param`` names the field
 ├── QueueFullError          too many waiting; come back after ``retry_after_seconds``
 ├── RequestFailedError      an admitted request broke; others go on
-└── EngineDeadError         the engine thread died; nothing will be served any more
+└── EngineDeadError         the engine died or is being stopped
+
+All survive pickling: they also come from an engine in another process.
 """
 
 from __future__ import annotations
@@ -21,14 +23,20 @@ class UnsupportedModelError(EngineError):
 
 class RequestError(EngineError):
     def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(param, message)
         self.param = param
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class QueueFullError(EngineError):
     def __init__(self, retry_after_seconds: float) -> None:
-        super().__init__("The engine's queue is full; try again later.")
+        super().__init__(retry_after_seconds)
         self.retry_after_seconds = retry_after_seconds
+
+    def __str__(self) -> str:
+        return "The engine's queue is full; try again later."
 
 
 class RequestFailedError(EngineError):

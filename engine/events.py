@@ -1,12 +1,13 @@
-"""Immutable messages from the engine thread to the asyncio edge. Every request gets events until one
-with a ``finish_reason`` or an ``error``, and none after it."""
+"""Messages from the engine to the asyncio edge, in the same process or another. Every request gets
+events until one with a ``finish`` or an ``error``, and none after it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.stats import RequestStats
+from engine.errors import EngineError
+from engine.stats import RequestStats, StepStats
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -64,8 +65,15 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class ErrorEvent:
-    """The request failed, or the engine died under it."""
+    """The request was refused or failed, or the engine died under it; ``error`` is for its reader."""
 
     request_id: str
-    message: str
-    engine_dead: bool = False
+    error: EngineError
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step has to say: events in order, and its figures (None where nothing ran)."""
+
+    events: list[TokenEvent | ErrorEvent] = field(default_factory=list)
+    stats: StepStats | None = None

@@ -15,6 +15,18 @@ def free_bytes(device: torch.device) -> int:
     return min(_available(), _cgroup_left())
 
 
+def device_memory(device: str) -> dict[str, float]:
+    """Bytes used and free on a GPU, and allocated by this process; nothing off CUDA."""
+    if not device.startswith("cuda"):
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "used": float(total - free),
+        "free": float(free),
+        "allocated": float(torch.cuda.memory_allocated(device)),
+    }
+
+
 def _available() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

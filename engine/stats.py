@@ -213,6 +213,8 @@ class StepStats:
     prefix_cache_hits: int = 0
     """Both in tokens."""
     num_draft_failures: int = 0
+    device_memory: Mapping[str, float] = field(default_factory=dict)
+    """Bytes by kind: used, free, allocated by the engine. Now and then, and only of a GPU."""
 
     @property
     def num_emitted_tokens(self) -> int:

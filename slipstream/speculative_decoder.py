@@ -137,7 +137,7 @@ class SpeculativeDecoder:
 
 def _run(engine: AsyncEngine, request: GenerationRequest) -> tuple[list[int], FinishInfo]:
     """Step the core until the request has ended."""
-    engine.check(request)
+    engine.runtime.check(request)
     core = engine.core
     core.submit(core.prepare(request))
     token_ids: list[int] = []

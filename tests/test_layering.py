@@ -36,6 +36,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "model": {"base", "attention"},
         "drafting": {"base", "sampling", "attention", "model"},
         "speculation": {"base", "schedule"},
+        "process": {"base", "top"},
         "top": {
             "base",
             "sampling",
@@ -64,7 +65,17 @@ WINGS: dict[str, dict[str, set[str]]] = {
     },
 }
 BASE = {
-    "engine": {"batch", "config", "errors", "events", "info", "machine", "params", "stats"},
+    "engine": {
+        "batch",
+        "config",
+        "errors",
+        "events",
+        "info",
+        "machine",
+        "params",
+        "stats",
+        "tokenizer",
+    },
     "drafters": {"base", "contexts", "estimator", "per_request", "tree"},
     "server": {"engine_client", "errors", "metrics", "middleware", "plan", "version"},
 }
@@ -238,6 +249,11 @@ def test_the_command_line_needs_no_torch_to_explain_itself() -> None:
     result = run_without(MODEL, "from server.cli import main; main(['serve', '--help'])")
     assert result.returncode == 0, result.stderr
     assert "slipstream serve" in result.stdout
+
+
+def test_what_stands_in_front_of_an_engine_needs_no_torch() -> None:
+    result = run_without(MODEL, "import server.serve, server.worker")
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_engine_runs_without_the_web() -> None:

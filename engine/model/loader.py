@@ -8,32 +8,22 @@ and under a tree mask, does not write the logits that transformers' own forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
 from engine.errors import UnsupportedModelError
 from engine.model.stored_int8 import read_scheme
-
-BUNDLED = Path(__file__).parents[1] / "bundled"
+from engine.tokenizer import BUNDLED as BUNDLED
+from engine.tokenizer import bundled_path as bundled_path
+from engine.tokenizer import load_tokenizer as load_tokenizer
+from engine.tokenizer import naming
 
 # Layer kinds whose memory of the past is keys and values, the only kind the pool holds.
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _CALL_WIDE_ROPES = {"longrope", "dynamic"}
-
-
-def bundled_path(name: Literal["target", "draft"]) -> Path:
-    """The folder of a bundled model; raises FileNotFoundError when it is not there."""
-    folder = BUNDLED / name
-    if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"no bundled {name} model in {folder}")
-    return folder
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
@@ -60,7 +50,7 @@ def load_model(
     Raises UnsupportedModelError for what the configuration already rules out, OSError if there is no
     such folder or hub id.
     """
-    with _naming(model):
+    with naming(model):
         config = AutoConfig.from_pretrained(
             model, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -76,17 +66,6 @@ def load_model(
     return prepare_model(loaded, device)
 
 
-@contextmanager
-def _naming(model: str) -> Iterator[None]:
-    """transformers' messages often leave out which model they are about."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"cannot load {model!r}: {error}") from error
-    except (ValueError, ImportError) as error:  # a format may need a package of its own
-        raise UnsupportedModelError(f"cannot load {model!r}: {error}") from error
-
-
 def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Check an already built model and move it to the device."""
     refuse_unservable(model.config)
@@ -97,17 +76,6 @@ def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedMod
     model.to(device)  # type: ignore[arg-type]  # its decorator loses the signature
     model.eval().requires_grad_(False)
     return model
-
-
-def load_tokenizer(
-    model: str, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
-    """Raises as ``load_model`` does."""
-    with _naming(model):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            model, revision=revision, trust_remote_code=trust_remote_code
-        )
-    return tokenizer
 
 
 def refuse_unservable(config: Any) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from engine.errors import RequestError
 from engine.sampling.processor import (
@@ -21,6 +19,9 @@ from engine.sampling.processor import (
     check_token_ids,
     register,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register
@@ -37,6 +38,9 @@ class LogitBias(LogitsProcessor):
 
     def __init__(self, facts: Facts, logit_bias: Mapping[int, float]) -> None:
         check_token_ids("logit_bias", list(logit_bias), facts.vocab_size)
+        # The server reads what is declared here, and does without torch.
+        import torch
+
         self._token_ids = torch.tensor(list(logit_bias))
         self._biases = torch.tensor(list(logit_bias.values()), dtype=torch.float32)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import torch
 from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engine.sampling.processor import Facts, LogitsProcessor, Parameter, Path, Stage, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TokenCounts:
@@ -88,6 +89,9 @@ class Penalties(LogitsProcessor):
         self._counts.add(token_ids, 1)
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
+        # The server reads what is declared here, and does without torch.
+        import torch
+
         counts = self._counts
         on_path = [
             (row, token_id, counts.get(token_id) + path.count(token_id))
@@ -107,6 +111,7 @@ class Penalties(LogitsProcessor):
         """All of ``logits`` were seen."""
         # As tensors: a Python divisor may be turned into a product with its reciprocal.
         repetition, frequency, presence = logits.new_tensor(self._factors)
-        penalised: Tensor = torch.where(logits > 0, logits / repetition, logits * repetition)
+        penalised: Tensor = (logits / repetition).where(logits > 0, logits * repetition)
         penalised = penalised - frequency * counts
-        return torch.sub(penalised, presence * (counts > 0))
+        penalised -= presence * (counts > 0)
+        return penalised

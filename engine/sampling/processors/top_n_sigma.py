@@ -4,12 +4,14 @@ deviations of the row. Unlike top-p and min-p it keeps the same tokens at every 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Le
-from torch import Tensor
 
 from engine.sampling.processor import Facts, LogitsProcessor, Parameter, Path, Stage, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register

@@ -1,0 +1,103 @@
+"""An engine in another process, as the asyncio side sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from multiprocessing.connection import Connection
+
+from engine.errors import EngineDeadError
+from engine.events import ErrorEvent, StepResult
+from engine.info import EngineInfo
+from engine.params import GenerationRequest
+from engine.process.link import Abort, Died, Outbox, Submit
+from engine.streams import EventStreams
+
+logger = logging.getLogger(__name__)
+
+# What was aborted at the end ends with the step under way.
+_LAST_EVENTS_SECONDS = 30.0
+
+
+class RemoteEngine(EventStreams):
+    """Streams requests' events from the engine at the other end of a pipe. The event loop reads the pipe:
+    one message for each step, whoever's tokens it brings."""
+
+    def __init__(self, info: EngineInfo, connection: Connection) -> None:
+        super().__init__(info)
+        self._connection = connection
+        self._outbox = Outbox(connection)
+        self._unfinished: set[str] = set()
+        self._all_finished = asyncio.Event()
+
+    async def start(self) -> None:
+        await super().start()
+        self._listen()
+
+    def replace(self, info: EngineInfo, connection: Connection) -> None:
+        """Another engine has taken the place of one that ended. From any thread."""
+        if self._loop is None:
+            self.info, self._connection, self._outbox = info, connection, Outbox(connection)
+        else:
+            self._loop.call_soon_threadsafe(self._replace, info, connection)
+
+    def abort(self, request_id: str) -> None:
+        if self._dead is None:
+            self._outbox.put(Abort(request_id))
+
+    def _submit(self, request: GenerationRequest) -> None:
+        self._unfinished.add(request.request_id)
+        self._outbox.put(Submit(request))
+
+    async def _end(self) -> None:
+        if self._dead is not None:
+            return
+        for request_id in self._unfinished:
+            self.abort(request_id)
+        if self._unfinished:
+            self._all_finished.clear()
+            try:
+                await asyncio.wait_for(self._all_finished.wait(), _LAST_EVENTS_SECONDS)
+            except TimeoutError:
+                logger.warning("%d requests got no last event", len(self._unfinished))
+        self._lose("the engine was stopped")
+
+    def _listen(self) -> None:
+        assert self._loop is not None
+        self._loop.add_reader(self._connection.fileno(), self._read)
+
+    def _replace(self, info: EngineInfo, connection: Connection) -> None:
+        if self._dead is None:
+            self._lose("the engine was replaced")
+        self.info = info
+        self._connection, self._outbox = connection, Outbox(connection)
+        self._dead = None
+        self._listen()
+
+    def _read(self) -> None:
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            message = Died("the engine's process is gone")
+        if isinstance(message, Died):
+            self._lose(message.message)
+        else:
+            self._deliver(message)
+
+    def _deliver(self, result: StepResult) -> None:
+        super()._deliver(result)
+        for event in result.events:
+            if isinstance(event, ErrorEvent) or event.finish is not None:
+                self._unfinished.discard(event.request_id)
+        if not self._unfinished:
+            self._all_finished.set()
+
+    def _lose(self, message: str) -> None:
+        """From here on nothing is admitted, and every open stream is told."""
+        assert self._loop is not None
+        self._loop.remove_reader(self._connection.fileno())
+        self._connection.close()
+        self._dead = message
+        self._unfinished.clear()
+        self._all_finished.set()
+        self._fail_open(EngineDeadError, message)

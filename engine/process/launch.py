@@ -1,0 +1,162 @@
+"""Launches an engine in a process of its own, watches it, and brings it back where that is asked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.info import EngineInfo
+from engine.process.link import Attach, Launch, Ready, Stop
+
+logger = logging.getLogger(__name__)
+
+# Pauses between attempts to bring an engine back; one that ran for the longest begins anew.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+# A step that is under way at the end is let finish.
+_STOP_SECONDS = 30.0
+
+
+class EngineProcess:
+    """One engine at a time. ``environment`` is added to this process's own; ``build`` and ``logging``
+    as in ``Launch``."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        build: str = "engine.build:build_engine",
+        logging: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._launch = Launch(build, config, dict(logging or {}))
+        self._environment = dict(environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: Connection | None = None
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._built = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was built and has not ended since."""
+        return self._built and self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> EngineInfo:
+        """Launch it and wait until it is built. Raises EngineError with the reason where it cannot be."""
+        self.begin()
+        return self.ready()
+
+    def begin(self) -> None:
+        """Launch it; it is being built meanwhile."""
+        self._built = False
+        ours, theirs = Pipe()
+        command = [sys.executable, "-P", "-m", "engine.process.child", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=child_environment() | self._environment,
+            )
+        self._control = ours
+        with suppress(OSError):  # ``ready`` says that it has gone
+            ours.send(self._launch)
+
+    def ready(self) -> EngineInfo:
+        """Wait until it is built. Raises as ``start``."""
+        assert self._control is not None
+        assert self._process is not None
+        try:
+            answer = self._control.recv()
+        except (EOFError, OSError):
+            status = describe(self._process.wait())
+            raise EngineError(f"the engine's process ended while it loaded: {status}") from None
+        if not isinstance(answer, Ready):
+            self._process.wait()
+            raise EngineError(answer.reason)
+        self._built = True
+        return answer.info
+
+    def connect(self, wants_steps: bool = True) -> Connection:
+        """A pipe of one more client. Raises OSError where the engine has gone in the meantime."""
+        ours, theirs = Pipe()
+        with theirs, self._lock:
+            assert self._control is not None
+            assert self._process is not None
+            self._control.send(Attach(wants_steps))
+            send_handle(self._control, theirs.fileno(), self._process.pid)
+        return ours
+
+    def watch(self, restarted: Callable[[EngineInfo], None] | None) -> None:
+        """Say in the log when the engine ends by itself. With ``restarted`` it is launched anew, as often
+        as it takes, and ``restarted`` is called from a thread each time it is back."""
+        threading.Thread(
+            target=self._watch, args=(restarted,), name="engine-watch", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """End it, after the step under way; harmless where it is not there."""
+        self._stopping.set()
+        process, control = self._process, self._control
+        if process is None or control is None:
+            return
+        try:
+            with self._lock:
+                control.send(Stop())
+            process.wait(_STOP_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait()
+        control.close()
+
+    def _watch(self, restarted: Callable[[EngineInfo], None] | None) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            start = time.monotonic()
+            assert self._process is not None
+            status = self._process.wait()
+            if self._stopping.is_set():
+                return
+            logger.error("the engine's process ended: %s", describe(status))
+            if restarted is None:
+                return
+            if time.monotonic() - start > _LONGEST_PAUSE:
+                pause = _FIRST_PAUSE
+            while not self._stopping.wait(pause):
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                try:
+                    restarted(self.start())
+                    logger.warning("the engine is back")
+                    break
+                except (EngineError, OSError) as error:
+                    logger.error("the engine does not come back: %s", error)
+            else:
+                return
+
+
+def child_environment() -> dict[str, str]:
+    """Variables with which ``python -P`` finds modules where this process does."""
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**os.environ, "PYTHONPATH": paths}
+
+
+def describe(status: int) -> str:
+    """How a process ended, in words."""
+    return f"status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"

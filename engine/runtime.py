@@ -1,0 +1,143 @@
+"""An engine at work: who is admitted, the inbox between steps, and the loop that steps the core.
+
+Knows no event loop and no sockets: ``AsyncEngine`` runs it in a thread, ``engine.process`` in the
+main thread of a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.core import EngineCore
+from engine.errors import QueueFullError, RequestError
+from engine.events import StepResult
+from engine.info import EngineInfo
+from engine.machine import device_memory
+from engine.params import GenerationRequest
+from engine.schedule.request import Request
+from engine.speculation.gamma import gamma_policy_names
+
+# An overloaded client is told to come back after the queue ahead of it has drained, within these.
+_RETRY_SECONDS = (1.0, 60.0)
+# How often a step tells of the device's memory.
+_MEMORY_SECONDS = 1.0
+
+
+class EngineRuntime:
+    """``core`` belongs to the thread that calls ``run``; everything else may be called from any."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo, max_num_open: int) -> None:
+        self.core = core
+        self.info = info
+        self._max_num_open = max_num_open
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._started: dict[str, float] = {}
+        self._seconds_per_request = 0.0
+
+    # --- requests ---
+
+    def admit(self, request: GenerationRequest) -> Request:
+        """A place for the request, until ``release``, and what ``submit`` takes. Raises RequestError
+        and QueueFullError."""
+        self.check(request)
+        prepared = self.core.prepare(request)
+        with self._lock:
+            if request.request_id in self._started:
+                raise RequestError("request_id", f"request id {request.request_id!r} is in use")
+            if len(self._started) >= self._max_num_open:
+                wait = self._seconds_per_request * len(self._started) / self.core.max_num_seqs
+                low, high = _RETRY_SECONDS
+                raise QueueFullError(float(math.ceil(min(high, max(low, wait)))))
+            self._started[request.request_id] = time.perf_counter()
+        return prepared
+
+    def submit(self, prepared: Request) -> None:
+        self._inbox.put(lambda: self.core.submit(prepared))
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; its last event says so."""
+        self._inbox.put(lambda: self.core.abort(request_id))
+
+    def release(self, request_id: str) -> None:
+        """The request's place is free. Unknown ids are ignored."""
+        with self._lock:
+            start = self._started.pop(request_id, None)
+            if start is not None:
+                seconds = time.perf_counter() - start
+                weight = 0.1 if self._seconds_per_request else 1.0
+                self._seconds_per_request += weight * (seconds - self._seconds_per_request)
+
+    def check(self, request: GenerationRequest) -> None:
+        """The engine's own conditions on a request. Raises RequestError."""
+        prompt, limit = request.prompt_token_ids, self.info.max_model_len
+        if not prompt:
+            raise RequestError("prompt", "the prompt has no tokens")
+        if len(prompt) >= limit:
+            raise RequestError(
+                "prompt",
+                f"the prompt has {len(prompt)} tokens; with at least one token of output it must "
+                f"fit into {limit}",
+            )
+        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
+            raise RequestError("prompt", f"token ids must lie in 0..{self.info.vocab_size - 1}")
+        if request.sampling.max_tokens < 1:
+            raise RequestError("max_tokens", "max_tokens must be at least 1")
+        if request.speculative.drafter not in self.info.drafters:
+            known = ", ".join(sorted(self.info.drafters))
+            raise RequestError(
+                "speculative.draft_strategy",
+                f"no drafter {request.speculative.drafter!r}; loaded: {known}",
+            )
+        drafter = self.info.drafters[request.speculative.drafter]
+        given = drafter.defaults() | dict(request.speculative.options)
+        if drafter.check is not None and (fault := drafter.check(given)):
+            raise RequestError("speculative.options", fault)
+        if request.speculative.policy not in gamma_policy_names():
+            raise RequestError(
+                "speculative.adaptive_depth",
+                f"no gamma policy {request.speculative.policy!r}; "
+                f"there are: {', '.join(gamma_policy_names())}",
+            )
+
+    # --- the loop ---
+
+    def run(self, post: Callable[[StepResult], None]) -> None:
+        """Step until ``stop``, and ``post`` what comes out. Raises what broke the core."""
+        due = 0.0
+        while self._obey(post):
+            result = self.core.step()
+            if result.stats is None and result.events:
+                # Aborts left nothing to run: no step follows that would tell the gauges.
+                result.stats = self.core.gauges()
+            if result.stats is not None and time.perf_counter() >= due:
+                memory = device_memory(self.info.device)
+                result.stats = replace(result.stats, device_memory=memory)
+                due = time.perf_counter() + _MEMORY_SECONDS
+            if result.events or result.stats is not None:
+                post(result)
+
+    def stop(self) -> None:
+        """Aborts what is open and ends ``run`` before the next step."""
+        self._inbox.put(self.core.abort_all)
+        self._inbox.put(None)
+
+    def _obey(self, post: Callable[[StepResult], None]) -> bool:
+        """Run the commands that have come in, waiting for one if there is nothing else to do.
+        False: stop."""
+        block = not self.core.has_work
+        while True:
+            try:
+                command = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            if command is None:
+                post(self.core.take_result())
+                return False
+            command()
+            block = False

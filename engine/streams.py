@@ -1,0 +1,139 @@
+"""The asyncio side of an engine, wherever it runs: a stream of events for every open request.
+
+Every admitted request's queue receives events until one that finishes it; if the engine dies, every
+open request is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+
+from engine.errors import EngineDeadError, EngineError, RequestError, RequestFailedError
+from engine.events import ErrorEvent, StepResult, TokenEvent
+from engine.info import EngineInfo
+from engine.params import GenerationRequest
+from engine.stats import StepStats
+
+logger = logging.getLogger(__name__)
+
+StepListener = Callable[[StepStats], None]
+_Stream = asyncio.Queue[TokenEvent | ErrorEvent]
+
+
+class EventStreams(ABC):
+    """All calls come from the event loop that ``start`` ran on."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self._streams: dict[str, _Stream] = {}
+        self._listeners: list[StepListener] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._dead: str | None = "the engine has not been started"
+        self._stopping = False
+        self._drained = asyncio.Event()
+
+    @property
+    def is_alive(self) -> bool:
+        """False before the start, once the engine has died, and once it was stopped."""
+        return self._dead is None
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose events are still read."""
+        return len(self._streams)
+
+    def add_step_listener(self, callback: StepListener) -> None:
+        """Call back on the event loop after every step, and when aborts have left nothing to run:
+        then with gauges only, and ``num_rows`` 0."""
+        self._listeners.append(callback)
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._dead = None
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, give open ones ``drain_seconds`` to finish, abort the rest, end the
+        engine. Every open request gets its last event."""
+        self._stopping = True
+        if (
+            drain_seconds > 0
+            and self.is_alive
+            and not await self._wait_until_drained(drain_seconds)
+        ):
+            logger.warning("aborting %d requests after the drain time", len(self._streams))
+        await self._end()
+        self._dead = self._dead or "the engine was stopped"
+        self._fail_open(RequestFailedError, "the server is shutting down")
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Stream one request. Closing the iterator early aborts the request in the engine.
+
+        Raises RequestError, QueueFullError, EngineDeadError before the first event; RequestFailedError
+        or EngineDeadError later.
+        """
+        request_id = request.request_id
+        if self._dead is not None or self._stopping:
+            raise EngineDeadError(self._dead or "the server is shutting down")
+        if request_id in self._streams:
+            raise RequestError("request_id", f"request id {request_id!r} is in use")
+        stream: _Stream = asyncio.Queue()
+        self._submit(request)
+        self._streams[request_id] = stream
+        finished = False
+        try:
+            while not finished:
+                event = await stream.get()
+                if isinstance(event, ErrorEvent):
+                    finished = True
+                    raise event.error
+                finished = event.finish is not None
+                yield event
+        finally:
+            del self._streams[request_id]
+            self._release(request_id)
+            if not self._streams:
+                self._drained.set()
+            if not finished:
+                self.abort(request_id)
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step. A stream that is still read gets a last event, whose
+        ``finish.reason`` is "abort" and which accounts for the work done."""
+
+    @abstractmethod
+    def _submit(self, request: GenerationRequest) -> None:
+        """Hand a request to the engine; what refuses it is raised here or comes as its first event."""
+
+    def _release(self, request_id: str) -> None:  # noqa: B027  (nothing, unless an engine counts)
+        """The request's events are read no more."""
+
+    @abstractmethod
+    async def _end(self) -> None:
+        """Abort what is open, deliver the last events, and let the engine go."""
+
+    async def _wait_until_drained(self, seconds: float) -> bool:
+        """Whether the last stream has been read to its end within so many seconds."""
+        if self._streams:
+            self._drained.clear()
+            try:
+                await asyncio.wait_for(self._drained.wait(), seconds)
+            except TimeoutError:
+                return False
+        return True
+
+    def _deliver(self, result: StepResult) -> None:
+        for event in result.events:
+            stream = self._streams.get(event.request_id)
+            if stream is not None:  # else the client has gone
+                stream.put_nowait(event)
+        if result.stats is not None:
+            for listener in self._listeners:
+                listener(result.stats)
+
+    def _fail_open(self, kind: type[EngineError], message: str) -> None:
+        for request_id, stream in self._streams.items():
+            stream.put_nowait(ErrorEvent(request_id, kind(message)))

@@ -1,0 +1,90 @@
+"""Engines on a scripted target in processes of their own, and how their processes build them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.batch import ForwardOutput, InputBatch
+from engine.config import EngineConfig
+from engine.errors import UnsupportedModelError
+from engine.info import EngineInfo
+from engine.process.client import RemoteEngine
+from engine.process.launch import EngineProcess
+from worlds.gated_engine import Engine, GatedRunner
+
+STEP_SECONDS = 0.003
+CHECKED = "ngram"
+"""The drafter whose check of options does not pickle."""
+
+
+class PacedRunner(GatedRunner):
+    """Takes its time, and dies at the forward that the environment names."""
+
+    def forward(self, batch: InputBatch) -> ForwardOutput:
+        time.sleep(STEP_SECONDS)
+        return super().forward(batch)
+
+
+def build(config: EngineConfig) -> tuple[Engine, None]:
+    """What the engine's process calls. ``config.model`` says what is to happen: ``refuse``, ``crash``,
+    ``die:N`` at the Nth forward, or nothing."""
+    if config.model == "refuse":
+        raise UnsupportedModelError("it has wheels")
+    if config.model == "crash":
+        os._exit(7)
+    engine = Engine(max_num_open=config.max_num_waiting, max_num_seqs=config.max_num_seqs)
+    engine.runner.__class__ = PacedRunner
+    if config.model and config.model.startswith("die:"):
+        engine.runner.dies_at = int(config.model.removeprefix("die:"))
+    drafters = dict(engine.info.drafters)
+    drafters[CHECKED] = replace(drafters[CHECKED], check=lambda options: _fault(options))
+    engine.info = engine.runtime.info = replace(engine.info, drafters=drafters)
+    return engine, None
+
+
+def _fault(options: Any) -> str:
+    return "an odd ngram_max" if options["ngram_max"] == 5 else ""
+
+
+@contextmanager
+def launched(model: str | None = None, **config: Any) -> Iterator[EngineProcess]:
+    process = EngineProcess(
+        EngineConfig(model=model, max_num_seqs=4, **config), build="worlds.engine_apart:build"
+    )
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+@asynccontextmanager
+async def connected(
+    process: EngineProcess, info: EngineInfo | None = None
+) -> AsyncGenerator[RemoteEngine, None]:
+    """A started client of an engine, which is launched unless its ``info`` is there."""
+    info = info or await asyncio.to_thread(process.start)
+    engine = RemoteEngine(info, process.connect())
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def has_gone(pid: int) -> bool:
+    """Whether there is no such process, or only what its parent has not asked for yet."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def num_handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
