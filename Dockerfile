@@ -10,6 +10,7 @@
 ARG PYTHON_IMAGE=python:3.12-slim
 
 FROM ${PYTHON_IMAGE} AS build
+ARG DEVICE=cpu
 ARG TORCH_INDEX=""
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
@@ -23,6 +24,12 @@ RUN python -c "import tomllib; \
 print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > dependencies.txt \
     && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt "$(grep '^torch' dependencies.txt)" \
     && pip install -c constraints.txt -r dependencies.txt
+# What the engine's process preloads on a CPU: only the library itself is of use.
+# hadolint ignore=DL3013
+RUN if [ "$DEVICE" = cpu ] && [ "$(uname -m)" = x86_64 ]; then \
+        pip install --no-deps -c constraints.txt intel-openmp \
+        && rm -f /opt/slipstream/lib/libomptarget*; \
+    fi
 COPY README.md LICENSE ./
 COPY server server
 COPY engine engine
@@ -38,6 +45,11 @@ ARG DEVICE=cpu
 LABEL org.opencontainers.image.title="Slipstream" \
       org.opencontainers.image.description="An LLM inference server in which every request drafts" \
       org.opencontainers.image.licenses="Apache-2.0"
+# A malloc that caches per thread, which the engine's process preloads.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libjemalloc2 \
+    && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 slipstream \
     && install -d -o slipstream -g slipstream /models
 COPY --from=build /opt/slipstream /opt/slipstream

@@ -127,7 +127,7 @@ def make_metrics() -> Metrics:
         attention_backend="sdpa",
         exact_verified=None,
     )
-    return Metrics(info, "model", lambda: True, lambda: {"used": 0.0})
+    return Metrics(info, "model", lambda: True)
 
 
 def endpoints_table() -> str:

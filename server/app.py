@@ -16,7 +16,7 @@ from engine.info import EngineInfo
 from server.endpoints import Services, routers
 from server.engine_client import EngineClient
 from server.errors import install_error_handlers
-from server.metrics import Metrics, gpu_memory_reader
+from server.metrics import Metrics, RequestMetrics
 from server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
@@ -26,28 +26,37 @@ from server.middleware import (
 from server.reply.choices import ChoiceSource
 from server.reply.streaming import Responder
 from server.reply.token_texts import TokenTexts
+from server.request.large_bodies import BodyReader
 from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
 from server.settings import Settings
 from server.version import server_version
 
 
-def build_app(engine: EngineClient, tokenizer: Any, settings: Settings) -> FastAPI:
-    """The application; its lifespan starts and stops the engine.
+def build_app(
+    engine: EngineClient,
+    tokenizer: Any,
+    settings: Settings,
+    metrics: RequestMetrics | None = None,
+) -> FastAPI:
+    """The application; its lifespan starts and stops the engine. ``metrics``: kept elsewhere, steps
+    included; None: the application keeps its own.
 
     Raises ValueError where the settings' speculative defaults or caps do not fit the engine.
     """
     info = engine.info
-    model_name = settings.served_model_name or _default_name(info.model)
-    metrics = Metrics(info, model_name, lambda: engine.is_alive, gpu_memory_reader(info.device))
-    engine.add_step_listener(metrics.observe_step)
+    model_name = public_name(info, settings)
+    if metrics is None:
+        metrics = own = Metrics(info, model_name, lambda: engine.is_alive)
+        engine.add_step_listener(own.observe_step)
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
     texts = TokenTexts(tokenizer)
+    translator = Translator(info, tokenizer, resolver, model_name, settings.max_choices)
     services = Services(
         engine=engine,
         metrics=metrics,
         resolver=resolver,
-        translator=Translator(info, tokenizer, resolver, model_name, settings.max_choices),
+        bodies=BodyReader(translator, settings.body_processes),
         responder=Responder(ChoiceSource(engine, tokenizer, texts, metrics)),
         texts=texts,
         model_name=model_name,
@@ -64,6 +73,7 @@ def build_app(engine: EngineClient, tokenizer: Any, settings: Settings) -> FastA
         finally:
             services.serving = False
             await engine.stop(settings.drain_seconds)
+            services.bodies.close()
 
     app = FastAPI(
         title="Slipstream",
@@ -84,10 +94,12 @@ def build_app(engine: EngineClient, tokenizer: Any, settings: Settings) -> FastA
     return app
 
 
-def _default_name(model: str) -> str:
-    """A hub id as it is; of a local folder only its name, since paths are nobody's business."""
-    path = Path(model)
-    return path.name if path.is_absolute() or path.is_dir() else model
+def public_name(info: EngineInfo, settings: Settings) -> str:
+    """The model's name in the API: a hub id as it is; of a local folder only its name, since paths are
+    nobody's business."""
+    path = Path(info.model)
+    own = path.name if path.is_absolute() or path.is_dir() else info.model
+    return settings.served_model_name or own
 
 
 def _fingerprint(info: EngineInfo, model_name: str) -> str:

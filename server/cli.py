@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -71,32 +70,14 @@ def _serve(arguments: argparse.Namespace) -> int:
         config = settings.engine_config()
     except (ValidationError, SettingsError, ValueError) as error:
         return _refuse(_explain(error))
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    # Imported late: torch takes seconds to load, the web framework half of one, and --help and the
-    # client's commands need neither.
-    import uvicorn
+    # Imported late: --help and the client's commands need no web framework.
+    from server.serve import logging_arguments, serve
 
-    from engine.build import build_engine
-    from server.app import build_app
-
+    logging.basicConfig(**logging_arguments(settings))
     try:
-        engine, tokenizer = build_engine(config)
-        app = build_app(engine, tokenizer, settings)
+        serve(settings, config)
     except (EngineError, ValueError, OSError) as error:
         return _refuse(str(error))
-    # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
-    gc.collect()
-    gc.freeze()
-    uvicorn.run(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
-    )
     return 0
 
 

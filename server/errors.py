@@ -61,6 +61,10 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors also come from processes that read bodies.
+        return _rebuild, (self.status, self.message, self.param, self.code, self.headers)
+
     def body(self) -> dict[str, Any]:
         return {
             "error": {
@@ -73,6 +77,12 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def _rebuild(
+    status: int, message: str, param: str | None, code: str | None, headers: dict[str, str]
+) -> ApiError:
+    return ApiError(status, message, param=param, code=code, headers=headers)
 
 
 def clip(text: str, num_chars: int) -> str:

@@ -33,10 +33,11 @@ scrape.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client.exposition import choose_encoder
 
 from engine.events import FinishInfo
 from engine.info import EngineInfo
@@ -49,8 +50,6 @@ _GAMMA = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _RATE = tuple(step / 10 for step in range(1, 11))
 _SPEEDUP = (0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
 _SPEEDUP_WINDOW_STEPS = 512
-
-GpuMemory = Callable[[], Mapping[str, float]]
 
 
 class _SpeculationFigures:
@@ -122,6 +121,22 @@ class _VllmAliases:
                 self._accepted_at.labels(self._model_name, str(position)).inc(count)
 
 
+class RequestMetrics(Protocol):
+    """What answering requests counts, and what ``/metrics`` asks: ``Metrics`` itself, or the way to it
+    from another process."""
+
+    def observe_request(self, info: FinishInfo, num_tokens: int) -> None: ...
+
+    def count_request(self, outcome: str) -> None: ...
+
+    def count_rejection(self, reason: str) -> None: ...
+
+    def count_http(self, method: str, path: str, status: int) -> None: ...
+
+    async def expose(self, accept: str) -> tuple[bytes, str]:
+        """All figures for a client with this Accept header, and their content type."""
+
+
 class Metrics:
     """All collectors of one server. ``registry`` is what ``/metrics`` prints."""
 
@@ -130,7 +145,6 @@ class Metrics:
         info: EngineInfo,
         model_name: str,
         is_alive: Callable[[], bool],
-        gpu_memory: GpuMemory | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -139,7 +153,7 @@ class Metrics:
         self._recent: deque[tuple[float, float]] = deque(maxlen=_SPEEDUP_WINDOW_STEPS)
         self._make_serving()
         self._make_requests()
-        self._make_static(info, model_name, is_alive, gpu_memory)
+        self._make_static(info, model_name, is_alive)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"slipstream_{name}", text, labels, registry=self.registry)
@@ -200,9 +214,8 @@ class Metrics:
         info: EngineInfo,
         model_name: str,
         is_alive: Callable[[], bool],
-        gpu_memory: GpuMemory | None,
     ) -> None:
-        up = self._gauge("engine_up", "1 while the engine thread lives.")
+        up = self._gauge("engine_up", "1 while the engine lives.")
         up.set_function(lambda: float(is_alive()))
         self._gauge("kv_blocks_total", "KV blocks in the pool.").set(info.num_blocks)
         self._gauge("kv_block_size", "Tokens in a KV block.").set(info.block_size)
@@ -217,10 +230,15 @@ class Metrics:
                 "num_parameters": str(info.num_parameters),
             }
         )
-        if gpu_memory is not None:
-            gauge = self._gauge("gpu_memory_bytes", "Device memory.", "kind")
-            for kind in gpu_memory():
-                gauge.labels(kind).set_function(partial(_read, gpu_memory, kind))
+        self._device_memory = self._gauge("gpu_memory_bytes", "Device memory.", "kind")
+
+    async def expose(self, accept: str) -> tuple[bytes, str]:
+        return self.exposition(accept)
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """All figures for a client with this Accept header, and their content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
 
     def observe_step(self, stats: StepStats) -> None:
         """The engine's step listener."""
@@ -237,6 +255,8 @@ class Metrics:
         self._waiting.set(stats.num_waiting)
         for state, count in stats.blocks.items():
             self._blocks.labels(state).set(count)
+        for kind, num_bytes in stats.device_memory.items():
+            self._device_memory.labels(kind).set(num_bytes)
         self._cache_queries.inc(stats.prefix_cache_queries)
         self._cache_hits.inc(stats.prefix_cache_hits)
         self._observe_speculation(stats)
@@ -297,24 +317,3 @@ class Metrics:
     def count_http(self, method: str, path: str, status: int) -> None:
         """``path`` is a route's template, never what a client made up."""
         self._http.labels(method, path, str(status)).inc()
-
-
-def gpu_memory_reader(device: str) -> GpuMemory | None:
-    """Reads bytes used and free on the device, and allocated by this process; None off CUDA."""
-    if not device.startswith("cuda"):
-        return None
-    import torch
-
-    def read() -> Mapping[str, float]:
-        free, total = torch.cuda.mem_get_info(device)
-        return {
-            "used": float(total - free),
-            "free": float(free),
-            "allocated": float(torch.cuda.memory_allocated(device)),
-        }
-
-    return read
-
-
-def _read(gpu_memory: GpuMemory, kind: str) -> float:
-    return gpu_memory()[kind]

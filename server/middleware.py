@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import body_too_large, unauthorized
-from server.metrics import Metrics
+from server.metrics import RequestMetrics
 
 REQUEST_ID_KEY = "slipstream.request_id"
 _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
@@ -44,7 +44,7 @@ class RequestIdMiddleware:
 class HttpMetricsMiddleware:
     """Counts answers by route template and status."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
         self._app = app
         self._metrics = metrics
 

@@ -175,7 +175,34 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(
         default=30.0, ge=0, description="On shutdown: how long running requests may take to finish."
     )
+    api_workers: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that speak HTTP on the port; more than one where the "
+        "traffic is more than a core can detokenise.",
+    )
+    engine_process: bool = Field(
+        default=True,
+        description="Run the engine in a process of its own: what the server does for one "
+        "request then delays no token of another.",
+    )
+    restart_engine: bool = Field(
+        default=False,
+        description="Launch the engine's process anew when it has died. Default: "
+        "/health says so, and whoever runs the server restarts it.",
+    )
+    preload: bool = Field(
+        default=True,
+        description="Preload Intel's OpenMP (extra cpu) and a thread-caching malloc into "
+        "the engine's process where they are installed and the model runs on a CPU.",
+    )
     max_body_bytes: int = Field(default=8 << 20, ge=1024, description="Larger requests get a 413.")
+    body_processes: int = Field(
+        default=1,
+        ge=0,
+        description="Processes that read bodies over 16 KiB; 0: the server's own, which "
+        "keeps all other requests waiting meanwhile.",
+    )
     max_choices: int = Field(
         default=128, ge=1, description="Most choices a request may ask for, over all its prompts."
     )

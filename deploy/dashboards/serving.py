@@ -48,7 +48,7 @@ def _now(dashboard: Dashboard) -> None:
     for panel in (
         number(
             "Engines up",
-            "Share of the servers whose engine thread lives. A dead engine serves nothing until the "
+            "Share of the servers whose engine lives. A dead engine serves nothing until the "
             "server is restarted.",
             "percentunit",
             f"avg (slipstream_engine_up{{{HERE}}})",

@@ -12,11 +12,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 
 from server.engine_client import EngineClient
-from server.metrics import Metrics
+from server.metrics import RequestMetrics
 from server.reply.streaming import Responder
 from server.reply.token_texts import TokenTexts
+from server.request.large_bodies import BodyReader
 from server.request.speculative import SpeculativeResolver
-from server.request.translate import Translator
 
 
 @dataclass(slots=True)
@@ -26,9 +26,9 @@ class Services:
     """
 
     engine: EngineClient
-    metrics: Metrics
+    metrics: RequestMetrics
     resolver: SpeculativeResolver
-    translator: Translator
+    bodies: BodyReader
     responder: Responder
     texts: TokenTexts
     model_name: str

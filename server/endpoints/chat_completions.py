@@ -9,14 +9,15 @@ from fastapi.responses import Response
 
 from server.endpoints import Served
 from server.reply.writers import ChatCompletion, ChatWriter
+from server.request.large_bodies import LargeBodyRoute
 from server.request.protocol import ChatRequest
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=LargeBodyRoute)
 
 
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}})
 async def create_chat_completion(body: ChatRequest, request: Request, served: Served) -> Response:
     """An answer to messages."""
-    plan = served.translator.chat(body, time.perf_counter())
+    plan = await served.bodies.plan(body, time.perf_counter())
     writer = ChatWriter(plan, served.texts, served.model_name, served.fingerprint)
     return await served.responder.answer(request, writer)

@@ -9,14 +9,15 @@ from fastapi.responses import Response
 
 from server.endpoints import Served
 from server.reply.writers import Completion, CompletionWriter
+from server.request.large_bodies import LargeBodyRoute
 from server.request.protocol import CompletionRequest
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=LargeBodyRoute)
 
 
 @router.post("/v1/completions", responses={200: {"model": Completion}})
 async def create_completion(body: CompletionRequest, request: Request, served: Served) -> Response:
     """Text after a prompt."""
-    plan = served.translator.completion(body, time.perf_counter())
+    plan = await served.bodies.plan(body, time.perf_counter())
     writer = CompletionWriter(plan, served.texts, served.model_name, served.fingerprint)
     return await served.responder.answer(request, writer)

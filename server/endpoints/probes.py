@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client.exposition import choose_encoder
 
 from server.endpoints import Served
 from server.version import server_version
@@ -14,7 +13,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/health")
 async def health(served: Served) -> JSONResponse:
-    """200 while the event loop answers and the engine thread lives: restart the server if not."""
+    """200 while the event loop answers and the engine lives: restart the server if not."""
     if not served.engine.is_alive:
         return JSONResponse({"status": "dead"}, 503)
     return JSONResponse({"status": "ok"})
@@ -37,5 +36,5 @@ async def version() -> dict[str, str]:
 @router.get("/metrics")
 async def show_metrics(request: Request, served: Served) -> Response:
     """Figures for Prometheus."""
-    encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(served.metrics.registry), headers={"content-type": content_type})
+    content, content_type = await served.metrics.expose(request.headers.get("accept", ""))
+    return Response(content, headers={"content-type": content_type})

@@ -17,7 +17,7 @@ from engine.errors import QueueFullError, RequestError
 from engine.events import FinishInfo, TokenEvent, TokenLogprobs
 from server.engine_client import EngineClient
 from server.errors import ApiError
-from server.metrics import Metrics
+from server.metrics import RequestMetrics
 from server.plan import ChoicePlan, TextOptions
 from server.reply.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher
 from server.reply.token_texts import TokenTexts
@@ -146,7 +146,7 @@ class ChoiceSource:
     """Runs choices on an engine, turns their tokens into deltas, and counts how they ended."""
 
     def __init__(
-        self, engine: EngineClient, tokenizer: Any, texts: TokenTexts, metrics: Metrics
+        self, engine: EngineClient, tokenizer: Any, texts: TokenTexts, metrics: RequestMetrics
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer

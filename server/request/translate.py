@@ -56,6 +56,12 @@ class Translator:
         )
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
+    def plan(self, body: CompletionRequest | ChatRequest, arrival_time: float) -> RequestPlan:
+        """Raises ApiError."""
+        if isinstance(body, ChatRequest):
+            return self.chat(body, arrival_time)
+        return self.completion(body, arrival_time)
+
     def completion(self, body: CompletionRequest, arrival_time: float) -> RequestPlan:
         """Raises ApiError."""
         self._check_common(body)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-import server.app
+import engine.runtime
 from worlds.deploy_tools import debian_tool
 from worlds.expressions import alerts, dashboard_queries, filled, selectors, variable_queries
 from worlds.live_prometheus import (
@@ -38,7 +38,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with pytest.MonkeyPatch.context() as patch:
         # There is no GPU here; its memory is a gauge like any other.
         memory = {"used": 6e9, "free": 2e9, "allocated": 5e9}
-        patch.setattr(server.app, "gpu_memory_reader", lambda _device: lambda: memory)
+        patch.setattr(engine.runtime, "device_memory", lambda _device: memory)
         with (
             live_server() as live,
             live_prometheus(tmp_path_factory.mktemp("prometheus"), live.address) as prometheus,

@@ -97,7 +97,7 @@ def test_an_environment_is_made_once(sandbox: Sandbox) -> None:
     made = sandbox.calls()
     assert len(made) == 2
     assert made[0].endswith(f"-m venv --clear {sandbox.root.resolve()}/.venv")
-    assert made[1].endswith(f"--editable {sandbox.root.resolve()}[client]")
+    assert made[1].endswith(f"--editable {sandbox.root.resolve()}[client,cpu]")
     assert sandbox.make("serve") == 0
     assert sandbox.calls() == []
 
@@ -227,7 +227,7 @@ def write_wheel(path, name, files):
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     name = "project-1.0-py3-none-any.whl"
-    needs = "Requires-Dist: treasure\\nProvides-Extra: client\\n"
+    needs = "Requires-Dist: treasure\\nProvides-Extra: client\\nProvides-Extra: cpu\\n"
     write_wheel(f"{wheel_directory}/{name}", "project", {"": needs, "project.py": ""})
     return name
 

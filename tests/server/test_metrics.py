@@ -191,15 +191,17 @@ async def test_openmetrics_is_given_to_those_who_ask(connect: Connect) -> None:
     assert reply.text.endswith("# EOF\n")
 
 
-def test_gpu_memory_is_read_at_each_scrape() -> None:
-    memory = {"used": 1.0, "free": 9.0}
-    metrics = Metrics(engine_info(), "m", lambda: True, lambda: memory)
+def test_gpu_memory_is_what_a_step_told_last() -> None:
+    metrics = Metrics(engine_info(), "m", lambda: True)
 
     def used() -> float | None:
         return metrics.registry.get_sample_value("slipstream_gpu_memory_bytes", {"kind": "used"})
 
+    assert used() is None
+    metrics.observe_step(StepStats(device_memory={"used": 1.0, "free": 9.0}))
+    metrics.observe_step(StepStats())
     assert used() == 1.0
-    memory["used"] = 3.0
+    metrics.observe_step(StepStats(device_memory={"used": 3.0, "free": 7.0}))
     assert used() == 3.0
 
 

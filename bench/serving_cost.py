@@ -1,0 +1,230 @@
+"""What HTTP costs beside the engine alone, and what a hostile body does to another client's tokens.
+
+    python -m bench.serving_cost [--model FOLDER] [--batch 1 16] [--tokens 128] [--rounds 3]
+
+The engine alone: requests submitted to a core that is stepped on the main thread of a process of its
+own, with the libraries that the server preloads. Over HTTP: the same requests, streamed from ``slipstream
+serve`` over loopback. Both run in turns, and neither drafts; what counts is tokens per second from the
+first token of all to the last, medians of the rounds.
+
+Then one client streams while another sends bodies of 7.9 MB: JSON that is nothing but small objects,
+texts to tokenize, and token ids. Shown is how long the first client waits for a token, without and with
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engine.process.launch import child_environment
+from engine.process.preload import preload_environment
+
+SIZE = 7_900_000
+PLAIN = {"draft_strategy": "none"}
+
+
+def prompts(count: int, num_tokens: int) -> list[list[int]]:
+    """Different from the first token on, so that nothing comes from the prefix cache."""
+    return [
+        [300 + (7 * place + 13 * row) % 200 for place in range(num_tokens)] for row in range(count)
+    ]
+
+
+# --- the engine alone ---
+
+
+def step_alone(control: Connection, model: str | None, max_num_seqs: int) -> None:
+    """In a process of its own: answer (batch, prompt tokens, tokens) with tokens per second."""
+    from engine.build import build_engine
+    from engine.config import EngineConfig
+    from engine.params import GenerationRequest, SamplingParams
+
+    engine, _ = build_engine(EngineConfig(model=model, max_num_seqs=max_num_seqs))
+    core, number = engine.core, 0
+    control.send("ready")
+    while (asked := control.recv()) is not None:
+        batch, num_prompt, num_tokens = asked
+        for row in prompts(batch, num_prompt):
+            number += 1
+            sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+            request = GenerationRequest(f"r{number}", tuple(row), sampling, cache_salt=f"{number}")
+            core.submit(core.prepare(request))
+        times: list[float] = []
+        seen: set[str] = set()
+        while core.has_work:
+            for event in core.step().events:
+                seen.add(event.request_id)
+                times += [time.perf_counter()] * (len(seen) == batch)
+        control.send(len(times) / (times[-1] - times[0]))
+
+
+@contextmanager
+def alone(model: str | None, max_num_seqs: int) -> Iterator[Connection]:
+    ours, theirs = Pipe()
+    code = (
+        "from multiprocessing.connection import Connection as C; import bench.serving_cost as b; "
+        f"b.step_alone(C({theirs.fileno()}), {model!r}, {max_num_seqs})"
+    )
+    environment = child_environment() | preload_environment()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=environment
+    )
+    try:
+        assert ours.recv() == "ready"
+        yield ours
+    finally:
+        process.kill()
+        process.wait()
+
+
+# --- over HTTP ---
+
+
+@contextmanager
+def served(model: str | None, max_num_seqs: int, flags: list[str]) -> Iterator[str]:
+    command = [sys.executable, "-m", "server.cli", "serve", *([model] if model else [])]
+    command += ["--port", "0", "--max-num-seqs", str(max_num_seqs), "--log-level", "info", *flags]
+    with tempfile.NamedTemporaryFile() as log:
+        process = subprocess.Popen(command, stderr=log, env=child_environment())
+        said = Path(log.name).read_text
+        try:
+            while not (found := re.search(r"running on (http\S+:\d+)", said())):
+                if process.poll() is not None:
+                    raise SystemExit(said())
+                time.sleep(0.1)
+            yield found[1]
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def body(prompt: Any, num_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "cache_salt": os.urandom(8).hex(),
+        "speculative": PLAIN,
+    }
+
+
+async def stream(client: httpx.AsyncClient, sent: dict[str, Any]) -> list[float]:
+    """When each token came."""
+    times: list[float] = []
+    async with client.stream("POST", "/v1/completions", json=sent) as reply:
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line[6:])["choices"]
+                times += [time.perf_counter()] * len(choices[0]["token_ids"] if choices else [])
+    return times
+
+
+async def over_http(url: str, batch: int, num_prompt: int, num_tokens: int) -> float:
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        found = await asyncio.gather(
+            *(stream(client, body(row, num_tokens)) for row in prompts(batch, num_prompt))
+        )
+    start = max(times[0] for times in found)
+    end = max(times[-1] for times in found)
+    return sum(each >= start for times in found for each in times) / (end - start)
+
+
+# --- hostile bodies ---
+
+
+def hostile() -> dict[str, bytes]:
+    ids = [1 + place % 400 for place in range(SIZE // 5)]
+    return {
+        "objects": json.dumps({"prompt": [{}] * (SIZE // 4)}).encode(),
+        "texts": json.dumps(
+            {"prompt": ["def f(x): return x * 2\n" * 80] * (SIZE // 1930)}
+        ).encode(),
+        "ids": json.dumps({"prompt": ids}).encode(),
+    }
+
+
+async def waits(url: str, num_tokens: int) -> dict[str, list[float]]:
+    """Seconds between two tokens of a stream, in order of size, by what else was sent meanwhile."""
+    found = {}
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        for name, content in {"nothing": b"", **hostile()}.items():
+            reading = asyncio.create_task(stream(client, body([5, 6, 7], num_tokens)))
+            await asyncio.sleep(0.5)
+            if content:
+                code = (
+                    "import sys, httpx; r = httpx.post(sys.argv[1], content=sys.stdin.buffer.read(), "
+                    "headers={'content-type': 'application/json'}, timeout=600); print(r.status_code)"
+                )
+                sender = await asyncio.create_subprocess_exec(
+                    *("nice", "-n", "19", sys.executable, "-c", code, f"{url}/v1/completions"),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                )
+                answer, _ = await sender.communicate(content)
+                assert answer.strip() == b"400", answer
+            times = await reading
+            gaps = (after - each for each, after in zip(times, times[1:], strict=False))
+            found[name] = sorted(gaps)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", help="folder; default: the bundled model")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--skip-alone", action="store_true", help="only hostile bodies")
+    parser.add_argument("--flag", action="append", default=[], help="of the server, as --flag=--x")
+    options = parser.parse_args()
+    most = max(options.batch)
+    model = str(Path(options.model).resolve()) if options.model else None
+    with served(model, most, options.flag) as url:
+        if not options.skip_alone:
+            compare(url, model, most, options)
+        for name, found in asyncio.run(waits(url, 4 * options.tokens)).items():
+            shown = (found[len(found) // 2], found[-len(found) // 100], found[-1])
+            median, high, longest = (round(1000 * each) for each in shown)
+            print(f"beside {name}: median {median} ms, 99 % under {high}, longest {longest}")
+
+
+def compare(url: str, model: str | None, most: int, options: argparse.Namespace) -> None:
+    with alone(model, most) as control:
+        for batch in options.batch:
+            asked = (batch, options.prompt_tokens, options.tokens)
+            rates: tuple[list[float], list[float]] = ([], [])
+            for _ in range(options.rounds):
+                control.send(asked)
+                rates[0].append(control.recv())
+                rates[1].append(asyncio.run(over_http(url, *asked)))
+            engine, http = map(statistics.median, rates)
+            print(
+                f"{batch} at once: {engine:.1f} tokens/s alone, {http:.1f} over HTTP, "
+                f"ratio {http / engine:.3f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

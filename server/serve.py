@@ -1,0 +1,134 @@
+"""Runs the server: an engine, in a process of its own or in this one, and HTTP in front of it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from engine.config import EngineConfig
+from engine.info import EngineInfo
+from engine.process.client import RemoteEngine
+from engine.process.launch import EngineProcess
+from engine.process.preload import preload_environment
+from engine.tokenizer import load_tokenizer, model_path
+from server.app import build_app, public_name
+from server.engine_client import EngineClient
+from server.metrics import Metrics
+from server.request.speculative import SpeculativeResolver
+from server.settings import Settings
+from server.workers import Serve, Workers
+
+logger = logging.getLogger("slipstream")
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def logging_arguments(settings: Settings) -> dict[str, Any]:
+    """For ``basicConfig``, in all processes of the server."""
+    return {"level": settings.log_level.upper(), "format": LOG_FORMAT}
+
+
+def serve(settings: Settings, config: EngineConfig) -> None:
+    """Serve until a signal says to end. Raises EngineError, ValueError or OSError where the model or the
+    settings rule it out."""
+    with _stopped_by_sigterm():
+        if not settings.engine_process:
+            if settings.api_workers > 1:
+                raise ValueError("api_workers: several need the engine in a process of its own")
+            # Imported late: torch takes seconds to load, and a server in front of an engine needs none.
+            from engine.build import build_engine
+
+            _speak_http(*build_engine(config), settings)
+            return
+        process = EngineProcess(
+            config, logging=logging_arguments(settings), environment=_preloads(settings, config)
+        )
+        try:
+            process.begin()
+            if settings.api_workers == 1:
+                _serve_alone(process, settings, config)
+            else:
+                _serve_with_workers(process, settings, config)
+        finally:
+            process.stop()
+
+
+def uvicorn_arguments(settings: Settings) -> dict[str, Any]:
+    """How all processes that speak HTTP do so."""
+    return {
+        "host": settings.host,
+        "port": settings.port,
+        "log_config": None,
+        "access_log": False,
+        "timeout_graceful_shutdown": max(1, round(settings.drain_seconds)),
+    }
+
+
+def _serve_alone(process: EngineProcess, settings: Settings, config: EngineConfig) -> None:
+    tokenizer = load_tokenizer(model_path(config), config.revision, config.trust_remote_code)
+    engine = RemoteEngine(process.ready(), process.connect())
+
+    def replace(info: EngineInfo) -> None:
+        engine.replace(info, process.connect())
+
+    process.watch(replace if settings.restart_engine else None)
+    _speak_http(engine, tokenizer, settings)
+
+
+def _serve_with_workers(process: EngineProcess, settings: Settings, config: EngineConfig) -> None:
+    info = process.ready()
+    # What the workers would refuse is refused here, once.
+    SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
+    metrics = Metrics(info, public_name(info, settings), lambda: process.is_alive)
+    # Drafters' own settings are the engine's business; their class is made anew in each process.
+    values = {name: getattr(settings, name) for name in Settings.model_fields if name != "drafter"}
+    first = Serve(values, config, info, logging_arguments(settings))
+    listening = uvicorn.Config("", **uvicorn_arguments(settings))
+    with listening.bind_socket() as listener:
+        workers = Workers(settings.api_workers, first, listener, process, metrics)
+        workers.run(settings.drain_seconds, settings.restart_engine)
+
+
+def _speak_http(engine: EngineClient, tokenizer: Any, settings: Settings) -> None:
+    app = build_app(engine, tokenizer, settings)
+    app.state.services.bodies.warm()
+    # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
+    gc.collect()
+    gc.freeze()
+    uvicorn.run(app, **uvicorn_arguments(settings))
+
+
+def _preloads(settings: Settings, config: EngineConfig) -> dict[str, str]:
+    if not settings.preload or config.device != "cpu":
+        return {}
+    found = preload_environment()
+    logger.info("preloaded into the engine's process: %s", found.get("LD_PRELOAD", "nothing"))
+    return found
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that what it started is cleaned up; then it has its usual
+    effect. uvicorn catches the signal, drains, and raises it once more."""
+    caught = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        nonlocal caught
+        caught = True
+        raise SystemExit
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if caught:
+            signal.raise_signal(signal.SIGTERM)

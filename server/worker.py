@@ -1,0 +1,124 @@
+"""One of several processes that speak HTTP on one port; ``server.workers`` launches them.
+
+python -m server.worker HANDLE
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+
+import uvicorn
+
+from engine.errors import EngineError
+from engine.events import FinishInfo
+from engine.process.client import RemoteEngine
+from engine.process.link import Outbox
+from engine.tokenizer import load_tokenizer, model_path
+from server.app import build_app
+from server.serve import uvicorn_arguments
+from server.settings import Settings
+from server.workers import Count, Expose, Exposition, Failed, NewEngine, Serve, Started
+
+
+class RemoteMetrics:
+    """The metrics of all workers, which the process that launched them keeps."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[tuple[bytes, str]]] = {}
+
+    def observe_request(self, info: FinishInfo, num_tokens: int) -> None:
+        self._outbox.put(Count("observe_request", (info, num_tokens)))
+
+    def count_request(self, outcome: str) -> None:
+        self._outbox.put(Count("count_request", (outcome,)))
+
+    def count_rejection(self, reason: str) -> None:
+        self._outbox.put(Count("count_rejection", (reason,)))
+
+    def count_http(self, method: str, path: str, status: int) -> None:
+        self._outbox.put(Count("count_http", (method, path, status)))
+
+    async def expose(self, accept: str) -> tuple[bytes, str]:
+        number = next(self._numbers)
+        found: asyncio.Future[tuple[bytes, str]] = asyncio.get_running_loop().create_future()
+        self._asked[number] = found
+        self._outbox.put(Expose(number, accept))
+        try:
+            return await found
+        finally:
+            del self._asked[number]
+
+    def answer(self, found: Exposition) -> None:
+        """From any thread."""
+        waiting = self._asked.get(found.number)
+        if waiting is not None:
+            value = (found.content, found.content_type)
+            waiting.get_loop().call_soon_threadsafe(_set, waiting, value)
+
+
+def _set(waiting: asyncio.Future[tuple[bytes, str]], value: tuple[bytes, str]) -> None:
+    if not waiting.done():
+        waiting.set_result(value)
+
+
+class _Server(uvicorn.Server):
+    """Tells when it takes connections."""
+
+    def __init__(self, config: uvicorn.Config, outbox: Outbox) -> None:
+        super().__init__(config)
+        self._outbox = outbox
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._outbox.put(Started())
+
+
+def _obey(control: Connection, engine: RemoteEngine, metrics: RemoteMetrics) -> None:
+    try:
+        while True:
+            message = control.recv()
+            if isinstance(message, NewEngine):
+                engine.replace(message.info, Connection(recv_handle(control)))
+            elif isinstance(message, Exposition):
+                metrics.answer(message)
+    except (EOFError, OSError):
+        # Whoever launched this is gone, by whatever end.
+        os._exit(1)
+
+
+def main() -> int:
+    control = Connection(int(sys.argv[1]))
+    launch: Serve = control.recv()
+    listener = socket.socket(fileno=recv_handle(control))
+    engine = RemoteEngine(launch.info, Connection(recv_handle(control)))
+    logging.basicConfig(**launch.logging)
+    outbox = Outbox(control)
+    metrics = RemoteMetrics(outbox)
+    threading.Thread(target=_obey, args=(control, engine, metrics), daemon=True).start()
+    settings = Settings.model_construct(**launch.settings)
+    config = launch.config
+    try:
+        tokenizer = load_tokenizer(model_path(config), config.revision, config.trust_remote_code)
+        app = build_app(engine, tokenizer, settings, metrics)
+    except (EngineError, ValueError, OSError) as error:
+        outbox.put(Failed(str(error)))
+        return 2
+    app.state.services.bodies.warm()
+    with suppress(KeyboardInterrupt):
+        _Server(uvicorn.Config(app, **uvicorn_arguments(settings)), outbox).run([listener])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

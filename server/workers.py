@@ -1,0 +1,224 @@
+"""Several processes that speak HTTP on one port, in front of one engine.
+
+The process that was started launches the engine and the workers, hands them pipes to the engine, and
+keeps the one set of metrics: workers tell it what they count and ask it for what ``/metrics`` shows, so
+that it is the same whichever of them answers. A worker that dies is replaced; all end with the first
+process.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from types import FrameType
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.events import StepResult
+from engine.info import EngineInfo
+from engine.process.launch import EngineProcess, child_environment, describe
+from server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.2
+# Beside the time to drain: last events, and bodies that are being read.
+_END_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """To a worker: serve this. The handles of the listening socket and of a pipe to the engine follow.
+    ``settings``: fields of ``Settings``."""
+
+    settings: Mapping[str, Any]
+    config: EngineConfig
+    info: EngineInfo
+    logging: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NewEngine:
+    """To a worker: another engine runs; the handle of a pipe to it follows."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Exposition:
+    """To a worker: what question ``number`` asked for."""
+
+    number: int
+    content: bytes
+    content_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """From a worker: it takes connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From a worker: it cannot serve this."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """From a worker: a method of ``Metrics`` to call."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expose:
+    """From a worker: what would the metrics look like to a client with this Accept header?"""
+
+    number: int
+    accept: str
+
+
+class _Worker:
+    def __init__(self, process: subprocess.Popen[bytes], control: Connection) -> None:
+        self.process = process
+        self.control = control
+        self.lock = threading.Lock()
+        self.started = threading.Event()
+        self.failure: str | None = None
+
+    def send(self, message: Any, *handles: int) -> None:
+        """A worker that has gone is found so by its process."""
+        with self.lock, suppress(OSError):
+            self.control.send(message)
+            for handle in handles:
+                send_handle(self.control, handle, self.process.pid)
+
+
+class Workers:
+    """``serve``'s fields are the same for all workers, but for the engine's own facts."""
+
+    def __init__(
+        self, num_workers: int, serve: Serve, listener: socket.socket, engine: EngineProcess,
+        metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._num_workers = num_workers
+        self._serve = serve
+        self._listener = listener
+        self._engine = engine
+        self._metrics = metrics
+        self._info = serve.info
+        self._workers: list[_Worker] = []
+        self._stopping = threading.Event()
+
+    def run(self, drain_seconds: float, restart_engine: bool) -> None:
+        """Serve until SIGTERM or SIGINT. Raises EngineError where the workers cannot start."""
+        before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            self._count_steps()
+            self._engine.watch(self._on_new_engine if restart_engine else None)
+            self._workers = [self._launch() for _ in range(self._num_workers)]
+            self._keep_up()
+        finally:
+            self._end(drain_seconds)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._stopping.set()
+
+    def _keep_up(self) -> None:
+        while not self._stopping.wait(_LOOK_SECONDS):
+            for place, worker in enumerate(self._workers):
+                if worker.process.poll() is None:
+                    continue
+                if not worker.started.is_set():
+                    raise EngineError(worker.failure or "a server's process ended while it started")
+                if worker.failure is None:
+                    worker.failure = (
+                        f"a server's process ended: {describe(worker.process.returncode)}"
+                    )
+                    logger.error(worker.failure)
+                # Where the engine has died too, there is one to connect to a little later.
+                with suppress(OSError):
+                    self._workers[place] = self._launch()
+                    worker.control.close()
+
+    def _end(self, drain_seconds: float) -> None:
+        for worker in self._workers:
+            worker.process.terminate()
+        for worker in self._workers:
+            try:
+                worker.process.wait(drain_seconds + _END_SECONDS)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+            worker.control.close()
+
+    def _launch(self) -> _Worker:
+        to_engine = self._engine.connect(wants_steps=False)
+        ours, theirs = Pipe()
+        command = [sys.executable, "-P", "-m", "server.worker", str(theirs.fileno())]
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=child_environment(),
+            )
+        worker = _Worker(process, ours)
+        with to_engine:
+            serve = replace(self._serve, info=self._info)
+            worker.send(serve, self._listener.fileno(), to_engine.fileno())
+        threading.Thread(target=self._read, args=(worker,), daemon=True).start()
+        return worker
+
+    def _read(self, worker: _Worker) -> None:
+        try:
+            while True:
+                message = worker.control.recv()
+                if isinstance(message, Count):
+                    getattr(self._metrics, message.name)(*message.arguments)
+                elif isinstance(message, Expose):
+                    found = self._metrics.exposition(message.accept)
+                    worker.send(Exposition(message.number, *found))
+                elif isinstance(message, Started):
+                    worker.started.set()
+                elif isinstance(message, Failed):
+                    worker.failure = message.reason
+        except (EOFError, OSError):
+            return
+
+    def _on_new_engine(self, info: EngineInfo) -> None:
+        self._info = info
+        self._count_steps()
+        for worker in self._workers:
+            with self._engine.connect(wants_steps=False) as to_engine:
+                worker.send(NewEngine(info), to_engine.fileno())
+
+    def _count_steps(self) -> None:
+        connection = self._engine.connect(wants_steps=True)
+        threading.Thread(target=self._read_steps, args=(connection,), daemon=True).start()
+
+    def _read_steps(self, connection: Connection) -> None:
+        with connection, suppress(EOFError, OSError):
+            while isinstance(result := connection.recv(), StepResult):
+                if result.stats is not None:
+                    self._metrics.observe_step(result.stats)

@@ -1,0 +1,217 @@
+"""``slipstream serve`` as it comes: the engine apart, killed, brought back, drained."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIError, APIStatusError, OpenAI
+
+from server.request.large_bodies import LARGE
+from worlds.engine_apart import has_gone
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG: dict[str, Any] = {
+    "model": "slipstream-bundled",
+    "prompt": "def load(path):\n",
+    "max_tokens": 1500,
+    "extra_body": {"ignore_eos": True, "speculative": {"draft_strategy": "none"}},
+}
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str
+
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
+
+    def status(self, path: str) -> int:
+        return httpx.get(f"{self.url}/{path}", timeout=60).status_code
+
+    def is_ready(self) -> bool:
+        try:
+            return self.status("ready") == 200
+        except httpx.TransportError:  # nobody listens yet
+            return False
+
+    def engine_pid(self) -> int:
+        (pid,) = self.children(b"engine.process")
+        return pid
+
+    def children(self, module: bytes) -> list[int]:
+        """Processes below the server that run this module."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit() and not has_gone(int(folder.name)):
+                with suppress(OSError):
+                    command = (folder / "cmdline").read_bytes()
+                    status = (folder / "status").read_text()
+                    if module in command and f"PPid:\t{self.process.pid}\n" in status:
+                        found.append(int(folder.name))
+        return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.05)
+
+
+@contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[Server]:
+    log = folder / "log"
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", *flags]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stderr=stream, env=environment, cwd=folder)
+    try:
+        pattern = re.compile(r"running on (http://[\d.:]+)")
+        until(lambda: bool(pattern.search(log.read_text())) or process.poll() is not None)
+        found = pattern.search(log.read_text())
+        assert found, log.read_text()
+        yield Server(process, log, found[1])
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), "--restart-engine") as found:
+        yield found
+
+
+def test_the_openai_client_is_answered(server: Server) -> None:
+    client = server.client()
+    asked: dict[str, Any] = {"model": "slipstream-bundled", "temperature": 0, "max_tokens": 24}
+    whole = client.completions.create(prompt="def f(x):\n", **asked)
+    stream = client.completions.create(prompt="def f(x):\n", stream=True, **asked)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+    body = json.dumps({"prompt": "def f(x):\n", **asked}) + " " * LARGE
+    headers = {"content-type": "application/json"}
+    reply = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=60)
+    assert reply.json()["choices"][0]["text"] == whole.choices[0].text
+    with pytest.raises(APIStatusError) as refused:
+        client.completions.create(prompt="x", **(asked | {"model": "other"}))
+    assert refused.value.status_code == 404
+
+
+def test_a_killed_engine_is_told_shown_and_brought_back(server: Server) -> None:
+    client = server.client()
+    pid = server.engine_pid()
+    stream = client.completions.create(stream=True, **LONG)
+    next(iter(stream))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(APIError, match="engine has stopped"):
+        list(stream)
+    assert server.status("health") == server.status("ready") == 503
+    with pytest.raises(APIStatusError) as refused:
+        client.completions.create(model="slipstream-bundled", prompt="x")
+    assert refused.value.status_code == 503
+    assert "slipstream_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
+    until(lambda: server.status("health") == 200)
+    assert server.status("ready") == 200
+    assert server.engine_pid() != pid
+    assert client.completions.create(model="slipstream-bundled", prompt="x").choices
+    assert "signal SIGKILL" in server.log.read_text()
+
+
+def test_sigterm_lets_requests_finish_and_leaves_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path, "--drain-seconds", "60") as server:
+        pid = server.engine_pid()
+        stream = iter(server.client().completions.create(stream=True, **LONG))
+        next(stream)
+        server.process.terminate()
+        chunks = list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert server.process.wait(60) in (0, -signal.SIGTERM)
+        assert has_gone(pid)
+
+
+def figure(server: Server, name: str) -> set[float]:
+    """What ``/metrics`` says, asked over new connections, any of which may reach another process."""
+    found = set()
+    for _ in range(8):
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        line = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        found.add(float(line[1]) if line else 0.0)
+    return found
+
+
+def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
+    with serving(tmp_path, "--api-workers", "2", "--restart-engine") as server:
+        until(lambda: server.is_ready())
+        asked = {"model": "slipstream-bundled", "prompt": "def f(x):\n", "temperature": 0}
+        texts = set()
+        for _ in range(12):
+            # A client each: a connection each.
+            with server.client() as client:
+                reply = client.completions.create(
+                    max_tokens=6, extra_body={"ignore_eos": True}, **asked
+                )
+            texts.add(reply.choices[0].text)
+        assert len(texts) == 1
+        workers = server.children(b"server.worker")
+        assert len(workers) == 2
+        ended = 'slipstream_requests_total{finish_reason="length"}'
+        until(lambda: figure(server, ended) == {12.0})
+        assert figure(server, "slipstream_generation_tokens_total") == {72.0}
+        answered = (
+            'slipstream_http_requests_total{method="POST",path="/v1/completions",status="200"}'
+        )
+        assert figure(server, answered) == {12.0}
+        assert figure(server, "slipstream_engine_up") == {1.0}
+
+        os.kill(workers[0], signal.SIGKILL)
+        until(lambda: len({*server.children(b"server.worker")} - {workers[0]}) == 2)
+        assert figure(server, ended) == {12.0}
+
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        until(lambda: "the engine is back" in server.log.read_text())
+        until(lambda: all(server.is_ready() for _ in range(8)))
+        with server.client() as client:
+            assert client.completions.create(max_tokens=6, **asked).choices[0].text in texts
+
+        children = [*server.children(b"server.worker"), server.engine_pid()]
+        server.process.terminate()
+        server.process.wait(60)
+        assert all(has_gone(pid) for pid in children)
+
+
+def test_workers_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
+    with serving(tmp_path, "--api-workers", "2") as server:
+        until(lambda: server.is_ready())
+        children = [*server.children(b"server.worker"), server.engine_pid()]
+        assert len(children) == 3
+        server.process.kill()
+        server.process.wait()
+        until(lambda: all(has_gone(pid) for pid in children))
+
+
+def test_what_workers_cannot_serve_is_refused_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--api-workers", "2"]
+    command += ["--speculative.draft-strategy", "ngram", "--drafters", "none"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert "slipstream: speculative" in result.stderr

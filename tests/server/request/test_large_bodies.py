@@ -1,0 +1,130 @@
+"""Large bodies: read elsewhere, with the same outcome, while everything else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from typing import Any
+
+import httpx
+import pytest
+
+from server.request.large_bodies import LARGE
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
+from worlds.serving import Connect, endless, until
+
+pytestmark = pytest.mark.anyio
+
+PADDING = " " * LARGE
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "seed": 1}
+COMPLETION = {"prompt": "hi", "seed": 1}
+HOSTILE = json.dumps({"prompt": [{}] * 1_900_000}).encode()
+
+
+def outcome(reply: httpx.Response) -> tuple[int, Any]:
+    data = reply.json()
+    for changing in ("id", "created"):
+        data.pop(changing, None)
+    return reply.status_code, data
+
+
+async def test_a_large_body_has_the_outcome_of_a_small_one(connect: Connect) -> None:
+    bodies: list[tuple[str, bytes]] = [
+        ("completions", json.dumps(COMPLETION).encode()),
+        ("completions", json.dumps(COMPLETION | {"n": 3, "stop": "w", "top_k": 3}).encode()),
+        ("chat/completions", json.dumps(CHAT).encode()),
+        ("chat/completions", json.dumps(CHAT | {"messages": []}).encode()),
+        ("chat/completions", json.dumps(CHAT | {"tools": [1], "n": 0}).encode()),
+        ("completions", json.dumps(COMPLETION | {"model": "other"}).encode()),
+        ("completions", json.dumps(COMPLETION | {"prompt": [1, 5000]}).encode()),
+        ("completions", json.dumps(COMPLETION | {"speculative": {"tree_depth": -1}}).encode()),
+        ("completions", json.dumps(COMPLETION | {"logit_bias": {"x": 1}}).encode()),
+        ("completions", b'{"prompt": "a", oops}'),
+        ("completions", b'{"prompt": "\xff"}'),
+        ("completions", b"[1, 2]"),
+        ("completions", b"null"),
+        ("completions", b"[" * 100_000),
+    ]
+    async with connect(ScriptedEngine()) as client:
+        for path, body in bodies:
+            for kind in ("application/json", "application/problem+json", "text/plain"):
+                headers = {"content-type": kind}
+                small = await client.post(path, content=body, headers=headers)
+                large = await client.post(path, content=body + PADDING.encode(), headers=headers)
+                assert outcome(large) == outcome(small)
+        rejected = (await client.get("http://test/metrics")).text
+    assert 'slipstream_rejections_total{reason="model_not_found"} 4.0' in rejected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_large_body_asks_for_is_written(connect: Connect, stream: bool) -> None:
+    engine = ScriptedEngine("hello", info=None)
+    async with connect(engine) as client:
+        body = COMPLETION | {"user": "x", "stream": stream}
+        reply = await client.post(
+            "completions",
+            content=json.dumps(body) + PADDING,
+            headers={"content-type": "application/json"},
+        )
+    assert reply.status_code == 200
+    (request,) = engine.requests
+    assert request.prompt_token_ids == tuple(b"hi")
+    assert request.sampling.seed == 1
+    assert request.arrival_time > 0
+
+
+@pytest.mark.parametrize("body", ["hostile", "prompt"])
+async def test_other_requests_go_on_while_a_body_is_read(connect: Connect, body: str) -> None:
+    engine = endless()
+    content = HOSTILE
+    if body == "prompt":
+        content = json.dumps({"prompt": ["a b " * 20] * 88_000}).encode()
+    async with connect(engine) as client:
+        headers = {"content-type": "application/json"}
+        # The pool is there when the time comes.
+        await client.post("completions", content=json.dumps(COMPLETION) + PADDING, headers=headers)
+        before = engine.num_events
+        reading = asyncio.create_task(
+            client.post("completions", content=content, headers=headers, timeout=120)
+        )
+        finished = 0
+        while not reading.done():
+            reply = await client.post("completions", json=COMPLETION | {"max_tokens": 50})
+            assert reply.status_code == 200
+            finished += 1
+        assert (await reading).status_code == 400
+    assert finished >= 3
+    assert engine.num_events >= before + 50 * finished
+
+
+async def test_a_pool_that_was_killed_costs_its_bodies_and_no_others(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        headers = {"content-type": "application/json"}
+        content = json.dumps(COMPLETION) + PADDING
+        assert (await client.post("completions", content=content, headers=headers)).is_success
+        reader = client.app.state.services.bodies  # type: ignore[attr-defined]
+        pool = reader._pool
+        (pid,) = pool._processes
+        reading = asyncio.create_task(
+            client.post("completions", content=HOSTILE, headers=headers, timeout=120)
+        )
+        await until(lambda: pool._pending_work_items)
+        os.kill(pid, signal.SIGKILL)
+        assert (await reading).status_code == 500
+        assert (await client.post("completions", json=COMPLETION)).is_success
+        assert (await client.post("completions", content=content, headers=headers)).is_success
+
+
+async def test_without_a_pool_the_server_reads_them_itself(connect: Connect) -> None:
+    content = json.dumps(COMPLETION) + PADDING
+    headers = {"content-type": "application/json"}
+    tokenizer = byte_tokenizer()
+    async with connect(ScriptedEngine(), body_processes=0) as client:
+        assert (await client.post("completions", content=content, headers=headers)).is_success
+        assert client.app.state.services.bodies._pool is None  # type: ignore[attr-defined]
+    tokenizer.odd = lambda: None  # type: ignore[attr-defined]  # what cannot be sent
+    async with connect(ScriptedEngine(), tokenizer=tokenizer) as client:
+        assert (await client.post("completions", content=content, headers=headers)).is_success
+        assert client.app.state.services.bodies._pool is None  # type: ignore[attr-defined]
