@@ -81,20 +81,32 @@ def build_batch(
         request.first_row = len(batch.token_ids)
         request.first_logit = len(batch.logits_indices)
         end = request.first_row + request.num_rows
-        batch.token_ids.extend(request.token_ids)
+        batch.token_ids += request.token_ids
         anchor = request.base + request.num_known - 1
-        batch.positions.extend(range(request.base, anchor + 1))
-        batch.positions.extend(anchor + depth for depth in request.depths()[request.num_stored :])
-        batch.slot_mapping.extend(
-            slot_of(request.block_table, position, block_size)
-            for position in range(request.base + request.num_stored, request.end)
+        batch.positions += range(request.base, anchor + 1)
+        if request.parents:
+            depths = request.depths()[request.num_stored :]
+            batch.positions += [anchor + depth for depth in depths]
+        batch.slot_mapping += _slots(
+            request.block_table, request.base + request.num_stored, request.end, block_size
         )
-        batch.logits_indices.extend(range(end - request.num_logits, end))
+        batch.logits_indices += range(end - request.num_logits, end)
     return batch
 
 
 def slot_of(block_table: Sequence[int], position: int, block_size: int) -> int:
     return block_table[position // block_size] * block_size + position % block_size
+
+
+def _slots(block_table: Sequence[int], first: int, end: int, block_size: int) -> list[int]:
+    """Slots of the positions ``first`` .. ``end - 1``, block by block."""
+    slots: list[int] = []
+    while first < end:
+        slot = slot_of(block_table, first, block_size)
+        num_slots = min(block_size - first % block_size, end - first)
+        slots += range(slot, slot + num_slots)
+        first += num_slots
+    return slots
 
 
 class InputTensors(NamedTuple):

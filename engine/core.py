@@ -13,11 +13,10 @@ from typing import Protocol
 
 import torch
 
-from drafters.base import HiddenRows, Observation
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
-from engine.events import StepResult, TokenEvent, TokenLogprobs
+from engine.events import StepResult, TokenEvent
+from engine.outputs import Part, hidden_rows, observe_rows, read_logprobs
 from engine.params import GenerationRequest
-from engine.sampling.logprobs import emitted_logprobs, top_probs, top_tokens
 from engine.sampling.state import RowGroup, SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan, Scheduler
@@ -136,15 +135,18 @@ class EngineCore:
             with clock.measure("draft"):
                 round_ = self.speculation.draft(plan)
             batch = self._build_batch(plan)
+            parts = [Part(*pair) for pair in zip(plan.scheduled, batch.requests, strict=True)]
             with clock.measure("forward"):
                 output = self.runner.forward(batch)
             with clock.measure("verify"):
-                self._verify(plan, batch, output.logits)
+                _verify(parts, output.logits)
             self._commit(plan)
             with clock.measure("draft"):
-                self._observe(plan, batch, output, round_)
+                self.speculation.observe_hidden(hidden_rows(parts, output.hidden), round_)
+                self.speculation.observe(observe_rows(parts, output.logits), round_)
+            read_logprobs(parts, output.logits)
             clock.stop()
-            self._report(plan, batch, output.logits, round_, clock)
+            self._report(plan, batch, round_, clock)
         if self._check_integrity:
             self.pool.check_integrity()
         return self.take_result()
@@ -171,19 +173,6 @@ class EngineCore:
             num_logits=num_logits,
         )
 
-    def _verify(self, plan: Plan, batch: InputBatch, logits: torch.Tensor) -> None:
-        sampling = [
-            pair for pair in zip(plan.scheduled, batch.requests, strict=True) if pair[0].samples
-        ]
-        groups = [
-            RowGroup(each.request.sampling, _anchor_logit(rows), each.draft.tree)
-            for each, rows in sampling
-        ]
-        if groups:
-            outcomes = verify_step(logits, groups)
-            for (each, _), outcome in zip(sampling, outcomes, strict=True):
-                each.outcome = outcome
-
     def _commit(self, plan: Plan) -> None:
         """Accepted rows become committed keys and values; the rest of the leases go back."""
         sources: list[int] = []
@@ -202,37 +191,9 @@ class EngineCore:
             self.pool.free_draft(request.request_id)
         self.runner.move(sources, targets)
 
-    def _observe(
-        self, plan: Plan, batch: InputBatch, output: ForwardOutput, round_: DraftRound
-    ) -> None:
-        """Show the drafters what they want to see of the step, and what became of it."""
-        hidden: list[HiddenRows] = []
-        seen: list[tuple[ScheduledRequest, Observation]] = []
-        for each, rows in zip(plan.scheduled, batch.requests, strict=True):
-            request = each.request
-            if each.wants.hidden and output.hidden is not None:
-                anchor = rows.first_row + each.num_known - 1
-                kept = [
-                    *range(rows.first_row, anchor + 1),
-                    *(anchor + row for row in each.accepted_rows),
-                ]
-                states = output.hidden[kept]
-                hidden.append(HiddenRows(request.request_id, each.base, request.token_ids, states))
-            if each.outcome is not None:
-                seen.append((each, _observation(each, each.outcome, rows, output.logits)))
-        self.speculation.observe_hidden(hidden, round_)
-        self.speculation.observe(seen, round_)
-
     # --- what comes out ---
 
-    def _report(
-        self,
-        plan: Plan,
-        batch: InputBatch,
-        logits: torch.Tensor,
-        round_: DraftRound,
-        clock: StepClock,
-    ) -> None:
+    def _report(self, plan: Plan, batch: InputBatch, round_: DraftRound, clock: StepClock) -> None:
         """Teach the cost model, account for every request, and let the finished ones go."""
         shape = StepShape(
             num_rows=batch.num_rows,
@@ -246,10 +207,8 @@ class EngineCore:
         self.cost.observe_overhead(clock.other)
         baseline = estimate_baseline(self.cost, shape, clock.step, clock.draft)
         by_drafter: dict[str, SpeculativeStats] = defaultdict(SpeculativeStats)
-        for each, rows in zip(plan.scheduled, batch.requests, strict=True):
+        for each in plan.scheduled:
             request, draft, outcome = each.request, each.draft, each.outcome
-            if request.wants_prompt_logprobs:
-                _keep_prompt_logprobs(each, rows, logits)
             if outcome is None:
                 continue
             gamma, num_emitted = len(draft.tree), len(outcome.emitted_token_ids)
@@ -265,7 +224,7 @@ class EngineCore:
                     step_seconds=clock.step,
                     baseline_seconds=baseline.seconds(num_emitted),
                 )
-            self._emit(request, outcome, rows, logits)
+            self._emit(each, outcome)
         # The batch would have run once per token of each request, side by side.
         num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
         num_plain_steps = num_emitted / max(1, shape.num_sampling_requests) or 1.0
@@ -284,10 +243,8 @@ class EngineCore:
             num_draft_failures=round_.num_failures,
         )
 
-    def _emit(
-        self, request: Request, outcome: Outcome, rows: RequestRows, logits: torch.Tensor
-    ) -> None:
-        finish = None
+    def _emit(self, scheduled: ScheduledRequest, outcome: Outcome) -> None:
+        request, finish = scheduled.request, None
         if outcome.finish_reason is not None:
             self._remove(request)
             finish = request.finish_info(outcome.finish_reason, outcome.stop_token_id)
@@ -295,10 +252,10 @@ class EngineCore:
             request_id=request.request_id,
             token_ids=outcome.emitted_token_ids,
             drafted=outcome.drafted,
-            logprobs=_emitted_logprobs(request, outcome, rows, logits),
+            logprobs=scheduled.logprobs,
             prompt_logprobs=request.take_prompt_logprobs(),
             finish=finish,
-            num_draft_tokens=len(rows.parents),
+            num_draft_tokens=len(scheduled.draft.tree),
         )
         self._result.events.append(event)
 
@@ -315,58 +272,13 @@ class EngineCore:
         )
 
 
-def _anchor_logit(rows: RequestRows) -> int:
-    """The anchor's row among the logits of a request that samples."""
-    return rows.first_logit + rows.num_logits - 1 - len(rows.parents)
-
-
-def _observation(
-    scheduled: ScheduledRequest, outcome: Outcome, rows: RequestRows, logits: torch.Tensor
-) -> Observation:
-    wants, tree = scheduled.wants, scheduled.draft.tree
-    first = _anchor_logit(rows)
-    own, top, probs = range(first, first + 1 + len(tree)), None, None
-    if wants.num_top_tokens and wants.top_probs:
-        top, probs = top_probs(logits, own, wants.num_top_tokens)
-    elif wants.num_top_tokens:
-        top = top_tokens(logits, own, wants.num_top_tokens)
-    return Observation(
-        request_id=scheduled.request.request_id,
-        token_ids=scheduled.request.token_ids,
-        tree=tree,
-        row_token_ids=outcome.row_token_ids,
-        path=outcome.path,
-        emitted_token_ids=outcome.emitted_token_ids,
-        top_token_ids=top,
-        top_probs=probs,
-    )
-
-
-def _keep_prompt_logprobs(
-    scheduled: ScheduledRequest, rows: RequestRows, logits: torch.Tensor
-) -> None:
-    """Keep the log-probabilities of the prompt tokens that follow the known rows, all of which have
-    logits."""
-    request, base = scheduled.request, scheduled.base
-    last = min(base + scheduled.num_known, request.num_prompt_tokens - 1)
-    positions = [at for at in range(base, last) if at + 1 not in request.prompt_logprobs]
-    found = emitted_logprobs(
-        logits,
-        [rows.first_logit + at - base for at in positions],
-        [request.token_ids[at + 1] for at in positions],
-        request.params.sampling.prompt_logprobs or 0,
-    )
-    request.prompt_logprobs.update(zip([at + 1 for at in positions], found, strict=True))
-
-
-def _emitted_logprobs(
-    request: Request, outcome: Outcome, rows: RequestRows, logits: torch.Tensor
-) -> tuple[TokenLogprobs, ...] | None:
-    num_top = request.params.sampling.logprobs
-    if num_top is None:
-        return None
-    emitted = outcome.emitted_token_ids
-    # The path leads from row to row: the token at each of its rows is the next one emitted.
-    first = _anchor_logit(rows)
-    path = [first + row for row in outcome.path[: len(emitted)]]
-    return tuple(emitted_logprobs(logits, path, emitted, num_top))
+def _verify(parts: Sequence[Part], logits: torch.Tensor) -> None:
+    sampling = [part for part in parts if part.scheduled.samples]
+    if not sampling:
+        return
+    groups = [
+        RowGroup(part.scheduled.request.sampling, part.anchor_logit, part.scheduled.draft.tree)
+        for part in sampling
+    ]
+    for part, outcome in zip(sampling, verify_step(logits, groups), strict=True):
+        part.scheduled.outcome = outcome

@@ -1,12 +1,15 @@
 """Log-probabilities and likeliest tokens of chosen rows, from the model's unprocessed logits.
 
-Everything is computed row by row in float32, so a row's bits do not depend on its neighbours.
+All rows of a step that want the same kind of figure are asked for at once: one pass over the logits
+and one transfer. Everything is computed row by row in float32, so a row's bits do not depend on its
+neighbours.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,88 +18,139 @@ from engine.events import TokenLogprobs
 from engine.sampling.gumbel_argmax import gather_logits, group_maxima
 from engine.sampling.noise_torch import group_table
 
+_CACHED_NUMEL = 1 << 19
+_FURTHER_GROUPS = 4
+
+
+class Scored(NamedTuple):
+    """A row of the logits, its token, and how many of the likeliest to name beside it."""
+
+    row: int
+    token_id: int
+    num_top: int
+
+
+def scored_logprobs(logits: Tensor, asked: Sequence[Scored]) -> list[TokenLogprobs]:
+    """For each row: the log-probability of its token and the ``num_top`` likeliest, best first.
+
+    ``logits`` ``[num_rows, vocab_size]``, any float type, as the model gave them. Rows of prompt
+    tokens are asked for in the same way, with the token that follows.
+    """
+    if not asked:
+        return []
+    num_top = max(each.num_top for each in asked)
+    chosen = torch.tensor([each.token_id for each in asked], device=logits.device)[:, None]
+
+    def read(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        token_ids, _ = _top(rows, num_top)
+        token_ids = torch.cat([chosen[part], token_ids], dim=1)
+        return token_ids, torch.log_softmax(rows, dim=-1).gather(1, token_ids)
+
+    found = _by_parts(logits, [each.row for each in asked], read)
+    return [
+        TokenLogprobs(
+            ids[0],
+            values[0],
+            tuple(zip(ids[1 : each.num_top + 1], values[1 : each.num_top + 1], strict=True)),
+        )
+        for each, ids, values in zip(asked, *found, strict=True)
+    ]
+
 
 def emitted_logprobs(
     logits: Tensor, row_indices: Sequence[int], token_ids: Sequence[int], num_top: int
 ) -> list[TokenLogprobs]:
-    """For each row: the log-probability of its token and the ``num_top`` likeliest, best first.
-
-    ``logits`` ``[num_rows, vocab_size]``, any float type, as the model gave them; ``token_ids`` has
-    one token per row index. Rows of prompt tokens are asked for in the same way, with the token
-    that follows.
-    """
-    if not len(row_indices):
-        return []
-    with torch.inference_mode():
-        rows = _rows(logits, row_indices)
-        logprobs = torch.log_softmax(rows, dim=-1)  # [num_rows, vocab_size]
-        chosen = torch.tensor(token_ids, device=logits.device)[:, None]
-        chosen_logprobs = logprobs.gather(1, chosen)[:, 0].tolist()
-        top = [[token_id for token_id, _ in pairs] for pairs in _top(rows, num_top)]
-        top_logprobs = [logprobs[i, ids].tolist() for i, ids in enumerate(top)]
-    return [
-        TokenLogprobs(token_id, logprob, tuple(zip(ids, values, strict=True)))
-        for token_id, logprob, ids, values in zip(
-            token_ids, chosen_logprobs, top, top_logprobs, strict=True
-        )
-    ]
+    """``scored_logprobs`` with one ``num_top`` for all; ``token_ids`` has one token per row index."""
+    return scored_logprobs(
+        logits,
+        [Scored(*pair, num_top) for pair in zip(row_indices, token_ids, strict=True)],
+    )
 
 
 def top_tokens(logits: Tensor, row_indices: Sequence[int], k: int) -> list[list[int]]:
     """The ``k`` likeliest tokens of each row, best first, lowest id among equals; those with
-    probability 0 are left out."""
-    if not len(row_indices):
-        return []
-    with torch.inference_mode():
-        top = _top(_rows(logits, row_indices), k)
-    return [[token_id for token_id, value in pairs if value > -math.inf] for pairs in top]
+    probability 0 are left out. The first ones of them are what a smaller ``k`` gives."""
+    token_ids, values = _by_parts(logits, row_indices, lambda rows, _: _top(rows, k))
+    return [
+        ids if not best or best[-1] > -math.inf else ids[: best.index(-math.inf)]
+        for ids, best in zip(token_ids, values, strict=True)
+    ]
 
 
 def top_probs(
     logits: Tensor, row_indices: Sequence[int], k: int
 ) -> tuple[list[list[int]], list[list[float]]]:
     """``top_tokens``, and their probabilities under the unprocessed logits."""
+
+    def read(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+        token_ids, values = _top(rows, k)
+        return token_ids, values - torch.logsumexp(rows, dim=-1, keepdim=True)
+
+    token_ids, logprobs = _by_parts(logits, row_indices, read)
+    exp = math.exp
+    probs = [[exp(each) for each in row if each > -math.inf] for row in logprobs]
+    return [ids[: len(row)] for ids, row in zip(token_ids, probs, strict=True)], probs
+
+
+def _by_parts(
+    logits: Tensor,
+    row_indices: Sequence[int],
+    read: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
+) -> tuple[list[list[int]], list[list[float]]]:
+    """What ``read`` finds in the rows, as float32, and which of them it is given: token ids and floats,
+    some of each per row. On a CPU so many rows at a time as stay in its cache."""
     if not len(row_indices):
         return [], []
+    num_rows = len(row_indices)
+    if logits.device.type == "cpu":
+        num_rows = max(1, _CACHED_NUMEL // logits.shape[1])
     with torch.inference_mode():
-        rows = _rows(logits, row_indices)
-        totals = torch.logsumexp(rows, dim=-1).tolist()
-        pairs = [[each for each in row if each[1] > -math.inf] for row in _top(rows, k)]
-    token_ids = [[token_id for token_id, _ in row] for row in pairs]
-    probs = [
-        [math.exp(value - total) for _, value in row]
-        for row, total in zip(pairs, totals, strict=True)
-    ]
-    return token_ids, probs
+        index = torch.tensor(row_indices, device=logits.device)
+        parts = [slice(first, first + num_rows) for first in range(0, len(index), num_rows)]
+        found = [read(logits.index_select(0, index[part]).float(), part) for part in parts]
+        token_ids, values = (torch.cat(each).tolist() for each in zip(*found, strict=True))
+    return token_ids, values
 
 
-def _rows(logits: Tensor, row_indices: Sequence[int]) -> Tensor:
-    index = torch.tensor(row_indices, device=logits.device)
-    return logits.index_select(0, index).float()
+def _top(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Ids and values of the k largest logits of each row, ``[num_rows, k]``, by (logit descending, id
+    ascending).
 
-
-def _top(rows: Tensor, k: int) -> list[list[tuple[int, float]]]:
-    """The k largest logits of each row and their ids, by (logit descending, id ascending).
-
-    The k + 1 groups with the largest maxima hold the k + 1 largest logits. ``topk`` leaves open which
-    of equal values it returns, so ties across the border are settled by looking at the whole row.
+    Looked for in the groups with the largest maxima: the first k of them hold the k largest logits, but
+    for equal ones in other groups. A few more hold those, too, as a rule; where the last group's maximum
+    could still be among the k, the whole row is looked at.
     """
     k = min(k, rows.shape[1])
     if k == 0:
-        return [[] for _ in rows]
+        nothing = rows.new_empty(len(rows), 0)
+        return nothing.long(), nothing
     maxima = group_maxima(rows)
-    num = min(k + 1, maxima.shape[1])
-    groups = maxima.topk(num).indices.view(-1)
+    num = min(k + _FURTHER_GROUPS, maxima.shape[1])
+    best, groups = maxima.topk(num)
     owners = torch.arange(len(rows), device=rows.device).repeat_interleave(num)
-    candidates = group_table(maxima.shape[1], rows.device).token_ids.index_select(0, groups)
-    values = gather_logits(rows, owners, candidates).view(len(rows), -1)
-    values, at = values.topk(k + 1)
-    token_ids = candidates.view(len(rows), -1).gather(1, at)
-    top = []
-    for row, (best, ids) in enumerate(zip(values.tolist(), token_ids.tolist(), strict=True)):
-        pairs = list(zip(ids, best, strict=True))[:k]
-        if best[k] == best[k - 1]:
-            ids = (rows[row] >= best[k - 1]).nonzero()[:, 0].tolist()
-            pairs = list(zip(ids, rows[row, ids].tolist(), strict=True))
-        top.append(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:k])
-    return top
+    table = group_table(maxima.shape[1], rows.device)
+    token_ids = table.token_ids.index_select(0, groups.view(-1))
+    values = gather_logits(rows, owners, token_ids).view(len(rows), -1)
+    token_ids = token_ids.view(len(rows), -1)
+    at = _ordered(values, token_ids).topk(k).indices
+    values, token_ids = values.gather(1, at), token_ids.gather(1, at)
+    if num < maxima.shape[1]:
+        unsure = (best[:, -1] >= values[:, -1]).nonzero()[:, 0]
+        for row in unsure.tolist():
+            _look_at_all(rows[row], values[row], token_ids[row])
+    return token_ids, values
+
+
+def _ordered(values: Tensor, token_ids: Tensor) -> Tensor:
+    """Integers that order float32 values, and among equal ones the lowest id as largest: int64."""
+    bits = (values + 0.0).view(torch.int32)  # there are two zeros, of one value
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.long() << 32) - token_ids
+
+
+def _look_at_all(row: Tensor, values: Tensor, token_ids: Tensor) -> None:
+    """Put a whole row's largest logits and their ids in place of what was found in some groups."""
+    ids = (row >= values[-1]).nonzero()[:, 0]
+    best, order = row[ids].sort(descending=True, stable=True)
+    num = min(len(values), len(ids))  # fewer where a row has NaNs
+    values[:num], token_ids[:num] = best[:num], ids[order[:num]]

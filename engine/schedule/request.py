@@ -169,6 +169,8 @@ class ScheduledRequest:
     draft: Draft = NO_DRAFT
     wants: Wants = NOTHING
     outcome: Outcome | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the emitted tokens, for requests that asked."""
 
     def __post_init__(self) -> None:
         self.base = self.request.num_computed_tokens

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from operator import itemgetter, le
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -289,6 +289,8 @@ def _fit_slopes(points: Sequence[tuple[float, float, float]]) -> tuple[float, fl
 
 def _never_falling(values: Sequence[float]) -> list[float]:
     """Least-squares isotonic regression (pool adjacent violators)."""
+    if all(map(le, values, values[1:])):
+        return list(values)
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, size = value, 1
@@ -316,7 +318,13 @@ class Correction:
 
     def __init__(self, num_knots: int) -> None:
         self._logs = np.zeros(1 + num_knots)
-        self._covariance = np.diag([_MACHINE_DOUBT, *[_KNOT_DOUBT] * num_knots])
+        doubts = np.array([_MACHINE_DOUBT, *[_KNOT_DOUBT] * num_knots])
+        self._covariance = np.diag(doubts)
+        # What every step forgets: products with these, and what it adds to the variances.
+        self._memory = np.array([1.0, *[_KNOT_MEMORY] * num_knots])
+        self._memories = np.outer(self._memory, self._memory)
+        self._drift = np.diag(doubts * (1.0 - self._memory**2))
+        self._drift[0, 0] = _MACHINE_DRIFT
 
     @property
     def machine(self) -> float:
@@ -329,24 +337,16 @@ class Correction:
 
     def observe(self, knots: Sequence[tuple[int, float]], surprise: float) -> None:
         """A step among ``knots``, with weights, took ``exp(surprise)`` times what was predicted."""
-        self._forget()
-        taught = np.zeros(len(self._logs))
-        taught[0] = 1.0
+        covariance: np.ndarray[Any, Any] = self._covariance
+        self._logs *= self._memory
+        covariance *= self._memories
+        covariance += self._drift
+        spread = covariance[0].copy()
         for knot, weight in knots:
-            taught[1 + knot] = weight
-        spread = self._covariance @ taught
-        variance = float(taught @ spread) + _NOISE
+            spread += weight * covariance[1 + knot]
+        variance = spread[0] + sum(weight * spread[1 + knot] for knot, weight in knots) + _NOISE
         # What is not believed does not make anything surer either.
         weight = _LARGEST_STEP_SURPRISE / max(_LARGEST_STEP_SURPRISE, abs(surprise))
         gain = spread * (weight / variance)
         self._logs += gain * surprise
-        self._covariance -= np.outer(spread, gain)
-
-    def _forget(self) -> None:
-        covariance: np.ndarray[Any, Any] = self._covariance
-        self._logs[1:] *= _KNOT_MEMORY
-        covariance[1:] *= _KNOT_MEMORY
-        covariance[:, 1:] *= _KNOT_MEMORY
-        doubt = np.full(len(self._logs), _KNOT_DOUBT * (1.0 - _KNOT_MEMORY**2))
-        doubt[0] = _MACHINE_DRIFT
-        covariance[np.diag_indices_from(covariance)] += doubt
+        covariance -= spread[:, None] * gain
