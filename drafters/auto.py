@@ -126,6 +126,14 @@ class AutoDrafter(Drafter):
             if member.drafter.info.takes_prediction:
                 member.drafter.predict(request_id, prediction_token_ids)
 
+    def read_prompt(self, request_id: str, num_tokens: int) -> int:
+        """One member after the other; those that have read all are asked already."""
+        num_read = 0
+        for member in self._states[request_id].members:
+            if member.is_asked and (num_read < num_tokens or not num_tokens):
+                num_read += member.drafter.read_prompt(request_id, num_tokens - num_read)
+        return num_read
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Raises KeyError for a request that is not open."""
         return [self._propose(request) for request in requests]

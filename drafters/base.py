@@ -13,7 +13,7 @@ from dataclasses import InitVar, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
-from drafters.tree import DraftTree
+from drafters.tree import EMPTY, DraftTree
 
 OptionValue: TypeAlias = bool | int | float | str
 
@@ -283,10 +283,14 @@ class Drafter:
     Most drafters write ``start`` alone, which returns an object that knows one request and has
     ``propose(request) -> DraftTree``, ``observe(observation)`` and, if it wants to be told what the
     target rated likeliest, ``num_top_tokens``. Those who batch their requests write ``propose`` and
-    ``observe`` themselves, over ``self._states``.
+    ``observe`` themselves, over ``self._states``. A state that takes long to read a long prompt also has
+    ``read_prompt(num_tokens) -> int``, which takes in up to so many more tokens of the request's text and
+    says how many it was, and reads what is left by itself where it is asked for a draft before.
     """
 
     info: DrafterInfo
+    _unread: frozenset[str] = frozenset()
+    """Requests whose text is being read in slices."""
 
     def __init__(self) -> None:
         self._states: dict[str, Any] = {}
@@ -321,16 +325,39 @@ class Drafter:
         if refer is not None:
             refer(request_id, prediction_token_ids)
 
+    def read_prompt(self, request_id: str, num_tokens: int) -> int:
+        """Take in up to ``num_tokens`` more tokens of a request's text; how many it was.
+
+        The engine announces it by asking for 0 after ``open``, and then calls it in every step until it
+        was less than it asked for: so that no long prompt stops all requests. Until then the request
+        gets empty drafts and learns from its text alone. Where nobody calls it, the first draft is made
+        when all is read.
+        """
+        state = vars(self).get("_states", {}).get(request_id)
+        read = getattr(state, "read_prompt", None)
+        if read is None:
+            return 0
+        self._unread -= {request_id}
+        num_read: int = read(num_tokens)
+        if num_read == num_tokens:
+            self._unread |= {request_id}
+        return num_read
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """A tree per request, at most ``max_nodes`` nodes each, possibly empty. Raises KeyError for a
         request that is not open."""
-        return [self._states[request.request_id].propose(request) for request in requests]
+        states, unread = self._states, self._unread
+        return [
+            EMPTY if each.request_id in unread else states[each.request_id].propose(each)
+            for each in requests
+        ]
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Learn from verified rows. ``token_ids`` already ends with ``emitted_token_ids``. Raises
         KeyError for a request that is not open."""
         for observation in observations:
-            self._states[observation.request_id].observe(observation)
+            if observation.request_id not in self._unread:
+                self._states[observation.request_id].observe(observation)
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
         """Called after each step, before ``observe``, with every newly committed row of the requests,
@@ -341,10 +368,11 @@ class Drafter:
         """How many of the target's top tokens per row ``observe`` wants for it; 0: none. Raises KeyError
         for a request that is not open."""
         num: int = getattr(self._states[request_id], "num_top_tokens", 0)
-        return num
+        return 0 if request_id in self._unread else num
 
     def close(self, request_id: str) -> None:
         """Forget the request; closing one that is not open does nothing (aborts may race)."""
+        self._unread -= {request_id}
         if request_id in self._states:
             self.finish(request_id, self._states.pop(request_id))
 

@@ -136,7 +136,6 @@ class Alignment:
         self._first_indexed = 0
         self._trusted = False
         self._ends: list[tuple[list[int], int]] = []
-        self._index_up_to(len(self.token_ids))
 
     @property
     def has_copied(self) -> bool:
@@ -156,10 +155,23 @@ class Alignment:
         """Contexts held."""
         return len(self._index)
 
+    def read(self, token_ids: Sequence[int], num_tokens: int) -> int:
+        """Index up to ``num_tokens`` more tokens of ``token_ids``, before anything of it is followed; how
+        many it was."""
+        text, index = self.token_ids, self._index
+        text += token_ids[len(text) :]
+        self._bound(len(text))
+        start = index.num_indexed
+        if start < len(text):
+            index.extend(text, start, min(len(text), start + num_tokens))
+        return index.num_indexed - start
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Follow what ``token_ids`` has beyond what is known."""
         text = self.token_ids
         position = len(text)
+        if self._index.num_indexed < self._num_prompt_tokens:
+            self.read(text, position)
         text.extend(token_ids[position:])
         end = len(text)
         while position < end:
@@ -326,14 +338,18 @@ class Alignment:
 
     def _index_up_to(self, end: int) -> None:
         """Index the text's tokens before ``end``, but for the inner part of a long copy."""
+        self._bound(end)
         start = self._index.num_indexed
-        if end - self._first_indexed > MAX_INDEXED_TOKENS:
-            self._index.clear()
-            start = self._first_indexed = end - MAX_INDEXED_TOKENS // 2
-        elif start >= self._num_prompt_tokens and end - start > 2 * _INDEXED_BEFORE_BREAK:
+        if start >= self._num_prompt_tokens and end - start > 2 * _INDEXED_BEFORE_BREAK:
             start = end - _INDEXED_BEFORE_BREAK
         if end > start:
             self._index.extend(self.token_ids, start, end)
+
+    def _bound(self, end: int) -> None:
+        """Start again where the text before ``end`` is more than may be indexed."""
+        if end - self._first_indexed > MAX_INDEXED_TOKENS:
+            self._index.clear()
+            self._index.num_indexed = self._first_indexed = end - MAX_INDEXED_TOKENS // 2
 
 
 def _after(token_ids: list[int], token_id: int, start: int, end: int, max_places: int) -> list[int]:

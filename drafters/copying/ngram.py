@@ -79,7 +79,11 @@ class NgramState:
 
     def __init__(self, token_ids: Sequence[int], options: Options) -> None:
         self._index = NgramIndex(int(options["ngram_min"]), int(options["ngram_max"]))
-        self._index.extend(token_ids)
+        self._token_ids = token_ids
+
+    def read_prompt(self, num_tokens: int) -> int:
+        """See ``Drafter``."""
+        return self._index.extend(self._token_ids, num_tokens)
 
     def observe(self, observation: Observation) -> None:
         self._index.extend(observation.token_ids)
@@ -188,15 +192,19 @@ class NgramIndex:
         self.match = -1
         self.num_tokens = 0
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Index what ``token_ids`` has beyond ``num_tokens``, and find the match of its end."""
+    def extend(self, token_ids: Sequence[int], most: int | None = None) -> int:
+        """Index what ``token_ids`` has beyond ``num_tokens``, up to ``most`` of it, and find the match of
+        its end. Returns how many tokens it was."""
         num_tokens = len(token_ids)
         if num_tokens - self._base > MAX_INDEXED_TOKENS:
             self._restart(num_tokens - MAX_INDEXED_TOKENS // 2)
-        if num_tokens - self.num_tokens > _BULK_MIN_TOKENS:
-            self._extend_in_bulk(token_ids[self.num_tokens : num_tokens - 1])
-        for position in range(self.num_tokens, num_tokens):
+        start = self.num_tokens
+        end = num_tokens if most is None else min(num_tokens, start + most)
+        if end - start > _BULK_MIN_TOKENS:
+            self._extend_in_bulk(token_ids[start : end - 1])
+        for position in range(self.num_tokens, end):
             self._append(token_ids[position])
+        return end - start
 
     def size(self) -> int:
         """Entries held, links included."""

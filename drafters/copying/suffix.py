@@ -105,7 +105,12 @@ class SuffixState:
 
     def __init__(self, token_ids: Sequence[int], history: TenantHistory | None) -> None:
         self._history = history
+        self._token_ids = token_ids
         self._alignment = Alignment(token_ids, history)
+
+    def read_prompt(self, num_tokens: int) -> int:
+        """See ``Drafter``."""
+        return self._alignment.read(self._token_ids, num_tokens)
 
     def observe(self, observation: Observation) -> None:
         self._alignment.extend(observation.token_ids)

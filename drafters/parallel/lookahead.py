@@ -92,16 +92,32 @@ class LookaheadState:
         self._num_guesses = int(options["guesses"])
         self._pool = NgramPool(self._n, self._num_guesses, _MAX_KEYS)
         prompt = list(token_ids[-_MAX_PROMPT_TOKENS:])
-        if options["pool_from_prompt"]:
-            self._pool.insert_text(prompt)
+        self._token_ids = token_ids
+        self._first_read = self._num_read = len(token_ids) - len(prompt)
+        self._num_to_read = len(token_ids) if options["pool_from_prompt"] else 0
         # Of the request alone, so that a text drafts alike wherever and whenever it is written.
         rng = random.Random(hash(tuple(prompt)))
         fillers = rng.choices(prompt or [0], k=_NUM_FILLERS)
         self._window = LookaheadWindow(self._width, self._n, fillers)
 
+    def read_prompt(self, num_tokens: int) -> int:
+        """See ``Drafter``."""
+        start = self._num_read
+        if not self._num_to_read:
+            return 0
+        end = min(start + num_tokens, len(self._token_ids))
+        self._pool.insert_text(self._token_ids[max(self._first_read, start - self._n + 1) : end])
+        self._num_read = end
+        return end - start
+
+    def _read_rest(self) -> None:
+        if self._num_read < self._num_to_read:
+            self.read_prompt(self._num_to_read - self._num_read)
+
     def propose(self, request: DraftRequest) -> DraftTree:
         if min(request.max_nodes, request.shape.depth) < 1:
             return EMPTY
+        self._read_rest()
         # The last column reaches as deep as this; columns that were cut would stop the window.
         width = min(self._width, request.shape.depth - self._n + 3)
         size = fit(request.max_nodes, width, self._n, self._num_guesses)
@@ -118,6 +134,7 @@ class LookaheadState:
 
     def observe(self, observation: Observation) -> None:
         """Pool the text's new n-grams and the window's, and move the window on."""
+        self._read_rest()
         token_ids = observation.token_ids
         num_new = len(observation.emitted_token_ids)
         # Those of the text last: they are what the target wrote in earnest.

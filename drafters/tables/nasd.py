@@ -141,13 +141,25 @@ class NasdState:
         self._num_tokens = 0
         self._vocabulary: dict[int, None] = {}
         self._vocabulary_list: list[int] = []
-        self._learn(token_ids)
+        self._token_ids = token_ids
+        self._num_prompt_tokens = len(token_ids)
+
+    def read_prompt(self, num_tokens: int) -> int:
+        """See ``Drafter``."""
+        start = self._num_tokens
+        self._learn(self._token_ids[: start + num_tokens])
+        return self._num_tokens - start
+
+    def _read_rest(self) -> None:
+        if self._num_tokens < self._num_prompt_tokens:
+            self._learn(self._token_ids[: self._num_prompt_tokens])
 
     def size(self) -> int:
         """Contexts held."""
         return len(self._counts)
 
     def observe(self, observation: Observation) -> None:
+        self._read_rest()
         first = len(observation.token_ids) - len(observation.emitted_token_ids)
         if (
             self.num_top_tokens == 0
@@ -165,6 +177,7 @@ class NasdState:
         self._learn(observation.token_ids)
 
     def propose(self, request: DraftRequest) -> DraftTree:
+        self._read_rest()
         self._learn(request.token_ids)
         depth = min(request.max_nodes, request.shape.depth)
         if depth < 1:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from drafters.contexts import Level
+from drafters.contexts import Level, windows
 from drafters.tables.sharing import Generations
 
 NUM_TOKENS_KEPT = 10
@@ -171,6 +171,32 @@ class TextTable:
             if len(found) > self._MAX_SUCCESSORS:
                 del found[next(iter(found))]
             entries.put(key, found)
+
+    def learn_text(
+        self, window: int, context_levels: Sequence[Level], token_ids: Sequence[int]
+    ) -> None:
+        """``learn`` each of these tokens, the first one after ``window``. Level by level, which is
+        several times as fast; where contexts may be dropped meanwhile, in the order of the text."""
+        longest = max(level.mask for level in context_levels)
+        rolled = [window, *windows(window, token_ids[:-1], longest)][: len(token_ids)]
+        if not self.entries.has_room(len(token_ids) * len(context_levels)):
+            for each, token_id in zip(rolled, token_ids, strict=True):
+                self.learn(each, context_levels, token_id)
+            return
+        entries, most = self.entries.young, self._MAX_SUCCESSORS
+        for _, mask, smallest in context_levels:
+            for key, token_id in zip(map(mask.__and__, rolled), token_ids, strict=True):
+                if key < smallest:
+                    continue
+                found = entries.get(key)
+                if found is None:
+                    entries[key] = token_id
+                    continue
+                if isinstance(found, int):
+                    entries[key] = found = {found: 1}
+                found[token_id] = found.pop(token_id, 0) + 1
+                if len(found) > most:
+                    del found[next(iter(found))]
 
 
 def find(

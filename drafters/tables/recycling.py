@@ -97,12 +97,26 @@ class RecyclingState(TableState):
         self._matrix = matrix
         self._template = template
         self._prompt: Matrix = Generations(int(options["max_rows"]))
-        for token_id, successor in zip(token_ids, token_ids[1:], strict=False):
+        self._token_ids = token_ids
+        self._num_prompt_tokens = len(token_ids)
+        self._num_read = 0
+
+    def read_prompt(self, num_tokens: int) -> int:
+        """See ``Drafter``."""
+        start = self._num_read
+        new = self._token_ids[max(0, start - 1) : start + num_tokens]
+        for token_id, successor in zip(new, new[1:], strict=False):
             row = self._prompt.get(token_id) or ()
             if not row or row[0] != successor:
                 others = [each for each in row if each != successor]
                 row = (successor, *others[: self.num_top_tokens - 1])
             self._prompt.put(token_id, row)
+        self._num_read = min(start + num_tokens, len(self._token_ids))
+        return self._num_read - start
+
+    def _read_rest(self) -> None:
+        if self._num_read < self._num_prompt_tokens:
+            self.read_prompt(self._num_prompt_tokens - self._num_read)
 
     def observe(self, observation: Observation) -> None:
         """One row of the matrix per verified row; among rows of one token the last one stands."""
@@ -121,6 +135,7 @@ class RecyclingState(TableState):
     def propose(self, request: DraftRequest) -> DraftTree:
         if min(request.max_nodes, request.shape.depth) < 1:
             return EMPTY
+        self._read_rest()
         root = (request.token_ids[-1], 0)
         if request.shape.width == 1:
             return self._chain(root, min(request.max_nodes, request.shape.depth))

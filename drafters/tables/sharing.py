@@ -116,6 +116,15 @@ class Generations(Generic[Value]):
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
+    @property
+    def young(self) -> dict[int, Value]:
+        """The generation that is written to; to be changed only where there is room."""
+        return self._young
+
+    def has_room(self, num_keys: int) -> bool:
+        """Whether so many new keys fit before anything is dropped."""
+        return not self._old and len(self._young) + num_keys <= self._generation_size
+
     def get(self, key: int) -> Value | None:
         value = self._young.get(key)
         return self._old.get(key) if value is None else value

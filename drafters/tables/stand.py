@@ -129,10 +129,22 @@ class StandState(TableState):
         self._table = table
         self._prompt = TextTable(int(options["max_contexts"]))
         self._template = template
-        window = 0
-        for token_id in token_ids:
-            self._prompt.learn(window, self._levels, token_id)
-            window = self.advanced(window, token_id)
+        self._token_ids = token_ids
+        self._num_prompt_tokens = len(token_ids)
+        self._num_read = 0
+
+    def read_prompt(self, num_tokens: int) -> int:
+        """See ``Drafter``."""
+        start = self._num_read
+        new = self._token_ids[start : start + num_tokens]
+        before = self._token_ids[max(0, start - self._max_ctx) : start]
+        self._prompt.learn_text(self.window(before), self._levels, new)
+        self._num_read += len(new)
+        return len(new)
+
+    def _read_rest(self) -> None:
+        if self._num_read < self._num_prompt_tokens:
+            self.read_prompt(self._num_prompt_tokens - self._num_read)
 
     def window(self, token_ids: Sequence[int]) -> int:
         """The context at the end of a text."""
@@ -150,6 +162,7 @@ class StandState(TableState):
         top_token_ids, top_probs = observation.top_token_ids, observation.top_probs
         if top_token_ids is None or top_probs is None:
             return
+        self._read_rest()
         text, emitted = observation.token_ids, observation.emitted_token_ids
         first = len(text) - len(emitted)
         window = self.window(text[max(0, first - self._max_ctx) : first])
@@ -162,6 +175,7 @@ class StandState(TableState):
     def propose(self, request: DraftRequest) -> DraftTree:
         if min(request.max_nodes, request.shape.depth) < 1:
             return EMPTY
+        self._read_rest()
         root = (self.window(request.token_ids), len(request.token_ids))
         if request.shape.width == 1:
             if request.sampling.temperature == 0:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from drafters.base import (
@@ -34,6 +35,9 @@ _Result = TypeVar("_Result")
 _Item = TypeVar("_Item", Observation, HiddenRows)
 
 NO_DRAFTER = "none"
+_TOKENS_READ_PER_STEP = 1024
+"""Of prompts of all requests, by drafters that index them: some milliseconds at most. A step that
+computes more rows takes long enough to read as many."""
 _FAILURES_BEFORE_SILENCE = 8
 """A drafter that failed this often for a request is not asked again for it."""
 
@@ -94,6 +98,8 @@ class Speculation:
         self._estimator = AcceptanceEstimator()
         self._gamma = GammaController(cost)
         self._drafting: dict[str, _Drafting] = {}
+        self._unread: dict[str, _Drafting] = {}
+        """Those whose drafter still reads their text, first come first."""
 
     def open(self, request: Request) -> None:
         """Start drafting for a request, if it asked for a drafter."""
@@ -110,14 +116,18 @@ class Speculation:
             )
             if wanted.reference_token_ids:
                 drafter.predict(request.request_id, wanted.reference_token_ids)
+            drafter.read_prompt(request.request_id, 0)
         except Exception:
             logger.exception("drafter %s could not start a request", wanted.drafter)
             drafting.num_failures += 1
             drafting.is_open = False
+        else:
+            self._unread[request.request_id] = drafting
 
     def close(self, request: Request) -> int:
         """Forget a request; returns how often its drafter failed it, here included."""
         drafting = self._drafting.pop(request.request_id, None)
+        self._unread.pop(request.request_id, None)
         self._gamma.forget(request.request_id)
         if drafting is None:
             return 0
@@ -129,6 +139,7 @@ class Speculation:
         there are blocks to lease, and say what its drafter wants to see."""
         for request in plan.admitted:
             self.open(request)
+        self._read_prompts(max(_TOKENS_READ_PER_STEP, plan.num_rows))
         round_ = DraftRound()
         turns = [each for each in plan.scheduled if self._takes_turn(each)]
         if turns:
@@ -136,6 +147,16 @@ class Speculation:
         for each in plan.scheduled:
             each.wants = self._wants(each)
         return round_
+
+    def _read_prompts(self, num_tokens: int) -> None:
+        """Let drafters take in ``num_tokens`` more tokens of the requests that they have not read yet."""
+        for request_id, drafting in list(self._unread.items()):
+            if num_tokens <= 0:
+                return
+            read = partial(drafting.drafter.read_prompt, request_id, num_tokens)
+            num_tokens -= self._guarded(drafting, read) or 0
+            if num_tokens > 0:
+                del self._unread[request_id]
 
     def _draft(self, turns: Sequence[ScheduledRequest], plan: Plan, round_: DraftRound) -> None:
         limits = [self._limits(each.request) for each in turns]

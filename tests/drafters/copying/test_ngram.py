@@ -109,6 +109,7 @@ def test_bulk_and_single_steps_build_the_same_index():
     at_once, one_by_one = NgramState(token_ids, options), NgramState(token_ids[:1], options)
     for end in range(2, len(token_ids) + 1):
         one_by_one.propose(DraftRequest("r", token_ids[:end], 1, DraftShape()))
+    assert at_once.read_prompt(len(token_ids)) == len(token_ids)
     assert at_once.size() == one_by_one.size()
     for width in (1, 3):
         request = DraftRequest("r", token_ids, 16, DraftShape(width, 16))

@@ -160,6 +160,7 @@ def test_copied_text_is_not_indexed_again():
     rng = random.Random(1)
     prompt = [rng.randrange(50_000) for _ in range(1_000)]
     alignment = Alignment(prompt, None)
+    assert alignment.read(prompt, 2_000) == 1_000
     size = alignment.size()
     for end in range(1_000, 2_000, 9):
         alignment.extend((prompt + prompt)[:end])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.contexts import levels, pack
+from drafters.contexts import advanced, levels, pack, window_mask
 from drafters.tables.prob_tables import MAX_WAITING, Entry, ProbTable, TextTable, find
 
 WHO, AM, BOB, MARY, TOM, SUE = range(6)
@@ -186,3 +186,23 @@ def test_a_known_context_learns_alone_and_shorter_ones_only_from_what_was_new() 
     few.learn(pack([9, 2, 3]), levels((3, 2, 1)), [5], [1.0])
     visits = [few.get(pack(context)) for context in ([1, 2, 3], [9, 2, 3], [2, 3], [3])]
     assert [entry and entry.num_visits for entry in visits] == [3, 1, 2, 1]
+
+
+@pytest.mark.parametrize("max_contexts", [200, 100_000])
+def test_a_text_learned_at_once_is_what_its_tokens_are_one_by_one(max_contexts: int) -> None:
+    rng = random.Random(3)
+    lengths = levels((3, 2, 1))
+    token_ids = [rng.choice((*range(50), 300_000, 300_001)) for _ in range(400)]
+    at_once, one_by_one = TextTable(max_contexts), TextTable(max_contexts)
+    window = 0
+    for token_id in token_ids:
+        one_by_one.learn(window, lengths, token_id)
+        window = advanced(window, token_id, window_mask(3))
+    at_once.learn_text(0, lengths, token_ids[:150])
+    at_once.learn_text(pack(token_ids[147:150]), lengths, token_ids[150:])
+    at_once.learn_text(window, lengths, [])
+    assert len(at_once) == len(one_by_one)
+    for first in range(len(token_ids)):
+        for num in (1, 2, 3):
+            key = pack(token_ids[first : first + num])
+            assert at_once.get(key) == one_by_one.get(key)

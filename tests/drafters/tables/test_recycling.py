@@ -160,6 +160,7 @@ def test_a_second_sample_starts_with_what_the_first_learned() -> None:
 
 def test_rows_are_bounded() -> None:
     drafter = opened(list(range(5000)), max_rows=1024)
+    assert drafter.read_prompt("r", 6000) == 5000
     for token in range(5000):
         observed(drafter, [token], EMPTY, [0], [[1]])
     state = drafter._states["r"]

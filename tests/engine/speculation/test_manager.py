@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -123,6 +124,59 @@ def test_the_ask_carries_the_live_text_and_the_shape() -> None:
     ((ask,),) = drafter.asks
     assert ask.token_ids is request.token_ids
     assert (ask.max_nodes, ask.shape) == (4, DraftShape(3, 2))
+
+
+class SlowReader(FakeDrafter):
+    """Has so many tokens to read for every request."""
+
+    def __init__(self, num_tokens: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.num_tokens = num_tokens
+        self.num_read: dict[str, int] = {}
+        self.num_read_in_step = 0
+
+    def read_prompt(self, request_id: str, num_tokens: int) -> int:
+        if num_tokens:
+            self._maybe_fail("read_prompt", request_id)
+        before = self.num_read.get(request_id, 0)
+        num_read = min(num_tokens, self.num_tokens - before)
+        self.num_read[request_id] = before + num_read
+        self.num_read_in_step += num_read
+        return num_read
+
+
+def test_long_prompts_are_read_over_several_steps_first_come_first() -> None:
+    drafter = SlowReader(2500)
+    world = World(drafter)
+    requests = [world.open(name) for name in ("a", "b")]
+    seen = []
+    for _ in range(6):
+        drafter.num_read_in_step = 0
+        world.draft(*requests)
+        seen.append((drafter.num_read_in_step, drafter.num_read.get("b", 0)))
+    assert seen == [(1024, 0), (1024, 0), (1024, 572), (1024, 1596), (904, 2500), (0, 2500)]
+    assert drafter.num_read["a"] == 2500
+
+
+def test_a_step_with_a_long_prompt_reads_as_much_as_it_computes() -> None:
+    drafter = SlowReader(5000)
+    world = World(drafter)
+    request = world.open("a")
+    world.speculation.draft(Plan([ScheduledRequest(request, 1)], num_rows=3000))
+    assert drafter.num_read["a"] == 3000
+
+
+def test_what_fails_or_ends_while_it_is_read_stops_nobody() -> None:
+    drafter = SlowReader(1500, fails="read_prompt", failing={"a"})
+    world = World(drafter)
+    failing, ending, waiting = requests = [world.open(name) for name in ("a", "b", "c")]
+    world.draft(*requests)
+    assert drafter.num_read == {"a": 0, "b": 1024, "c": 0}
+    world.speculation.close(ending)
+    for _ in range(2):
+        world.draft(failing, waiting)
+    assert drafter.num_read == {"a": 0, "b": 1024, "c": 1500}
+    assert world.speculation.close(failing) == 1
 
 
 def test_rows_that_do_not_sample_get_no_draft() -> None:
