@@ -147,6 +147,7 @@ def _measure_text(
     num_nodes = WHOLE_TREE_NODES if drafter.info.needs.all_or_nothing else setting.num_nodes
     drafter.open(request_id, token_ids, {}, "")
     drafter.predict(request_id, text.reference)
+    drafter.read_prompt(request_id, len(token_ids) + 1)
     while len(token_ids) < len(whole):
         left = min(num_nodes, len(whole) - len(token_ids) - 1)
         request = DraftRequest(request_id, token_ids, left, DraftShape(setting.width, left))

@@ -164,7 +164,8 @@ class TreeBuilder:
     def chosen(self, nodes: int, width: int | None = None, depth: int | None = None) -> list[int]:
         """Which nodes ``best`` takes, ascending."""
         num_added = len(self.token_ids)
-        if num_added <= nodes and width is None and depth is None:
+        fits = depth is None or max(self.depths, default=0) <= depth
+        if num_added <= nodes and width is None and fits:
             return list(range(num_added))
         weights, parents, depths = self.weights, self.parents, self.depths
         kept = {ROOT}

@@ -7,7 +7,7 @@ a place anywhere else has to show a longer match.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from drafters.contexts import TOKEN_BITS
@@ -24,6 +24,8 @@ from drafters.copying.weights import (
     unmatched_weight,
 )
 
+# Names of a module are found faster than an enumeration's.
+_NEAR, _EARLIER, _PROMPT, _OUTPUT = Place.NEAR, Place.EARLIER, Place.PROMPT, Place.OUTPUT
 TRUSTED_LENGTH = 6
 SETTLED_LENGTH = 16
 MAX_CANDIDATES = 16
@@ -278,22 +280,19 @@ class Alignment:
 
     def _candidates(self, end: int, limit: int) -> list[Candidate]:
         text = self.token_ids
-        own: dict[int, None] = {}
         found: list[Candidate] = []
         if self.source is not None and self._trusted and self.position < len(self.source):
             found.append(self.current())
-        own.update(dict.fromkeys(self._index.find(text, end, limit)))
+        own = dict.fromkeys(self._index.find(text, end, limit))
         elsewhere = self._around_ends(end, own)
         if found and found[0].text is text:
             own.pop(self.position, None)
-        for position in own:
-            if position < end:
-                self._add(found, text, position, end)
+        self._add(found, text, [position for position in own if position < end], end)
         if self._history is not None:
             elsewhere += self._history.find(text, end, limit)
         for other, position in elsewhere:
             if not any(c.position == position and c.text is other for c in found):
-                self._add(found, other, position, end)
+                self._add(found, other, (position,), end)
         return found
 
     def _around_ends(self, end: int, own: dict[int, None]) -> list[tuple[list[int], int]]:
@@ -312,29 +311,38 @@ class Alignment:
                 elsewhere += [(source, position) for position in places]
         return elsewhere
 
-    def _add(self, found: list[Candidate], text: list[int], position: int, end: int) -> None:
-        """Add the place to ``found`` if it may be worth anything."""
-        length = match_length(text, position, self.token_ids, end)
-        place = self._place(text, position)
-        if length:
-            found.append(Candidate(text, position, length, place, WEIGHTS[place][length]))
-        elif place is Place.NEAR or place is Place.EARLIER:
-            weight = unmatched_weight(self.num_lost_tokens)
-            found.append(Candidate(text, position, 0, place, weight))
+    def _add(
+        self, found: list[Candidate], text: list[int], positions: Iterable[int], end: int
+    ) -> None:
+        """Add those places of a text to ``found`` that may be worth anything."""
+        own, last = self.token_ids, self.token_ids[end - 1]
+        place_of, make = self._place, tuple.__new__
+        for position in positions:
+            place = place_of(text, position)
+            if position > 0 and text[position - 1] == last:
+                length = match_length(text, position, own, end)
+                weight = WEIGHTS[place][length]
+            elif place is _NEAR or place is _EARLIER:
+                length, weight = 0, unmatched_weight(self.num_lost_tokens)
+            else:
+                continue
+            found.append(make(Candidate, (text, position, length, place, weight)))
 
     def _place(self, text: list[int], position: int) -> Place:
         ends = self._ends
-        ahead = position - ends[0][1] if ends and ends[0][0] is text else FAR_AHEAD_TOKENS + 1
-        if 0 <= ahead <= AHEAD_TOKENS:
-            return Place.NEAR if ahead <= NEAR_TOKENS else Place.AHEAD
+        ahead = FAR_AHEAD_TOKENS + 1
+        if ends and ends[0][0] is text:
+            ahead = position - ends[0][1]
+            if 0 <= ahead <= AHEAD_TOKENS:
+                return _NEAR if ahead <= NEAR_TOKENS else Place.AHEAD
         for source, end in ends[1:]:
             if source is text and 0 <= position - end <= EARLIER_TOKENS:
-                return Place.EARLIER
+                return _EARLIER
         if -BEHIND_TOKENS <= ahead <= FAR_AHEAD_TOKENS:
             return Place.BEHIND if ahead < 0 else Place.FAR_AHEAD
         if text is not self.token_ids:
             return Place.HISTORY
-        return Place.PROMPT if position < self._num_prompt_tokens else Place.OUTPUT
+        return _PROMPT if position < self._num_prompt_tokens else _OUTPUT
 
     def _index_up_to(self, end: int) -> None:
         """Index the text's tokens before ``end``, but for the inner part of a long copy."""

@@ -228,10 +228,10 @@ class _Draft:
                 token_ids += rest
                 features += _features_alone(voters[0].match_length + depth, len(rest))
                 break
-            children = self._children(voters, depth, token_ids)
-            if not children:
+            child = self._first_child(voters, depth, token_ids)
+            if child is None:
                 break
-            token_id, share, voters = children[0]
+            token_id, share, voters = child
             token_ids.append(token_id)
             features.append(suffix_feature(voters[0].match_length + depth, share, 0))
         return chain(token_ids, features)
@@ -311,6 +311,27 @@ class _Draft:
             run = [ROOT] * depth + run
         start = position - depth if is_own else -MAX_MATCH_LENGTH - self._max_depth
         return _Voter(run, length - depth, weight, WEIGHTS[place], start)
+
+    def _first_child(self, voters: list[_Voter], depth: int, path: list[int]) -> _Child | None:
+        """The first of the ``_children``."""
+        if self._alignment.corrections:
+            return next(iter(self._children(voters, depth, path)), None)
+        weights: dict[int, float] = {}
+        total = self._nothing
+        voting: list[_Voter] = []
+        for voter in voters:
+            if len(voter.run) > depth:
+                weight = voter.weight_at(depth, leads=not voting)
+                token_id = voter.run[depth]
+                weights[token_id] = weights.get(token_id, 0.0) + weight
+                total += weight
+                voting.append(voter)
+        if not voting:
+            return None
+        best = max(weights, key=weights.__getitem__)
+        if len(weights) > 1:
+            voting = [voter for voter in voting if voter.run[depth] == best]
+        return _Child(best, weights[best] / total, voting)
 
     def _children(self, voters: list[_Voter], depth: int, path: list[int]) -> list[_Child]:
         """What the voters vote for, most votes first; then what the longest match says."""

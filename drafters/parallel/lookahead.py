@@ -122,11 +122,11 @@ class LookaheadState:
         width = min(self._width, request.shape.depth - self._n + 3)
         size = fit(request.max_nodes, width, self._n, self._num_guesses)
         builder = TreeBuilder()
-        guesses = self._pool.newest(request.token_ids[-1], size.num_guesses)
+        guesses, add = self._pool.newest(request.token_ids[-1], size.num_guesses), builder.add
         for rank, guess in enumerate(guesses):
-            node = ROOT
+            node, feature = ROOT, min(rank, _NUM_GUESS_FEATURES - 1)
             for token_id in guess:
-                node = builder.add(node, token_id, min(rank, _NUM_GUESS_FEATURES - 1))
+                node = add(node, token_id, feature)
         if size.width:
             self._window.resize(size.width)
             self._window.add_to(builder, WINDOW_FEATURE)
@@ -211,14 +211,14 @@ class LookaheadWindow:
 
     def add_to(self, builder: TreeBuilder, feature: int) -> None:
         """Hang the window under the root: level 0 with ``feature``, the others with the next."""
-        column = ROOT
-        uppers = self._levels[1:]
-        for index, token_id in enumerate([*self._levels[0], None]):
+        column, add, upper_feature = ROOT, builder.add, feature + 1
+        first, *uppers = self._levels
+        for index, above in enumerate(zip(*uppers, strict=True) if uppers else [()] * len(first)):
             node = column
-            for level in uppers:
-                node = builder.add(node, level[index], feature + 1)
-            if token_id is not None:
-                column = builder.add(column, token_id, feature)
+            for token_id in above:
+                node = add(node, token_id, upper_feature)
+            if index < len(first):
+                column = add(column, first[index], feature)
 
     def advance(
         self, anchor: int, tree: DraftTree, row_token_ids: Sequence[int]

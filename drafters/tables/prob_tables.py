@@ -7,6 +7,7 @@ never have the same key. Keys of a text that is shorter than a context do not ex
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -197,6 +198,20 @@ class TextTable:
                 found[token_id] = found.pop(token_id, 0) + 1
                 if len(found) > most:
                     del found[next(iter(found))]
+
+
+def likeliest_counted(found: int | dict[int, int]) -> tuple[int, float]:
+    """Of what ``TextTable.entries`` holds, the first token of its entry, and how many times as often as
+    the second it was counted."""
+    if isinstance(found, int):
+        return found, math.inf
+    best, most, second = -1, 0, 0
+    for token_id, count in found.items():
+        if count >= most:  # the newest among equals
+            best, most, second = token_id, count, most
+        elif count > second:
+            second = count
+    return best, most / second if second else math.inf
 
 
 def find(

@@ -36,7 +36,14 @@ from drafters.base import (
     in_order,
 )
 from drafters.contexts import advanced, levels, pack, window_mask
-from drafters.tables.prob_tables import NUM_TOKENS_KEPT, Entry, ProbTable, TextTable, find
+from drafters.tables.prob_tables import (
+    NUM_TOKENS_KEPT,
+    Entry,
+    ProbTable,
+    TextTable,
+    find,
+    likeliest_counted,
+)
 from drafters.tables.sharing import SHARE_OPTION, SharingDrafter, TableState
 from drafters.tables.template import NO_CHILDREN, Children, DraftTemplate, grow, load_template
 from drafters.tree import EMPTY, DraftTree, chain
@@ -221,17 +228,6 @@ class StandState(TableState):
         order, scores = in_sampled_order(token_ids, sampled, position, sampling)
         return Children(order, _margin_features(source, scores))
 
-    def _likeliest(self, window: int) -> tuple[int, int] | None:
-        """Token and feature of the first of the greedy ``children``."""
-        found = find(window, self._levels, self._table, self._prompt)
-        if found is None:
-            return None
-        source, token_ids, probs = _known(found)
-        if len(probs) == 1 or probs[1] == 0:
-            return token_ids[0], source * _FEATURES_PER_SOURCE + len(_MARGINS)
-        lead = bisect(_MARGIN_RATIOS, probs[0] / probs[1])
-        return token_ids[0], source * _FEATURES_PER_SOURCE + lead
-
     def _filled(
         self, window: int, position: int, sampling: DraftSampling, fillers: Sequence[int]
     ) -> Children:
@@ -247,16 +243,33 @@ class StandState(TableState):
         return _sampled([*known, *added], sampled, position, sampling)
 
     def _greedy_chain(self, window: int, num_nodes: int) -> DraftTree:
+        """The first of the greedy ``children``, and of theirs: what ``find`` finds of each context, put
+        out here since it is asked for in every step of every request."""
         token_ids: list[int] = []
         features: list[int] = []
-        mask = self._mask
-        for _ in range(num_nodes):
-            found = self._likeliest(window)
-            if found is None:
+        mask, context_levels = self._mask, self._levels
+        said, followed = self._table.entries.get, self._prompt.entries.get
+        while len(token_ids) < num_nodes:
+            for num_tokens, level_mask, smallest in context_levels:
+                key = window & level_mask
+                if key < smallest:
+                    continue
+                entry = said(key)
+                if entry is not None:
+                    _, known, probs = entry if isinstance(entry, Entry) else entry.entry()
+                    token_id, source = known[0], num_tokens - 1 if num_tokens < 3 else 2
+                    second = probs[1] if len(probs) > 1 else 0
+                    lead = probs[0] / second if second else math.inf
+                    break
+                counts = followed(key)
+                if counts is not None:
+                    token_id, lead = likeliest_counted(counts)
+                    source = _FROM_PROMPT
+                    break
+            else:
                 break
-            token_id, feature = found
             token_ids.append(token_id)
-            features.append(feature)
+            features.append(source * _FEATURES_PER_SOURCE + bisect(_MARGIN_RATIOS, lead))
             window = advanced(window, token_id, mask)
         return chain(token_ids, features)
 

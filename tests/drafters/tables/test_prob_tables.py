@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.contexts import advanced, levels, pack, window_mask
-from drafters.tables.prob_tables import MAX_WAITING, Entry, ProbTable, TextTable, find
+from drafters.tables.prob_tables import (
+    MAX_WAITING,
+    Entry,
+    ProbTable,
+    TextTable,
+    find,
+    likeliest_counted,
+)
 
 WHO, AM, BOB, MARY, TOM, SUE = range(6)
 
@@ -206,3 +213,16 @@ def test_a_text_learned_at_once_is_what_its_tokens_are_one_by_one(max_contexts: 
         for num in (1, 2, 3):
             key = pack(token_ids[first : first + num])
             assert at_once.get(key) == one_by_one.get(key)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
+def test_the_likeliest_counted_token_leads_its_entry(token_ids: list[int]) -> None:
+    text = TextTable(1024)
+    for token_id in token_ids:
+        text.learn(pack([9]), levels((1,)), token_id)
+    counted = text.entries.get(pack([9]))
+    assert counted is not None
+    _, known, probs = text.counted(counted)
+    token_id, lead = likeliest_counted(counted)
+    assert token_id == known[0]
+    assert lead == pytest.approx(probs[0] / probs[1] if len(probs) > 1 else float("inf"))
