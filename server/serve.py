@@ -38,7 +38,7 @@ def logging_arguments(settings: Settings) -> dict[str, Any]:
 def serve(settings: Settings, config: EngineConfig) -> None:
     """Serve until a signal says to end. Raises EngineError, ValueError or OSError where the model or the
     settings rule it out."""
-    with _stopped_by_sigterm():
+    with exit_at_sigterm():
         if not settings.engine_process:
             if settings.api_workers > 1:
                 raise ValueError("api_workers: several need the engine in a process of its own")
@@ -114,21 +114,16 @@ def _preloads(settings: Settings, config: EngineConfig) -> dict[str, str]:
 
 
 @contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that what it started is cleaned up; then it has its usual
-    effect. uvicorn catches the signal, drains, and raises it once more."""
-    caught = False
+def exit_at_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block with the status that it has in shells, and cleans up on the way. uvicorn
+    catches the signal, drains, and raises it once more."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        nonlocal caught
-        caught = True
-        raise SystemExit
+        del frame
+        raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        if caught:
-            signal.raise_signal(signal.SIGTERM)

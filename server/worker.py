@@ -24,7 +24,7 @@ from engine.process.client import RemoteEngine
 from engine.process.link import Outbox
 from engine.tokenizer import load_tokenizer, model_path
 from server.app import build_app
-from server.serve import uvicorn_arguments
+from server.serve import exit_at_sigterm, uvicorn_arguments
 from server.settings import Settings
 from server.workers import Count, Expose, Exposition, Failed, NewEngine, Serve, Started
 
@@ -115,7 +115,7 @@ def main() -> int:
         outbox.put(Failed(str(error)))
         return 2
     app.state.services.bodies.warm()
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), exit_at_sigterm():
         _Server(uvicorn.Config(app, **uvicorn_arguments(settings)), outbox).run([listener])
     return 0
 
