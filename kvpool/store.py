@@ -19,8 +19,11 @@ class KVStore:
     """Keys and values of ``num_layers`` layers in blocks of ``block_size`` slots.
 
     ``num_kv_heads``, ``head_dim_k`` and ``head_dim_v`` are one number for all layers or one per
-    layer. ``key[layer]`` is ``[num_slots, num_kv_heads, head_dim_k]``, ``value[layer]`` likewise: a
-    slot is a contiguous row. Raises ValueError on sizes that make no store.
+    layer. Raises ValueError on sizes that make no store.
+
+    Heads lie one after another, and of each head all slots: what attention reads, the keys of one head,
+    is one piece of memory where blocks lie together, and gathered blocks need no further copy.
+    ``key[layer]`` is a view ``[num_slots, num_kv_heads, head_dim_k]``, ``value[layer]`` likewise.
 
     Everything starts as zeros. Attention reads whole blocks, slots never written included, and
     masks them: a masked weight of 0 times a NaN from fresh memory would still be NaN.
@@ -50,22 +53,25 @@ class KVStore:
         # that moving accepted rows takes one copy for all layers and not two per layer.
         shapes = shapes_k + shapes_v
         planes: list[torch.Tensor | None] = [None] * len(shapes)
-        self._stacks: list[torch.Tensor] = []  # [num_planes, num_slots, row_size]
+        self._stacks: list[torch.Tensor] = []  # [num_planes * heads, num_slots, dim]
         for shape in sorted(set(shapes)):
+            heads, dim = shape
             members = [index for index, other in enumerate(shapes) if other == shape]
-            stack = _zeros((len(members), self.num_slots, *shape), dtype, self.device)
-            self._stacks.append(_copyable(stack).flatten(2))
+            stack = _zeros((len(members), heads, self.num_slots, dim), dtype, self.device)
+            self._stacks.append(_copyable(stack).flatten(0, 1))
             for plane, index in zip(stack, members, strict=True):
                 planes[index] = plane
         stored = [plane for plane in planes if plane is not None]
-        self.key = stored[:num_layers]  # each [num_slots, num_kv_heads, head_dim_k]
-        self.value = stored[num_layers:]  # each [num_slots, num_kv_heads, head_dim_v]
+        self._keys = stored[:num_layers]  # each [num_kv_heads, num_slots, head_dim_k]
+        self._values = stored[num_layers:]  # each [num_kv_heads, num_slots, head_dim_v]
+        self.key = [plane.transpose(0, 1) for plane in self._keys]
+        self.value = [plane.transpose(0, 1) for plane in self._values]
         # Views made once: making one costs as much as a small copy.
-        self._rows = [
-            (_copyable(key), _copyable(value))
-            for key, value in zip(self.key, self.value, strict=True)
+        pairs = zip(self._keys, self._values, strict=True)
+        self._planes = [(_copyable(key), _copyable(value)) for key, value in pairs]
+        self._blocks = [
+            (self._in_blocks(key), self._in_blocks(value)) for key, value in self._planes
         ]
-        self._blocks = [(self._in_blocks(key), self._in_blocks(value)) for key, value in self._rows]
 
     @property
     def num_bytes(self) -> int:
@@ -92,9 +98,8 @@ class KVStore:
         value: torch.Tensor,  # [num_rows, num_kv_heads, head_dim_v]
     ) -> None:
         """Put one layer's new rows into their slots; other dtypes are converted to the store's."""
-        key_rows, value_rows = self._rows[layer]
-        key_rows.index_copy_(0, slots, _copyable(self._converted(key)))
-        value_rows.index_copy_(0, slots, _copyable(self._converted(value)))
+        for plane, rows in zip(self._planes[layer], (key, value), strict=True):
+            plane.index_copy_(1, slots, _copyable(self._converted(rows)).transpose(0, 1))
 
     def _converted(self, rows: torch.Tensor) -> torch.Tensor:
         if self.dtype.itemsize == 1 and self.dtype.is_floating_point:
@@ -103,29 +108,63 @@ class KVStore:
             rows = rows.clamp(-most, most)
         return rows.to(self.dtype)
 
+    def key_shape(self, layer: int) -> torch.Size:
+        """``[num_kv_heads, num_slots, head_dim_k]``; ``value_shape`` likewise."""
+        return self._keys[layer].shape
+
+    def value_shape(self, layer: int) -> torch.Size:
+        return self._values[layer].shape
+
+    def rows_of(self, block_ids: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """Where blocks lie in a layer of so many heads, of each head in turn: what ``gather_blocks``
+        takes, for a caller to make once for many layers. ``[num_kv_heads * num_ids]`` int64."""
+        return _of_each_head(block_ids, self.num_blocks, num_kv_heads)
+
+    def slot_rows_of(self, slots: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """The same of single slots, for ``gather_values``."""
+        return _of_each_head(slots, self.num_slots, num_kv_heads)
+
     def gather_blocks(
         self,
         layer: int,
-        block_ids: torch.Tensor,  # [num_ids] int64 or int32, repeats allowed
+        rows: torch.Tensor,  # of rows_of, repeats allowed
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of whole blocks, in the given order.
 
-        Returns keys ``[num_ids, block_size, num_kv_heads, head_dim_k]`` and values likewise.
+        Returns keys ``[num_kv_heads, num_ids * block_size, head_dim_k]`` and values likewise. ``out``:
+        contiguous memory of that size and of the store's type to copy into.
         """
-        keys, values = self._blocks[layer]
-        return (
-            keys.index_select(0, block_ids).view(self.dtype),
-            values.index_select(0, block_ids).view(self.dtype),
-        )
+        heads = self._keys[layer].shape[0]
+        gathered = []
+        for index, blocks in enumerate(self._blocks[layer]):
+            if out is None:
+                copied = blocks.index_select(0, rows)
+            else:
+                copied = _copyable(out[index]).view(rows.shape[0], -1)
+                torch.index_select(blocks, 0, rows, out=copied)
+            dim = blocks.shape[1] // self.block_size
+            gathered.append(copied.view(self.dtype).view(heads, -1, dim))
+        return gathered[0], gathered[1]
+
+    def gather_values(
+        self,
+        layer: int,
+        rows: torch.Tensor,  # of slot_rows_of, repeats allowed
+    ) -> torch.Tensor:
+        """Copies of single slots' values, ``[num_kv_heads, num_ids, head_dim_v]``."""
+        plane = self._planes[layer][1]
+        gathered = plane.flatten(0, 1).index_select(0, rows)
+        return gathered.view(self.dtype).view(plane.shape[0], -1, plane.shape[2])
 
     def slice_blocks(
         self, layer: int, first_block: int, num_blocks: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of consecutive blocks, shaped like ``gather_blocks``: no copy, so read only."""
-        keys, values = self._blocks[layer]
+        first, count = first_block * self.block_size, num_blocks * self.block_size
         return (
-            keys.narrow(0, first_block, num_blocks).view(self.dtype),
-            values.narrow(0, first_block, num_blocks).view(self.dtype),
+            self._keys[layer].narrow(1, first, count),
+            self._values[layer].narrow(1, first, count),
         )
 
     def move(
@@ -143,8 +182,14 @@ class KVStore:
         for stack in self._stacks:
             stack.index_copy_(1, dst_slots, stack.index_select(1, src_slots))
 
-    def _in_blocks(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.view(self.num_blocks, self.block_size, *rows.shape[1:])
+    def _in_blocks(self, plane: torch.Tensor) -> torch.Tensor:
+        """``[num_kv_heads * num_blocks, block_size * dim]``."""
+        return plane.view(-1, self.block_size * plane.shape[2])
+
+
+def _of_each_head(ids: torch.Tensor, num_ids: int, num_kv_heads: int) -> torch.Tensor:
+    heads = torch.arange(num_kv_heads, device=ids.device)
+    return (heads.mul_(num_ids)[:, None] + ids).flatten()
 
 
 def _row_shapes(

@@ -1,9 +1,9 @@
 """Attention by torch: its fused kernel, or two batched products with a softmax between.
 
 Requests with about as many rows and keys share a call, padded to the longest; long prompt chunks go
-alone. Their blocks are gathered, or read in place where they lie together. A draft tree is masked: each
-node sees its ancestors where they lie. Visibility is worked out once per step for all layers, windows
-aside.
+alone. Their blocks are gathered once, in the layout that the products read, into memory that the backend
+keeps; values of blocks that lie together are read in place. A draft tree is masked: each node sees its
+ancestors where they lie. Visibility is worked out once per step for all layers, windows aside.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +24,8 @@ from engine.attention.backend import (
     AttentionOptions,
     attention_backend,
 )
-from engine.attention.products import CallShapes, bmm_attention
+from engine.attention.paths import Path, PathChunk, PathRows, lay_out
+from engine.attention.products import MOST_SCORES, BmmCall, CallShapes, Limits
 from engine.batch import InputBatch, InputTensors, RequestRows
 from engine.config import Determinism
 from engine.machine import can_pack
@@ -34,25 +36,42 @@ NUM_ROWS_ALONE = 32
 decoding neighbour to their length would cost more than a second call."""
 _CALL_PAIRS = 4096
 """A kernel call costs about as much as so many pairs of a row and a key: 2-8 thousand on a CPU."""
+_LIMIT_MULTIPLE = 32
+"""Limits begin at a multiple of so many keys: elementwise kernels like it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
     """Rows that read one sequence of keys, from slot 0 of ``block_table`` on; the first row's own key is
-    number ``base``. ``path_slots``: where the sequence's last keys lie in the store, if not in the
-    table's order. ``tree``: rows see what they see in this request's draft tree; None: all keys up to
-    their own.
+    number ``base``, and all rows see the keys before number ``num_seen``. ``tree``: rows see what they
+    see in this request's draft tree; None: all keys up to their own. ``paths``: which of them read their
+    last keys in another order.
     """
 
-    rows: Sequence[int]
+    rows: range
     base: int
+    num_seen: int
     block_table: Sequence[int]
-    path_slots: Sequence[int] = ()
+    num_keys: int
     tree: RequestRows | None = None
+    paths: Sequence[Path] = ()
 
-    @property
-    def num_keys(self) -> int:
-        return self.base + len(self.rows) if self.tree is None else self.tree.end
+
+class Scratch:
+    """Memory that a backend's gathers go to, layer after layer, as large as the largest so far."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype, device=device)
+
+    def take(self, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+        """Contiguous tensors of these shapes, valid until the next call."""
+        sizes = [math.prod(shape) for shape in shapes]
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(
+                sum(sizes), dtype=self._memory.dtype, device=self._memory.device
+            )
+        parts = self._memory[: sum(sizes)].split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @attention_backend("sdpa")
@@ -62,16 +81,19 @@ class SdpaAttention(AttentionBackend):
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         super().__init__(store, needs)
         self.calls = CallShapes(fused=not can_pack(needs.device, needs.dtype))
+        self.scratch = Scratch(store.device, store.dtype)
 
     def branches(self, request: RequestRows) -> list[Branch]:
         """What of a request attends in one call."""
         rows = range(request.first_row, request.first_row + request.num_rows)
         tree = None if request.is_chain() else request
-        return [Branch(rows, request.base, request.block_table, (), tree)]
+        base, table = request.base, request.block_table
+        return [Branch(rows, base, base, table, request.end, tree)]
 
     def plan(self, batch: InputBatch, inputs: InputTensors) -> SdpaPlan:
         branches = [branch for each in batch.requests for branch in self.branches(each)]
-        called = _calls(branches, self.calls)
+        num_heads = max(shape.num_heads for shape in self.needs.shapes)
+        called = _calls(branches, self.calls, num_heads)
         device, block_size = self.store.device, self.store.block_size
         groups = [_build_group(each, block_size, self.calls, device) for each in called]
         lying = np.array([row for each in called for branch in each for row in branch.rows])
@@ -83,54 +105,54 @@ class SdpaAttention(AttentionBackend):
 class AttentionGroup:
     """Branches that attend in one call."""
 
+    branches: Sequence[Branch]
     query_rows: torch.Tensor | None  # [num_branches * rows_per_branch]; None: rows as they lie
     output_rows: torch.Tensor | None  # [group_rows] into the padded output; None likewise
     first_row: int
     num_rows: int
-    num_branches: int
     rows_per_branch: int
-    tile_rows: int
-    """Of the fused kernel, whose tiles are a batch; bmm attention goes through its tiles one by one."""
+    num_keys: int
     block_ids: torch.Tensor  # [num_branches * blocks_per_branch]
     contiguous_from: int | None
     """First block where a lone branch's blocks lie one after another: no gather needed."""
-    path_slots: torch.Tensor | None  # [num_path_keys]
-    path_keys: torch.Tensor | None
-    """``[num_path_keys]`` into num_branches * num_keys: where they belong."""
-    visible: np.ndarray[Any, Any]  # [num_branches, rows_per_branch, num_keys] bool, no window
-    query_positions: np.ndarray[Any, Any]  # [num_branches, rows_per_branch]
-    key_positions: np.ndarray[Any, Any]  # [num_branches, num_keys]
-    masks: dict[tuple[int | None, int, int, bool], torch.Tensor] = field(default_factory=dict)
-    """By (window, heads per key head, key heads, to be added)."""
+    paths: PathRows | None = None
+    masks: dict[tuple[int | None, bool], Limits] = field(default_factory=dict)
+    """By (window, for the fused kernel)."""
+    rows: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+    """What the store gathers by, made once for layers of so many key heads: of its blocks (None), and
+    of a path chunk's slots (its number)."""
 
     @property
-    def num_tiles(self) -> int:
-        return self.rows_per_branch // self.tile_rows
+    def num_branches(self) -> int:
+        return len(self.branches)
 
-    def mask(
-        self, window: int | None, share: int, num_kv_heads: int, like: torch.Tensor, additive: bool
-    ) -> torch.Tensor:
-        """What rows may see, in the shape of the call (see ``SdpaPlan``): to be added to scores, or their
-        limits (see ``bmm_attention``). Made once per step and kind."""
-        key = (window, share, num_kv_heads, additive)
-        if key in self.masks:
-            return self.masks[key]
-        visible = self.visible
-        if window is not None:
-            distance = self.query_positions[:, :, None] - self.key_positions[:, None, :]
-            visible = visible & (distance < window)
-        branches, rows, keys = visible.shape
-        seen = 0.0 if additive else float("inf")
-        mask = torch.full((branches, rows, 1, keys), seen, dtype=like.dtype if additive else None)
-        mask.masked_fill_(torch.from_numpy(~visible).unsqueeze(2), float("-inf"))
-        mask = mask.to(like.device, non_blocking=True).expand(-1, -1, share, -1)
-        mask = mask.reshape(branches, self.num_tiles, self.tile_rows * share, keys)
-        if branches == 1:
-            mask = mask.transpose(0, 1)  # [tiles, 1, tile * share, num_keys]
-        elif self.num_tiles > 1:
-            mask = mask.unsqueeze(1).expand(-1, num_kv_heads, -1, -1, -1).flatten(1, 2)
-        self.masks[key] = mask
-        return mask
+    def limits(self, window: int | None, like: torch.Tensor) -> Limits:
+        """What rows may see, made once per step and kind, in the type and on the device of ``like``."""
+        if window is not None and window >= self.num_keys:
+            window = None
+        return self._mask((window, False), like)
+
+    def added(self, window: int | None, like: torch.Tensor, share: int) -> torch.Tensor:
+        """The same as a mask to be added to scores ``[num_branches, 1, rows * share, num_keys]``."""
+        values = self._mask((window, True), like).values
+        return values.expand(-1, -1, share, -1).flatten(1, 2).unsqueeze(1)
+
+    def _mask(self, key: tuple[int | None, bool], like: torch.Tensor) -> Limits:
+        if key not in self.masks:
+            window, fused = key
+            start = self._start() if window is None and not fused else 0
+            visible, ends = _visibility(
+                self.branches, self.rows_per_branch, start, self.num_keys, window
+            )
+            mask = torch.full(visible.shape, 0.0 if fused else math.inf, dtype=like.dtype)
+            mask.masked_fill_(torch.from_numpy(~visible), -math.inf)
+            mask = mask.to(like.device, non_blocking=True).unsqueeze(2)
+            self.masks[key] = Limits(start, mask, ends)
+        return self.masks[key]
+
+    def _start(self) -> int:
+        """All rows see the keys before it."""
+        return min(branch.num_seen for branch in self.branches) // _LIMIT_MULTIPLE * _LIMIT_MULTIPLE
 
 
 @dataclass(slots=True)
@@ -160,77 +182,88 @@ class SdpaPlan:
         self, group: AttentionGroup, layer: int, query: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """One call: ``[group_rows, num_heads, value_dim]``."""
-        keys, values = _gather(self.backend.store, group, layer)
-        if keys.dtype.itemsize == 1:  # a draft model's; the kernels know no 8-bit floats
-            keys, values = keys.to(query.dtype), values.to(query.dtype)
-        num_kv_heads = keys.shape[1]
-        num_heads, head_dim = query.shape[1], query.shape[2]
-        share = num_heads // num_kv_heads
-        branches, rows = group.num_branches, group.rows_per_branch
-        tile, tiles = group.tile_rows, group.num_tiles
-
         if group.query_rows is None:
             mine = query[group.first_row : group.first_row + group.num_rows]
         else:
             mine = query.index_select(0, group.query_rows)
-        # The heads that share a key head become rows of one product: [branches, kv_heads * tiles, ...].
-        mine = mine.view(branches, rows, num_kv_heads, share, head_dim).permute(0, 2, 1, 3, 4)
-        mine = mine.reshape(branches, num_kv_heads * tiles, tile * share, head_dim)
-        fused = self.backend.calls.fused and options.softcap is None and options.sinks is None
-        mask = group.mask(options.window, share, num_kv_heads, query, additive=fused)
-        if branches == 1 and tiles > 1:
-            # One branch: its tiles are a batch over the same keys, and heads share the mask.
-            mine = mine.view(num_kv_heads, tiles, tile * share, head_dim).transpose(0, 1)
-            keys, values = keys.expand(tiles, -1, -1, -1), values.expand(tiles, -1, -1, -1)
-        if fused:
-            output = F.scaled_dot_product_attention(
-                mine,
-                keys,
-                values,
-                attn_mask=mask,
-                scale=options.scaling,
-                enable_gqa=mine.shape[1] != keys.shape[1],
-            )
+        keys, values = self._gather(group, layer)
+        if keys.dtype.itemsize == 1:  # a draft model's; the kernels know no 8-bit floats
+            keys, values = keys.to(query.dtype), values.to(query.dtype)
+        calls = self.backend.calls
+        if calls.fused and options.softcap is None and options.sinks is None:
+            output = _fused(mine, keys, values, group, options)
         else:
-            calls = self.backend.calls
-            output = bmm_attention(mine, keys, values, mask, share, options, calls)
-        if branches == 1 and tiles > 1:
-            output = output.transpose(0, 1)
-        output = output.reshape(branches, num_kv_heads, rows, share, -1).permute(0, 2, 1, 3, 4)
-        output = output.reshape(branches * rows, num_heads, -1)
+            limits = group.limits(options.window, query)
+            read = partial(self._path_values, group, layer)
+            call = BmmCall(limits, calls, options, group.paths, read)
+            output = call.attend(mine, keys, values)
         return output if group.output_rows is None else output.index_select(0, group.output_rows)
 
+    def _gather(self, group: AttentionGroup, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[num_kv_heads, num_branches, num_keys, dim]``; of values that lie together in
+        the store a view. (Products with transposed keys are slow where heads lie apart.)"""
+        store, scratch = self.backend.store, self.backend.scratch
+        kv_heads, _, key_dim = store.key_shape(layer)
+        value_dim = store.value_shape(layer)[2]
+        first, count = group.contiguous_from, group.num_keys // store.block_size
+        size = (kv_heads, group.num_branches * group.num_keys)
+        if first is not None and first + count <= store.num_blocks:
+            lying, values = store.slice_blocks(layer, first, count)
+            (keys,) = scratch.take((*size, key_dim))
+            keys.copy_(lying)
+        else:
+            if (kv_heads, None) not in group.rows:
+                group.rows[kv_heads, None] = store.rows_of(group.block_ids, kv_heads)
+            out = scratch.take((*size, key_dim), (*size, value_dim))
+            keys, values = store.gather_blocks(layer, group.rows[kv_heads, None], (out[0], out[1]))
+        shape = (group.num_branches, group.num_keys)
+        return keys.unflatten(1, shape), values.unflatten(1, shape)
 
-def _gather(store: KVStore, group: AttentionGroup, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``[num_branches, num_kv_heads, num_keys, dim]``, without a copy if they lie
-    together in the store."""
-    num_ids = group.block_ids.shape[0]
-    first = group.contiguous_from
-    if first is not None and first + num_ids <= store.num_blocks:
-        keys, values = store.slice_blocks(layer, first, num_ids)
-    else:
-        keys, values = store.gather_blocks(layer, group.block_ids)
-        if group.path_slots is not None and group.path_keys is not None:
-            for gathered, stored in ((keys, store.key[layer]), (values, store.value[layer])):
-                path = stored.index_select(0, group.path_slots)
-                gathered.view(-1, *stored.shape[1:]).index_copy_(0, group.path_keys, path)
-    shape = (group.num_branches, group.visible.shape[2])
-    return (
-        keys.view(*shape, *keys.shape[2:]).transpose(1, 2),
-        values.view(*shape, *values.shape[2:]).transpose(1, 2),
+    def _path_values(self, group: AttentionGroup, layer: int, chunk: PathChunk) -> torch.Tensor:
+        store = self.backend.store
+        key = (store.value_shape(layer)[0], chunk.number)
+        if key not in group.rows:
+            group.rows[key] = store.slot_rows_of(chunk.slots, key[0])
+        return store.gather_values(layer, group.rows[key])
+
+
+def _fused(
+    query: torch.Tensor,  # [num_branches * rows, num_heads, head_dim]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    group: AttentionGroup,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """``[num_branches * rows, num_heads, value_dim]``. The heads that share a key head become rows."""
+    kv_heads, branches = keys.shape[:2]
+    num_rows, num_heads, dim = query.shape
+    share = num_heads // kv_heads
+    folded = query.view(branches, -1, kv_heads, share, dim).transpose(1, 2).flatten(2, 3)
+    output = F.scaled_dot_product_attention(
+        folded,
+        keys.transpose(0, 1),
+        values.transpose(0, 1),
+        attn_mask=group.added(options.window, query, share),
+        scale=options.scaling,
     )
+    output = output.view(branches, kv_heads, -1, share, output.shape[3]).transpose(1, 2)
+    return output.reshape(num_rows, num_heads, -1)
 
 
-def _calls(branches: Sequence[Branch], shapes: CallShapes) -> list[list[Branch]]:
-    """Long branches alone, then the others by length, those whose keys lie in order before those whose
-    keys do not. All of a call are padded to its longest: a request with a deep draft or a long past must
-    not make its neighbours pay for it.
+def _calls(branches: Sequence[Branch], shapes: CallShapes, num_heads: int) -> list[list[Branch]]:
+    """Long branches alone, then the others by length. All of a call are padded to its longest: a request
+    with a deep draft or a long past must not make its neighbours pay for it. A call is no larger than
+    what ``MOST_SCORES`` holds.
     """
     alone = [[branch] for branch in branches if len(branch.rows) > NUM_ROWS_ALONE]
     short = [branch for branch in branches if len(branch.rows) <= NUM_ROWS_ALONE]
-    in_order = [branch for branch in short if not branch.path_slots]
-    on_paths = [branch for branch in short if branch.path_slots]
-    return [*alone, *_cut(in_order, shapes), *_cut(on_paths, shapes)]
+    calls = []
+    for call in _cut(short, shapes):
+        rows = _round_up(max(len(branch.rows) for branch in call), shapes.padded_rows)
+        keys = shapes.pad_keys(max(branch.num_keys for branch in call))
+        most = max(1, MOST_SCORES // (rows * keys * num_heads))
+        calls += [call[first : first + most] for first in range(0, len(call), most)]
+    return [*alone, *calls]
 
 
 def _cut(branches: Sequence[Branch], shapes: CallShapes) -> list[list[Branch]]:
@@ -238,7 +271,7 @@ def _cut(branches: Sequence[Branch], shapes: CallShapes) -> list[list[Branch]]:
     of that order, by dynamic programming over the (few) different sizes."""
     by_size: dict[tuple[int, int], list[Branch]] = {}
     for branch in branches:
-        keys = _round_up(branch.num_keys, shapes.key_multiple)
+        keys = shapes.pad_keys(branch.num_keys)
         rows = _round_up(len(branch.rows), shapes.padded_rows)
         by_size.setdefault((keys, rows), []).append(branch)
     sizes = sorted(by_size)
@@ -276,24 +309,27 @@ def _build_group(
     for index, branch in enumerate(branches):
         table = branch.block_table[:num_blocks]
         block_ids[index, : len(table)] = table
-    visible, query_positions, key_positions = _visibility(branches, rows, num_keys)
     query_rows, output_rows = _row_indices(branches, rows, device)
-    path_slots, path_keys = _path_indices(branches, num_keys, device)
+    paths = lay_out(
+        [branch.paths for branch in branches],
+        rows,
+        shapes.padded_rows,
+        num_keys,
+        shapes.key_chunk,
+        block_ids,
+        device,
+    )
     return AttentionGroup(
+        branches=branches,
         query_rows=query_rows,
         output_rows=output_rows,
         first_row=branches[0].rows[0],
         num_rows=sum(len(branch.rows) for branch in branches),
-        num_branches=len(branches),
         rows_per_branch=rows,
-        tile_rows=(shapes.tile_rows if shapes.fused else None) or rows,
+        num_keys=num_keys,
         block_ids=_indices(block_ids.reshape(-1), device),
         contiguous_from=_contiguous_from(branches, num_blocks),
-        path_slots=path_slots,
-        path_keys=path_keys,
-        visible=visible,
-        query_positions=query_positions,
-        key_positions=key_positions,
+        paths=paths,
     )
 
 
@@ -306,7 +342,7 @@ def _indices(values: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor
 
 
 def _contiguous_from(branches: Sequence[Branch], num_blocks: int) -> int | None:
-    if len(branches) != 1 or branches[0].path_slots:
+    if len(branches) != 1:
         return None
     table = branches[0].block_table
     first = table[0]
@@ -335,47 +371,42 @@ def _row_indices(
     return _indices(query.reshape(-1), device), _indices(output, device)
 
 
-def _path_indices(
-    branches: Sequence[Branch], num_keys: int, device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Slots whose keys lie elsewhere than in their text, and where they belong among those gathered."""
-    slots: list[int] = []
-    keys: list[int] = []
-    for index, branch in enumerate(branches):
-        end = index * num_keys + branch.num_keys
-        slots += branch.path_slots
-        keys += range(end - len(branch.path_slots), end)
-    if not slots:
-        return None, None
-    return torch.tensor(slots, device=device), torch.tensor(keys, device=device)
-
-
 def _visibility(
-    branches: Sequence[Branch], rows: int, num_keys: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Who sees whom, windows aside: row i of a chain sees keys up to its own slot; a draft node sees
-    the known tokens, its ancestors and itself."""
+    branches: Sequence[Branch], rows: int, start: int, num_keys: int, window: int | None
+) -> tuple[np.ndarray[Any, Any], list[int]]:
+    """Who sees whom of the keys from number ``start`` on: a row in the order of its text sees keys up to
+    its own; a draft node of a tree that is masked sees the known tokens, its ancestors and itself.
+    ``[num_branches, rows, num_keys - start]`` bool, and the end of what each row sees in any branch."""
     bases = np.array([branch.base for branch in branches], dtype=np.int64)
-    slots = np.arange(num_keys, dtype=np.int64)
-    query_positions = bases[:, None] + np.arange(rows, dtype=np.int64)[None, :]
-    visible = slots[None, None, :] <= query_positions[:, :, None]
-    key_positions = np.broadcast_to(slots, (len(branches), num_keys))
+    slots = np.arange(start, num_keys, dtype=np.int64)
+    places = bases[:, None] + np.arange(rows, dtype=np.int64)[None, :]
     for index, branch in enumerate(branches):
-        request = branch.tree
-        if request is None:
+        for path in branch.paths:
+            places[index, path.rows] = path.first_place + np.arange(len(path.rows))
+        places[index, len(branch.rows) :] = places[index, 0]
+    ends = places + 1
+    key_places = np.broadcast_to(slots, (len(branches), len(slots)))
+    visible = slots[None, None, :] <= places[:, :, None]
+    for index, branch in enumerate(branches):
+        if branch.tree is None:
             continue
-        if not key_positions.flags.writeable:
-            key_positions = key_positions.copy()
+        if not key_places.flags.writeable:
+            key_places = key_places.copy()
+        request = branch.tree
+        nodes = slice(request.num_known, request.num_rows)
         anchor = request.base + request.num_known - 1
         count, stored = len(request.parents), request.num_stored
         positions = anchor + np.array(request.depths(), dtype=np.int64)
-        query_positions[index, request.num_known : request.num_rows] = positions[stored:]
-        key_positions[index, anchor + 1 : anchor + 1 + count] = positions
+        columns = slice(anchor + 1 - start, anchor + 1 - start + count)
+        places[index, nodes] = positions[stored:]
+        ends[index, nodes] = request.end
+        key_places[index, columns] = positions
         seen = np.eye(count, dtype=bool)
         for node, parent in enumerate(request.parents):
             if parent >= 0:
                 seen[node] |= seen[parent]
-        tail = visible[index, request.num_known : request.num_rows]
-        tail[:, anchor + 1 :] = False
-        tail[:, anchor + 1 : anchor + 1 + count] = seen[stored:]
-    return visible, query_positions, key_positions
+        visible[index, nodes, columns.start :] = False
+        visible[index, nodes, columns] = seen[stored:]
+    if window is not None:
+        visible &= places[:, :, None] - key_places[:, None, :] < window
+    return visible, ends.max(axis=0).tolist()

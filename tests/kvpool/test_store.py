@@ -77,14 +77,33 @@ def test_gathered_blocks_are_the_slots_of_their_ids_in_order(dtype: torch.dtype)
     store = _store(dtype)
     _write(store, list(range(NUM_BLOCKS * SIZE)), _rows(NUM_BLOCKS * SIZE))
     for layer in range(NUM_LAYERS):
-        keys, values = store.gather_blocks(layer, torch.tensor([3, 0, 3]))
-        assert keys.shape == (3, SIZE, HEADS, DIM_K)
-        assert values.shape == (3, SIZE, HEADS, DIM_V)
+        rows = store.rows_of(torch.tensor([3, 0, 3]), HEADS)
+        keys, values = store.gather_blocks(layer, rows)
+        assert keys.shape == (HEADS, 3 * SIZE, DIM_K)
+        assert values.shape == (HEADS, 3 * SIZE, DIM_V)
         assert keys.dtype == values.dtype == dtype
         for index, block_id in enumerate((3, 0, 3)):
             slots = slice(block_id * SIZE, (block_id + 1) * SIZE)
-            assert _bits(keys[index]) == _bits(store.key[layer][slots])
-            assert _bits(values[index]) == _bits(store.value[layer][slots])
+            places = slice(index * SIZE, (index + 1) * SIZE)
+            assert _bits(keys[:, places].transpose(0, 1)) == _bits(store.key[layer][slots])
+            assert _bits(values[:, places].transpose(0, 1)) == _bits(store.value[layer][slots])
+        out = (torch.empty_like(keys), torch.empty_like(values))
+        into = store.gather_blocks(layer, rows, out)
+        for given, filled, copied in zip(out, into, (keys, values), strict=True):
+            assert filled.data_ptr() == given.data_ptr()
+            assert _bits(given) == _bits(copied)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_of_single_slots_are_gathered_in_any_order(dtype: torch.dtype) -> None:
+    store = _store(dtype)
+    _write(store, list(range(NUM_BLOCKS * SIZE)), _rows(NUM_BLOCKS * SIZE))
+    slots = [7, 3, 3, 19]
+    got = store.gather_values(2, store.slot_rows_of(torch.tensor(slots), HEADS))
+    assert got.dtype == dtype
+    assert _bits(got.transpose(0, 1)) == _bits(
+        torch.stack([store.value[2][slot] for slot in slots])
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,7 +111,7 @@ def test_sliced_blocks_equal_gathered_ones_without_a_copy(dtype: torch.dtype) ->
     store = _store(dtype)
     _write(store, list(range(NUM_BLOCKS * SIZE)), _rows(NUM_BLOCKS * SIZE))
     sliced = store.slice_blocks(1, 2, 3)
-    gathered = store.gather_blocks(1, torch.tensor([2, 3, 4]))
+    gathered = store.gather_blocks(1, store.rows_of(torch.tensor([2, 3, 4]), HEADS))
     for view, copy in zip(sliced, gathered, strict=True):
         assert view.shape == copy.shape
         assert _bits(view) == _bits(copy)
@@ -167,9 +186,10 @@ def test_layers_may_differ_in_heads_and_dimensions() -> None:
     for layer in range(3):
         assert torch.equal(store.key[layer][[0, 1, 5]], key[layer][[0, 1, 1]])
         assert torch.equal(store.value[layer][[0, 1, 5]], value[layer][[0, 1, 1]])
-        keys, values = store.gather_blocks(layer, torch.tensor([1, 0]))
-        assert torch.equal(keys[1, :2], key[layer])
-        assert torch.equal(values[0, 1], value[layer][1])
+        rows = store.rows_of(torch.tensor([1, 0]), heads[layer])
+        keys, values = store.gather_blocks(layer, rows)
+        assert torch.equal(keys[:, SIZE : SIZE + 2].transpose(0, 1), key[layer])
+        assert torch.equal(values[:, 1], value[layer][1])
     per_block = KVStore.bytes_per_block(3, SIZE, heads, dims_k, dims_v, torch.float32)
     assert store.num_bytes == 2 * per_block == 2 * SIZE * 4 * (8 + 8 + 8 + 8 + 8 + 4)
 
@@ -188,10 +208,10 @@ def test_a_fresh_store_holds_zeros() -> None:
     assert all(not plane.any() for plane in store.key + store.value)
 
 
-def test_rows_are_contiguous_and_storage_is_aligned() -> None:
+def test_a_head_s_slots_lie_together_and_storage_is_aligned() -> None:
     store = _store()
     for plane, dim in ((store.key[1], DIM_K), (store.value[2], DIM_V)):
-        assert plane.stride() == (HEADS * dim, dim, 1)
+        assert plane.stride() == (dim, NUM_BLOCKS * SIZE * dim, 1)
     assert store.key[0].data_ptr() % 64 == 0
 
 

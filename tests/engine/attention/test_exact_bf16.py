@@ -11,7 +11,6 @@ import torch
 from transformers import AutoTokenizer
 
 from engine.attention import backend as attention
-from engine.attention.exact import EXACT_KEY_MULTIPLE
 from engine.machine import can_pack
 from engine.model.linear import pack_linears
 from engine.model.loader import bundled_path, load_model
@@ -35,8 +34,9 @@ pytestmark = pytest.mark.skipif(
     not can_pack(CPU, torch.bfloat16), reason="this CPU has no bf16 instructions"
 )
 BLOCK_SIZE = 16
-# Text beyond the multiple that keys are padded to, so that rows see one and two times as many.
-NUM_TOKENS = EXACT_KEY_MULTIPLE + 40
+# Text beyond a chunk of keys, so that rows see one, and one and a part of another.
+NUM_KEYS = 512
+NUM_TOKENS = NUM_KEYS + 40
 TREE = (-1, -1, 0, 1, 1, 3, 2, 5, 5)
 
 
@@ -102,7 +102,7 @@ def test_rows_keep_their_bits_beside_ragged_neighbours(name: str) -> None:
     """Five requests over the same text at different places, in steps that mix chunks and single rows."""
     runner, text = runner_and_text(name)
     expected = logits_in_one_go(name)
-    places = [0, 11, 90, 300, EXACT_KEY_MULTIPLE - 3]
+    places = [0, 11, 90, 300, NUM_KEYS - 3]
     for index, place in enumerate(places):
         if place:
             run_chunks(runner, text, (place,), table(index))
@@ -116,7 +116,7 @@ def test_rows_keep_their_bits_beside_ragged_neighbours(name: str) -> None:
         places = [place + count for place, count in zip(places, counts, strict=True)]
 
 
-@pytest.mark.parametrize("base", [3, 200, EXACT_KEY_MULTIPLE - 4])
+@pytest.mark.parametrize("base", [3, 200, NUM_KEYS - 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_draft_rows_have_the_bits_of_the_text_they_guess(name: str, base: int) -> None:
     runner, text = runner_and_text(name)

@@ -19,13 +19,10 @@ from engine.attention.backend import (
     slipstream_attention,
 )
 from engine.attention.exact import (
-    EXACT_KEY_MULTIPLE,
     ExactAttention,
     ExactCalls,
     bmm_calls,
     exact_calls,
-    exact_tile_rows,
-    fused_tiles,
 )
 from engine.attention.sdpa import NUM_ROWS_ALONE, CallShapes, SdpaAttention, SdpaPlan
 from engine.batch import InputBatch, InputBuffers, RequestRows, build_batch
@@ -42,6 +39,7 @@ PLAIN = AttentionOptions(None, None, None, None)
 MASKED = CallShapes(fused=True)
 FREE = CallShapes(fused=False)
 EVERYTHING = AttentionOptions(0.6, 5, 2.0, torch.tensor([1.5, -0.5, 0.3, 2.0]))
+KEYS = 512
 TREE = (-1, -1, 0, 1, 1, 3, 2, 5, 5, 7, 9)
 
 
@@ -217,12 +215,18 @@ def test_rows_see_their_past_and_their_ancestors_and_nothing_else(
 @pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize(
     "calls",
-    [bmm_calls(row_multiple=4), bmm_calls(tile_rows=4), bmm_calls(tile_rows=1), fused_tiles(4)],
+    [
+        bmm_calls(row_multiple=4),
+        bmm_calls(tile_rows=4),
+        bmm_calls(tile_rows=1),
+        bmm_calls(row_multiple=2, key_multiple=128, key_chunk=128),
+    ],
 )
 def test_whatever_calls_the_probe_settles_on_they_are_attention(
     calls: CallShapes, options: AttentionOptions
 ) -> None:
-    kinds = (*MIXTURE, {"base": 600, "num_known": 3, "table": range(100, 140)})
+    over_a_chunk = {"base": 124, "num_known": 2, "parents": TREE, "table": range(140, 150)}
+    kinds = (*MIXTURE, {"base": 600, "num_known": 3, "table": range(100, 140)}, over_a_chunk)
     texts = [draw(seed, **kind) for seed, kind in enumerate(kinds)]  # type: ignore[arg-type]
     for text, output in zip(texts, run(texts, True, options, calls=calls), strict=True):
         torch.testing.assert_close(output.double(), naive(text, options), rtol=0, atol=1e-5)
@@ -244,7 +248,7 @@ def lying(base: int, num_rows: int) -> RequestRows:
 
 
 @pytest.mark.parametrize(
-    ("calls", "exact"), [(MASKED, False), (FREE, True), (fused_tiles(4), True)]
+    ("calls", "exact"), [(MASKED, False), (FREE, True), (bmm_calls(tile_rows=4), True)]
 )
 def test_deep_drafts_and_long_pasts_do_not_pad_everybody(calls: CallShapes, exact: bool) -> None:
     """Eight plain requests beside two deep drafts, and beside two long pasts."""
@@ -275,53 +279,48 @@ def test_no_other_cuts_of_the_order_cost_less(sizes: list[tuple[int, int]]) -> N
         for count in range(len(padded))
         for cuts in combinations(range(1, len(padded)), count)
     )
-    shapes = [
-        (group.num_branches, group.visible.shape[2], group.rows_per_branch) for group in groups
-    ]
+    shapes = [(group.num_branches, group.num_keys, group.rows_per_branch) for group in groups]
     assert sum(count for count, _, _ in shapes) == len(sizes)
     total = sum(4096 + count * keys * (rows + 0.5) for count, keys, rows in shapes)
     assert total == pytest.approx(cheapest)
 
 
-def test_exact_mode_takes_a_tree_apart_into_branches_in_the_order_of_their_text() -> None:
-    """The chain: the known rows and nodes 0, 1; then 2-3 under node 0, 4 under 2, 5 under the root."""
+def test_exact_mode_reads_a_tree_in_the_order_of_its_texts_in_one_call() -> None:
+    """The known rows and nodes 0, 1 lie as their text does; not so 2-3 under node 0, 4 under 2, 5 under
+    the root. Of the context only the chunk is read again that their own keys lie in."""
     text = draw(1, 21, 2, (-1, 0, 0, 2, 2, -1), table=(7, 5))
-    rows = planned(rows_of(text.request), fused_tiles(4), exact=True)
-    chain, branches = rows.groups
-    assert (chain.num_branches, branches.num_branches) == (1, 3)
-    assert chain.path_slots is None
-    assert chain.query_rows is None
-    assert branches.query_rows is not None
-    assert branches.query_rows.view(3, 4).tolist() == [[4, 5, 4, 4], [6] * 4, [7] * 4]
-    assert branches.query_positions[:, 0].tolist() == [24, 25, 23]
-    assert branches.path_slots is not None
-    assert branches.path_keys is not None
-    slot = 5 * SIZE + 23 - SIZE  # of node 0
-    assert branches.path_slots.tolist() == [slot + node for node in (0, 2, 3, 0, 2, 4, 5)]
-    branch, key = [0, 0, 0, 1, 1, 1, 2], [23, 24, 25, 23, 24, 25, 23]
-    assert branches.path_keys.tolist() == [
-        EXACT_KEY_MULTIPLE * index + place for index, place in zip(branch, key, strict=True)
+    calls = bmm_calls(key_multiple=16, key_chunk=16)
+    (group,) = planned(rows_of(text.request), calls, exact=True).groups
+    assert (group.num_branches, group.rows_per_branch, group.num_keys) == (1, 8, 32)
+    assert group.query_rows is None
+    paths = group.paths
+    assert paths is not None
+    # Node 2 is key 24 of its text and lies at 25, node 3 is 25 and lies at 26, and so on.
+    moved = zip(paths.rows.tolist(), paths.keys.tolist(), paths.columns.tolist(), strict=True)
+    assert list(moved) == [
+        (4, 24, 25),
+        (5, 24, 25),
+        (5, 25, 26),
+        (6, 24, 25),
+        (6, 25, 27),
+        (7, 23, 28),
     ]
-    assert rows.order is None
+    (chunk,) = paths.chunks
+    assert (chunk.number, chunk.num_paths) == (1, 3)
+    assert chunk.rows.view(3, 2).tolist() == [[4, 5], [6, 6], [7, 7]]
+    lying = [[7, 9, 10], [7, 9, 11], [12, 8, 9]]  # keys 23, 24, 25 in block 5
+    assert chunk.slots.view(3, 16)[:, 7:10].tolist() == [
+        [5 * SIZE + place for place in path] for path in lying
+    ]
+    limits = group.limits(None, text.query)
+    seen = (limits.values == math.inf).sum(-1).flatten() + limits.start
+    assert seen.tolist() == [22, 23, 24, 25, 25, 26, 26, 24]
 
 
-def test_exact_mode_fixes_the_shapes_that_a_kernel_sees() -> None:
-    tile = exact_tile_rows(HEADS, KV_HEADS)
-    assert tile == 4
-    for kinds in (MIXTURE, MIXTURE[:1], MIXTURE[3:]):
-        texts = [draw(seed, **kind) for seed, kind in enumerate(kinds)]  # type: ignore[arg-type]
-        batch = rows_of(*(text.request for text in texts))
-        for group in planned(batch, fused_tiles(tile), exact=True).groups:
-            assert group.tile_rows == tile
-            assert group.rows_per_branch % tile == 0
-            assert group.visible.shape[2] == EXACT_KEY_MULTIPLE
-
-
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "rows"), [(8, 8, 8), (32, 8, 2), (16, 1, 1)])
-def test_a_tile_is_filled_by_the_heads_that_share_a_key_head(
-    num_heads: int, num_kv_heads: int, rows: int
-) -> None:
-    assert exact_tile_rows(num_heads, num_kv_heads) == rows
+def test_a_long_chunk_that_ends_in_a_tree_goes_through_in_pieces_and_its_tree_whole() -> None:
+    text = draw(1, 0, NUM_ROWS_ALONE + 1, TREE, table=range(9))
+    groups = planned(rows_of(text.request), bmm_calls(), exact=True).groups
+    assert [(group.num_rows, group.paths is None) for group in groups] == [(34, True), (10, False)]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +341,7 @@ def test_in_exact_mode_a_row_has_the_same_bits_whatever_shares_its_step(
     consecutive = draw(1, base, count, table=range(4), dtype=dtype)
     late = draw(1, base + count - 1, 1, dtype=dtype)
     near = [draw(3, 20, 1, TREE, dtype=dtype), draw(4, 0, 30, dtype=dtype)]
-    far = draw(6, EXACT_KEY_MULTIPLE + 90, 2, dtype=dtype, table=range(60, 60 + 39))
+    far = draw(6, KEYS + 90, 2, dtype=dtype, table=range(60, 60 + 39))
     chunk = draw(11, 0, 70, dtype=dtype)
     (expected,) = run([text], True, options)
     for other in ([text, *near], [far, text], [chunk, *near, text], [as_drafts], [consecutive]):
@@ -357,7 +356,7 @@ def test_in_exact_mode_a_row_has_the_same_bits_whatever_shares_its_step(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
 )
 @pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=["plain", "everything"])
-@pytest.mark.parametrize("base", [3, 200, EXACT_KEY_MULTIPLE - 3])
+@pytest.mark.parametrize("base", [3, 200, 380, KEYS - 3])
 def test_in_exact_mode_a_draft_row_has_the_bits_of_the_text_it_guesses(
     base: int, options: AttentionOptions, dtype: torch.dtype
 ) -> None:
@@ -398,7 +397,7 @@ def test_blocks_that_lie_together_are_read_in_place_and_give_the_same() -> None:
         for table in (range(3, 8), (9, 3, 40, 7, 1))
     ]
     assert [group.contiguous_from for group in lying] == [3, None]
-    assert store.slice_blocks(0, 3, 5)[0].data_ptr() == store.key[0][3 * SIZE].data_ptr()
+    assert store.slice_blocks(0, 3, 5)[1].data_ptr() == store.value[0][3 * SIZE].data_ptr()
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
