@@ -203,7 +203,13 @@ class EngineCore:
             num_requests=len(plan.scheduled),
         )
         target_seconds = clock.forward + clock.verify
-        self.cost.observe(shape.num_rows, shape.num_kv_tokens, shape.num_requests, target_seconds)
+        self.cost.observe(
+            shape.num_rows,
+            shape.num_kv_tokens,
+            shape.num_requests,
+            target_seconds,
+            has_drafts=shape.num_rows > shape.num_base_rows,
+        )
         self.cost.observe_overhead(clock.other)
         baseline = estimate_baseline(self.cost, shape, clock.step, clock.draft)
         by_drafter: dict[str, SpeculativeStats] = defaultdict(SpeculativeStats)

@@ -234,7 +234,9 @@ class Baseline(NamedTuple):
 
 
 class StepSecondsModel(Protocol):
-    def step_seconds(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float: ...
+    def step_seconds(
+        self, num_rows: int, num_kv_tokens: int, num_requests: int, has_drafts: bool = False
+    ) -> float: ...
 
 
 class StepShape(NamedTuple):
@@ -255,7 +257,7 @@ def estimate_baseline(
     for."""
     measured = max(0.0, step_seconds - draft_seconds)
     context = (shape.num_kv_tokens, shape.num_requests)
-    as_run = cost.step_seconds(shape.num_rows, *context)
+    as_run = cost.step_seconds(shape.num_rows, *context, shape.num_rows > shape.num_base_rows)
     first = cost.step_seconds(shape.num_base_rows, *context)
     num_plain_rows = max(1, min(shape.num_sampling_requests, shape.num_base_rows))
     plain = cost.step_seconds(num_plain_rows, *context)

@@ -4,12 +4,14 @@ The gamma policies ask it what more rows would cost; the statistics ask it what 
 would have cost. Knows nothing of models: it is given a callable that runs rows.
 Seconds throughout.
 
-    step = overhead + machine * (curve(num_rows) + kv_slope * num_kv_tokens + pair_slope * num_pairs)
+    step = overhead + machine * drafts * (curve(rows) + kv_slope * kv_tokens + pair_slope * pairs)
 
-``curve`` is piecewise linear between knots and never falls. ``num_kv_tokens`` is the context summed
-over the step's requests, which has to be read whatever reads it; ``num_pairs`` are pairs of a row and
-a token of context, about ``num_rows`` times the mean context: what makes a draft row dear in a batch
-of long texts. Online, ``machine`` and a factor per knot are learnt (``Correction``).
+``curve`` is piecewise linear between knots and never falls. ``kv_tokens`` is the context summed
+over the step's requests, which has to be read whatever reads it; ``pairs`` are pairs of a row and
+a token of context, about ``rows`` times the mean context: what makes a draft row dear in a batch
+of long texts. ``drafts`` is 1 but where some of several requests verify drafts: their numbers of rows
+differ then, which no measurement at start-up shows, and attention takes them in more calls. Online,
+``machine``, ``drafts`` and a factor per knot are learnt (``Correction``).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter, le
 from statistics import median_low
 from typing import Any, NamedTuple
@@ -37,6 +40,7 @@ _MACHINE_DOUBT = 0.05**2
 _MACHINE_DRIFT = 0.012**2
 """Per step."""
 _KNOT_DOUBT = 0.08**2
+_DRAFTS_DOUBT = 0.15**2
 _KNOT_MEMORY = 1.0 - 1.0 / 400
 """Of a knot's factor, per step: without forgetting, a few slow steps at high row counts would be
 believed for ever, since gamma then never goes there again."""
@@ -145,22 +149,26 @@ class CostModel:
         self.overhead_seconds = overhead_seconds
         self._rows, self._start, (self.kv_slope, self.pair_slope) = _fit(points)
         self._correction = Correction(len(self._rows))
-        self._draft_seconds: dict[str, float] = {}
+        self._drafting: dict[str, _DraftSeconds] = {}
         self._machine = 1.0
         self._values: list[float] = []
         self._slopes: list[float] = []
         self._redraw()
 
-    def step_seconds(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float:
+    def step_seconds(
+        self, num_rows: int, num_kv_tokens: int, num_requests: int, has_drafts: bool = False
+    ) -> float:
         """A whole step; ``num_kv_tokens`` is the context summed over its ``num_requests`` requests."""
-        return self.overhead_seconds + self._forward(num_rows, num_kv_tokens, num_requests)
+        forward = self._forward(num_rows, num_kv_tokens, num_requests)
+        return self.overhead_seconds + forward * self._drafts(num_requests, has_drafts)
 
     def step_seconds_table(
         self, num_rows: int, num_extra: int, num_kv_tokens: int, num_requests: int
     ) -> list[float]:
-        """``[k]`` is ``step_seconds(num_rows + k, ..)``, for k up to ``num_extra``."""
-        rows, machine = self._rows, self._machine
-        fixed = self.overhead_seconds + machine * self.kv_slope * num_kv_tokens
+        """``[k]`` is ``step_seconds(num_rows + k, ..)`` with k drafts among the rows, for k up to
+        ``num_extra``; never falling."""
+        rows, machine, first = self._rows, self._machine, num_rows
+        context = self.kv_slope * num_kv_tokens
         pairs = self.pair_slope * num_kv_tokens / max(1, num_requests)
         table: list[float] = []
         last = num_rows + num_extra
@@ -168,16 +176,27 @@ class CostModel:
             knot = max(bisect_right(rows, num_rows) - 1, 0)
             end = min(rows[knot + 1] - 1, last) if knot + 1 < len(rows) else last
             slope = machine * (self._slopes[knot] + pairs)
-            start = fixed + machine * (self._values[knot] - self._slopes[knot] * rows[knot])
+            start = machine * (context + self._values[knot] - self._slopes[knot] * rows[knot])
             table += [start + slope * count for count in range(num_rows, end + 1)]
             num_rows = end + 1
-        return table
+        drafts, overhead = self._drafts(num_requests, True), self.overhead_seconds
+        plain = self._forward(first, num_kv_tokens, num_requests) + overhead
+        return [plain, *(max(plain, overhead + drafts * seconds) for seconds in table[1:])]
 
-    def observe(self, num_rows: int, num_kv_tokens: int, num_requests: int, seconds: float) -> None:
+    def observe(
+        self,
+        num_rows: int,
+        num_kv_tokens: int,
+        num_requests: int,
+        seconds: float,
+        has_drafts: bool = False,
+    ) -> None:
         """Learn from a step: ``seconds`` of all that grows with rows (forward and verification)."""
         predicted = self._forward(num_rows, num_kv_tokens, num_requests)
+        predicted *= self._drafts(num_requests, has_drafts)
         surprise = math.log(max(seconds, _SMALLEST_SECONDS) / predicted)
-        self._correction.observe(self._nearest(num_rows), surprise)
+        is_mixed = has_drafts and num_requests > 1
+        self._correction.observe(self._nearest(num_rows), surprise, is_mixed)
         self._redraw()
 
     def observe_overhead(self, seconds: float) -> None:
@@ -188,18 +207,24 @@ class CostModel:
         error = _bounded(seconds / self.overhead_seconds - 1.0)
         self.overhead_seconds *= 1.0 + _EMA_RATE * error
 
-    def observe_draft(self, drafter: str, num_requests: int, seconds: float) -> None:
-        """Learn what a call of ``drafter`` for ``num_requests`` requests took."""
+    def observe_draft(
+        self, drafter: str, num_requests: int, seconds: float, num_asked: int | None = None
+    ) -> None:
+        """Learn what ``drafter`` took in a step for ``num_requests`` requests: ``num_asked`` of them were
+        asked for drafts (all, if not told), the others only shown what came."""
         if num_requests < 1:
             return
-        share = seconds / num_requests
-        known = self._draft_seconds.get(drafter, share)
-        limit = known * (1.0 + 4 * _LARGEST_SURPRISE)
-        self._draft_seconds[drafter] = known + _EMA_RATE * (min(share, limit) - known)
+        asked = num_requests if num_asked is None else num_asked
+        self._drafting.setdefault(drafter, _DraftSeconds()).observe(num_requests, asked, seconds)
 
     def draft_seconds(self, drafter: str) -> float:
-        """One request's share of a call of ``drafter``; 0 while it was never timed."""
-        return self._draft_seconds.get(drafter, 0.0)
+        """What one more request costs that asks ``drafter``, its share of a call, beyond what is spent on
+        one that does not ask; 0 while it was never timed."""
+        known = self._drafting.get(drafter)
+        return 0.0 if known is None else known.price
+
+    def _drafts(self, num_requests: int, has_drafts: bool) -> float:
+        return self._correction.drafts if has_drafts and num_requests > 1 else 1.0
 
     def _forward(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float:
         pairs = num_rows * num_kv_tokens / max(1, num_requests)
@@ -238,6 +263,33 @@ class CostModel:
         # Rows without end at no cost are not believed: then in proportion.
         slopes.append(steepest or values[-1] / rows[-1])
         self._values, self._slopes = values, slopes
+
+
+@dataclass(slots=True)
+class _DraftSeconds:
+    """Seconds per request and step of one drafter: where it was asked, and where it was not."""
+
+    asked: float | None = None
+    idle: float | None = None
+
+    @property
+    def price(self) -> float:
+        return max(0.0, (self.asked or 0.0) - (self.idle or 0.0))
+
+    def observe(self, num_requests: int, num_asked: int, seconds: float) -> None:
+        if num_asked == 0:
+            self.idle = _moved(self.idle, seconds / num_requests)
+        else:
+            rest = (num_requests - num_asked) * (self.idle or 0.0)
+            self.asked = _moved(self.asked, max(0.0, seconds - rest) / num_asked)
+
+
+def _moved(known: float | None, seconds: float) -> float:
+    """An average that one slow call does not move far."""
+    if known is None:
+        return seconds
+    limit = known * (1.0 + 4 * _LARGEST_SURPRISE)
+    return known + _EMA_RATE * (min(seconds, limit) - known)
 
 
 def _fit(points: Sequence[Measurement]) -> tuple[list[int], list[float], tuple[float, float]]:
@@ -307,9 +359,11 @@ def _bounded(error: float) -> float:
 
 
 class Correction:
-    """Factors of ``num_knots`` knots and of all, 1 at first: a Kalman filter over their logarithms.
+    """Factors of ``num_knots`` knots, of steps with drafts and of all, 1 at first: a Kalman filter over
+    their logarithms.
 
-    One factor holds for all steps and follows the machine (clocks, neighbours); one per knot of the cost
+    One factor holds for all steps and follows the machine (clocks, neighbours), one for those where
+    several requests' drafts are verified; one per knot of the cost
     curve follows what start-up got wrong about the curve's shape, and drifts back to 1 while nobody
     looks. The filter knows how sure it is of each, so the first steps of a kind count most, and it knows
     that a machine that slowed down as a whole slowed down at the row counts, too, that are not visited
@@ -317,11 +371,11 @@ class Correction:
     """
 
     def __init__(self, num_knots: int) -> None:
-        self._logs = np.zeros(1 + num_knots)
-        doubts = np.array([_MACHINE_DOUBT, *[_KNOT_DOUBT] * num_knots])
+        self._logs = np.zeros(2 + num_knots)
+        doubts = np.array([_MACHINE_DOUBT, _DRAFTS_DOUBT, *[_KNOT_DOUBT] * num_knots])
         self._covariance = np.diag(doubts)
         # What every step forgets: products with these, and what it adds to the variances.
-        self._memory = np.array([1.0, *[_KNOT_MEMORY] * num_knots])
+        self._memory = np.array([1.0, *[_KNOT_MEMORY] * (1 + num_knots)])
         self._memories = np.outer(self._memory, self._memory)
         self._drift = np.diag(doubts * (1.0 - self._memory**2))
         self._drift[0, 0] = _MACHINE_DRIFT
@@ -331,20 +385,27 @@ class Correction:
         return math.exp(self._logs[0])
 
     @property
+    def drafts(self) -> float:
+        return math.exp(self._logs[1])
+
+    @property
     def knots(self) -> list[float]:
-        factors: list[float] = np.exp(self._logs[1:]).tolist()
+        factors: list[float] = np.exp(self._logs[2:]).tolist()
         return factors
 
-    def observe(self, knots: Sequence[tuple[int, float]], surprise: float) -> None:
+    def observe(
+        self, knots: Sequence[tuple[int, float]], surprise: float, has_drafts: bool = False
+    ) -> None:
         """A step among ``knots``, with weights, took ``exp(surprise)`` times what was predicted."""
         covariance: np.ndarray[Any, Any] = self._covariance
         self._logs *= self._memory
         covariance *= self._memories
         covariance += self._drift
-        spread = covariance[0].copy()
-        for knot, weight in knots:
-            spread += weight * covariance[1 + knot]
-        variance = spread[0] + sum(weight * spread[1 + knot] for knot, weight in knots) + _NOISE
+        taught = [(0, 1.0), *((2 + knot, weight) for knot, weight in knots)]
+        if has_drafts:
+            taught.append((1, 1.0))
+        spread = sum(weight * covariance[index] for index, weight in taught)
+        variance = float(sum(weight * spread[index] for index, weight in taught)) + _NOISE
         # What is not believed does not make anything surer either.
         weight = _LARGEST_STEP_SURPRISE / max(_LARGEST_STEP_SURPRISE, abs(surprise))
         gain = spread * (weight / variance)

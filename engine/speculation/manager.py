@@ -26,7 +26,7 @@ from engine.schedule.scheduler import Plan
 from engine.speculation.acceptance import Acceptance, check_sampled, new_acceptance
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.controller import GammaController
-from engine.speculation.gamma.policy import DraftCandidate
+from engine.speculation.gamma.policy import DraftCandidate, Traffic
 from engine.stats import Reason
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class DraftRound:
 
     seconds_by_drafter: dict[str, float] = field(default_factory=dict)
     num_by_drafter: dict[str, int] = field(default_factory=dict)
+    num_asked: dict[str, int] = field(default_factory=dict)
+    """Of these, those asked for a draft."""
     num_failures: int = 0
 
     def share(self, request: Request) -> float:
@@ -110,6 +112,7 @@ class Speculation:
         acceptance = new_acceptance(self._estimator, wanted.drafter, request.sampling.verification)
         drafting = _Drafting(drafter, acceptance)
         self._drafting[request.request_id] = drafting
+        self._gamma.open(request.request_id, wanted, _traffic(request))
         try:
             drafter.open(
                 request.request_id, request.token_ids, wanted.options, request.params.cache_salt
@@ -226,7 +229,8 @@ class Speculation:
             total = round_.seconds_by_drafter.get(name, 0.0) + spent
             round_.seconds_by_drafter[name] = total
             round_.num_by_drafter[name] = len(group)
-            self._cost.observe_draft(name, len(group), total)
+            num_asked = min(round_.num_asked.get(name, 0), len(group))
+            self._cost.observe_draft(name, len(group), total, num_asked)
 
     def observe_hidden(self, rows: Sequence[HiddenRows], round_: DraftRound) -> None:
         """Hand newly committed rows' hidden states to the drafters that read them."""
@@ -278,6 +282,7 @@ class Speculation:
                 by_drafter.setdefault(name, []).append(index)
         for name, indices in by_drafter.items():
             start = time.perf_counter()
+            round_.num_asked[name] = len(indices)
             asks = [
                 self._ask(turns[index].request, *limits[index], plain_rate) for index in indices
             ]
@@ -364,3 +369,14 @@ class Speculation:
             drafting.num_failures += 1
             logger.exception("drafter %s failed", drafting.drafter.info.name)
             return None
+
+
+def _traffic(request: Request) -> Traffic:
+    params = request.params
+    return Traffic.of(
+        params.speculative.drafter,
+        params.cache_salt,
+        request.sampling.verification,
+        params.sampling.temperature,
+        request.num_prompt_tokens,
+    )

@@ -16,8 +16,11 @@ from engine.stats import (
 class LinearCost:
     """One second and a tenth per row."""
 
-    def step_seconds(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float:
+    def step_seconds(
+        self, num_rows: int, num_kv_tokens: int, num_requests: int, has_drafts: bool = False
+    ) -> float:
         assert num_kv_tokens >= 0
+        assert not has_drafts or num_rows > num_requests
         assert num_requests > 0
         return 1.0 + 0.1 * num_rows
 

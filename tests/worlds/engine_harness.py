@@ -40,9 +40,18 @@ class DictatedCost(CostModel):
         self, row_seconds: float = 0.01, drafting: Mapping[str, float] | None = None
     ) -> None:
         super().__init__([(1, 0, 1.0), (64, 0, 1.0 + 63 * row_seconds)])
-        self._draft_seconds.update(drafting or {})
+        for drafter, seconds in (drafting or {}).items():
+            super().observe_draft(drafter, 1, seconds)
 
-    def observe(self, num_rows: int, num_kv_tokens: int, num_requests: int, seconds: float) -> None:
+    def observe(
+        self,
+        num_rows: int,
+        num_kv_tokens: int,
+        num_requests: int,
+        seconds: float,
+        has_drafts: bool = False,
+    ) -> None:
+        assert not has_drafts or num_rows > 1
         assert num_rows >= num_requests > 0
         assert num_kv_tokens >= 0
         assert seconds >= 0
@@ -50,9 +59,11 @@ class DictatedCost(CostModel):
     def observe_overhead(self, seconds: float) -> None:
         assert seconds >= 0
 
-    def observe_draft(self, drafter: str, num_requests: int, seconds: float) -> None:
+    def observe_draft(
+        self, drafter: str, num_requests: int, seconds: float, num_asked: int | None = None
+    ) -> None:
         assert drafter
-        assert num_requests > 0
+        assert 0 <= (num_asked or 0) <= num_requests > 0
         assert seconds >= 0
 
 

@@ -95,6 +95,40 @@ def best_goodput(candidates: Sequence[DraftCandidate], load: Load, cost: Dictate
     )
 
 
+def plain_grants(
+    candidates: Sequence[DraftCandidate], load: Load, cost: DictatedCost
+) -> list[list[int]]:
+    """The nodes that goodput grants without hysteresis, node by node as its rule says."""
+    nodes = []
+    floors = 0
+    granted: list[list[int]] = [[] for _ in candidates]
+    tokens = load.expected_tokens
+    for rank, each in enumerate(candidates):
+        survivals: list[float] = []
+        for parent, survival in zip(each.tree.parents, each.survivals, strict=True):
+            survivals.append(min(survival, survivals[parent]) if parent >= 0 else survival)
+        depths = each.tree.depths()
+        own = sorted((-survivals[node], depths[node], rank, node) for node in range(len(depths)))
+        params = each.params
+        most = max(params.min_draft_tokens, params.num_draft_tokens)
+        own = own[: max(0, min(most, params.max_draft_tokens, each.max_nodes))]
+        floor = min(params.min_draft_tokens, len(own), load.num_spare_rows - floors)
+        floors += floor
+        granted[rank] = [node for *_, node in own[:floor]]
+        tokens -= sum(survival for survival, *_ in own[:floor])
+        nodes += own[floor:]
+    nodes.sort()
+    best, best_rate = 0, tokens / (load.draft_seconds + cost.seconds(load.num_rows + floors))
+    for count, node in enumerate(nodes[: load.num_spare_rows - floors], 1):
+        tokens -= node[0]
+        seconds = load.draft_seconds + cost.seconds(load.num_rows + floors + count)
+        if tokens / seconds > best_rate:
+            best, best_rate = count, tokens / seconds
+    for *_, rank, node in nodes[:best]:
+        granted[rank].append(node)
+    return [sorted(each) for each in granted]
+
+
 @st.composite
 def random_candidates(draw: st.DrawFn, with_floors: bool = True) -> list[DraftCandidate]:
     candidates = []

@@ -11,6 +11,7 @@ from engine.speculation.gamma.policy import (
     Grant,
     Load,
     StepCost,
+    Traffic,
     registered_policies,
 )
 
@@ -29,6 +30,11 @@ class GammaController:
             info.name: info.kind(cost) for info in registered_policies()
         }
         self._policy_of: dict[str, GammaPolicy] = {}
+
+    def open(self, request_id: str, params: SpeculativeParams, traffic: Traffic) -> None:
+        """A request starts; ``forget`` ends it."""
+        policy = self._policy_of[request_id] = self._policies[params.policy]
+        policy.open(request_id, traffic)
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
         """How many nodes to ask the request's drafter for, before caps of length and KV."""
@@ -58,7 +64,8 @@ class GammaController:
         draft_seconds = 0.0
         for candidate in candidates:
             by_policy.setdefault(candidate.params.policy, []).append(candidate)
-            draft_seconds += self._cost.draft_seconds(candidate.drafter)
+            if candidate.max_nodes > 0:  # else nobody asked its drafter
+                draft_seconds += self._cost.draft_seconds(candidate.drafter)
         load = Load(
             num_base_rows,
             num_spare_rows,

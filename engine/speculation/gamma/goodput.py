@@ -13,39 +13,34 @@ K* falls to 0.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import islice
-from operator import itemgetter
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.params import SpeculativeParams
-from engine.speculation.gamma.backoff import AllOrNothing, Backoff
+from engine.speculation.gamma.backoff import AllOrNothing, Backoff, Plain
 from engine.speculation.gamma.policy import (
     DraftCandidate,
     GammaPolicy,
     Grant,
     Load,
     StepCost,
+    Traffic,
     gamma_policy,
     why_nothing_offered,
 )
 from engine.stats import Reason
 
-
-class _Node(NamedTuple):
-    """Sorts as granted: likeliest first, then shallow before deep, then the older request."""
-
-    negative_survival: float
-    depth: int
-    rank: int
-    """Of its request among the candidates."""
-    node: int
+_Floats = NDArray[np.float64]
+_Ints = NDArray[np.int64]
 
 
 class _Choice(NamedTuple):
     num_nodes: int
-    tokens_per_second: float
+    plain: Plain
     marginal_seconds: float
     """Mean cost of a granted row; of the next one where none was granted."""
 
@@ -76,34 +71,41 @@ class GoodputPolicy(GammaPolicy):
         self._all_or_nothing = AllOrNothing(cost, self._backoff)
         self._verified: set[str] = set()
 
+    def open(self, request_id: str, traffic: Traffic) -> None:
+        self._backoff.open(request_id, traffic)
+
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
         return 0 if self._backoff.is_resting(request_id) else params.max_draft_tokens
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
-        offers = [
-            _likeliest(candidate, rank, self._most(candidate))
-            for rank, candidate in enumerate(candidates)
-        ]
-        floors, pool = _split(candidates, offers, load.num_spare_rows)
-        load = _with_floors(load, offers, floors)
-        choice = self._choose(pool, load)
-        counts = floors
-        for node in islice(pool, choice.num_nodes):
-            counts[node.rank] += 1
-        left = _with_chosen(load, pool, choice.num_nodes)
+        most = [self._most(candidate) for candidate in candidates]
+        offers = Offers(candidates, most, load.num_spare_rows)
+        load = load._replace(
+            num_rows=load.num_rows + offers.num_floor_nodes,
+            num_spare_rows=load.num_spare_rows - offers.num_floor_nodes,
+            expected_tokens=load.expected_tokens + offers.floor_gain,
+        )
+        choice = self._choose(offers, load)
+        granted = offers.take(choice.num_nodes)
+        left = load._replace(
+            num_rows=load.num_rows + choice.num_nodes,
+            num_spare_rows=load.num_spare_rows - choice.num_nodes,
+            expected_tokens=load.expected_tokens
+            + float(offers.pool_survivals[: choice.num_nodes].sum()),
+        )
         judge = _Judge(self.cost, load, self._hysteresis)
         grants = []
-        for candidate, offer, count in zip(candidates, offers, counts, strict=True):
+        for rank, (candidate, nodes) in enumerate(zip(candidates, granted, strict=True)):
             if candidate.all_or_nothing and candidate.tree.token_ids:
                 grant, left = self._all_or_nothing.grant(candidate, left)
                 grants.append(grant)
                 continue
-            nodes = sorted(node.node for node in offer[:count])
-            reason = self._why(candidate, offer, count, judge)
+            reason = self._why(candidate, offers, rank, len(nodes), most[rank], judge)
             grants.append(Grant(candidate.request_id, nodes, reason))
-            gain = -sum(node.negative_survival for node in offer[:count])
-            cost = count * choice.marginal_seconds
-            self._backoff.record(candidate, gain, choice.tokens_per_second, cost)
+            if candidate.max_nodes > 0:
+                seconds = len(nodes) * choice.marginal_seconds
+                self._backoff.charge(candidate, seconds, choice.plain)
+        self._backoff.tick()
         return grants
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
@@ -111,6 +113,7 @@ class GoodputPolicy(GammaPolicy):
         news, and what drafts granted whole gained."""
         if num_granted:
             self._verified.add(request_id)
+            self._backoff.earn(request_id, num_accepted)
             self._all_or_nothing.observe(request_id, num_accepted)
 
     def forget(self, request_id: str) -> None:
@@ -128,44 +131,48 @@ class GoodputPolicy(GammaPolicy):
         )
         return min(wanted, params.max_draft_tokens, candidate.max_nodes)
 
-    def _choose(self, pool: Sequence[_Node], load: Load) -> _Choice:
-        limit = min(len(pool), load.num_spare_rows)
-        table = self.cost.step_seconds_table(
-            load.num_rows, limit, load.num_kv_tokens, load.num_requests
+    def _choose(self, offers: Offers, load: Load) -> _Choice:
+        survivals = offers.pool_survivals
+        limit = min(len(survivals), load.num_spare_rows)
+        table = np.asarray(
+            self.cost.step_seconds_table(
+                load.num_rows, limit, load.num_kv_tokens, load.num_requests
+            )
         )
-        tokens, spent = load.expected_tokens, load.draft_seconds
-        rates = [tokens / (spent + table[0])]
-        best, best_rate = 0, rates[0]
-        for num_nodes, node in enumerate(islice(pool, limit), 1):
-            tokens -= node[0]
-            rate = tokens / (spent + table[num_nodes])
-            rates.append(rate)
-            if rate > best_rate:
-                best, best_rate = num_nodes, rate
-        chosen = self._hold(pool, rates, best, load) if limit > 0 else 0
+        tokens = np.cumsum(np.concatenate(([load.expected_tokens], survivals[:limit])))
+        rates: _Floats = tokens / (load.draft_seconds + table)
+        best = int(rates.argmax())  # the fewest nodes among equals
+        chosen = self._hold(offers, rates, best, load) if limit > 0 else 0
         rows = max(chosen, 1)
-        marginal = (table[min(rows, limit)] - table[0]) / rows
-        return _Choice(chosen, rates[chosen], marginal)
+        marginal = float(table[min(rows, limit)] - table[0]) / rows
+        return _Choice(chosen, Plain(load.expected_tokens, float(table[0])), marginal)
 
-    def _hold(self, pool: Sequence[_Node], rates: Sequence[float], best: int, load: Load) -> int:
+    def _hold(self, offers: Offers, rates: _Floats, best: int, load: Load) -> int:
         """The allocation of the step before, where the best one does not beat it by enough."""
+        survivals = offers.pool_survivals
         if self._held_survival is not None:
-            held = bisect_right(pool, -self._held_survival, key=itemgetter(0))
+            held = int(np.searchsorted(-survivals, -self._held_survival, side="right"))
             held = min(held, len(rates) - 1)
             if held == best:
                 return best
-            moved = islice(pool, min(held, best), max(held, best))
-            num_changed = len({node.rank for node in moved})
+            moved = offers.pool_ranks[min(held, best) : max(held, best)]
+            num_changed = len(set(moved.tolist()))
             enough = self._hysteresis * min(1.0, num_changed / max(1, load.num_sampling_requests))
             if rates[held] >= rates[0] and rates[best] <= rates[held] * (1.0 + enough):
                 return held
-        last_in = -pool[best - 1].negative_survival if best > 0 else 1.0
-        first_out = -pool[best].negative_survival if best < len(pool) else 0.0
+        last_in = float(survivals[best - 1]) if best > 0 else 1.0
+        first_out = float(survivals[best]) if best < len(survivals) else 0.0
         self._held_survival = (last_in + first_out) / 2
         return best
 
     def _why(
-        self, candidate: DraftCandidate, offer: Sequence[_Node], count: int, judge: _Judge
+        self,
+        candidate: DraftCandidate,
+        offers: Offers,
+        rank: int,
+        count: int,
+        most: int,
+        judge: _Judge,
     ) -> Reason:
         num_offered = len(candidate.tree)
         if num_offered == 0:
@@ -173,12 +180,118 @@ class GoodputPolicy(GammaPolicy):
             return "low_acceptance" if resting else _why_empty(candidate)
         if count == num_offered:
             return ""
+        offer = offers.of(rank)
         if count == len(offer):
-            most = self._most(candidate)
             if count < min(most, num_offered):
                 return "policy"  # its target acceptance rate
             return candidate.cap_reason if most == candidate.max_nodes else "client_cap"
         return judge.why(offer, count)
+
+
+class Offers:
+    """What requests may be granted, as flat arrays over all candidates' nodes in their order of grant:
+    likeliest first, then shallow before deep, then the older request, then the earlier node. Any first
+    part of it is closed under parents.
+
+    Of each request these are at most ``most[rank]``, fewer where its ``target_acceptance_rate`` says
+    so. Its first ``min_draft_tokens``, as long as there are ``num_spare`` rows, are granted for certain;
+    the others make the pool.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[DraftCandidate],
+        most: Sequence[int],
+        num_spare: int,
+    ) -> None:
+        sizes = [
+            0 if limit <= 0 or each.all_or_nothing else len(each.tree.token_ids)
+            for each, limit in zip(candidates, most, strict=True)
+        ]
+        self._starts = [0, *accumulate(sizes)]
+        survivals, depths = _flat(candidates, sizes, self._starts)
+        ranks = np.repeat(np.arange(len(sizes)), sizes)
+        order = np.lexsort((depths, -survivals))  # stable: then by rank and node
+        # The same order request by request: where each request's nodes begin is known from their number.
+        own = order[np.argsort(ranks[order], kind="stable")]
+        self._ends, floors = self._bounds(candidates, most, sizes, survivals[own], num_spare)
+        places = np.empty_like(order)
+        places[own] = np.arange(len(own)) - np.repeat(self._starts[:-1], sizes)
+        kept = places < np.repeat(self._ends, sizes)
+        certain = places < np.repeat(floors, sizes)
+        self._survivals, self._ranks = survivals, ranks
+        self._own = own
+        self._certain = np.flatnonzero(certain)
+        self._pool: _Ints = order[(kept & ~certain)[order]]
+        self.pool_survivals: _Floats = survivals[self._pool]
+        self.pool_ranks: _Ints = ranks[self._pool]
+        self.num_floor_nodes = len(self._certain)
+        self.floor_gain = float(survivals[self._certain].sum())
+
+    def _bounds(
+        self,
+        candidates: Sequence[DraftCandidate],
+        most: Sequence[int],
+        sizes: Sequence[int],
+        survivals: _Floats,
+        num_spare: int,
+    ) -> tuple[list[int], list[int]]:
+        """How many nodes of each request may be granted, and how many are for certain; ``survivals`` are
+        falling within each request."""
+        ends, floors = [], []
+        for candidate, limit, size, start in zip(
+            candidates, most, sizes, self._starts[:-1], strict=True
+        ):
+            end = min(limit, size)
+            target_rate = candidate.params.target_acceptance_rate
+            if target_rate is not None and end > 0:
+                end = _num_at_rate(survivals[start : start + end], target_rate)
+            floor = min(candidate.params.min_draft_tokens, end, num_spare)
+            num_spare -= floor
+            ends.append(max(end, 0))
+            floors.append(floor)
+        return ends, floors
+
+    def of(self, rank: int) -> list[float]:
+        """The survivals of one request's nodes, likeliest first."""
+        start = self._starts[rank]
+        survivals: list[float] = self._survivals[
+            self._own[start : start + self._ends[rank]]
+        ].tolist()
+        return survivals
+
+    def take(self, num_nodes: int) -> list[list[int]]:
+        """By rank, the nodes granted for certain and those among the first ``num_nodes`` of the pool."""
+        taken = np.sort(np.concatenate((self._certain, self._pool[:num_nodes])))
+        ends = np.searchsorted(taken, self._starts).tolist()
+        flat = taken.tolist()
+        return [
+            [node - start for node in flat[first:last]]
+            for start, (first, last) in zip(self._starts, pairwise(ends), strict=False)
+        ]
+
+
+def _flat(
+    candidates: Sequence[DraftCandidate], sizes: Sequence[int], starts: Sequence[int]
+) -> tuple[_Floats, _Ints]:
+    """Survivals and depths of all nodes, request by request. Estimates may round upwards: a node counts
+    no more than its parent, or it would be granted without it."""
+    offering = [each for each, size in zip(candidates, sizes, strict=True) if size]
+    num_nodes = starts[-1]
+    survivals = np.fromiter(
+        chain.from_iterable(each.survivals for each in offering), np.float64, num_nodes
+    )
+    depths = np.fromiter(
+        chain.from_iterable(each.tree.depths() for each in offering), np.int64, num_nodes
+    )
+    parents = np.fromiter(
+        chain.from_iterable(each.tree.parents for each in offering), np.int64, num_nodes
+    )
+    own = np.flatnonzero(parents >= 0)
+    above = (parents + np.repeat(starts[:-1], sizes))[own]
+    while (survivals[own] > survivals[above]).any():
+        survivals[own] = np.minimum(survivals[own], survivals[above])
+    return survivals, depths
 
 
 class _Judge:
@@ -190,104 +303,31 @@ class _Judge:
         self._enough = 1.0 + hysteresis
         self._alone: Sequence[float] = ()
 
-    def why(self, offer: Sequence[_Node], count: int) -> Reason:
+    def why(self, offer: Sequence[float], count: int) -> Reason:
         num_neighbours = self._load.num_rows - 1
         pays_alone = num_neighbours > 0 and self._gamma_alone(offer) > count
         return "overload" if pays_alone else "low_acceptance"
 
-    def _gamma_alone(self, offer: Sequence[_Node]) -> int:
+    def _gamma_alone(self, offer: Sequence[float]) -> int:
         """What the same policy would grant if the request had the engine to itself."""
         if len(self._alone) <= len(offer):
             context = self._load.num_kv_tokens // max(1, self._load.num_requests)
             self._alone = self._cost.step_seconds_table(1, len(offer), context, 1)
         tokens = 1.0
         best, best_rate = 0, self._enough / self._alone[0]
-        for num_nodes, node in enumerate(offer, 1):
-            tokens -= node[0]
+        for num_nodes, survival in enumerate(offer, 1):
+            tokens += survival
             rate = tokens / self._alone[num_nodes]
             if rate > best_rate:
                 best, best_rate = num_nodes, rate
         return best
 
 
-def _likeliest(candidate: DraftCandidate, rank: int, most: int) -> list[_Node]:
-    """The nodes that the request's own bounds allow, as granted: each prefix is closed under
-    parents."""
-    if most <= 0 or candidate.all_or_nothing or not candidate.tree.token_ids:
-        return []
-    survivals: list[float] = []
-    depths: list[int] = []
-    nodes: list[_Node] = []
-    make = tuple.__new__
-    for index, (parent, survival) in enumerate(
-        zip(candidate.tree.parents, candidate.survivals, strict=True)
-    ):
-        depth = 1
-        if parent >= 0:
-            depth += depths[parent]
-            # Estimates may round upwards; a child above its parent would be granted without it.
-            above = survivals[parent]
-            survival = above if survival > above else survival
-        survivals.append(survival)
-        depths.append(depth)
-        nodes.append(make(_Node, (-survival, depth, rank, index)))
-    nodes.sort()
-    del nodes[most:]
-    target_rate = candidate.params.target_acceptance_rate
-    if target_rate is not None:
-        del nodes[_num_at_rate(nodes, target_rate) :]
-    return nodes
-
-
-def _num_at_rate(nodes: Sequence[_Node], target_rate: float) -> int:
+def _num_at_rate(survivals: _Floats, target_rate: float) -> int:
     """How many of the likeliest nodes are expected to be accepted at ``target_rate`` or better."""
-    expected = 0.0
-    for num_nodes, node in enumerate(nodes):
-        expected -= node.negative_survival
-        if expected < target_rate * (num_nodes + 1):
-            return num_nodes
-    return len(nodes)
-
-
-def _split(
-    candidates: Sequence[DraftCandidate], offers: Sequence[Sequence[_Node]], num_spare: int
-) -> tuple[list[int], list[_Node]]:
-    """How many nodes each request gets for certain, and the rest of all offers in order of
-    grant."""
-    floors: list[int] = []
-    pool: list[_Node] = []
-    for candidate, offer in zip(candidates, offers, strict=True):
-        floor = min(candidate.params.min_draft_tokens, len(offer), num_spare)
-        num_spare -= floor
-        floors.append(floor)
-        pool += offer[floor:] if floor else offer
-    pool.sort()
-    return floors, pool
-
-
-def _with_floors(load: Load, offers: Sequence[Sequence[_Node]], floors: Sequence[int]) -> Load:
-    num_nodes = sum(floors)
-    if num_nodes == 0:
-        return load
-    gain = -sum(
-        node.negative_survival
-        for offer, floor in zip(offers, floors, strict=True)
-        for node in offer[:floor]
-    )
-    return load._replace(
-        num_rows=load.num_rows + num_nodes,
-        num_spare_rows=load.num_spare_rows - num_nodes,
-        expected_tokens=load.expected_tokens + gain,
-    )
-
-
-def _with_chosen(load: Load, pool: Sequence[_Node], num_nodes: int) -> Load:
-    return load._replace(
-        num_rows=load.num_rows + num_nodes,
-        num_spare_rows=load.num_spare_rows - num_nodes,
-        expected_tokens=load.expected_tokens
-        - sum(node.negative_survival for node in islice(pool, num_nodes)),
-    )
+    wanted = target_rate * np.arange(1, len(survivals) + 1)
+    short = np.flatnonzero(np.cumsum(survivals) < wanted)
+    return int(short[0]) if len(short) else len(survivals)
 
 
 def _why_empty(candidate: DraftCandidate) -> Reason:

@@ -12,6 +12,26 @@ from engine.params import SpeculativeParams
 from engine.stats import Reason
 
 
+class Traffic(NamedTuple):
+    """A kind of request: what drafting earns is remembered for each. ``cache_salt`` names the tenant, so
+    that nothing remembered of one steers another. ``heat`` and ``length`` are buckets of temperature and
+    of the prompt's length."""
+
+    drafter: str
+    cache_salt: str = ""
+    verification: str = "match"
+    heat: int = 0
+    length: int = 0
+
+    @classmethod
+    def of(
+        cls, drafter: str, cache_salt: str, verification: str, temperature: float, num_tokens: int
+    ) -> Traffic:
+        """Buckets: greedy, up to 0.5, up to 0.85, above; lengths by powers of four."""
+        heat = sum(temperature > edge for edge in (0.0, 0.5, 0.85))
+        return cls(drafter, cache_salt, verification, heat, num_tokens.bit_length() // 2)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
     """One decoding request's proposal; the tree may be empty.
@@ -98,6 +118,9 @@ class GammaPolicy(ABC):
         return grants
 
     # A policy that learns nothing keeps nothing.
+
+    def open(self, request_id: str, traffic: Traffic) -> None:  # noqa: B027
+        """A request of this kind starts."""
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:  # noqa: B027
         """How the request's grant of this step fared."""

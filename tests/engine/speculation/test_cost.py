@@ -207,6 +207,31 @@ def test_draft_cost_is_a_requests_share_by_drafter() -> None:
     assert model.draft_seconds("silent") == 0.0
 
 
+def test_a_draft_costs_what_asking_adds_to_looking_on() -> None:
+    model = measured_exactly()
+    for step in range(400):
+        num_asked = (8, 0, 3)[step % 3]
+        model.observe_draft("ngram", 8, 0.001 * 8 + 0.004 * num_asked, num_asked)
+    assert model.draft_seconds("ngram") == pytest.approx(0.004, rel=0.05)
+
+
+def test_steps_that_mix_numbers_of_rows_are_learnt_apart() -> None:
+    """Drafts of several requests cost a third on top, of one request nothing."""
+    model = measured_exactly()
+    plain = model.step_seconds(8, 800, 8)
+    for step in range(600):
+        rows = 20 if step % 2 else 8
+        seconds = true_seconds(rows, 800, 8) * (4 / 3 if step % 2 else 1)
+        model.observe(rows, 800, 8, seconds, has_drafts=rows > 8)
+    assert model.step_seconds(8, 800, 8) == pytest.approx(plain, rel=0.03)
+    table = model.step_seconds_table(8, 12, 800, 8)
+    assert table[0] == model.step_seconds(8, 800, 8)
+    assert table[12] == pytest.approx(true_seconds(20, 800, 8) * 4 / 3, rel=0.06)
+    assert table[1] / table[0] > 1.15
+    alone = model.step_seconds_table(1, 4, 100, 1)
+    assert alone[1] == pytest.approx(model.step_seconds(2, 100, 1))
+
+
 def test_measuring_takes_medians_over_interleaved_rounds() -> None:
     calls: list[tuple[int, int, int]] = []
 

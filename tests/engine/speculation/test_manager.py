@@ -36,7 +36,10 @@ class TimedCost(DictatedCost):
         super().__init__(row_seconds)
         self.draft_calls: list[tuple[str, int, float]] = []
 
-    def observe_draft(self, drafter: str, num_requests: int, seconds: float) -> None:
+    def observe_draft(
+        self, drafter: str, num_requests: int, seconds: float, num_asked: int | None = None
+    ) -> None:
+        assert num_asked is not None
         self.draft_calls.append((drafter, num_requests, seconds))
 
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from drafters.tree import DraftTree
 from engine.params import SpeculativeParams
 from engine.speculation.gamma.goodput import GoodputPolicy
-from engine.speculation.gamma.policy import DraftCandidate, Grant
+from engine.speculation.gamma.policy import DraftCandidate, Grant, Traffic
 from worlds.gamma_cases import (
     DictatedCost,
     best_goodput,
@@ -15,6 +18,7 @@ from worlds.gamma_cases import (
     goodput,
     is_parent_closed,
     load_of,
+    plain_grants,
     random_candidates,
     random_costs,
 )
@@ -41,6 +45,16 @@ def test_no_other_grant_within_the_bounds_writes_more_tokens_per_second(
     grants = GoodputPolicy(cost, hysteresis=0.0).grant(candidates, load)
     achieved = goodput(candidates, grants, load, cost)
     assert achieved == pytest.approx(best_goodput(candidates, load, cost), rel=1e-12)
+
+
+@settings(max_examples=examples(300))
+@given(candidates=random_candidates(), cost=random_costs(), spare=st.integers(0, 20))
+def test_flat_arrays_grant_what_the_rule_grants_node_by_node(
+    candidates: list[DraftCandidate], cost: DictatedCost, spare: int
+) -> None:
+    load = load_of(len(candidates), len(candidates) + 1, spare)
+    grants = GoodputPolicy(cost, hysteresis=0.0).grant(candidates, load)
+    assert [list(grant.nodes) for grant in grants] == plain_grants(candidates, load, cost)
 
 
 @settings(max_examples=examples(200))
@@ -210,53 +224,143 @@ def test_tokens_that_others_write_anyway_make_rows_dearer() -> None:
     assert policy.grant([candidate], beside_busy_drafts)[0].gamma == 0
 
 
-def _run(policy: GoodputPolicy, candidate: DraftCandidate, num_steps: int) -> list[bool]:
-    """In which steps the drafter was asked."""
-    asked = []
-    silent = chain_candidate(candidate.request_id, [], drafter=candidate.drafter)
+def _run(
+    policy: GoodputPolicy,
+    num_steps: int,
+    accepted: int = 0,
+    *,
+    request_ids: Sequence[str] = ("r",),
+    survivals: Sequence[float] = BAD,
+) -> str:
+    """One letter per step: ``x`` asked, ``.`` at rest. All requests are asked in the same steps."""
+    story = ""
     for _ in range(num_steps):
-        wanted = policy.num_to_propose(candidate.request_id, candidate.params) > 0
-        asked.append(wanted)
-        policy.grant([candidate if wanted else silent], load_of(1))
-    return asked
+        wanted = [policy.num_to_propose(each, SpeculativeParams()) > 0 for each in request_ids]
+        assert len(set(wanted)) == 1
+        asked = wanted[0]
+        candidates = [
+            replace(
+                chain_candidate(each, survivals if asked else [], drafter="model"),
+                max_nodes=64 if asked else 0,
+            )
+            for each in request_ids
+        ]
+        for grant in policy.grant(candidates, load_of(len(request_ids))):
+            policy.observe(grant.request_id, grant.gamma, min(accepted, grant.gamma))
+        story += "x" if asked else "."
+    return story
+
+
+def _rests(story: str) -> list[int]:
+    return [len(run) for run in story.strip(".").split("x") if run]
+
+
+DEAR = {"model": 0.3}
 
 
 def test_a_costly_drafter_rests_longer_and_longer_while_it_does_not_pay() -> None:
-    policy = GoodputPolicy(DictatedCost(flat, {"model": 0.3}))
-    losing = chain_candidate("r", BAD, drafter="model")
-    asked = _run(policy, losing, 200)
-    rests = [len(run) for run in "".join("x" if a else "." for a in asked).split("x") if run]
-    assert rests[:4] == [1, 3, 7, 15]
-    assert max(rests) == 31
-    assert any(asked[-40:])
+    story = _run(GoodputPolicy(DictatedCost(flat, DEAR)), 600)
+    trial, rests = story.index("."), _rests(story)
+    assert 2 <= trial <= 5  # a step's worth of time is lost by then
+    assert rests[:5] == sorted(rests[:5])
+    assert rests[0] <= 3
+    assert 50 <= max(rests) <= 127
+    assert "x" in story[-130:]
+    assert story.count("x") < 20
 
 
 def test_a_costly_drafter_that_pays_again_stops_resting() -> None:
-    policy = GoodputPolicy(DictatedCost(flat, {"model": 0.3}))
-    _run(policy, chain_candidate("r", BAD, drafter="model"), 20)
-    asked = _run(policy, chain_candidate("r", GOOD, drafter="model"), 40)
-    first = asked.index(True)
-    assert all(asked[first:])
+    policy = GoodputPolicy(DictatedCost(flat, DEAR))
+    _run(policy, 40)
+    story = _run(policy, 200, accepted=3, survivals=GOOD)
+    assert set(story[story.index("x") :]) == {"x"}
+
+
+def test_what_was_accepted_counts_and_not_what_was_hoped_for() -> None:
+    policy = GoodputPolicy(DictatedCost(flat, DEAR))
+    assert _run(policy, 200, accepted=0, survivals=GOOD).count("x") < 20
+
+
+def test_a_trial_is_paid_for_once_and_not_by_every_request() -> None:
+    policy = GoodputPolicy(DictatedCost(flat, DEAR))
+    kind = Traffic("model", "tenant")
+    num_asked = 0
+    for turn in range(60):
+        policy.open(f"r{turn}", kind)
+        num_asked += _run(policy, 10, request_ids=[f"r{turn}"]).count("x")
+        policy.forget(f"r{turn}")
+    assert num_asked < 20
+
+
+def test_requests_of_a_kind_are_asked_in_the_same_steps_however_late_they_come() -> None:
+    policy = GoodputPolicy(DictatedCost(flat, DEAR))
+    request_ids = ["r0"]
+    for late in range(1, 8):
+        policy.open(f"r{late - 1}", Traffic("model"))
+        _run(policy, 7, request_ids=request_ids)  # asserts it
+        request_ids.append(f"r{late}")
+
+
+def test_rests_of_different_kinds_end_in_the_same_steps() -> None:
+    policy = GoodputPolicy(DictatedCost(flat, DEAR))
+    ends: dict[str, list[int]] = {"a": [], "b": []}
+    for request_id, kind in (("a", Traffic("model", "x")), ("b", Traffic("model", "y"))):
+        policy.open(request_id, kind)
+    for step in range(900):
+        candidates = []
+        for request_id in ("a", "b"):
+            asked = policy.num_to_propose(request_id, SpeculativeParams()) > 0
+            if request_id == "b" and step < 5:
+                asked = False  # it is still at its prompt
+            elif asked:
+                ends[request_id].append(step)
+            each = chain_candidate(request_id, BAD if asked else [], drafter="model")
+            candidates.append(replace(each, max_nodes=64 if asked else 0))
+        policy.grant(candidates, load_of(2))
+    late = [{step for step in steps if step > 300} for steps in ends.values()]
+    assert late[0] == late[1]
+    assert len(late[0]) > 5
+
+
+def test_one_tenant_never_steers_another() -> None:
+    """Not even through what the two have in common: drafter, temperature and length."""
+    policy = GoodputPolicy(DictatedCost(flat, DEAR))
+    policy.open("loser", Traffic("model", "unlucky"))
+    _run(policy, 200, request_ids=["loser"])
+    assert policy.num_to_propose("loser", SpeculativeParams()) == 0
+    alone = GoodputPolicy(DictatedCost(flat, DEAR))
+    stories = []
+    for each in (policy, alone):
+        each.forget("loser")
+        each.open("other", Traffic("model", "tenant"))
+        stories.append(_run(each, 20, request_ids=["other"]).index("."))
+    assert stories[0] == stories[1]
+    # Its own next request goes on where the last one ended.
+    policy.open("again", Traffic("model", "unlucky"))
+    assert _run(policy, 20, request_ids=["again"]).count("x") <= 2
+
+
+def test_other_temperatures_and_lengths_are_other_kinds() -> None:
+    kinds = {
+        Traffic.of("ngram", "t", verification, temperature, length)
+        for verification in ("match", "rejection")
+        for temperature in (0.0, 0.3, 0.7, 1.0, 2.0)
+        for length in (1, 100, 120, 500, 2_000)
+    }
+    assert len(kinds) == 2 * 4 * 4
 
 
 def test_a_resting_drafter_is_reported_as_low_acceptance() -> None:
-    policy = GoodputPolicy(DictatedCost(flat, {"model": 0.3}))
-    _run(policy, chain_candidate("r", BAD, drafter="model"), 2)
-    assert policy.num_to_propose("r", SpeculativeParams()) == 0
-    grant = policy.grant([chain_candidate("r", [], drafter="model")], load_of(1))[0]
-    assert grant.reason == "low_acceptance"
+    policy = GoodputPolicy(DictatedCost(flat, DEAR))
+    story = _run(policy, 60)
+    assert story.endswith(".")
+    silent = replace(chain_candidate("r", [], drafter="model"), max_nodes=0)
+    assert policy.grant([silent], load_of(1))[0].reason == "low_acceptance"
 
 
 def test_free_drafters_never_rest_however_bad_they_are() -> None:
-    policy = GoodputPolicy(DictatedCost(flat, {"ngram": 0.001}))
-    assert all(_run(policy, chain_candidate("r", BAD), 50))
-
-
-def test_a_forgotten_request_starts_afresh() -> None:
-    policy = GoodputPolicy(DictatedCost(flat, {"model": 0.3}))
-    _run(policy, chain_candidate("r", BAD, drafter="model"), 2)
-    policy.forget("r")
-    assert policy.num_to_propose("r", SpeculativeParams(max_draft_tokens=5)) == 5
+    policy = GoodputPolicy(DictatedCost(flat, {"model": 0.001}))
+    assert set(_run(policy, 50)) == {"x"}
 
 
 def test_the_first_draft_of_a_request_is_held_to_num_tokens() -> None:
