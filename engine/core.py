@@ -23,6 +23,7 @@ from engine.schedule.scheduler import Plan, Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import DraftRound, Speculation
 from engine.stats import (
+    EarlyFinishers,
     RequestStats,
     SpeculativeStats,
     StepClock,
@@ -78,6 +79,7 @@ class EngineCore:
         self._num_arrived = 0
         self._result = StepResult()
         self._prefix_counts = (0, 0)
+        self._early = EarlyFinishers()
 
     @property
     def has_work(self) -> bool:
@@ -131,6 +133,8 @@ class EngineCore:
         """Run one step. The result also holds the events of commands since the last."""
         clock = StepClock()
         plan = self.scheduler.plan()
+        for _ in plan.admitted:
+            self._early.start()
         if plan.scheduled:
             with clock.measure("draft"):
                 round_ = self.speculation.draft(plan)
@@ -201,6 +205,7 @@ class EngineCore:
             num_sampling_requests=sum(each.samples for each in plan.scheduled),
             num_kv_tokens=batch.num_kv_tokens,
             num_requests=len(plan.scheduled),
+            num_early=len(self._early),
         )
         target_seconds = clock.forward + clock.verify
         self.cost.observe(
@@ -231,9 +236,8 @@ class EngineCore:
                     baseline_seconds=baseline.seconds(num_emitted),
                 )
             self._emit(each, outcome)
-        # The batch would have run once per token of each request, side by side.
         num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
-        num_plain_steps = num_emitted / max(1, shape.num_sampling_requests) or 1.0
+        self._early.step(clock.step, len(self.scheduler.running))
         self._result.stats = replace(
             self.gauges(),
             num_rows=shape.num_rows,
@@ -244,7 +248,7 @@ class EngineCore:
             verify_seconds=clock.verify,
             other_seconds=clock.other,
             step_seconds=clock.step,
-            baseline_seconds=baseline.seconds(num_plain_steps),
+            baseline_seconds=baseline.batch_seconds(num_emitted),
             num_preemptions=len(plan.preempted),
             num_draft_failures=round_.num_failures,
         )
@@ -253,6 +257,7 @@ class EngineCore:
         request, finish = scheduled.request, None
         if outcome.finish_reason is not None:
             self._remove(request)
+            self._early.finish(request.stats)
             finish = request.finish_info(outcome.finish_reason, outcome.stop_token_id)
         event = TokenEvent(
             request_id=request.request_id,

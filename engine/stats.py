@@ -12,12 +12,17 @@ it ran. What slows the machine down in one step then slows its baseline too, and
 drafts counts as 1. Prompt rows are run once either way, so only the first of the emitted tokens is
 charged for them.
 
+At gamma 0 the batch would be larger, too: a request that drafts well is done before its time, and
+those that are left run in steps that look cheap and write little. ``EarlyFinishers`` are counted as if
+they were still there, until their time is over or another request has come in their place.
+
 ``accepted`` never counts the token that the target adds: ``emitted == accepted + steps`` unless a
 stop trimmed a run. Plain Python; the engine thread is the only caller.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -223,14 +228,22 @@ class StepStats:
 
 class Baseline(NamedTuple):
     """Gamma-0 steps that would have replaced one step: the first with its prompt rows, the others
-    without."""
+    without. ``num_requests`` would have written a token in each."""
 
     first_seconds: float
     next_seconds: float
+    num_requests: int
 
     def seconds(self, num_emitted: float) -> float:
         """Time of that many tokens of one request. A run trimmed to nothing still took a step."""
         return self.first_seconds + max(0.0, num_emitted - 1.0) * self.next_seconds
+
+    def batch_seconds(self, num_emitted: int) -> float:
+        """Time of the step's prompts, and of that many tokens of all its requests together."""
+        if not num_emitted:
+            return self.first_seconds
+        prompt_seconds = self.first_seconds - self.next_seconds
+        return prompt_seconds + self.next_seconds * num_emitted / self.num_requests
 
 
 class StepSecondsModel(Protocol):
@@ -241,13 +254,42 @@ class StepSecondsModel(Protocol):
 
 class StepShape(NamedTuple):
     """What ran: ``num_rows`` with draft nodes, ``num_base_rows`` without; ``num_kv_tokens`` over
-    all ``num_requests`` requests of the step."""
+    all ``num_requests`` requests of the step. ``num_early``: ``EarlyFinishers`` that did not."""
 
     num_rows: int
     num_base_rows: int
     num_sampling_requests: int
     num_kv_tokens: int
     num_requests: int
+    num_early: int = 0
+
+
+class EarlyFinishers:
+    """Requests that are done and would still be writing at gamma 0, by the clock of the steps."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._ends: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def start(self) -> None:
+        """A request starts, in the place of the one that would have been done first."""
+        if self._ends:
+            heapq.heappop(self._ends)
+
+    def finish(self, account: SpeculativeStats) -> None:
+        """A request with this account is done."""
+        left = account.baseline_seconds - account.step_seconds
+        if left > 0:
+            heapq.heappush(self._ends, self._now + left)
+
+    def step(self, seconds: float, num_requests: int) -> None:
+        """A step is over after which ``num_requests`` go on; when none does, nobody is missed."""
+        self._now += seconds
+        while self._ends and (not num_requests or self._ends[0] <= self._now):
+            heapq.heappop(self._ends)
 
 
 def estimate_baseline(
@@ -256,9 +298,11 @@ def estimate_baseline(
     """What the step, measured at ``step_seconds`` of which ``draft_seconds`` drafting, stands
     for."""
     measured = max(0.0, step_seconds - draft_seconds)
-    context = (shape.num_kv_tokens, shape.num_requests)
+    context, early = (shape.num_kv_tokens, shape.num_requests), shape.num_early
     as_run = cost.step_seconds(shape.num_rows, *context, shape.num_rows > shape.num_base_rows)
-    first = cost.step_seconds(shape.num_base_rows, *context)
-    num_plain_rows = max(1, min(shape.num_sampling_requests, shape.num_base_rows))
-    plain = cost.step_seconds(num_plain_rows, *context)
-    return Baseline(measured * first / as_run, measured * plain / as_run)
+    num_tokens = shape.num_kv_tokens * (shape.num_requests + early) // shape.num_requests
+    larger = num_tokens, shape.num_requests + early
+    first = cost.step_seconds(shape.num_base_rows + early, *larger)
+    num_writing = max(1, min(shape.num_sampling_requests, shape.num_base_rows)) + early
+    plain = cost.step_seconds(num_writing, *larger)
+    return Baseline(measured * first / as_run, measured * plain / as_run, num_writing)
