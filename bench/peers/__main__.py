@@ -27,11 +27,11 @@ from bench.runner import Cell, make_jobs
 from bench.workloads import PromptSource, load_prompts
 from engine.model.loader import load_tokenizer
 
-PEERS: tuple[Peer, ...] = (Slipstream(), OpenVino(), VllmCpu(), LlamaCpp(), Transformers())
+ALL_PEERS: tuple[Peer, ...] = (Slipstream(), OpenVino(), VllmCpu(), LlamaCpp(), Transformers())
 _DRAFT_ROOM = 64
 
 
-def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = PEERS) -> int:
+def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = ALL_PEERS) -> int:
     """1 if nothing could be measured."""
     about = (__doc__ or "").partition(": ")[2]
     options = parse_options(arguments, [peer.name for peer in peers], about)

@@ -205,8 +205,8 @@ class _Probe:
         errors = torch.einsum("rhd,khd->rhk", query, keys[:half].repeat_interleave(share, 1))
         spread = (shape.softcap or 2.0) / 4
         # Scaled queries have to be finite, in float16 too, where a kernel makes hardly any errors.
-        most = torch.finfo(dtype).max / (4 * float(query.abs().max()))
-        scaling = min(spread / max(float(errors.float().std()), 1e-12), most)
+        largest = torch.finfo(dtype).max / (4 * float(query.abs().max()))
+        scaling = min(spread / max(float(errors.float().std()), 1e-12), largest)
         self._options = AttentionOptions(scaling, None, shape.softcap, sinks)
 
     def run(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

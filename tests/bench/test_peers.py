@@ -23,7 +23,7 @@ from worlds.tiny_bench_model import save_tiny_model
 
 ASK = Ask(prompts=[[1, 2], [30]], num_new_tokens=4, temperature=0.0, seed=0)
 JOB = Job(((1, 2), (30,)), 4, SAMPLINGS["greedy"], seed=0)
-PEERS: list[Peer] = [
+RIVALS: list[Peer] = [
     FakePeer("steady", {"steady one": {}, "steady two": {"at_a_time": 2}}),
     FakePeer("broken", {"broken always": {"fails": True}, "broken short": {"missing": 1}}),
     FakePeer("mortal", {"mortal": {"dies": True}}),
@@ -53,7 +53,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     arguments += ["--reference", "steady one", "--rounds", "2", "--new-tokens", "6"]
     arguments += ["--concurrency", "1", "2", "--sampling", "greedy"]
     previous = signal.getsignal(signal.SIGTERM)
-    assert main(arguments, PEERS) == 0
+    assert main(arguments, RIVALS) == 0
     assert signal.getsignal(signal.SIGTERM) is previous
     assert stem.with_name("peers.png").read_bytes().startswith(b"\x89PNG")
     document: dict[str, Any] = json.loads(stem.with_name("peers.json").read_text(encoding="utf-8"))
@@ -119,7 +119,7 @@ def test_machine_settings_and_workers_are_described(written: dict[str, Any]) -> 
 
 
 def test_a_worker_stands_still_except_while_asked(place: Place) -> None:
-    worker = started(PEERS[0], place)
+    worker = started(RIVALS[0], place)
     try:
         worker.load()
         pid = worker.pid
@@ -229,7 +229,7 @@ def test_patterns_choose_arms_and_unwanted_workers_are_not_started(
     folder = save_tiny_model(tmp_path / "model")
     arguments = ["--quick", "--model", str(folder), "--cache", str(tmp_path / "cache")]
     arguments += ["--workload", "random", "--concurrency", "1", "--only", "*two"]
-    assert main(arguments, PEERS[:4]) == 0
+    assert main(arguments, RIVALS[:4]) == 0
     printed = capsys.readouterr().out
     assert "steady two" in printed
     assert "steady one" not in printed.replace("against steady one", "")
