@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from drafters.registry import find_plugins
 from engine.config import EngineConfig
 from engine.info import EngineInfo
 from engine.process.client import RemoteEngine
@@ -38,6 +39,7 @@ def logging_arguments(settings: Settings) -> dict[str, Any]:
 def serve(settings: Settings, config: EngineConfig) -> None:
     """Serve until a signal says to end. Raises EngineError, ValueError or OSError where the model or the
     settings rule it out."""
+    find_plugins(config.drafter_plugins)  # refused before anything is loaded
     with exit_at_sigterm():
         if not settings.engine_process:
             if settings.api_workers > 1:
