@@ -47,6 +47,7 @@ def count_accepts(text: ReplayText, paths: frozenset[RankPath], counts: dict[Ran
     table = ProbTable(int(options["max_contexts"]))
     state = StandState(text.prompt_token_ids, options, table, DraftTemplate([(0,)]))
     num_prompt, num_tokens = len(text.prompt_token_ids), len(text.token_ids)
+    state.read_prompt(num_prompt)
     window = state.window(text.prompt_token_ids)
     num_steps = start = 0
     while start < num_tokens:
