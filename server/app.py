@@ -104,5 +104,7 @@ def public_name(info: EngineInfo, settings: Settings) -> str:
 
 def _fingerprint(info: EngineInfo, model_name: str) -> str:
     """Equal for servers that write the same tokens for the same seed."""
-    parts = (server_version(), model_name, info.device, info.dtype, info.determinism)
+    parts = [server_version(), model_name, info.device, info.dtype, info.determinism]
+    if info.quantization is not None:
+        parts.append(f"{info.quantization.method}, {info.quantization.num_quantized} weights")
     return "fp_" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:10]

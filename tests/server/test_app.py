@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from engine.info import QuantizationInfo
 from server.app import build_app
 from server.settings import Settings
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
@@ -47,6 +48,21 @@ async def test_a_served_name_replaces_the_models(connect: Connect) -> None:
 async def test_a_local_folder_shows_its_name_only(connect: Connect) -> None:
     async with connect(ScriptedEngine(info=engine_info(model="/some/where/tiny"))) as client:
         assert (await client.get("/models")).json()["data"][0]["id"] == "tiny"
+
+
+async def test_the_card_and_the_fingerprint_tell_8_bits_from_16(connect: Connect) -> None:
+    in_8_bits = QuantizationInfo("int8", 8, 7, 600, 1000, 1400, head=False)
+    cards, fingerprints = [], set()
+    for quantization in (None, in_8_bits):
+        info = engine_info(quantization=quantization)
+        async with connect(ScriptedEngine(info=info)) as client:
+            cards.append((await client.get("/models")).json()["data"][0]["quantization"])
+            reply = await client.post("/completions", json={"model": info.model, "prompt": "a"})
+            fingerprints.add(reply.json()["system_fingerprint"])
+    assert cards[0] is None
+    assert cards[1]["bits"] == 8
+    assert cards[1]["num_quantized"] == 600
+    assert len(fingerprints) == 2
 
 
 async def test_drafters_are_listed_with_options_defaults_and_caps(connect: Connect) -> None:
