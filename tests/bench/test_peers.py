@@ -156,6 +156,10 @@ def test_a_server_ends_with_its_worker(place: Place) -> None:
         assert [reply.token_ids for reply in worker.run(ASK)] == [text_of([2], 4), text_of([30], 4)]
     finally:
         worker.close()
+    # What was killed takes a moment to go.
+    deadline = time.monotonic() + 30
+    while members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert members(group) == []
 
 
