@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="{bundled,scaled,PATH}",
         help="bundled (default); scaled: the same text at the cost of 0.4 B parameters; or a folder",
     )
-    parser.add_argument("--batch", nargs="+", type=_positive, help="batch sizes (1 4 16)")
+    parser.add_argument("--batch", nargs="+", type=positive, help="batch sizes (1 4 16)")
     parser.add_argument(
         "--workload", nargs="+", choices=workload_names(), default=["code", "edit", "random"]
     )
@@ -108,15 +108,15 @@ def _parser() -> argparse.ArgumentParser:
         help="drafters under goodput; NAMEx3 drafts trees; NAME:4 always verifies 4 tokens; "
         "stand+share sets an option",
     )
-    parser.add_argument("--rounds", type=_positive, help="repeats of everything (3)")
-    parser.add_argument("--new-tokens", type=_positive, help="tokens per prompt (96)")
+    parser.add_argument("--rounds", type=positive, help="repeats of everything (3)")
+    parser.add_argument("--new-tokens", type=positive, help="tokens per prompt (96)")
     parser.add_argument(
-        "--prompts", type=_positive, help="prompts per cell (4), at least a full batch"
+        "--prompts", type=positive, help="prompts per cell (4), at least a full batch"
     )
     parser.add_argument("--determinism", choices=["exact", "fast"], help="as the engine's")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=_positive, help="torch's threads, for all contenders")
+    parser.add_argument("--threads", type=positive, help="torch's threads, for all contenders")
     parser.add_argument("--skip-transformers", action="store_true", help="measure only the engine")
     parser.add_argument(
         "--prefix-cache",
@@ -142,7 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument's type."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.contenders import Sampling
+from bench.options import positive
 from bench.peers.place import DEFAULT
 from bench.workloads import DATA, workload_names
 
@@ -91,17 +92,17 @@ def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
     parser.add_argument("--workload", nargs="+", choices=workload_names(), default=["files"])
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument(
-        "--concurrency", nargs="+", type=_positive, help="requests at once (1 4 8 16 32)"
+        "--concurrency", nargs="+", type=positive, help="requests at once (1 4 8 16 32)"
     )
     parser.add_argument(
         "--prompts",
-        type=_positive,
+        type=positive,
         default=1,
         help="prompts per cell (1), rounded up to full batches",
     )
-    parser.add_argument("--new-tokens", type=_positive, help="tokens per prompt (128)")
-    parser.add_argument("--rounds", type=_positive, help="repeats of everything (3)")
-    parser.add_argument("--threads", type=_positive, help="CPU threads of everybody (all)")
+    parser.add_argument("--new-tokens", type=positive, help="tokens per prompt (128)")
+    parser.add_argument("--rounds", type=positive, help="repeats of everything (3)")
+    parser.add_argument("--threads", type=positive, help="CPU threads of everybody (all)")
     parser.add_argument(
         "--reference", default=REFERENCE, help=f"the arm that ratios are against ({REFERENCE})"
     )
@@ -126,10 +127,3 @@ def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
         "--output", type=Path, metavar="STEM", help="write STEM.json, STEM.md and STEM.png"
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
