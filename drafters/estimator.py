@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from drafters.tree import ROOT, DraftTree
 
@@ -17,16 +19,26 @@ from drafters.tree import ROOT, DraftTree
 MAX_DEPTH = 32
 
 
-@dataclass(slots=True)
-class _Counts:
-    """Discounted labels: accepted ones, and all."""
+_DEPTHS = MAX_DEPTH + 1
+"""Keys of a feature in a request's table: one per depth."""
 
+
+@dataclass(slots=True)
+class _Prior:
+    """Discounted labels of all requests, accepted ones and all, and what they come to."""
+
+    mean: float
     num_accepted: float = 0.0
     num_labels: float = 0.0
 
-    def add(self, accepted: bool, decay: float) -> None:
-        self.num_accepted = self.num_accepted * decay + accepted
-        self.num_labels = self.num_labels * decay + 1.0
+
+@dataclass(slots=True)
+class _Counts:
+    """Discounted labels of one request, and the prior of their feature."""
+
+    prior: _Prior
+    num_accepted: float = 0.0
+    num_labels: float = 0.0
 
 
 class AcceptanceEstimator:
@@ -48,28 +60,21 @@ class AcceptanceEstimator:
         self.initial = initial
         self.strength = strength
         self.decay = decay
-        self._shared_decay = shared_decay
-        self._counts: dict[tuple[str, int], _Counts] = {}
+        self.shared_decay = shared_decay
+        self._priors: dict[str, dict[int, _Prior]] = {}
 
     def for_request(self, drafter: str) -> RequestAcceptance:
         """A new request's view, of the drafter with this name."""
         return RequestAcceptance(self, drafter)
 
+    def priors(self, drafter: str) -> dict[int, _Prior]:
+        """By feature, live."""
+        return self._priors.setdefault(drafter, {})
+
     def prior(self, drafter: str, feature: int) -> float:
         """What a request without labels of its own believes."""
-        counts = self._counts.get((drafter, feature))
-        if counts is None:
-            return self.initial
-        pseudo_accepted = self.strength * self.initial
-        return (counts.num_accepted + pseudo_accepted) / (counts.num_labels + self.strength)
-
-    def label(self, drafter: str, feature: int, accepted: bool) -> None:
-        """Count one label towards the prior."""
-        key = drafter, feature
-        counts = self._counts.get(key)
-        if counts is None:
-            counts = self._counts[key] = _Counts()
-        counts.add(accepted, self._shared_decay)
+        known = self.priors(drafter).get(feature)
+        return self.initial if known is None else known.mean
 
 
 @dataclass(slots=True)
@@ -103,34 +108,41 @@ class RequestAcceptance:
     def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
         self.drafter = drafter
         self._estimator = estimator
-        self._counts: dict[tuple[int, int], _Counts] = {}
+        self._priors = estimator.priors(drafter)
+        self._counts: dict[int, _Counts] = {}
         self._pending: _Pending | None = None
 
     def acceptance(self, feature: int, depth: int) -> float:
         """Probability that such a node is accepted, given that its parent was. ``depth`` from 1."""
-        prior = self._estimator.prior(self.drafter, feature)
-        counts = self._counts.get((feature, depth if depth < MAX_DEPTH else MAX_DEPTH))
-        if counts is None:
-            return prior
-        strength = self._estimator.strength
-        return (counts.num_accepted + strength * prior) / (counts.num_labels + strength)
+        return self._acceptances([feature], [depth])[0]
 
     def survivals(self, tree: DraftTree) -> list[float]:
         """Per node, the probability that it and all its ancestors are accepted.
 
         Never more than the parent's.
         """
+        acceptances = self._acceptances(tree.features, tree.depths())
+        if tree.is_chain():
+            return list(accumulate(acceptances, mul))
         survivals: list[float] = []
-        depths: list[int] = []
-        for parent, feature in zip(tree.parents, tree.features, strict=True):
-            if parent == ROOT:
-                depths.append(1)
-                survivals.append(self.acceptance(feature, 1))
-            else:
-                depth = depths[parent] + 1
-                depths.append(depth)
-                survivals.append(survivals[parent] * self.acceptance(feature, depth))
+        for parent, acceptance in zip(tree.parents, acceptances, strict=True):
+            survivals.append(acceptance if parent == ROOT else survivals[parent] * acceptance)
         return survivals
+
+    def _acceptances(self, features: Sequence[int], depths: Sequence[int]) -> list[float]:
+        strength, initial = self._estimator.strength, self._estimator.initial
+        own, priors = self._counts, self._priors
+        acceptances = []
+        for feature, depth in zip(features, depths, strict=True):
+            counts = own.get(feature * _DEPTHS + (depth if depth < MAX_DEPTH else MAX_DEPTH))
+            if counts is not None:
+                believed = counts.num_accepted + strength * counts.prior.mean
+                acceptances.append(believed / (counts.num_labels + strength))
+            elif feature in priors:
+                acceptances.append(priors[feature].mean)
+            else:
+                acceptances.append(initial)
+        return acceptances
 
     def update(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Label verified nodes by the verifier's accepted path (rows, as in ``Observation``).
@@ -161,26 +173,38 @@ class RequestAcceptance:
     def _follow(self, pending: _Pending, emitted_token_ids: Sequence[int]) -> bool:
         """Label along the text; whether nodes remain that later text can judge."""
         token_ids, features = pending.tree.token_ids, pending.tree.features
+        under, node, depth = pending.under, pending.node, pending.depth
         for emitted in emitted_token_ids:
-            pending.depth += 1
+            depth += 1
             reached = None
-            for node in pending.under(pending.node):
-                accepted = token_ids[node] == emitted
-                self._label(features[node], pending.depth, accepted)
+            for child in under(node):
+                accepted = token_ids[child] == emitted
+                self._label(features[child], depth, accepted)
                 if accepted:
-                    reached = node
+                    reached = child
             if reached is None:
                 return False
-            pending.node = reached
-        return bool(pending.under(pending.node))
+            node = reached
+        pending.node, pending.depth = node, depth
+        return bool(under(node))
 
     def _label(self, feature: int, depth: int, accepted: bool) -> None:
-        key = feature, depth if depth < MAX_DEPTH else MAX_DEPTH
+        key = feature * _DEPTHS + (depth if depth < MAX_DEPTH else MAX_DEPTH)
         counts = self._counts.get(key)
+        estimator = self._estimator
         if counts is None:
-            counts = self._counts[key] = _Counts()
-        counts.add(accepted, self._estimator.decay)
-        self._estimator.label(self.drafter, feature, accepted)
+            prior = self._priors.get(feature)
+            if prior is None:
+                prior = self._priors[feature] = _Prior(estimator.initial)
+            counts = self._counts[key] = _Counts(prior)
+        counts.num_accepted = counts.num_accepted * estimator.decay + accepted
+        counts.num_labels = counts.num_labels * estimator.decay + 1.0
+        prior = counts.prior
+        prior.num_accepted = prior.num_accepted * estimator.shared_decay + accepted
+        prior.num_labels = prior.num_labels * estimator.shared_decay + 1.0
+        strength = estimator.strength
+        believed = prior.num_accepted + strength * estimator.initial
+        prior.mean = believed / (prior.num_labels + strength)
 
 
 def _children(tree: DraftTree) -> dict[int, list[int]]:

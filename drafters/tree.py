@@ -59,6 +59,12 @@ class DraftTree:
             return list(range(1, len(self.token_ids) + 1))
         return depths_of(self.parents)
 
+    def deepest(self) -> int:
+        """Nodes on the longest path."""
+        if self.is_chain():
+            return len(self.token_ids)
+        return max(depths_of(self.parents), default=0)
+
     def is_chain(self) -> bool:
         parents = self.parents
         as_chain = range(-1, len(parents) - 1)
@@ -78,8 +84,16 @@ class DraftTree:
 
     def subtree(self, kept: Sequence[int]) -> DraftTree:
         """The tree of the given nodes (ascending, parent-closed), renumbered."""
-        if len(kept) == len(self.token_ids):
+        num_kept = len(kept)
+        if num_kept == len(self.token_ids):
             return self
+        if self.is_chain():
+            return DraftTree(
+                self.token_ids[:num_kept],
+                range(-1, num_kept - 1),
+                self.features[:num_kept],
+                {node: each for node, each in self.draft_probs.items() if node < num_kept},
+            )
         new_index = {ROOT: ROOT} | {old: new for new, old in enumerate(kept)}
         return DraftTree(
             [self.token_ids[i] for i in kept],

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -222,7 +222,10 @@ class EngineCore:
             request, draft, outcome = each.request, each.draft, each.outcome
             if outcome is None:
                 continue
-            gamma, num_emitted = len(draft.tree), len(outcome.emitted_token_ids)
+            gamma, num_emitted = len(draft.tree.token_ids), len(outcome.emitted_token_ids)
+            draft_seconds = round_.share(request)
+            verify_seconds = (1 + gamma) / shape.num_rows * target_seconds
+            baseline_seconds = baseline.seconds(num_emitted)
             request.stats.note_gamma(gamma, draft.reason)
             for account in (request.stats, by_drafter[request.stats.drafter]):
                 account.record(
@@ -230,16 +233,15 @@ class EngineCore:
                     outcome.num_accepted,
                     num_emitted,
                     draft.reason,
-                    draft_seconds=round_.share(request),
-                    verify_seconds=(1 + gamma) / shape.num_rows * target_seconds,
+                    draft_seconds=draft_seconds,
+                    verify_seconds=verify_seconds,
                     step_seconds=clock.step,
-                    baseline_seconds=baseline.seconds(num_emitted),
+                    baseline_seconds=baseline_seconds,
                 )
             self._emit(each, outcome)
         num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
         self._early.step(clock.step, len(self.scheduler.running))
-        self._result.stats = replace(
-            self.gauges(),
+        self._result.stats = self.gauges(
             num_rows=shape.num_rows,
             num_prompt_tokens=sum(each.num_prompt_tokens for each in plan.scheduled),
             by_drafter=by_drafter,
@@ -270,8 +272,9 @@ class EngineCore:
         )
         self._result.events.append(event)
 
-    def gauges(self) -> StepStats:
-        """The engine as it stands, and what the prefix cache was asked since the last look."""
+    def gauges(self, **figures: Any) -> StepStats:
+        """The engine as it stands, and what the prefix cache was asked since the last look, beside a
+        step's own figures."""
         queries, hits = self.pool.num_prefix_queries, self.pool.num_prefix_hits
         before, self._prefix_counts = self._prefix_counts, (queries, hits)
         return StepStats(
@@ -280,6 +283,7 @@ class EngineCore:
             blocks=self.pool.counts(),
             prefix_cache_queries=queries - before[0],
             prefix_cache_hits=hits - before[1],
+            **figures,
         )
 
 

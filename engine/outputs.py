@@ -72,7 +72,7 @@ def _top_rows(parts: Sequence[Part], logits: torch.Tensor) -> list[_Top]:
         for index, part in enumerate(parts)
         if part.scheduled.wants.num_top_tokens and part.scheduled.outcome is not None
     ]
-    for with_probs in (False, True):
+    for with_probs in (False, True) if asking else ():
         group = [each for each in asking if each[1].scheduled.wants.top_probs == with_probs]
         if not group:
             continue

@@ -44,6 +44,7 @@ class SamplingState:
             "match" if self.is_greedy else request.speculative.verification
         )
         self.num_steps = 0
+        self._matched_sampling: DraftSampling | None = None
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
@@ -66,11 +67,16 @@ class SamplingState:
 
         Under "match" the noise is the verifier's, else stream 1 of this step and no other.
         """
-        params, key = self.params, self.key
+        if self.verification != "match":
+            return self._draft_sampling(step_key(self.key, DRAFT_STREAM, self.num_steps))
+        if self._matched_sampling is None:
+            self._matched_sampling = self._draft_sampling(self.key)
+        return self._matched_sampling
+
+    def _draft_sampling(self, key: int) -> DraftSampling:
+        params = self.params
         if self.is_greedy:
             return GREEDY
-        if self.verification != "match":
-            key = step_key(key, DRAFT_STREAM, self.num_steps)
         return DraftSampling(
             params.temperature,
             params.top_k,

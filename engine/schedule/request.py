@@ -32,6 +32,7 @@ class Request:
     sampling: SamplingState
     stats: RequestStats
     arrival_order: int = 0
+    request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
@@ -45,12 +46,9 @@ class Request:
     sent_prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
+        self.request_id = self.params.request_id
         self.token_ids = list(self.params.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-
-    @property
-    def request_id(self) -> str:
-        return self.params.request_id
 
     @property
     def num_new_tokens(self) -> int:

@@ -20,9 +20,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter, le
+from itertools import pairwise
+from operator import itemgetter, le, mul
 from statistics import median_low
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -148,9 +149,13 @@ class CostModel:
                 raise ValueError(f"not a measured step: {point}")
         self.overhead_seconds = overhead_seconds
         self._rows, self._start, (self.kv_slope, self.pair_slope) = _fit(points)
+        self._gaps = [right - left for left, right in pairwise(self._rows)]
+        # Half of all rows: over these the curve's steepness beyond them is taken.
+        self._half = max(bisect_right(self._rows, self._rows[-1] // 2) - 1, 0)
         self._correction = Correction(len(self._rows))
         self._drafting: dict[str, _DraftSeconds] = {}
         self._machine = 1.0
+        self._draft_factor = 1.0
         self._values: list[float] = []
         self._slopes: list[float] = []
         self._redraw()
@@ -167,21 +172,25 @@ class CostModel:
     ) -> list[float]:
         """``[k]`` is ``step_seconds(num_rows + k, ..)`` with k drafts among the rows, for k up to
         ``num_extra``; never falling."""
-        rows, machine, first = self._rows, self._machine, num_rows
+        plain = self.overhead_seconds + self._forward(num_rows, num_kv_tokens, num_requests)
+        table = [plain]
+        rows, scale = self._rows, self._machine * self._drafts(num_requests, True)
         context = self.kv_slope * num_kv_tokens
         pairs = self.pair_slope * num_kv_tokens / max(1, num_requests)
-        table: list[float] = []
-        last = num_rows + num_extra
-        while num_rows <= last:
-            knot = max(bisect_right(rows, num_rows) - 1, 0)
+        knot = max(bisect_right(rows, num_rows + 1) - 1, 0)
+        first, last = num_rows + 1, num_rows + num_extra
+        while first <= last:
             end = min(rows[knot + 1] - 1, last) if knot + 1 < len(rows) else last
-            slope = machine * (self._slopes[knot] + pairs)
-            start = machine * (context + self._values[knot] - self._slopes[knot] * rows[knot])
-            table += [start + slope * count for count in range(num_rows, end + 1)]
-            num_rows = end + 1
-        drafts, overhead = self._drafts(num_requests, True), self.overhead_seconds
-        plain = self._forward(first, num_kv_tokens, num_requests) + overhead
-        return [plain, *(max(plain, overhead + drafts * seconds) for seconds in table[1:])]
+            slope = scale * (self._slopes[knot] + pairs)
+            at_none = context + self._values[knot] - self._slopes[knot] * rows[knot]
+            start = self.overhead_seconds + scale * at_none
+            table += [start + slope * count for count in range(first, end + 1)]
+            first, knot = end + 1, knot + 1
+        for index, seconds in enumerate(table):
+            if seconds > plain:
+                break
+            table[index] = plain
+        return table
 
     def observe(
         self,
@@ -224,7 +233,7 @@ class CostModel:
         return 0.0 if known is None else known.price
 
     def _drafts(self, num_requests: int, has_drafts: bool) -> float:
-        return self._correction.drafts if has_drafts and num_requests > 1 else 1.0
+        return self._draft_factor if has_drafts and num_requests > 1 else 1.0
 
     def _forward(self, num_rows: int, num_kv_tokens: int, num_requests: int) -> float:
         pairs = num_rows * num_kv_tokens / max(1, num_requests)
@@ -247,21 +256,18 @@ class CostModel:
     def _redraw(self) -> None:
         """Values and slopes of the curve as now believed; beyond the last knot it goes on as
         steeply as just before it, but never flatter than its mean slope over half of its rows."""
-        rows = self._rows
-        self._machine = self._correction.machine
-        factors = self._correction.knots
-        values = _never_falling(
-            [seconds * factor for seconds, factor in zip(self._start, factors, strict=True)]
-        )
+        correction = self._correction
+        self._machine, self._draft_factor = correction.machine, correction.drafts
+        values = _never_falling(list(map(mul, self._start, correction.knots)))
         slopes = [
-            (values[i + 1] - values[i]) / (rows[i + 1] - rows[i]) for i in range(len(rows) - 1)
+            (right - left) / gap
+            for left, right, gap in zip(values, values[1:], self._gaps, strict=False)
         ]
-        half = max(bisect_right(rows, rows[-1] // 2) - 1, 0)
-        num_tail_rows = rows[-1] - rows[half]
-        tail = (values[-1] - values[half]) / num_tail_rows if num_tail_rows else 0.0
+        num_tail_rows = self._rows[-1] - self._rows[self._half]
+        tail = (values[-1] - values[self._half]) / num_tail_rows if num_tail_rows else 0.0
         steepest = max(tail, *slopes[-1:], 0.0)
         # Rows without end at no cost are not believed: then in proportion.
-        slopes.append(steepest or values[-1] / rows[-1])
+        slopes.append(steepest or values[-1] / self._rows[-1])
         self._values, self._slopes = values, slopes
 
 
@@ -379,6 +385,7 @@ class Correction:
         self._memories = np.outer(self._memory, self._memory)
         self._drift = np.diag(doubts * (1.0 - self._memory**2))
         self._drift[0, 0] = _MACHINE_DRIFT
+        self._design = np.zeros(2 + num_knots)
 
     @property
     def machine(self) -> float:
@@ -397,17 +404,19 @@ class Correction:
         self, knots: Sequence[tuple[int, float]], surprise: float, has_drafts: bool = False
     ) -> None:
         """A step among ``knots``, with weights, took ``exp(surprise)`` times what was predicted."""
-        covariance: np.ndarray[Any, Any] = self._covariance
+        covariance, design = self._covariance, self._design
         self._logs *= self._memory
         covariance *= self._memories
         covariance += self._drift
-        taught = [(0, 1.0), *((2 + knot, weight) for knot, weight in knots)]
-        if has_drafts:
-            taught.append((1, 1.0))
-        spread = sum(weight * covariance[index] for index, weight in taught)
-        variance = float(sum(weight * spread[index] for index, weight in taught)) + _NOISE
+        design.fill(0.0)
+        design[0], design[1] = 1.0, float(has_drafts)
+        for knot, weight in knots:
+            design[2 + knot] = weight
+        spread = covariance @ design
+        variance = float(spread @ design) + _NOISE
         # What is not believed does not make anything surer either.
         weight = _LARGEST_STEP_SURPRISE / max(_LARGEST_STEP_SURPRISE, abs(surprise))
         gain = spread * (weight / variance)
-        self._logs += gain * surprise
         covariance -= spread[:, None] * gain
+        gain *= surprise
+        self._logs += gain

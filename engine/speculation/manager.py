@@ -9,11 +9,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import chain
 from typing import Protocol, TypeVar
 
 from drafters.base import (
     Drafter,
+    DrafterInfo,
     DraftRequest,
     DraftShape,
     HiddenRows,
@@ -54,6 +55,7 @@ class _Drafting:
     """What the engine keeps per request that drafts."""
 
     drafter: Drafter
+    info: DrafterInfo
     acceptance: Acceptance
     num_failures: int = 0
     is_open: bool = True
@@ -62,6 +64,21 @@ class _Drafting:
     @property
     def is_asked(self) -> bool:
         return self.is_open and self.num_failures < _FAILURES_BEFORE_SILENCE
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A request's turn to draft: how many nodes and how much depth make sense, and what is proposed."""
+
+    scheduled: ScheduledRequest
+    drafting: _Drafting
+    max_nodes: int
+    depth: int
+    tree: DraftTree = EMPTY
+
+    @property
+    def request(self) -> Request:
+        return self.scheduled.request
 
 
 @dataclass(slots=True)
@@ -110,7 +127,7 @@ class Speculation:
             return
         drafter = self.drafters[wanted.drafter]
         acceptance = new_acceptance(self._estimator, wanted.drafter, request.sampling.verification)
-        drafting = _Drafting(drafter, acceptance)
+        drafting = _Drafting(drafter, drafter.info, acceptance)
         self._drafting[request.request_id] = drafting
         self._gamma.open(request.request_id, wanted, _traffic(request))
         try:
@@ -134,7 +151,7 @@ class Speculation:
         self._gamma.forget(request.request_id)
         if drafting is None:
             return 0
-        self._guarded(drafting, lambda: drafting.drafter.close(request.request_id))
+        self._guarded(drafting, drafting.drafter.close, request.request_id)
         return drafting.num_failures
 
     def draft(self, plan: Plan) -> DraftRound:
@@ -142,13 +159,16 @@ class Speculation:
         there are blocks to lease, and say what its drafter wants to see."""
         for request in plan.admitted:
             self.open(request)
-        self._read_prompts(max(_TOKENS_READ_PER_STEP, plan.num_rows))
+        if self._unread:
+            self._read_prompts(max(_TOKENS_READ_PER_STEP, plan.num_rows))
         round_ = DraftRound()
-        turns = [each for each in plan.scheduled if self._takes_turn(each)]
+        turns = [turn for each in plan.scheduled if (turn := self._turn(each)) is not None]
         if turns:
             self._draft(turns, plan, round_)
         for each in plan.scheduled:
-            each.wants = self._wants(each)
+            drafting = self._drafting.get(each.request.request_id)
+            if drafting is not None and drafting.is_asked:
+                each.wants = self._wants(each, drafting)
         return round_
 
     def _read_prompts(self, num_tokens: int) -> None:
@@ -156,38 +176,49 @@ class Speculation:
         for request_id, drafting in list(self._unread.items()):
             if num_tokens <= 0:
                 return
-            read = partial(drafting.drafter.read_prompt, request_id, num_tokens)
-            num_tokens -= self._guarded(drafting, read) or 0
+            read = drafting.drafter.read_prompt
+            num_tokens -= self._guarded(drafting, read, request_id, num_tokens) or 0
             if num_tokens > 0:
                 del self._unread[request_id]
 
-    def _draft(self, turns: Sequence[ScheduledRequest], plan: Plan, round_: DraftRound) -> None:
-        limits = [self._limits(each.request) for each in turns]
+    def _turn(self, scheduled: ScheduledRequest) -> _Turn | None:
+        """The target writes the last token itself, so the depth stays below the tokens left."""
+        request = scheduled.request
+        drafting = self._drafting.get(request.request_id)
+        if not scheduled.samples or drafting is None or not drafting.is_asked:
+            return None
+        wanted = request.params.speculative
+        depth = min(wanted.shape.depth, request.num_tokens_left - 1)
+        num_nodes = self._gamma.num_to_propose(request.request_id, wanted)
+        if depth <= 0:
+            return _Turn(scheduled, drafting, 0, 0)
+        return _Turn(scheduled, drafting, min(num_nodes, self._max_num_nodes), depth)
+
+    def _draft(self, turns: Sequence[_Turn], plan: Plan, round_: DraftRound) -> None:
         num_kv_tokens = sum(each.base for each in plan.scheduled)
         num_requests = len(plan.scheduled)
         num_sampling = sum(each.samples for each in plan.scheduled)
         plain_seconds = self._cost.step_seconds(plan.num_rows, num_kv_tokens, num_requests)
-        proposals = self._propose(turns, limits, round_, num_sampling / plain_seconds)
-        candidates = [
-            self._candidate(each.request, tree, limit)
-            for each, tree, limit in zip(turns, proposals, limits, strict=True)
-        ]
+        self._propose(turns, round_, num_sampling / plain_seconds)
         grants = self._gamma.grant(
-            candidates,
+            [self._candidate(turn) for turn in turns],
             num_base_rows=plan.num_rows,
             num_sampling_requests=num_sampling,
             num_kv_tokens=num_kv_tokens,
             num_requests=num_requests,
             num_spare_rows=plan.spare_rows,
         )
-        for each, tree in zip(turns, proposals, strict=True):
-            grant = grants[each.request.request_id]
-            nodes = [node for node in grant.nodes if node < len(tree)]
-            reason: Reason = "" if 0 < len(tree) == len(nodes) else grant.reason
-            room = self._lease(each.request, len(nodes))
+        for turn in turns:
+            request, tree = turn.request, turn.tree
+            grant, num_offered = grants[request.request_id], len(tree.token_ids)
+            nodes = grant.nodes
+            if nodes and nodes[-1] >= num_offered:  # policies may see more than there is
+                nodes = [node for node in nodes if node < num_offered]
+            reason: Reason = "" if 0 < num_offered == len(nodes) else grant.reason
+            room = self._lease(request, len(nodes))
             if room < len(nodes):
                 nodes, reason = nodes[:room], "no_kv"
-            each.draft = Draft(tree, tree.subtree(nodes), reason)
+            turn.scheduled.draft = Draft(tree, tree.subtree(nodes), reason)
 
     def _lease(self, request: Request, num_nodes: int) -> int:
         """Slots for draft nodes after the request's tokens; returns for how many there is room."""
@@ -197,14 +228,13 @@ class Speculation:
         covered = self._slots.allocate_draft(request.request_id, num_known + num_nodes)
         return max(0, min(num_nodes, covered - num_known))
 
-    def _wants(self, scheduled: ScheduledRequest) -> Wants:
-        drafting = self._drafting.get(scheduled.request.request_id)
-        if drafting is None or not drafting.is_asked:
-            return NOTHING
-        drafter, request_id = drafting.drafter, scheduled.request.request_id
-        needs, num_top = drafter.info.needs, 0
+    def _wants(self, scheduled: ScheduledRequest, drafting: _Drafting) -> Wants:
+        needs, num_top = drafting.info.needs, 0
         if scheduled.samples:
-            num_top = self._guarded(drafting, lambda: drafter.num_top_tokens(request_id)) or 0
+            ask = drafting.drafter.num_top_tokens
+            num_top = self._guarded(drafting, ask, scheduled.request.request_id) or 0
+        if not num_top and not needs.hidden_rows:
+            return NOTHING
         return Wants(needs.hidden_rows, min(num_top, self._vocab_size), needs.top_probs)
 
     def observe(
@@ -219,9 +249,10 @@ class Speculation:
             assert scheduled.outcome is not None
             drafting.acceptance.observe(scheduled.draft.proposal, observation)
             # What was verified, which a shortage of blocks may have made less than the grant.
-            num_verified, num_accepted = len(observation.tree), scheduled.outcome.num_accepted
+            num_verified = len(observation.tree.token_ids)
+            num_accepted = scheduled.outcome.num_accepted
             self._gamma.observe(observation.request_id, num_verified, num_accepted)
-            by_drafter.setdefault(drafting.drafter.info.name, []).append(observation)
+            by_drafter.setdefault(drafting.info.name, []).append(observation)
         for name, group in by_drafter.items():
             start = time.perf_counter()
             round_.num_failures += self._each_or_all(group, self.drafters[name].observe)
@@ -236,74 +267,56 @@ class Speculation:
         """Hand newly committed rows' hidden states to the drafters that read them."""
         by_drafter: dict[str, list[HiddenRows]] = {}
         for each in rows:
-            name = self._drafting[each.request_id].drafter.info.name
+            name = self._drafting[each.request_id].info.name
             by_drafter.setdefault(name, []).append(each)
         for name, group in by_drafter.items():
             drafter = self.drafters[name]
             round_.num_failures += self._each_or_all(group, drafter.observe_hidden)
 
-    def _takes_turn(self, scheduled: ScheduledRequest) -> bool:
-        drafting = self._drafting.get(scheduled.request.request_id)
-        return scheduled.samples and drafting is not None and drafting.is_asked
-
-    def _limits(self, request: Request) -> tuple[int, int]:
-        """Nodes and depth that make sense: the target writes the last token itself."""
-        depth = min(request.params.speculative.shape.depth, request.num_tokens_left - 1)
-        wanted = self._gamma.num_to_propose(request.request_id, request.params.speculative)
-        return (min(wanted, self._max_num_nodes) if depth > 0 else 0), max(depth, 0)
-
-    def _candidate(
-        self, request: Request, tree: DraftTree, limits: tuple[int, int]
-    ) -> DraftCandidate:
-        drafting = self._drafting[request.request_id]
-        tree = drafting.acceptance.granted_from(tree, min(limits))
+    def _candidate(self, turn: _Turn) -> DraftCandidate:
+        request, drafting = turn.request, turn.drafting
+        tree = drafting.acceptance.granted_from(turn.tree, min(turn.max_nodes, turn.depth))
         return DraftCandidate(
             request.request_id,
-            drafting.drafter.info.name,
+            drafting.info.name,
             request.params.speculative,
             tree,
-            drafting.acceptance.survivals(tree),
-            limits[0],
-            all_or_nothing=drafting.drafter.info.needs.all_or_nothing,
+            drafting.acceptance.survivals(tree) if tree.token_ids else (),
+            turn.max_nodes,
+            all_or_nothing=drafting.info.needs.all_or_nothing,
         )
 
-    def _propose(
-        self,
-        turns: Sequence[ScheduledRequest],
-        limits: Sequence[tuple[int, int]],
-        round_: DraftRound,
-        plain_rate: float,
-    ) -> list[DraftTree]:
-        trees = [EMPTY] * len(turns)
-        by_drafter: dict[str, list[int]] = {}
-        for index, (each, (num_nodes, _)) in enumerate(zip(turns, limits, strict=True)):
-            if num_nodes > 0:
-                name = self._drafting[each.request.request_id].drafter.info.name
-                by_drafter.setdefault(name, []).append(index)
-        for name, indices in by_drafter.items():
+    def _propose(self, turns: Sequence[_Turn], round_: DraftRound, plain_rate: float) -> None:
+        """Put the trees that the drafters propose into the turns."""
+        by_drafter: dict[str, list[_Turn]] = {}
+        for turn in turns:
+            if turn.max_nodes > 0:
+                by_drafter.setdefault(turn.drafting.info.name, []).append(turn)
+        for name, group in by_drafter.items():
             start = time.perf_counter()
-            round_.num_asked[name] = len(indices)
-            asks = [
-                self._ask(turns[index].request, *limits[index], plain_rate) for index in indices
-            ]
-            for index, tree in zip(indices, self._ask_all(name, asks, round_), strict=True):
-                trees[index] = tree
+            round_.num_asked[name] = len(group)
+            asks = [self._ask(turn, plain_rate) for turn in group]
+            for turn, tree in zip(group, self._ask_all(name, asks, round_), strict=True):
+                turn.tree = tree
             round_.seconds_by_drafter[name] = time.perf_counter() - start
-        return trees
 
-    def _ask(self, request: Request, num_nodes: int, depth: int, plain_rate: float) -> DraftRequest:
-        drafting = self._drafting[request.request_id]
-        if drafting.drafter.info.needs.draft_slots:
+    def _ask(self, turn: _Turn, plain_rate: float) -> DraftRequest:
+        request, num_nodes = turn.request, turn.max_nodes
+        wanted = request.params.speculative
+        if turn.drafting.info.needs.draft_slots:
             num_nodes = self._lease(request, num_nodes)
+        shape = wanted.shape
+        if turn.depth != shape.depth:
+            shape = DraftShape(shape.width, turn.depth)
         return DraftRequest(
             request.request_id,
             request.token_ids,
             num_nodes,
-            DraftShape(request.params.speculative.shape.width, depth),
+            shape,
             request.sampling.draft_sampling(),
             request.num_computed_tokens,
             self._slots.block_table(request.request_id),
-            plain_rate if self._gamma.weighs_cost(request.params.speculative) else 0.0,
+            plain_rate if self._gamma.weighs_cost(wanted) else 0.0,
         )
 
     def _ask_all(
@@ -328,22 +341,26 @@ class Speculation:
         drafting = self._drafting[ask.request_id]
         drafting.num_failures += 1
         round_.num_failures += 1
-        logger.exception("drafter %s failed to propose", drafting.drafter.info.name)
+        logger.exception("drafter %s failed to propose", drafting.info.name)
         return EMPTY
 
     def _checked(self, trees: list[DraftTree], asks: Sequence[DraftRequest]) -> list[DraftTree]:
         """Drafters may come from outside: a malformed tree must not reach the model."""
         for tree, ask in zip(trees, asks, strict=True):
             tree.validate()
-            if not tree.token_ids:
+            token_ids, parents = tree.token_ids, tree.parents
+            if not token_ids:
                 continue
-            if not {int}.issuperset(map(type, (*tree.token_ids, *tree.parents, *tree.features))):
+            computed = () if isinstance(parents, range) else parents
+            if not {int}.issuperset(map(type, chain(token_ids, tree.features, computed))):
                 raise ValueError("a proposed tree holds something else than integers")
-            if len(tree) > ask.max_nodes:
-                raise ValueError(f"{len(tree)} nodes proposed where {ask.max_nodes} were allowed")
-            if max(tree.token_ids) >= self._vocab_size or min(tree.token_ids) < 0:
+            if len(token_ids) > ask.max_nodes:
+                raise ValueError(
+                    f"{len(token_ids)} nodes proposed where {ask.max_nodes} were allowed"
+                )
+            if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
                 raise ValueError("a proposed token is not in the vocabulary")
-            if max(tree.depths()) > ask.shape.depth:
+            if tree.deepest() > ask.shape.depth:
                 raise ValueError(f"a proposed path is deeper than {ask.shape.depth}")
             check_sampled(tree, ask.sampling.verification, self._vocab_size)
         return trees
@@ -362,12 +379,14 @@ class Speculation:
             return len(items)
         return 0
 
-    def _guarded(self, drafting: _Drafting, call: Callable[[], _Result]) -> _Result | None:
+    def _guarded(
+        self, drafting: _Drafting, call: Callable[..., _Result], *args: object
+    ) -> _Result | None:
         try:
-            return call()
+            return call(*args)
         except Exception:
             drafting.num_failures += 1
-            logger.exception("drafter %s failed", drafting.drafter.info.name)
+            logger.exception("drafter %s failed", drafting.info.name)
             return None
 
 

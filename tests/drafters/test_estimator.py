@@ -14,7 +14,7 @@ from drafters.tree import EMPTY, ROOT, DraftTree, chain
 
 def labels_of(estimator, drafter, feature):
     """(accepted, all) labels of a feature, recovered from the shared prior without discount."""
-    counts = estimator._counts.get((drafter, feature))
+    counts = estimator.priors(drafter).get(feature)
     return (0, 0) if counts is None else (counts.num_accepted, counts.num_labels)
 
 

@@ -187,12 +187,7 @@ class AllOrNothing:
         if reason:
             return Grant(candidate.request_id, (), reason), load
         num_nodes = len(candidate.tree)
-        load = load._replace(
-            num_rows=load.num_rows + num_nodes,
-            num_spare_rows=load.num_spare_rows - num_nodes,
-            expected_tokens=load.expected_tokens + gain,
-        )
-        return Grant(candidate.request_id, range(num_nodes), ""), load
+        return Grant(candidate.request_id, range(num_nodes), ""), load.with_nodes(num_nodes, gain)
 
     def observe(self, request_id: str, num_accepted: int) -> None:
         """A draft was verified. Requests that never offered a whole one are ignored."""

@@ -81,7 +81,8 @@ class GammaController:
             if asking is None:
                 continue
             grants = policy.grant(asking, load)
-            load = _add(load, asking, grants)
+            if len(granted) + len(grants) < len(candidates):
+                load = _add(load, asking, grants)  # for those that come after it
             for grant in grants:
                 granted[grant.request_id] = grant
                 self._policy_of[grant.request_id] = policy
@@ -102,14 +103,9 @@ class GammaController:
 
 
 def _add(load: Load, candidates: Sequence[DraftCandidate], grants: Sequence[Grant]) -> Load:
-    num_nodes = sum(len(grant.nodes) for grant in grants)
     survivals = sum(
         candidate.survivals[node]
         for candidate, grant in zip(candidates, grants, strict=True)
         for node in grant.nodes
     )
-    return load._replace(
-        num_rows=load.num_rows + num_nodes,
-        num_spare_rows=load.num_spare_rows - num_nodes,
-        expected_tokens=load.expected_tokens + survivals,
-    )
+    return load.with_nodes(sum(len(grant.nodes) for grant in grants), survivals)

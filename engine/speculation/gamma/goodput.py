@@ -13,13 +13,13 @@ K* falls to 0.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, islice
+from operator import neg
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from drafters.tree import DraftTree
 from engine.params import SpeculativeParams
 from engine.speculation.gamma.backoff import AllOrNothing, Backoff, Plain
 from engine.speculation.gamma.policy import (
@@ -33,9 +33,6 @@ from engine.speculation.gamma.policy import (
     why_nothing_offered,
 )
 from engine.stats import Reason
-
-_Floats = NDArray[np.float64]
-_Ints = NDArray[np.int64]
 
 
 class _Choice(NamedTuple):
@@ -80,19 +77,10 @@ class GoodputPolicy(GammaPolicy):
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         most = [self._most(candidate) for candidate in candidates]
         offers = Offers(candidates, most, load.num_spare_rows)
-        load = load._replace(
-            num_rows=load.num_rows + offers.num_floor_nodes,
-            num_spare_rows=load.num_spare_rows - offers.num_floor_nodes,
-            expected_tokens=load.expected_tokens + offers.floor_gain,
-        )
+        load = load.with_nodes(offers.num_floor_nodes, offers.floor_gain)
         choice = self._choose(offers, load)
         granted = offers.take(choice.num_nodes)
-        left = load._replace(
-            num_rows=load.num_rows + choice.num_nodes,
-            num_spare_rows=load.num_spare_rows - choice.num_nodes,
-            expected_tokens=load.expected_tokens
-            + float(offers.pool_survivals[: choice.num_nodes].sum()),
-        )
+        left = load.with_nodes(choice.num_nodes, sum(offers.pool[: choice.num_nodes]))
         judge = _Judge(self.cost, load, self._hysteresis)
         grants = []
         for rank, (candidate, nodes) in enumerate(zip(candidates, granted, strict=True)):
@@ -100,7 +88,7 @@ class GoodputPolicy(GammaPolicy):
                 grant, left = self._all_or_nothing.grant(candidate, left)
                 grants.append(grant)
                 continue
-            reason = self._why(candidate, offers, rank, len(nodes), most[rank], judge)
+            reason = self._why(candidate, offers.of[rank], len(nodes), most[rank], judge)
             grants.append(Grant(candidate.request_id, nodes, reason))
             if candidate.max_nodes > 0:
                 seconds = len(nodes) * choice.marginal_seconds
@@ -132,166 +120,145 @@ class GoodputPolicy(GammaPolicy):
         return min(wanted, params.max_draft_tokens, candidate.max_nodes)
 
     def _choose(self, offers: Offers, load: Load) -> _Choice:
-        survivals = offers.pool_survivals
-        limit = min(len(survivals), load.num_spare_rows)
-        table = np.asarray(
-            self.cost.step_seconds_table(
-                load.num_rows, limit, load.num_kv_tokens, load.num_requests
-            )
+        limit = min(len(offers.pool), load.num_spare_rows)
+        table = self.cost.step_seconds_table(
+            load.num_rows, limit, load.num_kv_tokens, load.num_requests
         )
-        tokens = np.cumsum(np.concatenate(([load.expected_tokens], survivals[:limit])))
-        rates: _Floats = tokens / (load.draft_seconds + table)
-        best = int(rates.argmax())  # the fewest nodes among equals
+        drafting = load.draft_seconds
+        tokens = accumulate(islice(offers.pool, limit), initial=load.expected_tokens)
+        rates = [total / (drafting + seconds) for total, seconds in zip(tokens, table, strict=True)]
+        best = rates.index(max(rates))  # the fewest nodes among equals
         chosen = self._hold(offers, rates, best, load) if limit > 0 else 0
         rows = max(chosen, 1)
-        marginal = float(table[min(rows, limit)] - table[0]) / rows
-        return _Choice(chosen, Plain(load.expected_tokens, float(table[0])), marginal)
+        marginal = (table[min(rows, limit)] - table[0]) / rows
+        return _Choice(chosen, Plain(load.expected_tokens, table[0]), marginal)
 
-    def _hold(self, offers: Offers, rates: _Floats, best: int, load: Load) -> int:
+    def _hold(self, offers: Offers, rates: Sequence[float], best: int, load: Load) -> int:
         """The allocation of the step before, where the best one does not beat it by enough."""
-        survivals = offers.pool_survivals
+        pool = offers.pool
         if self._held_survival is not None:
-            held = int(np.searchsorted(-survivals, -self._held_survival, side="right"))
-            held = min(held, len(rates) - 1)
+            held = min(bisect_right(pool, -self._held_survival, key=neg), len(rates) - 1)
             if held == best:
                 return best
-            moved = offers.pool_ranks[min(held, best) : max(held, best)]
-            num_changed = len(set(moved.tolist()))
+            num_changed = len(set(offers.pool_ranks[min(held, best) : max(held, best)]))
             enough = self._hysteresis * min(1.0, num_changed / max(1, load.num_sampling_requests))
             if rates[held] >= rates[0] and rates[best] <= rates[held] * (1.0 + enough):
                 return held
-        last_in = float(survivals[best - 1]) if best > 0 else 1.0
-        first_out = float(survivals[best]) if best < len(survivals) else 0.0
+        last_in = pool[best - 1] if best > 0 else 1.0
+        first_out = pool[best] if best < len(pool) else 0.0
         self._held_survival = (last_in + first_out) / 2
         return best
 
     def _why(
-        self,
-        candidate: DraftCandidate,
-        offers: Offers,
-        rank: int,
-        count: int,
-        most: int,
-        judge: _Judge,
+        self, candidate: DraftCandidate, offer: Offer, count: int, most: int, judge: _Judge
     ) -> Reason:
-        num_offered = len(candidate.tree)
+        num_offered = len(candidate.tree.token_ids)
         if num_offered == 0:
             resting = self._backoff.is_resting(candidate.request_id)
             return "low_acceptance" if resting else _why_empty(candidate)
         if count == num_offered:
             return ""
-        offer = offers.of(rank)
-        if count == len(offer):
+        if count == len(offer.survivals):
             if count < min(most, num_offered):
                 return "policy"  # its target acceptance rate
             return candidate.cap_reason if most == candidate.max_nodes else "client_cap"
-        return judge.why(offer, count)
+        return judge.why(offer.survivals, count)
+
+
+class Offer(NamedTuple):
+    """What one request may be granted, in its order of grant: likeliest first, then shallow before deep,
+    then the earlier node. Any first part of it is closed under parents."""
+
+    nodes: Sequence[int]
+    survivals: Sequence[float]
+    depths: Sequence[int]
+    num_floor: int = 0
+    """Of these are granted for certain."""
+
+
+_NO_OFFER = Offer((), (), ())
 
 
 class Offers:
-    """What requests may be granted, as flat arrays over all candidates' nodes in their order of grant:
-    likeliest first, then shallow before deep, then the older request, then the earlier node. Any first
-    part of it is closed under parents.
+    """What all requests may be granted: ``of[rank]`` one by one, and together, without what is granted
+    for certain, as the ``pool``: the survivals of all nodes, likeliest first, then shallow before deep,
+    then the older request, then the earlier node; ``pool_ranks`` says whose they are.
 
-    Of each request these are at most ``most[rank]``, fewer where its ``target_acceptance_rate`` says
-    so. Its first ``min_draft_tokens``, as long as there are ``num_spare`` rows, are granted for certain;
-    the others make the pool.
+    Of each request these are at most ``most[rank]`` nodes, fewer where its ``target_acceptance_rate``
+    says so. Its first ``min_draft_tokens``, as long as there are ``num_spare`` rows, are granted for
+    certain.
     """
 
     def __init__(
-        self,
-        candidates: Sequence[DraftCandidate],
-        most: Sequence[int],
-        num_spare: int,
+        self, candidates: Sequence[DraftCandidate], most: Sequence[int], num_spare: int
     ) -> None:
-        sizes = [
-            0 if limit <= 0 or each.all_or_nothing else len(each.tree.token_ids)
-            for each, limit in zip(candidates, most, strict=True)
-        ]
-        self._starts = [0, *accumulate(sizes)]
-        survivals, depths = _flat(candidates, sizes, self._starts)
-        ranks = np.repeat(np.arange(len(sizes)), sizes)
-        order = np.lexsort((depths, -survivals))  # stable: then by rank and node
-        # The same order request by request: where each request's nodes begin is known from their number.
-        own = order[np.argsort(ranks[order], kind="stable")]
-        self._ends, floors = self._bounds(candidates, most, sizes, survivals[own], num_spare)
-        places = np.empty_like(order)
-        places[own] = np.arange(len(own)) - np.repeat(self._starts[:-1], sizes)
-        kept = places < np.repeat(self._ends, sizes)
-        certain = places < np.repeat(floors, sizes)
-        self._survivals, self._ranks = survivals, ranks
-        self._own = own
-        self._certain = np.flatnonzero(certain)
-        self._pool: _Ints = order[(kept & ~certain)[order]]
-        self.pool_survivals: _Floats = survivals[self._pool]
-        self.pool_ranks: _Ints = ranks[self._pool]
-        self.num_floor_nodes = len(self._certain)
-        self.floor_gain = float(survivals[self._certain].sum())
+        self.of: list[Offer] = []
+        self.num_floor_nodes = 0
+        self.floor_gain = 0.0
+        for candidate, limit in zip(candidates, most, strict=True):
+            offer = _NO_OFFER
+            if limit > 0 and candidate.tree.token_ids and not candidate.all_or_nothing:
+                offer = _offer(candidate, limit, num_spare - self.num_floor_nodes)
+            if offer.num_floor:
+                self.num_floor_nodes += offer.num_floor
+                self.floor_gain += sum(offer.survivals[: offer.num_floor])
+            self.of.append(offer)
+        self.pool, self.pool_ranks = self._pooled()
 
-    def _bounds(
-        self,
-        candidates: Sequence[DraftCandidate],
-        most: Sequence[int],
-        sizes: Sequence[int],
-        survivals: _Floats,
-        num_spare: int,
-    ) -> tuple[list[int], list[int]]:
-        """How many nodes of each request may be granted, and how many are for certain; ``survivals`` are
-        falling within each request."""
-        ends, floors = [], []
-        for candidate, limit, size, start in zip(
-            candidates, most, sizes, self._starts[:-1], strict=True
-        ):
-            end = min(limit, size)
-            target_rate = candidate.params.target_acceptance_rate
-            if target_rate is not None and end > 0:
-                end = _num_at_rate(survivals[start : start + end], target_rate)
-            floor = min(candidate.params.min_draft_tokens, end, num_spare)
-            num_spare -= floor
-            ends.append(max(end, 0))
-            floors.append(floor)
-        return ends, floors
-
-    def of(self, rank: int) -> list[float]:
-        """The survivals of one request's nodes, likeliest first."""
-        start = self._starts[rank]
-        survivals: list[float] = self._survivals[
-            self._own[start : start + self._ends[rank]]
-        ].tolist()
-        return survivals
+    def _pooled(self) -> tuple[Sequence[float], Sequence[int]]:
+        survivals: list[float] = []
+        depths: list[int] = []
+        ranks: list[int] = []
+        for rank, offer in enumerate(self.of):
+            if not offer.nodes:
+                continue
+            floor = offer.num_floor
+            survivals += offer.survivals[floor:] if floor else offer.survivals
+            depths += offer.depths[floor:] if floor else offer.depths
+            ranks += [rank] * (len(offer.survivals) - floor)
+        if not ranks or ranks[0] == ranks[-1]:
+            return survivals, ranks  # one request's are in order
+        order = sorted(range(len(ranks)), key=depths.__getitem__)
+        order.sort(key=survivals.__getitem__, reverse=True)  # stable, as the sort before it
+        return [survivals[index] for index in order], [ranks[index] for index in order]
 
     def take(self, num_nodes: int) -> list[list[int]]:
         """By rank, the nodes granted for certain and those among the first ``num_nodes`` of the pool."""
-        taken = np.sort(np.concatenate((self._certain, self._pool[:num_nodes])))
-        ends = np.searchsorted(taken, self._starts).tolist()
-        flat = taken.tolist()
+        num_taken = [offer.num_floor for offer in self.of]
+        for rank in self.pool_ranks[:num_nodes]:
+            num_taken[rank] += 1
         return [
-            [node - start for node in flat[first:last]]
-            for start, (first, last) in zip(self._starts, pairwise(ends), strict=False)
+            sorted(offer.nodes[:count]) if count else []
+            for offer, count in zip(self.of, num_taken, strict=True)
         ]
 
 
-def _flat(
-    candidates: Sequence[DraftCandidate], sizes: Sequence[int], starts: Sequence[int]
-) -> tuple[_Floats, _Ints]:
-    """Survivals and depths of all nodes, request by request. Estimates may round upwards: a node counts
-    no more than its parent, or it would be granted without it."""
-    offering = [each for each, size in zip(candidates, sizes, strict=True) if size]
-    num_nodes = starts[-1]
-    survivals = np.fromiter(
-        chain.from_iterable(each.survivals for each in offering), np.float64, num_nodes
-    )
-    depths = np.fromiter(
-        chain.from_iterable(each.tree.depths() for each in offering), np.int64, num_nodes
-    )
-    parents = np.fromiter(
-        chain.from_iterable(each.tree.parents for each in offering), np.int64, num_nodes
-    )
-    own = np.flatnonzero(parents >= 0)
-    above = (parents + np.repeat(starts[:-1], sizes))[own]
-    while (survivals[own] > survivals[above]).any():
-        survivals[own] = np.minimum(survivals[own], survivals[above])
-    return survivals, depths
+def _offer(candidate: DraftCandidate, limit: int, num_spare: int) -> Offer:
+    tree = candidate.tree
+    nodes, survivals, depths = _in_order(tree, candidate.survivals)
+    params = candidate.params
+    end = min(limit, len(nodes))
+    if params.target_acceptance_rate is not None:
+        end = _num_at_rate(survivals[:end], params.target_acceptance_rate)
+    floor = min(params.min_draft_tokens, end, num_spare)
+    return Offer(nodes[:end], survivals[:end], depths[:end], floor)
+
+
+def _in_order(
+    tree: DraftTree, survivals: Sequence[float]
+) -> tuple[Sequence[int], list[float], Sequence[int]]:
+    """All nodes in their order of grant, with survivals and depths. Estimates may round upwards: a node
+    counts no more than its parent, or it would be granted without it."""
+    num_nodes = len(survivals)
+    if tree.is_chain():
+        return range(num_nodes), list(accumulate(survivals, min)), range(1, num_nodes + 1)
+    bounded: list[float] = []
+    for parent, survival in zip(tree.parents, survivals, strict=True):
+        bounded.append(min(survival, bounded[parent]) if parent >= 0 else survival)
+    depths = tree.depths()
+    order = sorted(range(num_nodes), key=depths.__getitem__)
+    order.sort(key=bounded.__getitem__, reverse=True)
+    return order, [bounded[node] for node in order], [depths[node] for node in order]
 
 
 class _Judge:
@@ -313,21 +280,18 @@ class _Judge:
         if len(self._alone) <= len(offer):
             context = self._load.num_kv_tokens // max(1, self._load.num_requests)
             self._alone = self._cost.step_seconds_table(1, len(offer), context, 1)
-        tokens = 1.0
-        best, best_rate = 0, self._enough / self._alone[0]
-        for num_nodes, survival in enumerate(offer, 1):
-            tokens += survival
-            rate = tokens / self._alone[num_nodes]
-            if rate > best_rate:
-                best, best_rate = num_nodes, rate
-        return best
+        totals = accumulate(offer, initial=1.0)
+        rates = [total / seconds for total, seconds in zip(totals, self._alone, strict=False)]
+        rates[0] *= self._enough
+        return rates.index(max(rates))
 
 
-def _num_at_rate(survivals: _Floats, target_rate: float) -> int:
+def _num_at_rate(survivals: Sequence[float], target_rate: float) -> int:
     """How many of the likeliest nodes are expected to be accepted at ``target_rate`` or better."""
-    wanted = target_rate * np.arange(1, len(survivals) + 1)
-    short = np.flatnonzero(np.cumsum(survivals) < wanted)
-    return int(short[0]) if len(short) else len(survivals)
+    for num_nodes, total in enumerate(accumulate(survivals), start=1):
+        if total < target_rate * num_nodes:
+            return num_nodes - 1
+    return len(survivals)
 
 
 def _why_empty(candidate: DraftCandidate) -> Reason:

@@ -32,7 +32,7 @@ class Traffic(NamedTuple):
         return cls(drafter, cache_salt, verification, heat, num_tokens.bit_length() // 2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftCandidate:
     """One decoding request's proposal; the tree may be empty.
 
@@ -78,6 +78,20 @@ class Load(NamedTuple):
     num_kv_tokens: int
     num_requests: int
     draft_seconds: float
+
+    def with_nodes(self, num_nodes: int, gain: float) -> Load:
+        """The load with so many more draft nodes, of which ``gain`` are expected to be accepted."""
+        if not num_nodes:
+            return self
+        return Load(
+            self.num_rows + num_nodes,
+            self.num_spare_rows - num_nodes,
+            self.num_sampling_requests,
+            self.expected_tokens + gain,
+            self.num_kv_tokens,
+            self.num_requests,
+            self.draft_seconds,
+        )
 
 
 class StepCost(Protocol):
