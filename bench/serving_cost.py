@@ -5,7 +5,8 @@
 The engine alone: requests submitted to a core that is stepped on the main thread of a process of its
 own, with the libraries that the server preloads. Over HTTP: the same requests, streamed from ``slipstream
 serve`` over loopback. Both run in turns, and neither drafts; what counts is tokens per second from the
-first token of all to the last, medians of the rounds.
+first token of all to the last, medians of the rounds. The client is ``bench.raw_client``: on the same
+machine every microsecond of a client would be taken from the engine and look like the server's.
 
 Then one client streams while another sends bodies of 7.9 MB: JSON that is nothing but small objects,
 texts to tokenize, and token ids. Shown is how long the first client waits for a token, without and with
@@ -15,7 +16,6 @@ them.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import re
@@ -25,14 +25,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from bench.raw_client import token_times
 from engine.process.launch import child_environment
 from engine.process.preload import preload_environment
 
@@ -128,22 +128,8 @@ def body(prompt: Any, num_tokens: int) -> dict[str, Any]:
     }
 
 
-async def stream(client: httpx.AsyncClient, sent: dict[str, Any]) -> list[float]:
-    """When each token came."""
-    times: list[float] = []
-    async with client.stream("POST", "/v1/completions", json=sent) as reply:
-        async for line in reply.aiter_lines():
-            if line.startswith("data: {"):
-                choices = json.loads(line[6:])["choices"]
-                times += [time.perf_counter()] * len(choices[0]["token_ids"] if choices else [])
-    return times
-
-
-async def over_http(url: str, batch: int, num_prompt: int, num_tokens: int) -> float:
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-        found = await asyncio.gather(
-            *(stream(client, body(row, num_tokens)) for row in prompts(batch, num_prompt))
-        )
+def over_http(url: str, batch: int, num_prompt: int, num_tokens: int) -> float:
+    found = token_times(url, [body(row, num_tokens) for row in prompts(batch, num_prompt)])
     start = max(times[0] for times in found)
     end = max(times[-1] for times in found)
     return sum(each >= start for times in found for each in times) / (end - start)
@@ -163,29 +149,31 @@ def hostile() -> dict[str, bytes]:
     }
 
 
-async def waits(url: str, num_tokens: int) -> dict[str, list[float]]:
+def waits(url: str, num_tokens: int) -> dict[str, list[float]]:
     """Seconds between two tokens of a stream, in order of size, by what else was sent meanwhile."""
     found = {}
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+    with ThreadPoolExecutor(1) as pool:
         for name, content in {"nothing": b"", **hostile()}.items():
-            reading = asyncio.create_task(stream(client, body([5, 6, 7], num_tokens)))
-            await asyncio.sleep(0.5)
+            reading = pool.submit(token_times, url, [body([5, 6, 7], num_tokens)])
+            time.sleep(0.5)
             if content:
-                code = (
-                    "import sys, httpx; r = httpx.post(sys.argv[1], content=sys.stdin.buffer.read(), "
-                    "headers={'content-type': 'application/json'}, timeout=600); print(r.status_code)"
-                )
-                sender = await asyncio.create_subprocess_exec(
-                    *("nice", "-n", "19", sys.executable, "-c", code, f"{url}/v1/completions"),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                )
-                answer, _ = await sender.communicate(content)
-                assert answer.strip() == b"400", answer
-            times = await reading
+                answer = send_apart(url, content)
+                assert answer == 400, answer
+            (times,) = reading.result()
             gaps = (after - each for each, after in zip(times, times[1:], strict=False))
             found[name] = sorted(gaps)
     return found
+
+
+def send_apart(url: str, content: bytes) -> int:
+    """The status of the answer to a body, which a process of the lowest priority sends."""
+    code = (
+        "import sys; from bench.raw_client import post, read_all, status; "
+        "(reply,) = read_all([post(sys.argv[1], sys.stdin.buffer.read())]); print(status(reply))"
+    )
+    command = ["nice", "-n", "19", sys.executable, "-c", code, f"{url}/v1/completions"]
+    said = subprocess.run(command, input=content, stdout=subprocess.PIPE, check=True)
+    return int(said.stdout)
 
 
 def main() -> None:
@@ -203,7 +191,7 @@ def main() -> None:
     with served(model, most, options.flag) as url:
         if not options.skip_alone:
             compare(url, model, most, options)
-        for name, found in asyncio.run(waits(url, 4 * options.tokens)).items():
+        for name, found in waits(url, 4 * options.tokens).items():
             shown = (found[len(found) // 2], found[-len(found) // 100], found[-1])
             median, high, longest = (round(1000 * each) for each in shown)
             print(f"beside {name}: median {median} ms, 99 % under {high}, longest {longest}")
@@ -217,7 +205,7 @@ def compare(url: str, model: str | None, most: int, options: argparse.Namespace)
             for _ in range(options.rounds):
                 control.send(asked)
                 rates[0].append(control.recv())
-                rates[1].append(asyncio.run(over_http(url, *asked)))
+                rates[1].append(over_http(url, *asked))
             engine, http = map(statistics.median, rates)
             print(
                 f"{batch} at once: {engine:.1f} tokens/s alone, {http:.1f} over HTTP, "

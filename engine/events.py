@@ -4,7 +4,7 @@ events until one with a ``finish`` or an ``error``, and none after it."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.errors import EngineError
 from engine.stats import RequestStats, StepStats
@@ -46,12 +46,12 @@ class FinishInfo:
     timings: RequestTimings
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What one step emitted for one request. ``drafted[i]``: token i was an accepted draft;
     ``num_draft_tokens``: drafts that the step verified for the request, its gamma.
 
-    A stop token (EOS or a stop id) that ended the request is not part of ``token_ids``.
+    A stop token (EOS or a stop id) that ended the request is not part of ``token_ids``. A tuple, since
+    the engine pickles one per request and step.
     """
 
     request_id: str

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
@@ -41,7 +42,7 @@ from prometheus_client.exposition import choose_encoder
 
 from engine.events import FinishInfo
 from engine.info import EngineInfo
-from engine.stats import StepStats
+from engine.stats import SpeculativeStats, StepStats
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -50,6 +51,26 @@ _GAMMA = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _RATE = tuple(step / 10 for step in range(1, 11))
 _SPEEDUP = (0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
 _SPEEDUP_WINDOW_STEPS = 512
+
+
+class _RecentRatio:
+    """Sum over sum of the latest pairs."""
+
+    def __init__(self, num_pairs: int) -> None:
+        self._pairs: deque[tuple[float, float]] = deque()
+        self._num_pairs = num_pairs
+        self._above = self._below = 0.0
+
+    def add(self, above: float, below: float) -> float:
+        """The ratio, this pair included; ``below`` > 0."""
+        self._pairs.append((above, below))
+        self._above += above
+        self._below += below
+        if len(self._pairs) > self._num_pairs:
+            old_above, old_below = self._pairs.popleft()
+            self._above -= old_above
+            self._below -= old_below
+        return self._above / self._below
 
 
 class _SpeculationFigures:
@@ -95,12 +116,43 @@ class _SpeculationFigures:
             buckets=_SPEEDUP,
             registry=registry,
         )
+        self._of_drafters: dict[str, _DrafterFigures] = {}
+
+    def of(self, drafter: str) -> _DrafterFigures:
+        found = self._of_drafters.get(drafter)
+        if found is None:
+            found = self._of_drafters[drafter] = _DrafterFigures(self, drafter)
+        return found
+
+
+class _DrafterFigures:
+    """One drafter's series, looked up once: a step has few microseconds for its metrics."""
+
+    def __init__(self, figures: _SpeculationFigures, drafter: str) -> None:
+        self._drafted = figures.drafted.labels(drafter)
+        self._accepted = figures.accepted.labels(drafter)
+        self._emitted = figures.emitted.labels(drafter)
+        self._steps = figures.steps.labels(drafter)
+        self._gamma = figures.gamma.labels(drafter)
+        self._accepted_at = lru_cache(None)(partial(figures.accepted_at.labels, drafter))
+        self._disabled = lru_cache(None)(partial(figures.disabled.labels, drafter))
+
+    def observe(self, stats: SpeculativeStats) -> None:
+        self._drafted.inc(stats.num_draft_tokens)
+        self._accepted.inc(stats.num_accepted_tokens)
+        self._emitted.inc(stats.num_emitted_tokens)
+        self._steps.inc(stats.num_steps)
+        for position, count in enumerate(stats.accepted_per_position):
+            self._accepted_at(position).inc(count)
+        for gamma, count in stats.gammas.items():
+            for _ in range(count):
+                self._gamma.observe(gamma)
+        for reason, count in stats.disabled.items():
+            self._disabled(reason).inc(count)
 
 
 class _VllmAliases:
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        self._model_name = model_name
-
         def counter(name: str, text: str, *labels: str) -> Counter:
             labelled = ["model_name", *labels]
             return Counter(f"vllm:spec_decode_{name}", text, labelled, registry=registry)
@@ -108,9 +160,10 @@ class _VllmAliases:
         self._drafts = counter("num_drafts", "Drafts that were verified.").labels(model_name)
         self._drafted = counter("num_draft_tokens", "Draft tokens verified.").labels(model_name)
         self._accepted = counter("num_accepted_tokens", "Accepted.").labels(model_name)
-        self._accepted_at = counter(
+        accepted_at = counter(
             "num_accepted_tokens_per_pos", "Accepted, by depth from 0.", "position"
         )
+        self._accepted_at = lru_cache(None)(partial(accepted_at.labels, model_name))
 
     def observe(self, stats: StepStats) -> None:
         for each in stats.by_drafter.values():
@@ -118,7 +171,7 @@ class _VllmAliases:
             self._drafted.inc(each.num_draft_tokens)
             self._accepted.inc(each.num_accepted_tokens)
             for position, count in enumerate(each.accepted_per_position):
-                self._accepted_at.labels(self._model_name, str(position)).inc(count)
+                self._accepted_at(position).inc(count)
 
 
 class RequestMetrics(Protocol):
@@ -150,7 +203,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._speculation = _SpeculationFigures(self.registry)
         self._vllm = _VllmAliases(self.registry, model_name)
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_SPEEDUP_WINDOW_STEPS)
+        self._recent = _RecentRatio(_SPEEDUP_WINDOW_STEPS)
         self._make_serving()
         self._make_requests()
         self._make_static(info, model_name, is_alive)
@@ -169,7 +222,11 @@ class Metrics:
         self._rows = self._counter("rows", "Rows through the target's forward.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens emitted.")
-        self._step_seconds = self._counter("step_seconds", "Time of engine steps.", "part")
+        step_seconds = self._counter("step_seconds", "Time of engine steps.", "part")
+        self._part_seconds = {
+            f"{part}_seconds": step_seconds.labels(part)
+            for part in ("draft", "forward", "verify", "other")
+        }
         self._baseline_seconds = self._counter(
             "baseline_seconds", "Estimated time of the same tokens at gamma 0."
         )
@@ -182,7 +239,8 @@ class Metrics:
         self._preemptions = self._counter("preemptions", "Requests preempted.")
         self._running = self._gauge("requests_running", "Requests in the batch.")
         self._waiting = self._gauge("requests_waiting", "Requests in the queue.")
-        self._blocks = self._gauge("kv_blocks", "KV blocks by state.", "state")
+        blocks = self._gauge("kv_blocks", "KV blocks by state.", "state")
+        self._blocks_in = lru_cache(None)(blocks.labels)
         self._cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
         self._cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found.")
 
@@ -247,14 +305,14 @@ class Metrics:
         self._rows.inc(stats.num_rows)
         self._prompt_tokens.inc(stats.num_prompt_tokens)
         self._generation_tokens.inc(stats.num_emitted_tokens)
-        for part in ("draft", "forward", "verify", "other"):
-            self._step_seconds.labels(part).inc(getattr(stats, f"{part}_seconds"))
+        for part, seconds in self._part_seconds.items():
+            seconds.inc(getattr(stats, part))
         self._observe_speedup(stats)
         self._preemptions.inc(stats.num_preemptions)
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         for state, count in stats.blocks.items():
-            self._blocks.labels(state).set(count)
+            self._blocks_in(state).set(count)
         for kind, num_bytes in stats.device_memory.items():
             self._device_memory.labels(kind).set(num_bytes)
         self._cache_queries.inc(stats.prefix_cache_queries)
@@ -263,28 +321,15 @@ class Metrics:
         self._vllm.observe(stats)
 
     def _observe_speedup(self, stats: StepStats) -> None:
-        if stats.baseline_seconds > 0:
+        if stats.baseline_seconds > 0 and stats.step_seconds > 0:
             self._baseline_seconds.inc(stats.baseline_seconds)
             self._decode_seconds.inc(stats.step_seconds)
-            self._recent.append((stats.baseline_seconds, stats.step_seconds))
-            taken = sum(step for _, step in self._recent)
-            if taken > 0:
-                self._speedup.set(sum(baseline for baseline, _ in self._recent) / taken)
+            self._speedup.set(self._recent.add(stats.baseline_seconds, stats.step_seconds))
 
     def _observe_speculation(self, stats: StepStats) -> None:
-        counters = self._speculation
         for drafter, each in stats.by_drafter.items():
-            counters.drafted.labels(drafter).inc(each.num_draft_tokens)
-            counters.accepted.labels(drafter).inc(each.num_accepted_tokens)
-            counters.emitted.labels(drafter).inc(each.num_emitted_tokens)
-            counters.steps.labels(drafter).inc(each.num_steps)
-            for position, count in enumerate(each.accepted_per_position):
-                counters.accepted_at.labels(drafter, str(position)).inc(count)
-            for gamma in each.gammas.elements():
-                counters.gamma.labels(drafter).observe(gamma)
-            for reason, count in each.disabled.items():
-                counters.disabled.labels(drafter, reason).inc(count)
-        counters.failures.inc(stats.num_draft_failures)
+            self._speculation.of(drafter).observe(each)
+        self._speculation.failures.inc(stats.num_draft_failures)
 
     def observe_request(self, info: FinishInfo, num_tokens: int) -> None:
         """A choice ended; ``num_tokens`` were returned."""

@@ -19,7 +19,7 @@ from server.engine_client import EngineClient
 from server.errors import ApiError
 from server.metrics import RequestMetrics
 from server.plan import ChoicePlan, TextOptions
-from server.reply.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher
+from server.reply.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher, decoder
 from server.reply.token_texts import TokenTexts
 
 FinishReason = Literal["stop", "length"]
@@ -203,13 +203,7 @@ class ChoiceSource:
 
     def _assembler(self, plan: ChoicePlan) -> TextAssembler:
         skip = plan.text.skip_special_tokens
-
-        def decode(token_ids: object) -> str:
-            text: str = self._tokenizer.decode(
-                token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
-            )
-            return text
-
+        decode = decoder(self._tokenizer, skip_special_tokens=skip)
         context = plan.request.prompt_token_ids[-_NUM_CONTEXT_TOKENS:]
         skipped = self._texts.special_ids if skip else frozenset()
         return TextAssembler(IncrementalDetokenizer(decode, context, skipped), plan.text)

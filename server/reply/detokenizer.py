@@ -9,12 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\ufffd"
 _MAX_PENDING = 16
 _MAX_CHAR_BYTES = 4
+
+
+def decoder(tokenizer: Any, *, skip_special_tokens: bool = False) -> Decode:
+    """How a transformers tokenizer decodes, without clean-up of spaces. Where transformers only hands
+    token ids on to the tokenizers library, that is called at once: it takes a fifth of the time."""
+    kind = type(tokenizer)
+    if (
+        getattr(kind, "decode", None) is PreTrainedTokenizerBase.decode
+        and getattr(kind, "_decode", None) is TokenizersBackend._decode
+    ):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    return partial(
+        tokenizer.decode,
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 class IncrementalDetokenizer:

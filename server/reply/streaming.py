@@ -9,15 +9,16 @@ are aborted.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
-from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from fastapi.responses import Response
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from server.errors import to_api_error
@@ -31,11 +32,12 @@ logger = logging.getLogger("slipstream.requests")
 ADMISSION_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
 CLIENT_GONE_STATUS = 499
-_QUEUE_PER_SOURCE = 8
-DONE = format_sse_event(data_str="[DONE]")
+DONE = b"data: [DONE]\n\n"
 
 
 T = TypeVar("T")
+Sink = Callable[[ChoiceDelta], Awaitable[None]]
+SendBytes = Callable[[bytes], Awaitable[None]]
 
 
 class ClientGoneError(Exception):
@@ -43,62 +45,64 @@ class ClientGoneError(Exception):
 
 
 class DeltaFeed:
-    """Reads all sources at once; a client that reads slowly slows its own sources only.
+    """Runs all sources at once, each in a task that also takes its deltas where they go: a delta wakes
+    one task, and a client that reads slowly slows its own sources only.
 
     ``aclose`` closes every source, which aborts what still runs; call it however reading ended.
     """
 
     def __init__(self, sources: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> None:
-        self._queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(
-            _QUEUE_PER_SOURCE * len(sources)
-        )
-        self._num_open = len(sources)
-        self._peeked: list[ChoiceDelta | Exception | None] = []
+        self._sink: Sink | None = None
+        self._wanted = asyncio.Event()
+        self._begun = asyncio.Event()
         self._tasks = [asyncio.ensure_future(self._pump(source)) for source in sources]
 
     async def _pump(self, source: AsyncGenerator[ChoiceDelta, None]) -> None:
-        ending: Exception | None = None
-        try:
-            async with aclosing(source) as deltas:
-                async for delta in deltas:
-                    await self._queue.put(delta)
-        except Exception as error:
-            # For the reader, which decides what is sent.
-            ending = error
-        await self._queue.put(ending)
+        async with aclosing(source) as deltas:
+            async for delta in deltas:
+                if self._sink is None:
+                    self._begun.set()
+                    await self._wanted.wait()
+                    assert self._sink is not None
+                await self._sink(delta)
 
     async def peek(self, seconds: float) -> None:
         """Waits for the first delta, at most so long. Raises the error if one comes first."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                self._peeked.append(await self._queue.get())
-        if self._peeked and isinstance(self._peeked[0], Exception):
-            raise self._peeked[0]
+        begun = asyncio.ensure_future(self._begun.wait())
+        try:
+            waiting = (begun, *self._tasks)
+            await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            begun.cancel()
+        if not self._begun.is_set():
+            self._raise_first()
 
-    async def next(self) -> ChoiceDelta | None:
-        """The next delta, or None after the last. Raises the error of any source. Safe to
-        cancel.
-        """
-        while self._num_open:
-            item = self._peeked.pop() if self._peeked else await self._queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is not None:
-                return item
-            self._num_open -= 1
-        return None
+    async def run(self, sink: Sink) -> None:
+        """All deltas into ``sink``, those of a source in order. Raises the first error of any source."""
+        self._sink = sink
+        self._wanted.set()
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        self._raise_first()
 
     async def collect(self) -> list[ChoiceDelta]:
         """All deltas to the end."""
-        deltas = []
-        while (delta := await self.next()) is not None:
+        deltas: list[ChoiceDelta] = []
+
+        async def keep(delta: ChoiceDelta) -> None:
             deltas.append(delta)
+
+        await self.run(keep)
         return deltas
 
     async def aclose(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.wait(self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _raise_first(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
 
 
 async def unless_client_leaves(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
@@ -128,14 +132,25 @@ async def _disconnected(receive: Receive) -> None:
 
 class DeltaStreamResponse(EventSourceResponse):
     """Server-sent events whose choices are aborted as soon as the response ends, by whatever
-    end.
+    end. ``write`` is given what sends bytes, and returns after the last.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], feed: DeltaFeed) -> None:
+    def __init__(self, feed: DeltaFeed, write: Callable[[SendBytes], Awaitable[None]]) -> None:
         # No proxy may hold events back.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers)
+        super().__init__((), headers=headers)
         self._feed = feed
+        self._write = write
+
+    async def stream_response(self, send: Send) -> None:
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+
+        async def send_bytes(content: bytes) -> None:
+            await send({"type": "http.response.body", "body": content, "more_body": True})
+
+        await self._write(send_bytes)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -158,7 +173,7 @@ class Responder:
         try:
             if plan.stream:
                 await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
-                return DeltaStreamResponse(self._events(feed, writer, sender), feed)
+                return DeltaStreamResponse(feed, partial(self._write, feed, writer, sender))
             deltas = await unless_client_leaves(request.receive, feed.collect)
         except ClientGoneError:
             await feed.aclose()
@@ -169,64 +184,84 @@ class Responder:
         choices = fold(deltas, len(plan.choices))
         ends = [choice.end for choice in choices if choice.end is not None]
         usage = self._usage(writer, ends, sender)
-        reply = writer.reply(choices, usage)
-        return JSONResponse(reply.model_dump(mode="json", exclude_unset=True))
+        return Response(
+            to_json(writer.reply(choices, usage), inf_nan_mode="null"),
+            media_type="application/json",
+        )
 
-    async def _events(
-        self, feed: DeltaFeed, writer: Writer, sender: str | None
-    ) -> AsyncGenerator[bytes, None]:
+    async def _write(
+        self, feed: DeltaFeed, writer: Writer, sender: str | None, send: SendBytes
+    ) -> None:
+        """The whole stream."""
         ends: dict[int, ChoiceEnd] = {}
         try:
-            async with aclosing(_with_pings(feed)) as deltas:
-                async for delta in deltas:
-                    if delta is None:
-                        yield KEEPALIVE_COMMENT
-                        continue
+            async with _pings(send) as send_and_note:
+
+                async def sink(delta: ChoiceDelta) -> None:
                     if delta.end is not None:
                         ends[delta.index] = delta.end
                     chunk = writer.chunk(delta)
                     if chunk is not None:
-                        yield format_sse_event(data_str=chunk.model_dump_json(exclude_unset=True))
+                        await send_and_note(_event(chunk))
+
+                await feed.run(sink)
             usage = self._usage(writer, [ends[index] for index in sorted(ends)], sender)
             if writer.plan.include_usage:
-                last = writer.usage_chunk(usage)
-                yield format_sse_event(data_str=last.model_dump_json(exclude_unset=True))
+                await send(_event(writer.usage_chunk(usage)))
         except Exception as error:
             # The status has been sent: the error can only go into the stream.
-            yield format_sse_event(data_str=json.dumps(to_api_error(error).body()))
-        yield DONE
+            await send(_event(to_api_error(error).body()))
+        await send(DONE)
 
     def _usage(self, writer: Writer, ends: list[ChoiceEnd], sender: str | None) -> Usage:
         """The request's usage, which also goes to the log, next to who sent it."""
         plan = writer.plan
         usage = build_usage(plan.num_prompt_tokens, ends, plan.n, plan.has_prediction)
-        spec = usage.speculative
+        spec = usage["speculative"]
         logger.info(
             "%s x-request-id=%s user=%r prompt=%d completion=%d finish=%s drafter=%s accepted=%d/%d",
             plan.request_id,
             sender,
             plan.user,
-            usage.prompt_tokens,
-            usage.completion_tokens,
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
             ",".join(end.reason for end in ends),
-            spec.drafter,
-            spec.num_accepted_tokens,
-            spec.num_draft_tokens,
+            spec["drafter"],
+            spec["num_accepted_tokens"],
+            spec["num_draft_tokens"],
         )
         return usage
 
 
-async def _with_pings(feed: DeltaFeed) -> AsyncGenerator[ChoiceDelta | None, None]:
-    """The feed's deltas, with a None for every pause in which proxies might hang up."""
-    while True:
-        try:
-            async with asyncio.timeout(KEEPALIVE_SECONDS) as pause:
-                delta = await feed.next()
-        except TimeoutError:
-            if not pause.expired():
-                raise
-            yield None
-            continue
-        if delta is None:
-            return
-        yield delta
+def _json(content: Any) -> bytes:
+    return to_json(content, inf_nan_mode="null")
+
+
+def _event(content: Any) -> bytes:
+    """JSON made here has no line breaks, so an event is one line."""
+    return b"data: %b\n\n" % _json(content)
+
+
+@asynccontextmanager
+async def _pings(send: SendBytes) -> AsyncGenerator[SendBytes, None]:
+    """What sends bytes, with a comment in every pause in which proxies might hang up."""
+    loop = asyncio.get_running_loop()
+    latest = loop.time()
+
+    async def send_and_note(content: bytes) -> None:
+        nonlocal latest
+        latest = loop.time()
+        await send(content)
+
+    async def ping() -> None:
+        while True:
+            await asyncio.sleep(max(0.0, latest + KEEPALIVE_SECONDS - loop.time()))
+            if loop.time() >= latest + KEEPALIVE_SECONDS:
+                await send_and_note(KEEPALIVE_COMMENT)
+
+    pinging = asyncio.ensure_future(ping())
+    try:
+        yield send_and_note
+    finally:
+        pinging.cancel()
+        await asyncio.wait((pinging,))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
-from server.reply.detokenizer import Decode, IncrementalDetokenizer
+from server.reply.detokenizer import IncrementalDetokenizer, decoder
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CACHE_SIZE = 1 << 16
@@ -39,7 +39,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.special_ids = frozenset(tokenizer.all_special_ids)
-        self._decode: Decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        self._decode = decoder(tokenizer)
         self._added = {
             token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()
         }

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NotRequired
 
-from pydantic import BaseModel
+from typing_extensions import TypedDict
 
 from engine.stats import RequestStats, SpeculativeStats
 from server.reply.choices import ChoiceEnd
 
 
-class GammaMove(BaseModel):
+class GammaMove(TypedDict):
     """At step ``step`` of choice ``choice`` gamma became ``gamma``."""
 
     choice: int
@@ -19,7 +20,7 @@ class GammaMove(BaseModel):
     reason: str
 
 
-class SpeculativeUsage(BaseModel):
+class SpeculativeUsage(TypedDict):
     """What was drafted and gained, over all choices; ``merge`` says how they are
     combined.
     """
@@ -39,18 +40,18 @@ class SpeculativeUsage(BaseModel):
     gamma_changes: list[GammaMove]
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
-class CompletionTokensDetails(BaseModel):
+class CompletionTokensDetails(TypedDict):
     """Of requests with a ``prediction``: its drafts that became output, and those that did not."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(TypedDict):
     """A prompt counts once however many choices it has; tokens a stop string cut off do not
     count. ``completion_tokens_details`` is there for requests with a ``prediction``.
     """
@@ -59,7 +60,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
     speculative: SpeculativeUsage
 
 
@@ -86,10 +87,10 @@ def build_usage(
         speculative=speculative,
     )
     if has_prediction:
-        accepted = speculative.num_accepted_tokens
-        usage.completion_tokens_details = CompletionTokensDetails(
+        accepted = speculative["num_accepted_tokens"]
+        usage["completion_tokens_details"] = CompletionTokensDetails(
             accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=speculative.num_draft_tokens - accepted,
+            rejected_prediction_tokens=speculative["num_draft_tokens"] - accepted,
         )
     return usage
 

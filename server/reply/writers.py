@@ -9,10 +9,10 @@ field that was not asked for is left out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NotRequired
 
-from pydantic import BaseModel
+from typing_extensions import TypedDict
 
 from engine.events import TokenLogprobs
 from server.plan import RequestPlan
@@ -21,7 +21,7 @@ from server.reply.token_texts import TokenTexts
 from server.reply.usage import Usage
 
 
-class DraftedToken(BaseModel):
+class DraftedToken(TypedDict):
     """``text``: what the token added to the choice's text; ``drafted``: an accepted draft."""
 
     id: int
@@ -29,19 +29,19 @@ class DraftedToken(BaseModel):
     drafted: bool
 
 
-class Ending(BaseModel):
+class Ending(TypedDict):
     """What the choices of all replies end with."""
 
     finish_reason: FinishReason | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    tokens: list[DraftedToken] | None = None
-    num_steps: int | None = None
-    num_draft_tokens: int | None = None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    tokens: NotRequired[list[DraftedToken]]
+    num_steps: NotRequired[int]
+    num_draft_tokens: NotRequired[int]
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(TypedDict):
     """``text_offset`` counts characters from the start of the choice's whole text."""
 
     tokens: list[str]
@@ -50,10 +50,10 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionText(BaseModel):
+class CompletionText(TypedDict):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: CompletionLogprobs | None
 
 
 # Fields of the last base come first in JSON.
@@ -61,7 +61,7 @@ class CompletionChoice(Ending, CompletionText):
     pass
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(TypedDict):
     """``bytes``: the token's UTF-8 bytes, possibly a part of a character."""
 
     token: str
@@ -73,69 +73,70 @@ class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(TypedDict):
     content: list[ChatLogprob]
 
 
-class ChatReplyMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
+class ChatReplyMessage(TypedDict):
+    role: Literal["assistant"]
     content: str
 
 
-class ChatDelta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
 
 
-class ChatMessageText(BaseModel):
+class ChatMessageText(TypedDict):
     index: int
     message: ChatReplyMessage
-    logprobs: ChatLogprobs | None = None
+    logprobs: ChatLogprobs | None
 
 
 class ChatChoice(Ending, ChatMessageText):
     pass
 
 
-class ChatDeltaText(BaseModel):
+class ChatDeltaText(TypedDict):
     index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
+    logprobs: ChatLogprobs | None
 
 
 class ChatChunkChoice(Ending, ChatDeltaText):
     pass
 
 
-class Envelope(BaseModel):
+class Envelope(TypedDict):
     """What replies and chunks of both endpoints begin with."""
 
     id: str
-    object: str
     created: int
     model: str
     system_fingerprint: str
     seed: int
 
 
-class Completion(Envelope):
-    """A whole reply, or one chunk of a streamed one."""
-
-    object: Literal["text_completion"] = "text_completion"
+class CompletionChunk(Envelope):
+    object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+
+
+class Completion(CompletionChunk):
+    """A whole reply; also a stream's chunk with the usage."""
+
+    usage: Usage
 
 
 class ChatCompletion(Envelope):
-    object: Literal["chat.completion"] = "chat.completion"
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
 
 
 class ChatChunk(Envelope):
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
 
 
 def fold(deltas: Iterable[ChoiceDelta], num_choices: int) -> list[ChoiceDelta]:
@@ -170,42 +171,39 @@ class Writer(ABC):
         self._texts = texts
         self._model_name = model_name
         self._fingerprint = fingerprint
-
-    def chunk(self, delta: ChoiceDelta) -> BaseModel | None:
-        """A streamed chunk; None for a delta of tokens that add no text and were not asked for."""
-        shows_tokens = (
-            self.plan.return_token_ids
-            or self.plan.return_drafted
-            or self.plan.num_logprobs is not None
+        self._shows_tokens = (
+            plan.return_token_ids or plan.return_drafted or plan.num_logprobs is not None
         )
-        if delta.first or delta.end or delta.text or (delta.tokens and shows_tokens):
+
+    def chunk(self, delta: ChoiceDelta) -> Mapping[str, Any] | None:
+        """A streamed chunk; None for a delta of tokens that add no text and were not asked for."""
+        if delta.first or delta.end or delta.text or (delta.tokens and self._shows_tokens):
             return self._chunk([delta])
         return None
 
-    def usage_chunk(self, usage: Usage) -> BaseModel:
-        return self._chunk([], usage=usage)
+    def usage_chunk(self, usage: Usage) -> Mapping[str, Any]:
+        return {**self._chunk([]), "usage": usage}
 
     @abstractmethod
-    def _chunk(self, deltas: Sequence[ChoiceDelta], **usage: Any) -> BaseModel: ...
+    def _chunk(self, deltas: Sequence[ChoiceDelta]) -> Mapping[str, Any]: ...
 
     @abstractmethod
-    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> BaseModel:
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
         """The whole reply, of folded choices."""
 
-    def _envelope(self, id_prefix: str, kind: str) -> dict[str, Any]:
+    def _envelope(self, id_prefix: str) -> Envelope:
         return {
             "id": f"{id_prefix}-{self.plan.request_id}",
-            "object": kind,
             "created": self.plan.created,
             "model": self._model_name,
             "system_fingerprint": self._fingerprint,
             "seed": self.plan.seed,
         }
 
-    def _ending(self, delta: ChoiceDelta) -> dict[str, Any]:
+    def _ending(self, delta: ChoiceDelta) -> Ending:
         """The fields of ``Ending`` that apply to this delta."""
         end = delta.end
-        found: dict[str, Any] = {"finish_reason": None if end is None else end.reason}
+        found: Ending = {"finish_reason": None if end is None else end.reason}
         if end is not None:
             found["stop_reason"] = end.stop_reason
         if self.plan.return_token_ids:
@@ -225,24 +223,24 @@ class Writer(ABC):
 class CompletionWriter(Writer):
     """``/v1/completions``: a chunk has the shape of the whole."""
 
-    def _chunk(self, deltas: Sequence[ChoiceDelta], **usage: Any) -> Completion:
-        return Completion(
-            **self._envelope("cmpl", "text_completion"),
-            choices=[self._choice(delta) for delta in deltas],
-            **usage,
-        )
+    def _chunk(self, deltas: Sequence[ChoiceDelta]) -> CompletionChunk:
+        return {
+            **self._envelope("cmpl"),
+            "object": "text_completion",
+            "choices": [self._choice(delta) for delta in deltas],
+        }
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Completion:
-        return self._chunk(choices, usage=usage)
+        return {**self._chunk(choices), "usage": usage}
 
     def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
         echoed = self.plan.prompt_of(delta.index).text if self.plan.echo and delta.first else ""
-        return CompletionChoice(
-            index=delta.index,
-            text=echoed + delta.text,
-            logprobs=self._logprobs(delta),
+        return {
+            "index": delta.index,
+            "text": echoed + delta.text,
+            "logprobs": self._logprobs(delta),
             **self._ending(delta),
-        )
+        }
 
     def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs | None:
         if self.plan.num_logprobs is None:
@@ -278,63 +276,64 @@ class CompletionWriter(Writer):
         logprobs: TokenLogprobs | None,
         offset: int,
     ) -> None:
-        block.tokens.append(self._texts.text(token_id))
-        block.text_offset.append(offset)
-        block.token_logprobs.append(None if logprobs is None else logprobs.logprob)
+        block["tokens"].append(self._texts.text(token_id))
+        block["text_offset"].append(offset)
+        block["token_logprobs"].append(None if logprobs is None else logprobs.logprob)
         if logprobs is None or not self.plan.num_logprobs:
-            block.top_logprobs.append(None)
+            block["top_logprobs"].append(None)
             return
         top = {self._texts.text(top_id): logprob for top_id, logprob in logprobs.top}
         # OpenAI lists the chosen token too, so there may be one entry more than was asked for.
         top.setdefault(self._texts.text(token_id), logprobs.logprob)
-        block.top_logprobs.append(top)
+        block["top_logprobs"].append(top)
 
 
 class ChatWriter(Writer):
     """``/v1/chat/completions``."""
 
-    def _chunk(self, deltas: Sequence[ChoiceDelta], **usage: Any) -> ChatChunk:
-        return ChatChunk(
-            **self._envelope("chatcmpl", "chat.completion.chunk"),
-            choices=[self._chunk_choice(delta) for delta in deltas],
-            **usage,
-        )
+    def _chunk(self, deltas: Sequence[ChoiceDelta]) -> ChatChunk:
+        return {
+            **self._envelope("chatcmpl"),
+            "object": "chat.completion.chunk",
+            "choices": [self._chunk_choice(delta) for delta in deltas],
+        }
 
     def _chunk_choice(self, delta: ChoiceDelta) -> ChatChunkChoice:
-        shown: dict[str, Any] = {"role": "assistant"} if delta.first else {}
+        shown: ChatDelta = {"role": "assistant"} if delta.first else {}
         if delta.text or delta.first:
             shown["content"] = delta.text
-        return ChatChunkChoice(
-            index=delta.index,
-            delta=ChatDelta(**shown),
-            logprobs=self._logprobs(delta.tokens),
+        return {
+            "index": delta.index,
+            "delta": shown,
+            "logprobs": self._logprobs(delta.tokens),
             **self._ending(delta),
-        )
+        }
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> ChatCompletion:
-        return ChatCompletion(
-            **self._envelope("chatcmpl", "chat.completion"),
-            choices=[
-                ChatChoice(
-                    index=choice.index,
-                    message=ChatReplyMessage(role="assistant", content=choice.text),
-                    logprobs=self._logprobs(choice.tokens),
-                    **self._ending(choice),
-                )
-                for choice in choices
-            ],
-            usage=usage,
-        )
+        return {
+            **self._envelope("chatcmpl"),
+            "object": "chat.completion",
+            "choices": [self._choice(choice) for choice in choices],
+            "usage": usage,
+        }
+
+    def _choice(self, choice: ChoiceDelta) -> ChatChoice:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text},
+            "logprobs": self._logprobs(choice.tokens),
+            **self._ending(choice),
+        }
 
     def _logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs | None:
         if self.plan.num_logprobs is None:
             return None
-        content = []
+        content: list[ChatLogprob] = []
         for token in tokens:
             assert token.logprobs is not None, "the engine sends logprobs where they were asked for"
             chosen = self._entry(token.token_id, token.logprobs.logprob)
             top = [self._entry(top_id, logprob) for top_id, logprob in token.logprobs.top]
-            content.append(ChatLogprob(**chosen.model_dump(), top_logprobs=top))
+            content.append(ChatLogprob(**chosen, top_logprobs=top))
         return ChatLogprobs(content=content)
 
     def _entry(self, token_id: int, logprob: float) -> TopLogprob:

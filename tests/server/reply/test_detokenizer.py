@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import server.reply.detokenizer
 from server.reply.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopMatcher
 from worlds.scripted_engine import BOS, byte_tokenizer, merging_tokenizer, sentencepiece_tokenizer
 
@@ -39,6 +40,31 @@ def pieces_of(tokenizer: Any, context: Sequence[int], token_ids: Sequence[int]) 
         decoder(tokenizer), context, frozenset(tokenizer.all_special_ids)
     )
     return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, merging_tokenizer, sentencepiece_tokenizer])
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_short_way_to_a_decoder_gives_what_transformers_gives(
+    make: Callable[[], Any], skip: bool
+) -> None:
+    tokenizer = make()
+    decode = server.reply.detokenizer.decoder(tokenizer, skip_special_tokens=skip)
+    for token_ids in ([], [BOS], [104, 105, BOS, 33], list(range(len(tokenizer)))):
+        assert decode(token_ids) == tokenizer.decode(
+            token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
+
+
+def test_a_tokenizer_that_decodes_by_itself_is_asked() -> None:
+    plain = byte_tokenizer()
+
+    class Shouting(type(plain)):  # type: ignore[misc]
+        def _decode(self, *args: Any, **named: Any) -> str:
+            return super()._decode(*args, **named).upper()
+
+    shouting = Shouting(tokenizer_object=plain.backend_tokenizer)
+    assert server.reply.detokenizer.decoder(plain)([104, 105]) == "hi"
+    assert server.reply.detokenizer.decoder(shouting)([104, 105]) == "HI"
 
 
 any_tokens = st.lists(st.integers(0, MERGED_SIZE - 1), max_size=60)

@@ -1,0 +1,144 @@
+"""A client that costs next to nothing, for benches whose client shares a machine with the server.
+
+    python -m bench.raw_client URL < BODIES
+
+Raw sockets; replies are kept as they come, with the time of every read, and parsed when all have ended.
+In a process of the lowest priority it takes what server and engine leave. ``BODIES`` is a JSON list of
+bodies for ``/v1/completions``, sent at once, that ask for streams with token ids; what comes back is a
+list per body with the time of each of its tokens, by ``time.perf_counter``, which Linux keeps for all
+processes. Imports the standard library only, as peers' workers do.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+from urllib.parse import urlsplit
+
+_READ = 1 << 16
+_SECONDS = 600.0
+_PREFIX = b"data: "
+_DONE = b"[DONE]"
+
+Pieces = list[tuple[float, bytes]]
+"""What was read, and when."""
+
+
+class ReplyError(Exception):
+    """What came instead of a stream to its end."""
+
+
+def token_times(url: str, bodies: list[dict[str, Any]]) -> list[list[float]]:
+    """When each token of each body's stream came, told by a client in a process of its own."""
+    command = ["nice", "-n", "19", sys.executable, "-m", "bench.raw_client", url]
+    said = subprocess.run(
+        command, input=json.dumps(bodies).encode(), stdout=subprocess.PIPE, check=True
+    )
+    found: list[list[float]] = json.loads(said.stdout)
+    return found
+
+
+def post(url: str, content: bytes) -> socket.socket:
+    """A connection that has sent the body, and whose reply ends with it."""
+    place = urlsplit(url)
+    assert place.hostname is not None
+    connection = socket.create_connection((place.hostname, place.port or 80), _SECONDS)
+    head = (
+        f"POST {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def read_all(connections: Sequence[socket.socket]) -> list[Pieces]:
+    """Each reply to its end. Raises ReplyError where nothing comes for ten minutes."""
+    replies: list[Pieces] = [[] for _ in connections]
+    with selectors.DefaultSelector() as ready:
+        for connection, pieces in zip(connections, replies, strict=True):
+            ready.register(connection, selectors.EVENT_READ, pieces)
+        while ready.get_map():
+            found = ready.select(_SECONDS)
+            if not found:
+                raise ReplyError("nothing came in time")
+            for key, _ in found:
+                assert isinstance(key.fileobj, socket.socket)
+                data = key.fileobj.recv(_READ)
+                key.data.append((time.perf_counter(), data))
+                if not data:
+                    ready.unregister(key.fileobj)
+                    key.fileobj.close()
+    return replies
+
+
+def status(pieces: Pieces) -> int:
+    return int(b"".join(data for _, data in pieces).split(b" ", 2)[1])
+
+
+def events(pieces: Pieces) -> list[tuple[float, Any]]:
+    """The JSON of every server-sent event, and when it was complete. Raises ReplyError."""
+    reply = b"".join(data for _, data in pieces)
+    head, _, _ = reply.partition(b"\r\n\r\n")
+    if status(pieces) != 200:
+        raise ReplyError(reply[:500].decode(errors="replace"))
+    ends = list(accumulate(len(data) for _, data in pieces))
+    found = []
+    done = False
+    for line, end in _lines(reply, len(head) + 4, b"chunked" in head.lower()):
+        if line.startswith(_PREFIX + _DONE):
+            done = True
+        elif line.startswith(_PREFIX):
+            event = json.loads(line[len(_PREFIX) :])
+            if "error" in event:
+                raise ReplyError(f"the server says: {event['error']}")
+            done = done or event.get("stop") is True  # as llama.cpp ends its own streams
+            found.append((pieces[bisect_left(ends, end)][0], event))
+    if not done:
+        raise ReplyError(f"the stream broke off: {reply[-200:].decode(errors='replace')}")
+    return found
+
+
+def _lines(reply: bytes, start: int, is_chunked: bool) -> Iterator[tuple[bytes, int]]:
+    """Lines of a body that begins at ``start``, and the place in ``reply`` where each ends."""
+    left = b""
+    for begin, end in _chunks(reply, start) if is_chunked else [(start, len(reply))]:
+        *lines, rest = (left + reply[begin:end]).split(b"\n")
+        place = begin - len(left)
+        for line in lines:
+            place += len(line) + 1
+            yield line, place
+        left = rest
+
+
+def _chunks(reply: bytes, start: int) -> Iterator[tuple[int, int]]:
+    """Where the body's chunks begin and end; what broke off is none."""
+    while (eol := reply.find(b"\r\n", start)) >= 0:
+        begin = eol + 2
+        end = begin + int(reply[start:eol], 16)
+        if end == begin or end > len(reply):
+            return
+        yield begin, end
+        start = end + 2
+
+
+def main() -> None:
+    url = sys.argv[1]
+    bodies = json.load(sys.stdin)
+    connections = [post(f"{url}/v1/completions", json.dumps(body).encode()) for body in bodies]
+    times = []
+    for pieces in read_all(connections):
+        choices = ((came, each) for came, event in events(pieces) for each in event["choices"])
+        times.append([came for came, choice in choices for _ in choice["token_ids"]])
+    print(json.dumps(times))
+
+
+if __name__ == "__main__":
+    main()
