@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, TokenizersBackend
-
 Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\ufffd"
@@ -24,6 +22,9 @@ _MAX_CHAR_BYTES = 4
 def decoder(tokenizer: Any, *, skip_special_tokens: bool = False) -> Decode:
     """How a transformers tokenizer decodes, without clean-up of spaces. Where transformers only hands
     token ids on to the tokenizers library, that is called at once: it takes a fifth of the time."""
+    # Imported late: this module is of use without it, and it takes seconds to load.
+    from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
     kind = type(tokenizer)
     if (
         getattr(kind, "decode", None) is PreTrainedTokenizerBase.decode

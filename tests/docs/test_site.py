@@ -221,9 +221,11 @@ def test_the_tables_have_what_they_are_for() -> None:
         SpeculativeUsage,
     ],
 )
-def test_the_api_page_names_every_field(model: type[BaseModel]) -> None:
+def test_the_api_page_names_every_field(model: type) -> None:
     text = (DOCS / "api.md").read_text(encoding="utf-8")
-    assert [name for name in model.model_fields if f"`{name}`" not in text] == []
+    names = model.model_fields if issubclass(model, BaseModel) else model.__annotations__
+    assert len(names) > 0
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_the_api_page_names_every_endpoint() -> None:
