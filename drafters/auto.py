@@ -1,13 +1,22 @@
 """``auto``: asks every drafter that costs no forward, and drafts what they together think likeliest.
 
-How often each member is right is learned from the text that comes, verified or not (full
-information, as in drafter selection by counterfactual scoring: a proposal that was not used teaches
-as much as one that was), so choosing costs no step of the target. The members' trees are laid over
-each other; a node's worth is the highest survival that any of them gives it. A chain is the path of
-most expected tokens, a tree the likeliest nodes.
+Members are the drafters of the registry that need nothing of the engine but token ids and top tokens,
+those of other distributions that were loaded among them, and beside them what the target nearly said
+last (``last_top.py``).
 
-For a tree all members propose. For a chain they are asked one after the other, who was right most
-first, until one of them fills it with tokens that are as good as certain; who of late added
+How often each member is right is learned from the text that comes, verified or not: a proposal that was
+not used teaches as much as one that was, so choosing costs no step of the target. Two things are learned.
+How likely a member's node is, by its feature (``RequestAcceptance``). And which members to
+believe: exponential weights under full information, as in HedgeSpec (Liu et al., arXiv 2510.20064).
+Whenever all were asked, each that proposed something is charged what it would have had accepted less than
+the best of them, discounted; its weight falls exponentially with that. Who proposed nothing sleeps and
+keeps its weight (Freund et al., STOC 1997): one that seldom speaks and is right then stays believed.
+
+The members' trees are laid over each other; a node's worth is the highest weighted survival that any of
+them gives it. A chain is the path of most expected tokens, a tree the likeliest nodes.
+
+For a tree all members propose. For a chain they are asked one after the other, in the order of their
+weights, until one of them fills it with tokens that are as good as certain; who of late added
 nothing to what those before it knew is left out. All are asked in every ``_ASKED_EVERY``-th step,
 so that a member whose time has come is noticed.
 """
@@ -17,12 +26,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import exp
 from operator import attrgetter
 from typing import Any
 
 from drafters.base import (
     Drafter,
     DrafterContext,
+    DrafterInfo,
     DrafterNeeds,
     DraftRequest,
     NewRequest,
@@ -31,13 +42,15 @@ from drafters.base import (
     drafter,
 )
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
+from drafters.last_top import LastTopDrafter
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
 
 logger = logging.getLogger(__name__)
 
-MEMBERS = ("prediction", "ngram", "nasd", "suffix", "stand", "recycling")
+_NO_MEMBERS = ("none", "auto")
+"""Proposes nothing; asks all others."""
 _FAILURES_BEFORE_SILENCE = 4
-_ASKED_EVERY = 16
+_ASKED_EVERY = 8
 _CERTAIN = 0.8
 """Expected share of a chain that is accepted, from which nobody else is asked."""
 _LEAST_GAIN = 0.01
@@ -45,6 +58,13 @@ _LEAST_GAIN = 0.01
 _FIRST_GAIN = 0.5
 _GAIN_WEIGHT = 0.04
 """Of the newest step in these averages."""
+_RATE = 1.0
+_DECAY = 0.9
+"""Of charges, per step in which all were asked: about the last ten count."""
+_LEAST_WEIGHT = 0.05
+"""Nobody counts less: what it says of its own nodes is calibrated."""
+_NEARLY_SAID = 0.1
+"""What is believed at first of tokens that the target nearly said."""
 _NUM_VALUES = 16
 _MOST_AGREEING = 4
 
@@ -58,10 +78,16 @@ class _Member:
     tree: DraftTree = EMPTY
     num_failures: int = 0
     was_asked: bool = False
-    num_right: float = _FIRST_GAIN
-    """Tokens per step that it got right, of late, while it was asked."""
+    charge: float = 0.0
+    """Discounted sum of what it had accepted less than the best of those asked, as shares of a draft's
+    depth."""
     gain: float = _FIRST_GAIN
-    """Of these, those that members asked before it did not."""
+    """Tokens per step that it got right, of late, and that members asked before it did not."""
+
+    @property
+    def weight(self) -> float:
+        """1 for one that was never behind the best."""
+        return max(_LEAST_WEIGHT, exp(-_RATE * self.charge))
 
     @property
     def is_asked(self) -> bool:
@@ -70,16 +96,18 @@ class _Member:
 
 @dataclass(slots=True)
 class _State:
-    """One request. ``members`` are in the order in which they are asked."""
+    """One request. ``members`` are in the order in which they are asked; ``depth`` is that of the draft
+    asked for last."""
 
     members: list[_Member]
     num_steps: int = 0
+    depth: int = 1
 
 
 @drafter(
     "auto",
-    f"Lays the drafts of {', '.join(MEMBERS)} over each other and takes what is likeliest, by how "
-    "often each of them has been right about this text.",
+    "Lays the drafts of all drafters that need no model, and what the target nearly said, over each "
+    "other and takes what is likeliest, by how often each of them has been right about this text.",
     cost="The CPU time of its members together; no model.",
 )
 class AutoDrafter(Drafter):
@@ -91,28 +119,53 @@ class AutoDrafter(Drafter):
         super().__init__()
         if not members:
             raise ValueError("auto needs at least one drafter to choose from")
-        needs = [member.info.needs for member in members.values()]
-        if any(each.hidden_rows or each.draft_slots or each.all_or_nothing for each in needs):
+        if not all(can_join(each.info) for each in members.values()):
             raise ValueError("auto chooses among drafters that need no model and no window")
         self._members = dict(members)
+        self._last_top = LastTopDrafter()
         # Counts of hits and misses, no texts: they serve all requests and tenants.
         self.estimator = AcceptanceEstimator()
+        self._nearly_said = AcceptanceEstimator(initial=_NEARLY_SAID)
+        self._describe()
+
+    def _describe(self) -> None:
+        infos = [each.info for each in self._members.values()]
         self.info = replace(
             type(self).info,
-            needs=DrafterNeeds(top_probs=any(each.top_probs for each in needs)),
-            takes_prediction=any(each.info.takes_prediction for each in members.values()),
+            needs=DrafterNeeds(top_probs=any(each.needs.top_probs for each in infos)),
+            takes_prediction=any(each.takes_prediction for each in infos),
         )
 
     @classmethod
     def build(cls, context: DrafterContext, settings: Any) -> AutoDrafter:  # noqa: ARG003
-        return cls({name: Registered.all[name](context) for name in MEMBERS})
+        """Over drafters of its own, of all kinds of the core that can be members; of two of which one
+        does all that the other does, that one."""
+        return cls(
+            {
+                name: registered(context)
+                for name, registered in Registered.all.items()
+                if can_join(registered.kind.info) and not registered.part_of
+            }
+        )
+
+    def meet(self, drafters: Mapping[str, Drafter]) -> None:
+        """Those of other distributions become members as they are."""
+        self._members |= {
+            name: each
+            for name, each in drafters.items()
+            if name not in Registered.all and can_join(each.info)
+        }
+        self._describe()
 
     def start(self, request: NewRequest) -> _State:
         request_id, token_ids = request.request_id, request.token_ids
-        members: list[_Member] = []
-        for name, each in self._members.items():
-            member = _Member(each, self.estimator.for_request(name))
-            members.append(member)
+        members = [
+            _Member(each, self.estimator.for_request(name)) for name, each in self._members.items()
+        ]
+        nearly_said = self._nearly_said.for_request(self._last_top.info.name)
+        members.append(_Member(self._last_top, nearly_said))
+        for member in members:
+            each = member.drafter
             defaults = each.info.defaults()
             if not self._tried(
                 member, each.open, request_id, token_ids, defaults, request.cache_salt
@@ -144,7 +197,8 @@ class AutoDrafter(Drafter):
         is_chain = shape.width == 1
         asks_all = not is_chain or state.num_steps % _ASKED_EVERY == 0
         state.num_steps += 1
-        found: list[tuple[DraftTree, list[float]]] = []
+        state.depth = depth
+        found: list[tuple[_Member, list[float]]] = []
         is_certain = False
         for member in state.members:
             member.tree = EMPTY
@@ -154,13 +208,15 @@ class AutoDrafter(Drafter):
                 self._tried(member, self._ask, member, request)
             if member.tree.token_ids:
                 survivals = member.acceptance.survivals(member.tree)
-                found.append((member.tree, survivals))
+                found.append((member, survivals))
                 is_certain |= is_chain and sum(survivals) >= _CERTAIN * depth
-        if is_chain and len(found) == 1 and found[0][0].is_chain():
-            return alone(*found[0], depth)
+        if is_chain and len(found) == 1 and found[0][0].tree.is_chain():
+            return alone(found[0][0].tree, found[0][1], depth)
         overlay = Overlay()
-        for tree, survivals in found:
-            overlay.lay(tree, survivals)
+        most = max((member.weight for member, _ in found), default=1.0)
+        for member, survivals in found:
+            weight = member.weight / most
+            overlay.lay(member.tree, [weight * each for each in survivals])
         return (
             overlay.chain(depth)
             if is_chain
@@ -176,13 +232,13 @@ class AutoDrafter(Drafter):
         """Raises KeyError for a request that is not open."""
         for seen in observations:
             state = self._states[seen.request_id]
-            _rate(state.members, seen.emitted_token_ids)
+            _rate(state.members, seen.emitted_token_ids, state.depth)
             for member in state.members:
                 member.acceptance.label_against(member.tree, seen.emitted_token_ids)
                 member.tree = EMPTY
                 if member.is_asked:
                     self._tried(member, member.drafter.observe, [seen])
-            state.members.sort(key=_num_right, reverse=True)
+            state.members.sort(key=_charge)
 
     def num_top_tokens(self, request_id: str) -> int:
         """As many as the member that wants most. Raises KeyError for a request that is not open."""
@@ -203,19 +259,33 @@ class AutoDrafter(Drafter):
         return True
 
 
-_num_right = attrgetter("num_right")
+_charge = attrgetter("charge")
 
 
-def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int]) -> None:
-    """Count what those asked got right, and what they added to those asked before them."""
+def can_join(info: DrafterInfo) -> bool:
+    """Whether a drafter may be a member of ``auto``."""
+    needs = info.needs
+    needs_more = needs.hidden_rows or needs.draft_slots or needs.all_or_nothing or needs.draft_model
+    return info.name not in _NO_MEMBERS and not needs_more
+
+
+def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int], depth: int) -> None:
+    """Count what those asked added to those asked before them; where all were asked, charge those that
+    proposed something for what the best of them had accepted and they had not."""
+    right: list[tuple[_Member, int]] = []
+    knows_all = all(member.was_asked for member in members if member.is_asked)
     most = 0
     for member in members:
         if member.was_asked:
             num_right = len(member.tree.follow(emitted_token_ids))
-            member.num_right += _GAIN_WEIGHT * (num_right - member.num_right)
             member.gain += _GAIN_WEIGHT * (max(0, num_right - most) - member.gain)
             most = max(most, num_right)
             member.was_asked = False
+            if member.tree.token_ids:
+                right.append((member, num_right))
+    if knows_all:
+        for member, num_right in right:
+            member.charge = _DECAY * member.charge + (most - num_right) / max(1, depth)
 
 
 def overlay_feature(acceptance: float, num_agreeing: int) -> int:

@@ -301,6 +301,9 @@ class Drafter:
         DrafterUnavailableError where it cannot work."""
         return cls()
 
+    def meet(self, drafters: Mapping[str, Drafter]) -> None:
+        """Called once, when all drafters of the engine are built, itself among them: by name."""
+
     def start(self, request: NewRequest) -> Any:  # noqa: ARG002
         """What is known of a new request."""
         raise TypeError(f"{type(self).__name__} has neither a method start nor one of open")
@@ -387,10 +390,11 @@ _Kind = TypeVar("_Kind", bound=type[Drafter])
 @dataclass(frozen=True, slots=True)
 class Registered:
     """A kind of drafter, and the frozen dataclass of its settings, if it has any. Calling it builds
-    one."""
+    one. ``part_of``: the name of a drafter that tries all that this one does."""
 
     kind: type[Drafter]
     settings: type | None = None
+    part_of: str = ""
 
     all: ClassVar[dict[str, Registered]] = {}
     """By name, in the order of registration."""
@@ -414,12 +418,13 @@ def drafter(
     samples: bool = False,
     takes_prediction: bool = False,
     settings: type | None = None,
+    part_of: str = "",
 ) -> Callable[[_Kind], _Kind]:
     """Registers a class under a name; the arguments are those of ``DrafterInfo``.
 
     ``settings``: a frozen dataclass of what an operator may set, as ``--drafter.<name>.<field>``; all
-    fields have defaults, and ``metadata={"description": ..}``. ``build`` gets an instance. Raises
-    ValueError for a name that is taken.
+    fields have defaults, and ``metadata={"description": ..}``. ``build`` gets an instance. ``part_of``
+    as in ``Registered``. Raises ValueError for a name that is taken.
     """
 
     def register(kind: _Kind) -> _Kind:
@@ -429,7 +434,7 @@ def drafter(
         kind.info = DrafterInfo(
             name, summary, trees, options, needs, cost, samples, takes_prediction, check
         )
-        Registered.all[name] = Registered(kind, settings)
+        Registered.all[name] = Registered(kind, settings, part_of)
         return kind
 
     return register

@@ -150,6 +150,8 @@ def build_drafters(
                 raise DrafterUnavailableError(
                     f"drafter {name!r} cannot be used: {error}"
                 ) from error
+    for each in built.values():
+        each.meet(built)
     return built
 
 

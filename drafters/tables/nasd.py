@@ -76,6 +76,7 @@ _SHARED_OPTIONS = (
         DrafterOption("n", 3, "Length of the n-gram: n - 1 tokens of context and one more.", 2, 8),
         *_SHARED_OPTIONS,
     ),
+    part_of="nasd",
 )
 class NasdOneLevelDrafter(Drafter):
     """Contexts of exactly ``n - 1`` tokens."""

@@ -16,10 +16,12 @@ from drafters.base import (
     DraftShape,
     Observation,
     OptionValue,
+    Registered,
+    drafter,
 )
 from drafters.copying.ngram import NgramDrafter
 from drafters.copying.prediction import PredictionDrafter
-from drafters.registry import build_drafters
+from drafters.registry import PlainContext, build_drafters
 from drafters.tree import EMPTY, DraftTree, chain
 from worlds.simulated_target import decode
 
@@ -61,6 +63,9 @@ class Guesser:
     def close(self, request_id: str) -> None:
         del request_id
         self.is_open = False
+
+    def meet(self, drafters: Mapping[str, object]) -> None:
+        """Needs nobody."""
 
 
 def target(text: Sequence[int]) -> int:
@@ -174,6 +179,119 @@ def test_a_member_whose_time_comes_is_noticed() -> None:
     run = decode(AutoDrafter({"early": early, "late": late}), [1], target, 1_500, max_nodes=8)
     assert run.num_emitted[-50:] == [9] * 50
     assert late.num_asked < len(run.num_emitted)
+
+
+def weights(auto: AutoDrafter) -> dict[str, float]:
+    return {each.drafter.info.name: each.weight for each in auto._states["r"].members}
+
+
+def test_weights_follow_what_each_member_would_have_had_accepted() -> None:
+    """All propose for a tree, whoever is drafted from."""
+
+    def nearly(text: Sequence[int]) -> list[int]:
+        return right(text)[:7]
+
+    guesses = {"wrong": wrong, "nearly": nearly, "right": right}
+    auto = AutoDrafter({name: Guesser(name, guess) for name, guess in guesses.items()})
+    decode(auto, [1], target, 200, max_nodes=16, shape=DraftShape(width=2, depth=8))
+    found = weights(auto)
+    assert found["wrong"] < 0.1 < found["nearly"] < 0.5 < found["right"] == 1.0
+    equal = AutoDrafter({name: Guesser(name, right) for name in guesses})
+    decode(equal, [1], target, 200, max_nodes=16, shape=DraftShape(width=2, depth=8))
+    assert {weights(equal)[name] for name in guesses} == {1.0}
+
+
+def test_weights_decay_so_that_who_becomes_right_is_believed_again() -> None:
+    early = Guesser("early", lambda text: (right if len(text) < 400 else wrong)(text))
+    late = Guesser("late", lambda text: (right if len(text) >= 400 else wrong)(text))
+    auto = AutoDrafter({"early": early, "late": late})
+    run = decode(auto, [1], target, 390, max_nodes=8)
+    assert weights(auto)["early"] > 0.9 > 0.1 > weights(auto)["late"]
+    auto.close("r")
+    auto = AutoDrafter({"early": early, "late": late})
+    run = decode(auto, [1], target, 1_500, max_nodes=8)
+    assert weights(auto)["late"] > 0.9 > 0.1 > weights(auto)["early"]
+    assert run.num_emitted[-40:] == [9] * 40
+
+
+def test_who_proposes_nothing_keeps_its_weight() -> None:
+    seldom = Guesser("seldom", lambda text: right(text) if len(text) % 50 == 0 else [])
+    usual = Guesser("usual", lambda text: right(text)[:1])
+    auto = AutoDrafter({"seldom": seldom, "usual": usual})
+    decode(auto, [1], target, 300, max_nodes=8, shape=DraftShape(width=2, depth=8))
+    assert weights(auto)["seldom"] == 1.0
+
+
+def test_the_heavier_member_is_drafted_from_where_two_disagree() -> None:
+    overlay = Overlay()
+    for weight, token_id in ((0.25, 7), (1.0, 8)):
+        overlay.lay(chain([token_id]), [weight * 0.5])
+    assert list(overlay.chain(1).token_ids) == [8]
+
+
+def unforeseen(text: Sequence[int]) -> int:
+    """Never the same twice."""
+    return len(text) * 7_919 % 100_003
+
+
+def nearly_said(text: Sequence[int]) -> list[int]:
+    """The token that comes, and beside it the one that comes after it, as third."""
+    coming = unforeseen(text)
+    return [coming, 200_000, unforeseen([*text, coming])]
+
+
+def test_tokens_that_the_target_nearly_said_are_drafted_and_accepted() -> None:
+    shape = DraftShape(width=3, depth=4)
+    silent = {"silent": Guesser("silent", lambda _: [])}
+    run = decode(AutoDrafter(silent), [1, 2], unforeseen, 60, shape=shape, top_tokens=nearly_said)
+    assert run.num_emitted[0] == 1
+    assert run.num_emitted[1:] == [2] * len(run.num_emitted[1:])
+    without = decode(AutoDrafter(silent), [1, 2], unforeseen, 60, shape=shape)
+    assert set(without.num_emitted) == {1}
+    # In a chain there is room for the likeliest of them alone, which is never right here.
+    run = decode(AutoDrafter(silent), [1, 2], unforeseen, 60, top_tokens=nearly_said)
+    assert run.num_accepted == 0
+
+
+def test_what_was_nearly_said_goes_on_as_it_did_before() -> None:
+    auto = AutoDrafter({"silent": Guesser("silent", lambda _: [])})
+    text = [5, 6, 7, 8, 9, 1]
+    auto.open("r", text, {}, "")
+    text.append(2)
+    auto.observe([Observation("r", text, EMPTY, [2], [0], [2], [[2, 6, 4]])])
+    (tree,) = auto.propose([DraftRequest("r", text, 4, DraftShape(width=2, depth=3))])
+    assert [list(path) for path in paths(tree)] == [[6], [6, 7], [6, 7, 8], [4]]
+
+
+def test_members_are_those_of_the_registry_that_need_no_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Registered, "all", dict(Registered.all))
+    drafter("further", "Guesses.")(type("Further", (NgramDrafter,), {}))
+    needs = DrafterNeeds(all_or_nothing=True)
+    drafter("window", "Guesses.", needs=needs)(type("Window", (NgramDrafter,), {}))
+    part = {"part_of": "further"}
+    drafter("less", "Guesses.", **part)(type("Less", (NgramDrafter,), {}))  # type: ignore[arg-type]
+    auto = AutoDrafter.build(PlainContext(), None)
+    plain = {"ngram", "prediction", "suffix", "nasd", "stand", "recycling"}
+    assert set(auto._members) == plain | {"further"}
+    assert auto.info.takes_prediction
+    assert auto.info.needs == DrafterNeeds(top_probs=True)
+
+
+def test_drafters_of_other_distributions_become_members() -> None:
+    guesser = Guesser("guesser", right)
+    window = Guesser("window", right, DrafterNeeds(all_or_nothing=True))
+    built = build_drafters(
+        ["auto", "guesser", "window"],
+        plugins={"guesser": lambda _: guesser, "window": lambda _: window},  # type: ignore[dict-item]
+    )
+    auto = built["auto"]
+    assert isinstance(auto, AutoDrafter)
+    assert auto._members["guesser"] is guesser
+    assert "window" not in auto._members
+    run = decode(auto, [1], target, 300, max_nodes=8)
+    assert run.num_emitted[-20:] == [9] * 20
 
 
 def test_a_node_that_two_trees_hold_is_one_and_worth_the_more_of_both() -> None:

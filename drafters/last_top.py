@@ -1,0 +1,71 @@
+"""What the target nearly said: the likeliest tokens beside the anchor, as candidates for the next token.
+
+After LogitSpec (Liu et al., arXiv 2507.01449): a token that nearly came at one place often comes at the
+next, so the top tokens of the row that chose the anchor are guesses for the token after it. Each
+goes on with what followed it the last time it stood in the text. Owned by ``auto``: alone, it would guess
+one token where others copy ten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drafters.base import Drafter, DrafterInfo, DraftRequest, NewRequest, Observation
+from drafters.tree import ROOT, DraftTree, TreeBuilder
+
+MAX_CANDIDATES = 8
+_SEARCHED_TOKENS = 1_024
+"""Of the text's end, for what followed a candidate."""
+_MAX_FOLLOWING = 7
+_NUM_RANKS = 8
+
+
+class LastTopDrafter(Drafter):
+    """See the module. State per request: the candidates. Asks for no top tokens by itself: it reads those
+    that the other members are shown."""
+
+    info = DrafterInfo("last_top", "What the target nearly said.", drafts_trees=True)
+
+    def start(self, request: NewRequest) -> LastTopState:  # noqa: ARG002
+        return LastTopState()
+
+
+class LastTopState:
+    """One request."""
+
+    def __init__(self) -> None:
+        self._candidates: Sequence[int] = ()
+
+    def observe(self, seen: Observation) -> None:
+        """Keep what was likely at the row whose token is the anchor now. A run that was trimmed has ended
+        the request."""
+        if seen.top_token_ids is None:
+            return
+        anchor = seen.token_ids[-1]
+        top = seen.top_token_ids[seen.path[-1]]
+        self._candidates = [each for each in top if each != anchor][:MAX_CANDIDATES]
+
+    def propose(self, request: DraftRequest) -> DraftTree:
+        depth = min(request.shape.depth, request.max_nodes)
+        candidates = self._candidates[: request.shape.width]
+        builder = TreeBuilder()
+        if depth < 1 or not candidates:
+            return builder.take(())
+        recent = list(request.token_ids[-_SEARCHED_TOKENS:])
+        recent.reverse()
+        for rank, token_id in enumerate(candidates):
+            if len(builder) >= request.max_nodes:
+                break
+            num_following = min(depth - 1, request.max_nodes - len(builder) - 1, _MAX_FOLLOWING)
+            node = builder.add(ROOT, token_id, rank)
+            for behind, following in enumerate(_following(recent, token_id, num_following)):
+                node = builder.add(node, following, _NUM_RANKS + behind)
+        return builder.take(range(len(builder)))
+
+
+def _following(recent: list[int], token_id: int, num_tokens: int) -> list[int]:
+    """What stood after the newest occurrence of a token; ``recent`` runs backwards."""
+    if num_tokens < 1 or token_id not in recent:
+        return []
+    at = recent.index(token_id)
+    return recent[max(0, at - num_tokens) : at][::-1]
