@@ -86,9 +86,9 @@ def status(pieces: Pieces) -> int:
 def events(pieces: Pieces) -> list[tuple[float, Any]]:
     """The JSON of every server-sent event, and when it was complete. Raises ReplyError."""
     reply = b"".join(data for _, data in pieces)
-    head, _, _ = reply.partition(b"\r\n\r\n")
-    if status(pieces) != 200:
-        raise ReplyError(reply[:500].decode(errors="replace"))
+    head, _, body = reply.partition(b"\r\n\r\n")
+    if (code := status(pieces)) != 200:
+        raise ReplyError(f"HTTP {code}: {body[:500].decode(errors='replace')}")
     ends = list(accumulate(len(data) for _, data in pieces))
     found = []
     done = False

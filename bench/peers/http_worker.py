@@ -2,8 +2,8 @@
 
 ``load``: ``command`` to start (``{port}`` in it is a free port), ``ready``, the path that answers 200
 once requests may come, ``dialect``, one of ``DIALECTS``, and ``body``, fields of every request.
-An arm's ``body`` adds fields. One thread and connection per request; the standard library only, and
-cheap, since client and server share the machine.
+An arm's ``body`` adds fields. Client and server share the machine, so the client is ``bench.raw_client``,
+at the lowest priority.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ import os
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from bench.peers.protocol import Ask, Clock, Reply, end_with_parent, serve
+from bench.peers.protocol import Ask, Reply, end_with_parent, serve
+from bench.raw_client import events, post, read_all
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.3
-_READ_SECONDS = 600.0
+_NICENESS = 19
 _LOG_TAIL = 600
-_PREFIX = b"data: "
-_DONE = b"[DONE]"
 
 
 class Dialect(NamedTuple):
@@ -96,48 +94,26 @@ class HttpRunner:
             env={**os.environ, **message.get("environ", {})},
             preexec_fn=end_with_parent,
         )
+        os.nice(_NICENESS)
         self._await_ready(message["ready"])
         self.facts: dict[str, Any] = {"command": " ".join(command), **message.get("facts", {})}
 
     def run(self, ask: Ask) -> list[Reply]:
-        replies = [Reply() for _ in ask.prompts]
-        failures: list[Exception] = []
-        clock = Clock()
-
-        def stream(at: int) -> None:
-            try:
-                self._stream(ask, at, clock, replies[at])
-            except Exception as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=stream, args=(at,)) for at in range(len(replies))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        url = f"http://{_HOST}:{self._port}{self._dialect.path}"
+        bodies = [json.dumps(self._content(ask, at)).encode() for at in range(len(ask.prompts))]
+        start = time.perf_counter()
+        found = read_all([post(url, body) for body in bodies])
+        replies = []
+        for pieces in found:
+            reply = Reply()
+            for came, event in events(pieces):
+                reply.add(came - start, self._dialect.tokens(event))
+            replies.append(reply)
         return replies
 
-    def _stream(self, ask: Ask, at: int, clock: Clock, reply: Reply) -> None:
-        body = {**self._body, **self._dialect.fields(ask.prompts[at], ask, ask.seed + at)}
-        connection = http.client.HTTPConnection(_HOST, self._port, timeout=_READ_SECONDS)
-        try:
-            payload = json.dumps({**body, **ask.arm.get("body", {})})
-            connection.request(
-                "POST", self._dialect.path, payload, {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            if response.status != 200:
-                raise RuntimeError(f"HTTP {response.status}: {response.read(500)!r}")
-            for line in response:
-                if line.startswith(_PREFIX) and not line.startswith(_PREFIX + _DONE):
-                    event = json.loads(line[len(_PREFIX) :])
-                    if "error" in event:
-                        raise RuntimeError(f"the server says: {event['error']}")
-                    reply.add(clock(), self._dialect.tokens(event))
-        finally:
-            connection.close()
+    def _content(self, ask: Ask, at: int) -> dict[str, Any]:
+        own = self._dialect.fields(ask.prompts[at], ask, ask.seed + at)
+        return {**self._body, **own, **ask.arm.get("body", {})}
 
     def _await_ready(self, path: str) -> None:
         while self._server.poll() is None:

@@ -12,7 +12,7 @@ from bench.peers.place import Arm, Peer, Place, WorkerPlan
 from bench.peers.protocol import Ask, Clock, Reply, serve
 
 NAME = "slipstream"
-WEIGHTS = {"bf16": None, "int8": "int8"}
+WEIGHTS = {"bf16": "none", "int8": "int8"}
 DRAFTERS = ("none", "ngram", "suffix", "auto", "small_model")
 PLAIN = "none"
 _LARGEST_STEP = 1024
@@ -34,9 +34,8 @@ class Slipstream(Peer):
                 "num_threads": place.num_threads,
                 # A repeated prompt has to cost what a new one costs.
                 "enable_prefix_cache": False,
+                "quantization": quantization,
             }
-            if quantization is not None:
-                settings["quantization"] = quantization
             plans += [
                 self._in_process(place, weights, settings),
                 self._served(place, weights, settings),
@@ -92,14 +91,22 @@ def _title(weights: str, drafter: str) -> str:
 
 
 class SlipstreamRunner:
-    """The asynchronous engine, without a server in front."""
+    """The engine as the server runs it, in a process of its own with what the server preloads, without
+    HTTP and text in front."""
 
     def __init__(self, message: dict[str, Any]) -> None:
         config_type = import_module("engine.config").EngineConfig
         self._params = import_module("engine.params")
         message["drafters"] = tuple(message["drafters"])
+        preload = import_module("engine.process.preload").preload_environment()
+        # Kept: the engine ends when nobody holds its pipe any more.
+        self._process = import_module("engine.process.launch").EngineProcess(
+            config_type(**message), environment=preload
+        )
         self._loop = asyncio.new_event_loop()
-        self._engine, _ = import_module("engine.build").build_engine(config_type(**message))
+        self._engine = import_module("engine.process.client").RemoteEngine(
+            self._process.start(), self._process.connect()
+        )
         self._loop.run_until_complete(self._engine.start())
         self._num_runs = 0
         info = self._engine.info
@@ -107,6 +114,7 @@ class SlipstreamRunner:
             "dtype": info.dtype,
             "determinism": info.determinism,
             "exact_verified": info.exact_verified,
+            "preloaded": preload.get("LD_PRELOAD", "nothing"),
         }
 
     def run(self, ask: Ask) -> list[Reply]:
