@@ -30,7 +30,7 @@ from kvpool.store import KVStore
 
 IMPLEMENTATION = "slipstream"
 
-_LARGEST_KEY = 2.0**60
+LARGEST_KEY = 2.0**60
 """Beyond all use, and far enough from the largest float for sums of products to stay finite."""
 
 
@@ -152,7 +152,7 @@ class AttentionBackend(ABC):
         but 0 times NaN is NaN, and so is a product's infinity less infinity. What one request overflows
         must not reach those who read its blocks masked, beside it or after it."""
         key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
-        largest = min(_LARGEST_KEY, torch.finfo(key.dtype).max)
+        largest = min(LARGEST_KEY, torch.finfo(key.dtype).max)
         self.store.write(layer, slot_mapping, key.clamp_(-largest, largest), value)
 
 

@@ -170,12 +170,14 @@ def make_runner(
     exact: bool,
     num_blocks: int = 96,
     block_size: int = BLOCK_SIZE,
+    attention: str | None = None,
 ) -> ModelRunner:
-    """The model (a copy) on the engine's attention, over a store of its own."""
+    """The model (a copy) on the engine's attention, over a store of its own. ``attention``: a backend's
+    name; None: what an engine takes."""
     model = copy.deepcopy(model)
     shapes = attach_attention(model)
     needs = AttentionNeeds.of(model, shapes, "exact" if exact else "fast", block_size)
-    return ModelRunner(model, build_attention(needs, num_blocks))
+    return ModelRunner(model, build_attention(needs, num_blocks, attention))
 
 
 @cache

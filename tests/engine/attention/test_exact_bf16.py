@@ -48,11 +48,14 @@ def has_bundled_model() -> bool:
     return True
 
 
+# A model, and the attention backend where it is not what an engine takes.
 MODELS = [
     # A down projection longer than 1024, where oneDNN changes its kernel on CPUs without AMX.
     "llama",
-    # Soft caps take the attention that is written out, and windows another mask.
+    "llama exact",
+    # Soft caps and windows.
     "gemma2",
+    "gemma2 exact",
     pytest.param(
         "bundled",
         marks=pytest.mark.skipif(not has_bundled_model(), reason="no bundled model here"),
@@ -61,7 +64,8 @@ MODELS = [
 
 
 @cache
-def runner_and_text(name: str) -> tuple[ModelRunner, list[int]]:
+def runner_and_text(case: str) -> tuple[ModelRunner, list[int]]:
+    name, _, backend = case.partition(" ")
     if name == "bundled":
         folder = bundled_path("target")
         model = load_model(str(folder), CPU)
@@ -73,7 +77,7 @@ def runner_and_text(name: str) -> tuple[ModelRunner, list[int]]:
         model = tiny_model(name, torch.bfloat16, **sizes)
         generator = torch.Generator().manual_seed(3)
         text = torch.randint(2, 97, (NUM_TOKENS,), generator=generator).tolist()
-    runner = make_runner(model, True, 256, BLOCK_SIZE)
+    runner = make_runner(model, True, 256, BLOCK_SIZE, backend or None)
     assert runner.model.dtype == torch.bfloat16
     assert pack_linears(runner.model, 1024, True).num_layers > 0
     return runner, text
@@ -150,4 +154,4 @@ def test_the_start_up_check_notices_kernels_that_follow_the_row_count() -> None:
     assert check_exact(loose) is False
     small = make_runner(tiny_model("llama"), True, 11)
     assert check_exact(small) is None
-    assert runner.attention.name == "exact"
+    assert runner.attention.name == "paged"

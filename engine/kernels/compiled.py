@@ -1,0 +1,101 @@
+"""Compiles loops once for this machine, and runs them in the threads that torch computes with.
+
+A kernel takes one argument, the address of an array of int64. What several threads share out among them
+they take by an atomic counter in it, so that a thread that is held up holds nobody else up.
+
+The threads are those of the OpenMP that torch has loaded, through the entry point that compilers call:
+further threads of our own would find torch's still spinning on their cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+from numba import cfunc, types
+
+logger = logging.getLogger(__name__)
+
+Body = Callable[[int], None]
+_SIGNATURE = types.void(types.intp)
+
+
+class Kernel:
+    """``body`` as machine code, compiled when it is first wanted."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self._code: Any = None
+        self._call: Any = None
+
+    def compile(self) -> None:
+        """Raises what numba raises."""
+        if self._code is not None:
+            return
+        with _kept() as keep:
+            self._code = cfunc(_SIGNATURE, cache=keep)(self._body)
+        # Without letting go of the interpreter: a call alone is over sooner than that.
+        self._call = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self._code.address)
+
+    def run(self, arguments: int, num_threads: int = 1) -> None:
+        """``arguments``: where an array of int64 is; what it points to has to outlive the call."""
+        if self._code is None:
+            self.compile()
+        team = _team() if num_threads > 1 else None
+        if team is None:
+            self._call(arguments)
+        else:
+            team(self._code.address, arguments, num_threads, 0)
+
+
+@cache
+def _team() -> Any:
+    """OpenMP's way to run a function in all threads of a team; None: there is none to be found."""
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        logger.info("no OpenMP is loaded that runs compiled kernels: they run in one thread")
+        return None
+    found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    found.restype = None
+    return found
+
+
+@contextmanager
+def _kept() -> Iterator[bool]:
+    """Within it, machine code goes to a folder that is named after this folder's text: numba itself
+    looks at the one file that a kernel is in. False: there is no place for it."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    name = hashlib.sha256(text + numba.__version__.encode()).hexdigest()[:16]
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(home) / "slipstream" / "kernels" / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        can_write = os.access(folder, os.W_OK)
+    except (OSError, RuntimeError):
+        can_write = False
+    before = numba.config.CACHE_DIR
+    if can_write:
+        numba.config.CACHE_DIR = str(folder)
+    try:
+        yield can_write
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+_NUMBERS_FOR_A_TEAM = 1 << 16
+"""What less than so many numbers take is over sooner than a team has begun."""
+
+
+def threads_for(count: int) -> int:
+    """How many threads so many numbers are worth."""
+    return torch.get_num_threads() if count >= _NUMBERS_FOR_A_TEAM else 1

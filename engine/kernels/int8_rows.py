@@ -1,0 +1,116 @@
+"""Rows in 8 bits, as integer products read them."""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+from functools import cache
+
+import numpy as np
+import torch
+from numba import njit
+
+from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.lanes import (
+    KINDS,
+    LANES,
+    add,
+    div,
+    fetch_add,
+    itemsize_of,
+    larger_or_nan,
+    largest_or_nan_of,
+    load,
+    magnitude,
+    read_float,
+    read_int,
+    splat,
+    store_uint8,
+    write_float,
+)
+
+_ZERO = np.float32(0.0)
+
+
+class Arg(IntEnum):
+    """Numbers, and addresses; strides in bytes."""
+
+    NEXT_ROW = 0
+    NUM_ROWS = 1
+    NUM_FEATURES = 2
+    KIND = 3
+    ROWS = 4
+    ROW = 5
+    VALUES = 6
+    SCALES = 7
+    NUMBERS = (
+        8  # float32: largest value, smallest scale, what is added before the fraction is cut off
+    )
+
+
+@njit(inline="always")
+def _arg(p: int, which: int) -> int:
+    return read_int(p + 8 * which)
+
+
+def _quantize(p: int) -> None:
+    kind, num_features = _arg(p, Arg.KIND), _arg(p, Arg.NUM_FEATURES)
+    itemsize, numbers = itemsize_of(kind), _arg(p, Arg.NUMBERS)
+    largest, smallest = read_float(numbers), read_float(numbers + 4)
+    shift = splat(read_float(numbers + 8))
+    while True:
+        row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
+        if row >= _arg(p, Arg.NUM_ROWS):
+            break
+        source = _arg(p, Arg.ROWS) + row * _arg(p, Arg.ROW)
+        most = splat(_ZERO)
+        for at in range(0, num_features, LANES):
+            most = larger_or_nan(magnitude(load(kind, source + itemsize * at)), most)
+        scale = largest_or_nan_of(most) / largest
+        if scale < smallest:
+            scale = smallest
+        write_float(_arg(p, Arg.SCALES) + 4 * row, scale)
+        target, by = _arg(p, Arg.VALUES) + row * num_features, splat(scale)
+        for at in range(0, num_features, LANES):
+            value = div(load(kind, source + itemsize * at), by)
+            store_uint8(target + at, add(value, shift))
+
+
+quantize = Kernel(_quantize)
+"""Of each row its values, uint8, and its scale, float32: its largest value over ``largest``."""
+
+
+def quantize_rows(
+    rows: torch.Tensor, largest: float, smallest_scale: float, shift: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rows`` ``[num_rows, num_features]``, of a type in ``KINDS``; features lie together, and are a
+    multiple of 16. Returns values ``[num_rows, num_features]`` uint8, which are a row over its scale plus
+    ``shift`` without the fraction, and scales ``[num_rows, 1]`` float32."""
+    num_rows, num_features = rows.shape
+    values = torch.empty(rows.shape, dtype=torch.uint8)
+    scales = torch.empty(num_rows, 1)
+    numbers = _numbers(largest, smallest_scale, shift)
+    told = array(
+        "q",
+        [
+            *(0, num_rows, num_features, KINDS[rows.dtype]),
+            *(rows.data_ptr(), rows.stride(0) * rows.element_size()),
+            *(values.data_ptr(), scales.data_ptr(), numbers.buffer_info()[0]),
+        ],
+    )
+    quantize.run(told.buffer_info()[0], threads_for(rows.numel()))
+    return values, scales
+
+
+@cache
+def _numbers(*numbers: float) -> array[float]:
+    return array("f", numbers)
+
+
+def can_quantize(rows: torch.Tensor) -> bool:
+    return (
+        rows.dtype in KINDS
+        and rows.shape[1] % LANES == 0
+        and rows.stride(1) == 1
+        and rows.device.type == "cpu"
+    )

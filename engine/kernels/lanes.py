@@ -1,0 +1,339 @@
+"""Sixteen floats at a time: what the loops of this folder are written in, for numba to compile.
+
+Every operation is one IEEE operation on each lane, in the order written: nothing is reassociated, and a
+product is contracted with a sum by ``fma`` alone. So a kernel computes the same bits on every CPU,
+however wide its vectors are, and what a row gets does not depend on how its neighbours are compiled.
+
+Addresses are integers. ``kind`` is the type of floats in memory, by the numbers of ``KINDS``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core.datamodel import register_default
+from numba.core.datamodel.models import PrimitiveModel
+from numba.extending import intrinsic
+
+LANES = 16
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+_FLOAT, _INT8, _INT16, _INT32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
+_FLOATS = ir.VectorType(_FLOAT, LANES)
+_INTS = ir.VectorType(_INT32, LANES)
+
+
+class _Lanes(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="Lanes")
+
+
+@register_default(_Lanes)
+class _LanesModel(PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, _FLOATS)
+
+
+_lanes = _Lanes()
+_float, _int, _none = types.float32, types.int64, types.void
+
+
+def _operation(emit: Callable[..., Any], result: Any, *arguments: Any) -> Any:
+    """What compiled code calls, and ``emit(builder, *values)`` writes the instructions of."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        del signature
+        found = emit(builder, *values)
+        return context.get_dummy_value() if result is _none else found
+
+    signature = result(*arguments)
+    if len(arguments) == 1:
+        return intrinsic(lambda typing, a: (signature, codegen))  # noqa: ARG005
+    if len(arguments) == 2:
+        return intrinsic(lambda typing, a, b: (signature, codegen))  # noqa: ARG005
+    return intrinsic(lambda typing, a, b, c: (signature, codegen))  # noqa: ARG005
+
+
+def _llvm(builder: Any, name: str, result: Any, *values: Any) -> Any:
+    kinds = [value.type for value in values]
+    function = builder.module.declare_intrinsic(name, (), ir.FunctionType(result, kinds))
+    return builder.call(function, values)
+
+
+def _constant(value: float) -> Any:
+    return ir.Constant(_FLOATS, [value] * LANES)
+
+
+def _whole(value: int) -> Any:
+    return ir.Constant(_INTS, [value] * LANES)
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    kind = ir.VectorType(value.type, LANES)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT32(0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), _whole(0))
+
+
+def _pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+# --- memory ---
+
+
+def _read(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    loaded = builder.load(_pointer(builder, address, kind))
+    loaded.align = align
+    return loaded
+
+
+def _write(builder: Any, address: Any, value: Any, align: int) -> None:
+    builder.store(value, _pointer(builder, address, value.type)).align = align
+
+
+def _load(builder: Any, address: Any) -> Any:
+    return _read(builder, address, _FLOATS, 4)
+
+
+def _load_bfloat16(builder: Any, address: Any) -> Any:
+    bits = builder.zext(_read(builder, address, ir.VectorType(_INT16, LANES), 2), _INTS)
+    return builder.bitcast(builder.shl(bits, _whole(16)), _FLOATS)
+
+
+def _load_float16(builder: Any, address: Any) -> Any:
+    return builder.fpext(_read(builder, address, ir.VectorType(ir.HalfType(), LANES), 2), _FLOATS)
+
+
+def _store_bfloat16(builder: Any, address: Any, value: Any) -> None:
+    """To the nearest, ties to even."""
+    bits = builder.bitcast(value, _INTS)
+    odd = builder.and_(builder.lshr(bits, _whole(16)), _whole(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, odd), _whole(0x7FFF)), _whole(16))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    rounded = builder.select(is_nan, _whole(0x7FC0), rounded)
+    _write(builder, address, builder.trunc(rounded, ir.VectorType(_INT16, LANES)), 2)
+
+
+def _store_float16(builder: Any, address: Any, value: Any) -> None:
+    _write(builder, address, builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES)), 2)
+
+
+def _store_uint8(builder: Any, address: Any, value: Any) -> None:
+    whole = builder.fptosi(value, _INTS)
+    _write(builder, address, builder.trunc(whole, ir.VectorType(_INT8, LANES)), 1)
+
+
+load32 = _operation(_load, _lanes, _int)
+_load_b16 = _operation(_load_bfloat16, _lanes, _int)
+_load_f16 = _operation(_load_float16, _lanes, _int)
+store32 = _operation(lambda b, at, value: _write(b, at, value, 4), _none, _int, _lanes)
+_store_b16 = _operation(_store_bfloat16, _none, _int, _lanes)
+_store_f16 = _operation(_store_float16, _none, _int, _lanes)
+store_uint8 = _operation(_store_uint8, _none, _int, _lanes)
+"""Without the fraction; what is not 0 .. 255 has no use."""
+read_int = _operation(lambda b, at: _read(b, at, ir.IntType(64), 8), _int, _int)
+write_int = _operation(lambda b, at, value: _write(b, at, value, 8), _none, _int, _int)
+read_float = _operation(lambda b, at: _read(b, at, _FLOAT, 4), _float, _int)
+write_float = _operation(lambda b, at, value: _write(b, at, value, 4), _none, _int, _float)
+fetch_add = _operation(
+    lambda b, at, value: b.atomic_rmw(
+        "add", _pointer(b, at, ir.IntType(64)), value, "acq_rel"
+    ),
+    _int, _int, _int,
+)  # fmt: skip
+
+
+@njit(inline="always")
+def itemsize_of(kind: int) -> int:
+    return 4 if kind == FLOAT32 else 2
+
+
+@njit(inline="always")
+def load(kind: int, address: int) -> Any:
+    if kind == BFLOAT16:
+        return _load_b16(address)
+    if kind == FLOAT16:
+        return _load_f16(address)
+    return load32(address)
+
+
+@njit(inline="always")
+def store(kind: int, address: int, value: Any) -> None:
+    if kind == BFLOAT16:
+        _store_b16(address, value)
+    elif kind == FLOAT16:
+        _store_f16(address, value)
+    else:
+        store32(address, value)
+
+
+# --- arithmetic ---
+
+
+def _clean(builder: Any, value: Any, largest: Any) -> Any:
+    """NaN and infinity become 0, and what is beyond ``largest`` becomes that."""
+    most = _splat(builder, largest)
+    rest = builder.fsub(value, value)
+    is_finite = builder.fcmp_ordered("ord", rest, rest)
+    value = builder.select(is_finite, value, _constant(0.0))
+    value = builder.select(builder.fcmp_ordered(">", value, most), most, value)
+    least = builder.fneg(most)
+    return builder.select(builder.fcmp_ordered("<", value, least), least, value)
+
+
+def _largest(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _maximum(builder: Any, a: Any, b: Any) -> Any:
+    """NaN where one of them is: llvm.maximum has no vectors of every width."""
+    is_nan = builder.fcmp_unordered("uno", a, b)
+    return builder.select(is_nan, builder.fadd(a, b), _largest(builder, a, b))
+
+
+def _keep(builder: Any, value: Any, first: Any, end: Any) -> Any:
+    """Minus infinity in lanes outside of ``first`` .. ``end - 1``."""
+    lanes = ir.Constant(_INTS, list(range(LANES)))
+    low = builder.icmp_signed(">=", lanes, _splat(builder, builder.trunc(first, _INT32)))
+    high = builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(end, _INT32)))
+    return builder.select(builder.and_(low, high), value, _constant(-math.inf))
+
+
+_LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+# 1 + x + x^2 times this, lowest power last: e^x for |x| < ln(2) / 2, as in Cephes' expf.
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+_LEAST_EXP = -87.0
+
+
+def _float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return _llvm(builder, f"llvm.fma.v{LANES}f32", _FLOATS, a, b, c)
+
+
+def _exponential(builder: Any, value: Any) -> Any:
+    """Of what is not above 0; below -87 it is 0."""
+    power = builder.fmul(value, _constant(_float32(_LOG2E)))
+    whole = _llvm(builder, f"llvm.nearbyint.v{LANES}f32", _FLOATS, power)
+    rest = _fused(builder, whole, _constant(_float32(-_LN2_HIGH)), value)
+    rest = _fused(builder, whole, _constant(_float32(-_LN2_LOW)), rest)
+    total = _constant(_float32(_EXP[0]))
+    for factor in _EXP[1:]:
+        total = _fused(builder, total, rest, _constant(_float32(factor)))
+    total = _fused(builder, builder.fmul(rest, rest), total, rest)
+    total = builder.fadd(total, _constant(1.0))
+    is_small = builder.fcmp_unordered("<", value, _constant(_LEAST_EXP))
+    bits = builder.fptosi(builder.select(is_small, _constant(0.0), whole), _INTS)
+    scale = builder.bitcast(builder.shl(builder.add(bits, _whole(127)), _whole(23)), _FLOATS)
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    result = builder.select(is_small, _constant(0.0), builder.fmul(total, scale))
+    return builder.select(is_nan, value, result)
+
+
+def _hyperbolic_tangent(builder: Any, value: Any) -> Any:
+    is_low = builder.fcmp_ordered("<", value, _constant(0.0))
+    down = builder.select(is_low, value, builder.fneg(value))
+    decay = _exponential(builder, builder.fadd(down, down))
+    one = _constant(1.0)
+    size = builder.fdiv(builder.fsub(one, decay), builder.fadd(one, decay))
+    return builder.select(is_low, builder.fneg(size), size)
+
+
+def _halved(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """All lanes in one, by halves."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        low, high = (
+            builder.shuffle_vector(
+                value,
+                ir.Constant(value.type, ir.Undefined),
+                ir.Constant(ir.VectorType(_INT32, width), list(range(start, start + width))),
+            )
+            for start in (0, width)
+        )
+        value = combine(low, high)
+    return builder.extract_element(value, _INT32(0))
+
+
+fma = _operation(_fused, _lanes, _lanes, _lanes, _lanes)
+add = _operation(lambda b, x, y: b.fadd(x, y), _lanes, _lanes, _lanes)
+sub = _operation(lambda b, x, y: b.fsub(x, y), _lanes, _lanes, _lanes)
+mul = _operation(lambda b, x, y: b.fmul(x, y), _lanes, _lanes, _lanes)
+div = _operation(lambda b, x, y: b.fdiv(x, y), _lanes, _lanes, _lanes)
+larger = _operation(_largest, _lanes, _lanes, _lanes)
+"""The second of a pair where one is no number."""
+larger_or_nan = _operation(lambda b, x, y: _maximum(b, x, y), _lanes, _lanes, _lanes)
+magnitude = _operation(lambda b, x: _llvm(b, f"llvm.fabs.v{LANES}f32", _FLOATS, x), _lanes, _lanes)
+splat = _operation(_splat, _lanes, _float)
+clean = _operation(_clean, _lanes, _lanes, _float)
+keep = _operation(_keep, _lanes, _lanes, _int, _int)
+exp = _operation(_exponential, _lanes, _lanes)
+tanh = _operation(_hyperbolic_tangent, _lanes, _lanes)
+sum_of = _operation(lambda b, x: _halved(b, x, b.fadd), _float, _lanes)
+largest_of = _operation(
+    lambda b, x: _halved(b, x, lambda low, high: _largest(b, low, high)), _float, _lanes
+)
+largest_or_nan_of = _operation(
+    lambda b, x: _halved(b, x, lambda low, high: _maximum(b, low, high)), _float, _lanes
+)
+first_of = _operation(lambda b, x: b.extract_element(x, _INT32(0)), _float, _lanes)
+
+
+# --- transposition ---
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """``rows[i]`` lane j becomes ``rows[j]`` lane i, by exchanging ever larger squares."""
+    width = 1
+    while width < LANES:
+        low = [lane + (LANES - width if lane & width else 0) for lane in range(LANES)]
+        high = [lane + (LANES if lane & width else width) for lane in range(LANES)]
+        for index in range(LANES):
+            if not index & width:
+                pair = rows[index], rows[index + width]
+                rows[index], rows[index + width] = (
+                    builder.shuffle_vector(*pair, ir.Constant(_INTS, which))
+                    for which in (low, high)
+                )
+        width *= 2
+    return rows
+
+
+def _transposing(read: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any, Any], None]:
+    def emit(builder: Any, source: Any, stride: Any, target: Any) -> None:
+        rows = []
+        for index in range(LANES):
+            offset = builder.mul(stride, ir.Constant(stride.type, index))
+            rows.append(read(builder, builder.add(source, offset)))
+        for index, row in enumerate(_transposed(builder, rows)):
+            at = builder.add(target, ir.Constant(target.type, 4 * LANES * index))
+            _write(builder, at, row, 4)
+
+    return emit
+
+
+_transpose_32 = _operation(_transposing(_load), _none, _int, _int, _int)
+_transpose_b16 = _operation(_transposing(_load_bfloat16), _none, _int, _int, _int)
+_transpose_f16 = _operation(_transposing(_load_float16), _none, _int, _int, _int)
+
+
+@njit
+def transpose(kind: int, source: int, stride: int, target: int) -> None:
+    """Sixteen rows of sixteen floats, ``stride`` bytes apart, to float32 at ``target``, where each column
+    becomes sixteen floats one after another."""
+    if kind == BFLOAT16:
+        _transpose_b16(source, stride, target)
+    elif kind == FLOAT16:
+        _transpose_f16(source, stride, target)
+    else:
+        _transpose_32(source, stride, target)

@@ -1,0 +1,298 @@
+"""Attention that reads the block store in place: every row against a plain sum over what it may see, and
+the same bits in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention import paged
+from engine.attention.backend import AttentionNeeds, AttentionOptions, KVShape, choose_backend
+from engine.attention.paged import PagedAttention
+from engine.batch import InputBuffers, RequestRows, build_batch, slot_of
+from kvpool.store import KVStore
+from worlds.lanes import examples
+from worlds.tiny_models import path_to, scattered_table
+
+CPU = torch.device("cpu")
+PLAIN = AttentionOptions(None, None, None, None)
+TREE = (-1, -1, 0, 1, 1, 3, 2, 5, 5, 7, 9, -1, 11, 11, 12, 14, 15, 16, 17, 18, 19, 20)
+NUM_BLOCKS = 240
+TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+class World:
+    """Texts of random rows; text ``number`` has the same rows wherever it is used."""
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        size: int = 16,
+    ) -> None:
+        shape = KVShape(heads, kv_heads, key_dim, value_dim)
+        self.needs = AttentionNeeds("exact", CPU, dtype, size, [shape])
+        self.size, self.dtype = size, dtype
+        self._shapes = ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
+
+    def rows(self, number: int, length: int) -> list[torch.Tensor]:
+        """Queries, keys and values of its first ``length`` tokens."""
+        generator = torch.Generator().manual_seed(number)
+        made = [torch.randn(1024, *shape, generator=generator) * 1.5 for shape in self._shapes]
+        return [each[:length].to(self.dtype) for each in made]
+
+    def tables(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Scattered blocks for each of the requests."""
+        needed = [-(-length // self.size) for length in lengths]
+        every = scattered_table(3, NUM_BLOCKS, first=0, among=NUM_BLOCKS)
+        ends = [sum(needed[: index + 1]) for index in range(len(needed))]
+        return [every[end - count : end] for end, count in zip(ends, needed, strict=True)]
+
+    def step(
+        self,
+        parts: Sequence[tuple[int, int, int, Sequence[int]]],
+        options: AttentionOptions = PLAIN,
+        stored: int = 0,
+    ) -> list[torch.Tensor]:
+        """Outputs of each request's rows: (text, base, known rows, parents) each. The nodes of a tree go
+        on with the rows of its text, one after another. ``stored``: of each tree's nodes."""
+        store = KVStore(
+            1, NUM_BLOCKS, self.size, self._shapes[1][0], self._shapes[1][1], self._shapes[2][1],
+            self.dtype, CPU,
+        )  # fmt: skip
+        backend = PagedAttention(store, self.needs)
+        lengths = [base + known + len(parents) for _, base, known, parents in parts]
+        requests, new = [], []
+        for (text, base, known, parents), table in zip(parts, self.tables(lengths), strict=True):
+            query, key, value = self.rows(text, base + known + len(parents))
+            past = base + stored
+            slots = torch.tensor([slot_of(table, place, self.size) for place in range(past)] or [0])
+            store.write(0, slots[:past], key[:past], value[:past])
+            count = known + len(parents) - stored
+            requests.append(RequestRows([0] * count, known, base, parents, table, count, stored))
+            new.append((query[past:], key[past:], value[past:]))
+        batch = build_batch(requests, self.size)
+        plan = backend.plan(batch, InputBuffers(CPU, 512).fill(batch))
+        rows = [torch.cat(each) for each in zip(*new, strict=True)]
+        output = plan.attend(0, rows[0], rows[1], rows[2], options)
+        return list(output.split([len(each[0]) for each in new]))
+
+    def expected(
+        self, part: tuple[int, int, int, Sequence[int]], options: AttentionOptions
+    ) -> torch.Tensor:
+        """In float64, row by row."""
+        text, base, known, parents = part
+        query, key, value = (each.double() for each in self.rows(text, base + known + len(parents)))
+        share = query.shape[1] // key.shape[1]
+        scale = query.shape[2] ** -0.5 if options.scaling is None else options.scaling
+        outputs = []
+        for row in range(known + len(parents)):
+            node = row - known
+            seen = list(range(min(base + row + 1, base + known)))
+            if node >= 0:
+                seen += [base + known + each for each in path_to(node, parents)]
+            if options.window is not None:
+                seen = seen[-options.window :]
+            scores = torch.einsum(
+                "hd,khd->hk", query[base + row], key[seen].repeat_interleave(share, 1)
+            )
+            scores = scores * scale
+            if options.softcap is not None:
+                scores = options.softcap * torch.tanh(scores / options.softcap)
+            if options.sinks is not None:
+                scores = torch.cat([scores, options.sinks.double()[:, None]], 1)
+            weights = scores.softmax(-1)[:, : len(seen)]
+            outputs.append(
+                torch.einsum("hk,khd->hd", weights, value[seen].repeat_interleave(share, 1))
+            )
+        return torch.stack(outputs)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def chains(length: int) -> tuple[int, ...]:
+    return tuple(range(-1, length - 1))
+
+
+@st.composite
+def parts(draw: Any) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    found = []
+    for text in range(draw(st.integers(1, 4))):
+        base = draw(st.one_of(st.integers(0, 40), st.integers(240, 270), st.integers(500, 620)))
+        num_nodes = draw(st.sampled_from([0, 0, 1, 5, 20]))
+        parents = draw(
+            st.one_of(
+                st.just(chains(num_nodes)),
+                st.tuples(*(st.integers(-1, node - 1) for node in range(num_nodes))),
+            )
+        )
+        found.append((text, base, draw(st.sampled_from([1, 1, 2, 19])), parents))
+    return found
+
+
+@settings(deadline=None, max_examples=examples(25))
+@given(
+    asked=parts(),
+    shape=st.sampled_from([(4, 2, 64, 64), (3, 3, 16, 48), (10, 2, 128, 80), (70, 1, 32, 16)]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    window=st.sampled_from([None, None, 1, 7, 100, 300]),
+    softcap=st.sampled_from([None, None, 3.0]),
+    has_sinks=st.booleans(),
+    size=st.sampled_from([16, 32]),
+)
+def test_every_row_gets_what_a_plain_sum_over_its_text_gives(
+    asked: list[tuple[int, int, int, tuple[int, ...]]],
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    size: int,
+) -> None:
+    world = World(*shape, dtype, size)
+    sinks = torch.linspace(-1, 2, shape[0]).to(dtype) if has_sinks else None
+    options = AttentionOptions(0.2, window, softcap, sinks)
+    for got, part in zip(world.step(asked, options), asked, strict=True):
+        torch.testing.assert_close(
+            got.double(),
+            world.expected(part, options),
+            atol=TOLERANCE[dtype],
+            rtol=TOLERANCE[dtype],
+        )
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_row_has_its_bits_alone_in_chunks_in_trees_beside_others_and_in_any_number_of_threads(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    world = World(6, 2, 32, 64, dtype)
+    options = replace(PLAIN, window=window)
+    (whole,) = world.step([(0, 0, 700, ())], options)
+    for base in (0, 5, 31, 255, 256, 300, 511, 690):
+        with threads(2):
+            (single,) = world.step([(0, base, 1, ())], options)
+        assert torch.equal(single[0], whole[base])
+        beside = world.step([(1, 3, 30, ()), (0, base, 9, ()), (2, 600, 1, TREE)], options)[1]
+        assert torch.equal(beside, whole[base : base + 9])
+        (drafted,) = world.step([(0, base, 2, chains(6))], options)
+        assert torch.equal(drafted, whole[base : base + 8])
+
+
+@pytest.mark.parametrize("base", [0, 7, 250, 255, 508])
+def test_a_node_of_a_tree_has_the_bits_of_its_text(base: int) -> None:
+    """Each path is written out as a text of its own."""
+    world = World(4, 2, 32, 32, torch.bfloat16)
+    (got,) = world.step([(0, base, 3, TREE)])
+    rows = world.rows(0, base + 3 + len(TREE))
+
+    class Path(World):
+        def rows(self, number: int, length: int) -> list[torch.Tensor]:
+            del number
+            return [each[taken[:length]] for each in rows]
+
+    for node in range(len(TREE)):
+        taken = [*range(base + 3), *(base + 3 + each for each in path_to(node, TREE))]
+        (alone,) = Path(4, 2, 32, 32, torch.bfloat16).step([(0, len(taken) - 1, 1, ())])
+        assert torch.equal(got[3 + node], alone[0])
+
+
+@pytest.mark.parametrize("stored", [1, 4, 9])
+def test_nodes_that_steps_before_have_stored_are_seen(stored: int) -> None:
+    world = World(4, 2, 32, 32, torch.float32)
+    (whole,) = world.step([(0, 37, 0, TREE)])
+    (rest,) = world.step([(0, 37, 0, TREE)], stored=stored)
+    assert torch.equal(rest, whole[stored:])
+
+
+def test_long_texts_of_few_requests_are_divided_among_threads_without_a_trace() -> None:
+    world = World(2, 1, 64, 64, torch.float32)
+    asked = [(0, 1000, 1, ())]
+    with threads(1):
+        (one,) = world.step(asked)
+    for count in (2, 3):
+        with threads(count):
+            (divided,) = world.step(asked)
+        assert torch.equal(divided, one)
+    torch.testing.assert_close(one.double(), world.expected(asked[0], PLAIN), atol=5e-5, rtol=5e-5)
+
+
+def test_what_one_request_overflows_does_not_reach_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(4, 2, 16, 16, torch.float32)
+    (alone,) = world.step([(0, 20, 5, ())])
+    plain = World.rows
+
+    def spoiled(self: World, number: int, length: int) -> list[torch.Tensor]:
+        rows = plain(self, number, length)
+        if number:
+            for each in rows:
+                each[-5:, :, ::3] = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38])[
+                    :, None, None
+                ]
+        return rows
+
+    monkeypatch.setattr(World, "rows", spoiled)
+    first, second = world.step([(1, 20, 5, TREE), (0, 20, 5, ())])
+    assert torch.equal(second, alone)
+    assert not first.isfinite().all()
+
+
+def test_new_rows_are_stored_as_every_backend_stores_them() -> None:
+    """Finite, and no key so large that a sum of products is not."""
+    stores = []
+    for name in ("paged", "sdpa"):
+        store = KVStore(1, 4, 16, 2, 16, 16, torch.bfloat16, CPU)
+        needs = AttentionNeeds("fast", CPU, torch.bfloat16, 16, [KVShape(4, 2, 16, 16)])
+        backend = choose_backend(name, needs)(store, needs)
+        batch = build_batch([RequestRows([0] * 6, 6, 0, (), [2], 6)], 16)
+        row = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf, 3e38, -3e38]).bfloat16()
+        rows = row[:, None, None].expand(6, 2, 16)
+        plan = backend.plan(batch, InputBuffers(CPU, 16).fill(batch))
+        plan.attend(0, torch.zeros(6, 4, 16).bfloat16(), rows, rows, PLAIN)
+        stores.append(store)
+    assert torch.equal(stores[0].key[0], stores[1].key[0])
+    assert torch.equal(stores[0].value[0], stores[1].value[0])
+    assert stores[0].key[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"block_size": 8}, "block_size is a multiple of 16, not 8"),
+        ({"shapes": [KVShape(2, 1, 24, 16)]}, "dimensions are multiples of 16, not 24"),
+        ({"dtype": torch.float64}, "knows no torch.float64"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "knows no torch.float8_e4m3fn"),
+    ],
+)
+def test_what_it_does_not_serve_another_backend_does(changed: dict[str, Any], reason: str) -> None:
+    needs = replace(World(4, 2, 16, 16, torch.float32).needs, **changed)
+    with pytest.raises(ValueError, match=reason):
+        choose_backend("paged", needs)
+    assert choose_backend(None, needs).name == "exact"
+
+
+def test_without_numba_another_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = World(4, 2, 16, 16, torch.float32).needs
+    assert choose_backend(None, needs).name == "paged"
+    monkeypatch.setattr(paged, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="paged: it needs numba, which is not installed"):
+        choose_backend("paged", needs)
+    assert choose_backend(None, needs).name == "exact"

@@ -1,0 +1,59 @@
+"""Kernels are compiled once for a machine, and run by torch's own threads."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import pytest
+
+from engine.kernels import compiled
+from engine.kernels.compiled import Kernel
+from engine.kernels.lanes import fetch_add, read_int, write_int
+
+
+def count_tasks(p: int) -> None:
+    """Arguments: next task, number of tasks, workers, then a place for each task."""
+    fetch_add(p + 16, 1)
+    while True:
+        task = fetch_add(p, 1)
+        if task >= read_int(p + 8):
+            break
+        write_int(p + 24 + 8 * task, task + 1)
+
+
+def run(kernel: Kernel, num_threads: int) -> list[int]:
+    told = array("q", [0, 50, 0, *[0] * 50])
+    kernel.run(told.buffer_info()[0], num_threads)
+    return list(told)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_every_task_is_done_once_in_any_number_of_threads(num_threads: int) -> None:
+    done = run(Kernel(count_tasks), num_threads)
+    assert done[2] == num_threads
+    assert done[3:] == list(range(1, 51))
+
+
+def test_without_a_team_one_thread_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_team", lambda: None)
+    done = run(Kernel(count_tasks), 4)
+    assert done[2] == 1
+    assert done[3:] == list(range(1, 51))
+
+
+def test_machine_code_is_kept_for_the_next_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run(Kernel(count_tasks), 1)
+    (kept,) = tmp_path.rglob("*count_tasks*.nbi")
+    assert kept.is_relative_to(tmp_path / "slipstream" / "kernels")
+
+
+def test_a_place_that_cannot_be_written_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "slipstream").write_text("a file, not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run(Kernel(count_tasks), 1)[3:] == list(range(1, 51))

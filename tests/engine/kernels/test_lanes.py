@@ -1,0 +1,102 @@
+"""Sixteen floats at a time, against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from numba import njit
+
+from engine.kernels import lanes
+
+SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3.3e38, -1e-8]
+
+
+def mapped(function: Callable[[int, int], None], source: torch.Tensor, like: torch.Tensor) -> Any:
+    """What ``function(source, target)`` leaves in a tensor like ``like``."""
+    target = torch.empty_like(like)
+    njit(function)(source.data_ptr(), target.data_ptr())
+    return target
+
+
+def drawn(seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(lanes.LANES, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", list(lanes.KINDS))
+def test_what_is_loaded_and_stored_is_rounded_to_the_nearest_even(dtype: torch.dtype) -> None:
+    kind = lanes.KINDS[dtype]
+
+    def copy(source: int, target: int) -> None:
+        lanes.store(kind, target, lanes.load32(source))
+
+    def back(source: int, target: int) -> None:
+        lanes.store32(target, lanes.load(kind, source))
+
+    ties = torch.arange(lanes.LANES) * 2.0**-9 + 1.0  # half of bf16's steps
+    for row in (drawn(1), drawn(2, 1e5), ties, torch.tensor(SPECIAL * 2)):
+        stored = mapped(copy, row, row.to(dtype))
+        assert torch.equal(stored.nan_to_num(7.0), row.to(dtype).nan_to_num(7.0))
+        assert torch.equal(stored.isnan(), row.isnan())
+        loaded = mapped(back, stored, row)
+        assert torch.equal(loaded.nan_to_num(7.0), stored.float().nan_to_num(7.0))
+
+
+def test_exponentials_are_those_of_float32_and_nothing_far_below() -> None:
+    def exponential(source: int, target: int) -> None:
+        lanes.store32(target, lanes.exp(lanes.load32(source)))
+
+    for seed in range(50):
+        row = -drawn(seed, 10.0).abs()
+        torch.testing.assert_close(mapped(exponential, row, row), row.exp(), rtol=3e-7, atol=0)
+    row = torch.tensor([0.0, -0.0, -88.0, -3e38, -torch.inf, torch.nan, -87.0, -1e-30] * 2)
+    got = mapped(exponential, row, row)
+    assert got[:5].tolist() == [1, 1, 0, 0, 0]
+    assert got[5].isnan()
+    assert got[7] == 1
+
+
+def test_hyperbolic_tangents() -> None:
+    def tangent(source: int, target: int) -> None:
+        lanes.store32(target, lanes.tanh(lanes.load32(source)))
+
+    for seed in range(20):
+        row = drawn(seed, 3.0)
+        torch.testing.assert_close(mapped(tangent, row, row), row.tanh(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", list(lanes.KINDS))
+def test_sixteen_rows_are_transposed(dtype: torch.dtype) -> None:
+    kind, size = lanes.KINDS[dtype], dtype.itemsize
+
+    def turn(source: int, target: int) -> None:
+        lanes.transpose(kind, source, 24 * size, target)
+
+    rows = torch.randn(16, 24).to(dtype)
+    assert torch.equal(mapped(turn, rows, torch.empty(16, 16)), rows[:, :16].float().T)
+
+
+def test_lanes_that_are_not_kept_are_minus_infinity() -> None:
+    def middle(source: int, target: int) -> None:
+        lanes.store32(target, lanes.keep(lanes.load32(source), 3, 9))
+
+    got = mapped(middle, row := drawn(4), row)
+    assert torch.equal(got[3:9], row[3:9])
+    assert (torch.cat([got[:3], got[9:]]) == -torch.inf).all()
+
+
+def test_the_largest_of_lanes_with_and_without_numbers_that_are_none() -> None:
+    def both(source: int, target: int) -> None:
+        row = lanes.load32(source)
+        lanes.write_float(target, lanes.largest_of(lanes.larger(row, lanes.splat(-9.0))))
+        lanes.write_float(target + 4, lanes.largest_or_nan_of(row))
+        lanes.write_float(target + 8, lanes.sum_of(row))
+
+    row = torch.arange(16.0)
+    assert mapped(both, row, torch.empty(3)).tolist() == [15, 15, 120]
+    row[3] = torch.nan
+    got = mapped(both, row, torch.empty(3))
+    assert got[0] == 15
+    assert got[1:].isnan().all()
