@@ -80,7 +80,11 @@ def read_all(connections: Sequence[socket.socket]) -> list[Pieces]:
 
 
 def status(pieces: Pieces) -> int:
-    return int(b"".join(data for _, data in pieces).split(b" ", 2)[1])
+    """Raises ReplyError where there is no reply."""
+    line = b"".join(data for _, data in pieces).partition(b"\r\n")[0].split(b" ")
+    if len(line) < 2 or not line[1].isdigit():
+        raise ReplyError("the server hung up without a reply")
+    return int(line[1])
 
 
 def events(pieces: Pieces) -> list[tuple[float, Any]]:

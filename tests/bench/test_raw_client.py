@@ -65,6 +65,11 @@ def test_a_refusal_is_an_error_in_its_own_words() -> None:
         events(refused)
 
 
+def test_no_reply_is_an_error() -> None:
+    with pytest.raises(ReplyError, match="hung up"):
+        events([(0.0, b"")])
+
+
 def test_an_error_among_events_is_one() -> None:
     reply = PLAIN.replace(b'{"token_ids": []}', b'{"error": "the engine has stopped"}')
     with pytest.raises(ReplyError, match="the engine has stopped"):
