@@ -290,8 +290,11 @@ class Alignment:
         self._add(found, text, [position for position in own if position < end], end)
         if self._history is not None:
             elsewhere += self._history.find(text, end, limit)
+        known = {(id(each.text), each.position) for each in found} if elsewhere else set()
         for other, position in elsewhere:
-            if not any(c.position == position and c.text is other for c in found):
+            place = (id(other), position)
+            if place not in known:
+                known.add(place)
                 self._add(found, other, (position,), end)
         return found
 

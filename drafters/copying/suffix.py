@@ -149,7 +149,8 @@ class SuffixState:
 
 
 class _Voter(NamedTuple):
-    """A place, and what stands there: ``run[depth]`` at each depth from which it takes part.
+    """A place, and what stands there: ``run[depth]`` at each depth from which it takes part; ``weight``
+    is that of its first vote, ``table`` holds the later ones (``_weight_at``).
 
     ``match_length`` is what agrees with it before the draft begins; less than 0 where it only joins
     on a path. ``start`` tells places of the request's own text apart; others have a negative one.
@@ -160,13 +161,6 @@ class _Voter(NamedTuple):
     weight: float
     table: Sequence[float]
     start: int
-
-    def weight_at(self, depth: int, leads: bool) -> float:
-        """Once its first ``depth`` tokens are accepted. Who leads would then be copied from."""
-        if depth == 0:
-            return self.weight
-        length = min(self.match_length + depth, MAX_MATCH_LENGTH)
-        return max(self.table[length], _LEADING[length]) if leads else self.table[length]
 
 
 class _Child(NamedTuple):
@@ -197,7 +191,17 @@ def _features_alone(match_length: int, num_nodes: int) -> list[int]:
     return features + [_ALONE[-1]] * (num_nodes - len(features))
 
 
+def _weight_at(table: Sequence[float], length: int, leads: bool) -> float:
+    """Of a place with which ``length`` tokens agree once those before the vote are accepted. Who leads
+    would then be copied from."""
+    if length > MAX_MATCH_LENGTH:
+        length = MAX_MATCH_LENGTH
+    weight = table[length]
+    return _LEADING[length] if leads and _LEADING[length] > weight else weight
+
+
 _match_length = attrgetter("match_length")
+_votes = itemgetter(1)
 
 
 class _Draft:
@@ -320,9 +324,11 @@ class _Draft:
         total = self._nothing
         voting: list[_Voter] = []
         for voter in voters:
-            if len(voter.run) > depth:
-                weight = voter.weight_at(depth, leads=not voting)
-                token_id = voter.run[depth]
+            run, match_length, weight, table, _ = voter
+            if len(run) > depth:
+                if depth:
+                    weight = _weight_at(table, match_length + depth, not voting)
+                token_id = run[depth]
                 weights[token_id] = weights.get(token_id, 0.0) + weight
                 total += weight
                 voting.append(voter)
@@ -340,10 +346,12 @@ class _Draft:
         total = self._nothing
         leads = True
         for voter in voters:
-            if len(voter.run) <= depth:
+            run, match_length, weight, table, _ = voter
+            if len(run) <= depth:
                 continue
-            weight = voter.weight_at(depth, leads)
-            token_id = voter.run[depth]
+            if depth:
+                weight = _weight_at(table, match_length + depth, leads)
+            token_id = run[depth]
             if token_id in weights:
                 weights[token_id] += weight
                 by_token[token_id].append(voter)
@@ -354,7 +362,7 @@ class _Draft:
             leads = False
         if self._alignment.corrections and weights:
             self._correct(weights, by_token, path)
-        ranked = sorted(weights.items(), key=itemgetter(1), reverse=True)
+        ranked = sorted(weights.items(), key=_votes, reverse=True)
         return [_Child(token_id, weight / total, by_token[token_id]) for token_id, weight in ranked]
 
     def _correct(
