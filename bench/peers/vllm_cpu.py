@@ -51,8 +51,9 @@ class VllmCpu(Peer):
 
     def _served(self, place: Place, mode: str, speculative: Any) -> WorkerPlan:
         command = [
-            str(place.python(NAME).with_name("vllm")),
-            *("serve", str(place.target), "--host", "127.0.0.1", "--port", "{port}"),
+            # Not by its command, which looks for a distribution of another name.
+            *(str(place.python(NAME)), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(place.target), "--host", "127.0.0.1", "--port", "{port}"),
             *("--served-model-name", NAME),
             *("--dtype", "bfloat16", "--max-model-len", str(place.max_tokens)),
             *("--max-num-seqs", str(place.max_running), "--no-enable-prefix-caching"),
