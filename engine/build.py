@@ -35,6 +35,7 @@ from engine.model.loader import (
     load_model,
     max_position,
 )
+from engine.model.norms import fuse_norms
 from engine.model.quantization import has_stored_weights, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import Exactness, check_logits, reference_logits, verify_exact
@@ -90,6 +91,7 @@ def build_engine_for(
     reference = reference_logits(model)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
+    fuse_norms(model)
     packed = None
     if exact or can_pack(model.device, model.dtype):
         packed = pack_linears(model, config.max_num_batched_tokens, exact)

@@ -110,14 +110,26 @@ def _load_float16(builder: Any, address: Any) -> Any:
     return builder.fpext(_read(builder, address, ir.VectorType(ir.HalfType(), LANES), 2), _FLOATS)
 
 
-def _store_bfloat16(builder: Any, address: Any, value: Any) -> None:
-    """To the nearest, ties to even."""
+def _bfloat16_bits(builder: Any, value: Any) -> Any:
+    """The nearest, ties to even, as sixteen bits."""
     bits = builder.bitcast(value, _INTS)
     odd = builder.and_(builder.lshr(bits, _whole(16)), _whole(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, odd), _whole(0x7FFF)), _whole(16))
+    nearest = builder.lshr(builder.add(builder.add(bits, odd), _whole(0x7FFF)), _whole(16))
     is_nan = builder.fcmp_unordered("uno", value, value)
-    rounded = builder.select(is_nan, _whole(0x7FC0), rounded)
-    _write(builder, address, builder.trunc(rounded, ir.VectorType(_INT16, LANES)), 2)
+    return builder.select(is_nan, _whole(0x7FC0), nearest)
+
+
+def _store_bfloat16(builder: Any, address: Any, value: Any) -> None:
+    bits = _bfloat16_bits(builder, value)
+    _write(builder, address, builder.trunc(bits, ir.VectorType(_INT16, LANES)), 2)
+
+
+def _round_bfloat16(builder: Any, value: Any) -> Any:
+    return builder.bitcast(builder.shl(_bfloat16_bits(builder, value), _whole(16)), _FLOATS)
+
+
+def _round_float16(builder: Any, value: Any) -> Any:
+    return builder.fpext(builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
 
 
 def _store_float16(builder: Any, address: Any, value: Any) -> None:
@@ -135,6 +147,8 @@ _load_f16 = _operation(_load_float16, _lanes, _int)
 store32 = _operation(lambda b, at, value: _write(b, at, value, 4), _none, _int, _lanes)
 _store_b16 = _operation(_store_bfloat16, _none, _int, _lanes)
 _store_f16 = _operation(_store_float16, _none, _int, _lanes)
+_round_b16 = _operation(_round_bfloat16, _lanes, _lanes)
+_round_f16 = _operation(_round_float16, _lanes, _lanes)
 store_uint8 = _operation(_store_uint8, _none, _int, _lanes)
 """Without the fraction; what is not 0 .. 255 has no use."""
 read_int = _operation(lambda b, at: _read(b, at, ir.IntType(64), 8), _int, _int)
@@ -171,6 +185,16 @@ def store(kind: int, address: int, value: Any) -> None:
         _store_f16(address, value)
     else:
         store32(address, value)
+
+
+@njit(inline="always")
+def rounded(kind: int, value: Any) -> Any:
+    """As if stored and loaded again."""
+    if kind == BFLOAT16:
+        return _round_b16(value)
+    if kind == FLOAT16:
+        return _round_f16(value)
+    return value
 
 
 # --- arithmetic ---

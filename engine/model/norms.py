@@ -1,0 +1,109 @@
+"""Gives a model's root mean square norms one compiled pass each, in place.
+
+transformers writes them as seven operations, which for a few rows cost more than what they compute. Which
+modules are such norms is seen in what they do with random rows, not in what they are called.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+_FEATURE_MULTIPLE = 16
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+_PROBED_ROWS = 8
+# Of the largest value: a step of the type, which sums in another order may take.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+
+
+class FusedNorm(nn.Module):
+    """In such a module's place. ``offset``: added to its weights (Gemma). ``is_rounded``: rows are
+    rounded to their type before they are weighed (Llama)."""
+
+    def __init__(
+        self, weight: nn.Parameter, epsilon: float, offset: float, is_rounded: bool
+    ) -> None:
+        super().__init__()
+        self.weight, self.epsilon, self.is_rounded = weight, epsilon, is_rounded
+        self.offset = offset
+        self._factors = (weight.detach().float() + offset).contiguous()
+        self._kernel = _kernel()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._kernel.rms_norm(
+            hidden_states, self._factors, self.epsilon, self.is_rounded
+        )
+        return result
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.epsilon}, one pass"
+
+
+@torch.inference_mode()
+def fuse_norms(model: nn.Module) -> int:
+    """Replace them; returns how many. None on other devices than a CPU, and without numba."""
+    if find_spec("numba") is None:
+        return 0
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            fused = _fused(child)
+            if fused is not None:
+                setattr(parent, name, fused)
+                replaced += 1
+    return replaced
+
+
+@cache
+def _kernel() -> Any:
+    """Imported when it is used: numba takes a while, and need not be there."""
+    return import_module("engine.kernels.rms_norm")
+
+
+def _fused(module: nn.Module) -> FusedNorm | None:
+    """What computes the same; None: nothing here does."""
+    weight, epsilon = _parts(module)
+    if weight is None or epsilon is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_PROBED_ROWS, weight.shape[0], generator=generator) * 3
+    rows = rows.to(weight.dtype)
+    try:
+        expected = module(rows)
+    except Exception:  # it takes something else than rows
+        return None
+    if not isinstance(expected, torch.Tensor) or expected.dtype != rows.dtype:
+        return None
+    found = [
+        FusedNorm(weight, epsilon, offset, is_rounded)
+        for offset in (0.0, 1.0)
+        for is_rounded in (True, False)
+    ]
+    nearest = min(found, key=lambda each: float((each(rows) - expected).abs().float().mean()))
+    return nearest if _is_near(nearest(rows), expected) else None
+
+
+def _parts(module: nn.Module) -> tuple[nn.Parameter | None, float | None]:
+    """Weight and epsilon of what may be a norm: a module of one vector and nothing else."""
+    own = dict(module.named_parameters())
+    weight = own.get("weight")
+    has_more = any(True for _ in module.children()) or any(True for _ in module.buffers())
+    if len(own) != 1 or weight is None or has_more:
+        return None, None
+    if weight.dim() != 1 or weight.dtype not in _TOLERANCE or weight.device.type != "cpu":
+        return None, None
+    if weight.shape[0] % _FEATURE_MULTIPLE:
+        return None, None
+    found = (getattr(module, name, None) for name in _EPSILONS)
+    return weight, next((float(each) for each in found if isinstance(each, float)), None)
+
+
+def _is_near(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    difference = (got.float() - expected.float()).abs()
+    tolerance = _TOLERANCE[expected.dtype] * expected.float().abs() + 1e-6
+    return got.shape == expected.shape and bool((difference <= tolerance).all())
