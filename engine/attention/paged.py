@@ -8,9 +8,6 @@ branches; of its own keys each branch reads those that it sees, in the order of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -25,9 +22,10 @@ from engine.attention.backend import (
 )
 from engine.batch import InputBatch, InputTensors, RequestRows, slot_of
 from engine.config import Determinism
+from engine.kernels import KINDS, LANES, find_kernel
 from kvpool.store import KVStore
 
-_DIM_MULTIPLE = 16
+_KERNEL = "paged_attention"
 _WORTH_A_TEAM = 1 << 20
 """Pairs of a query and a key, times their dimensions: fewer are done sooner than a team has begun."""
 _ROWS_FOR_A_TEAM = 64
@@ -41,13 +39,13 @@ class PagedAttention(AttentionBackend):
     determinisms: ClassVar[frozenset[Determinism]] = frozenset({"exact", "fast"})
     device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu"})
     rank: ClassVar[int] = 1
-    block_multiple: ClassVar[int] = 16
+    block_multiple: ClassVar[int] = LANES
     failures: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         super().__init__(store, needs)
         self._layers: dict[int, _Layer] = {}
-        self.arguments = np.zeros(_kernel().NUM_ARGS, dtype=np.int64)
+        self.arguments = np.zeros(find_kernel(_KERNEL).NUM_ARGS, dtype=np.int64)
         self.address: int = self.arguments.ctypes.data
         self.scratch = np.zeros(0, dtype=np.float32)
 
@@ -56,16 +54,15 @@ class PagedAttention(AttentionBackend):
         reason = super().refusal(needs)
         if reason is not None:
             return reason
-        if find_spec("numba") is None:
+        if find_kernel(_KERNEL) is None:
             return "it needs numba, which is not installed"
-        kinds = _kinds()
         for dtype in (needs.dtype, needs.kv_dtype or needs.dtype):
-            if dtype not in kinds:
+            if dtype not in KINDS:
                 return f"it knows no {dtype}"
         dims = {dim for shape in needs.shapes for dim in (shape.key_dim, shape.value_dim)}
-        odd = sorted(dim for dim in dims if dim % _DIM_MULTIPLE)
+        odd = sorted(dim for dim in dims if dim % LANES)
         if odd:
-            return f"its heads' dimensions are multiples of {_DIM_MULTIPLE}, not {odd[0]}"
+            return f"its heads' dimensions are multiples of {LANES}, not {odd[0]}"
         return None
 
     def plan(self, batch: InputBatch, inputs: InputTensors) -> PagedPlan:
@@ -80,24 +77,12 @@ class PagedAttention(AttentionBackend):
         return told
 
 
-@cache
-def _kernel() -> Any:
-    """Imported where it is used: numba takes a while, and need not be there."""
-    return import_module("engine.kernels.paged_attention")
-
-
-@cache
-def _kinds() -> Any:
-    return import_module("engine.kernels.lanes").KINDS
-
-
 class _Layer:
     """A layer's part of the arguments, and what they point to."""
 
     def __init__(
         self, store: KVStore, number: int, options: AttentionOptions, share: int, dtype: torch.dtype
     ) -> None:
-        kinds = _kinds()
         keys, values = store.key[number], store.value[number]
         _, self.num_kv_heads, key_dim = keys.shape
         scale = key_dim**-0.5 if options.scaling is None else options.scaling
@@ -112,8 +97,8 @@ class _Layer:
                 self.num_kv_heads,
                 share,
                 *self.dims,
-                kinds[dtype],
-                kinds[store.dtype],
+                KINDS[dtype],
+                KINDS[store.dtype],
                 keys.data_ptr(),
                 keys.stride(1) * size,
                 values.data_ptr(),
@@ -150,21 +135,21 @@ class PagedPlan:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        kernel, backend = _kernel(), self._backend
+        kernel, backend = find_kernel(_KERNEL), self._backend
         num_rows, num_heads, _ = query.shape
         query, key, value = (_rows_together(each) for each in (query, key, value))
         told = backend.layer(layer, options, num_heads // key.shape[1])
         step = self._step(told, num_heads)
         output = query.new_empty(num_rows, num_heads, told.dims[1])
         arguments = backend.arguments
-        arguments[:2] = 0
-        arguments[_LAYER] = told.arguments
-        arguments[_STEP] = step.arguments
-        arguments[_CALL] = [*_lying(query), *_lying(key), *_lying(value), *_lying(output)]
+        arguments[kernel.COUNTS] = 0
+        arguments[kernel.LAYER] = told.arguments
+        arguments[kernel.STEP] = step.arguments
+        arguments[kernel.CALL] = [*_lying(query), *_lying(key), *_lying(value), *_lying(output)]
         kernel.store_rows.run(
             backend.address, self._num_threads if num_rows >= _ROWS_FOR_A_TEAM else 1
         )
-        arguments[:2] = 0
+        arguments[kernel.COUNTS] = 0
         kernel.attend.run(backend.address, step.num_threads)
         return output
 
@@ -176,9 +161,6 @@ class PagedPlan:
                 self._backend, self._requests, self._inputs, key, self._num_rows, self._num_threads
             )
         return self._steps[key]
-
-
-_LAYER, _STEP, _CALL = slice(2, 15), slice(15, 28), slice(28, 40)
 
 
 def _rows_together(rows: torch.Tensor) -> torch.Tensor:
@@ -217,7 +199,7 @@ def _keys_of(request: RequestRows, block_size: int) -> _RequestKeys:
         chain = [(first + index, root_end + index + 1) for index in range(len(request.parents))]
         groups = _groups(request.block_table, 0, request.end, block_size)
         return _RequestKeys(groups, [_BranchRows([*known, *chain], ())])
-    start = root_end // _GROUP * _GROUP
+    start = root_end // LANES * LANES
     common = _groups(request.block_table, 0, start, block_size)
     branches = [
         _branch(request, nodes, mine, start, block_size) for nodes, mine in _branches(request)
@@ -228,14 +210,11 @@ def _keys_of(request: RequestRows, block_size: int) -> _RequestKeys:
     return _RequestKeys(common, branches)
 
 
-_GROUP = 16
-
-
 def _groups(table: Sequence[int], first: int, end: int, block_size: int) -> list[int]:
     """First slots of the groups of keys ``first`` .. ``end - 1``; ``first`` begins one."""
-    if block_size == _GROUP:
-        return [block * _GROUP for block in table[first // _GROUP : -(-end // _GROUP)]]
-    return [slot_of(table, key, block_size) for key in range(first, end, _GROUP)]
+    if block_size == LANES:
+        return [block * LANES for block in table[first // LANES : -(-end // LANES)]]
+    return [slot_of(table, key, block_size) for key in range(first, end, LANES)]
 
 
 def _branches(request: RequestRows) -> Iterator[tuple[list[int], list[int]]]:
@@ -267,11 +246,11 @@ def _branch(
     rows = [(first_row + node, end - len(mine) + index + 1) for index, node in enumerate(mine)]
     places = [*range(start, root_end), *(root_end + node for node in nodes)]
     slots = [slot_of(request.block_table, place, block_size) for place in places]
-    slots += [slots[-1]] * (-len(slots) % _GROUP)
+    slots += [slots[-1]] * (-len(slots) % LANES)
     groups: list[int | Sequence[int]] = []
-    for at in range(0, len(slots), _GROUP):
-        group = slots[at : at + _GROUP]
-        lies_together = group[0] % _GROUP == 0 and group == list(range(group[0], group[0] + _GROUP))
+    for at in range(0, len(slots), LANES):
+        group = slots[at : at + LANES]
+        lies_together = group[0] % LANES == 0 and group == list(range(group[0], group[0] + LANES))
         groups.append(group[0] if lies_together else group)
     return _BranchRows(rows, groups)
 
@@ -291,7 +270,7 @@ class _Step:
         num_rows: int,
         num_threads: int,
     ) -> None:
-        kernel = _kernel()
+        kernel = find_kernel(_KERNEL)
         kv_heads, num_heads, key_dim, value_dim = shape
         share = num_heads // kv_heads
         self._tables = tables = _Tables(kernel, share)
@@ -301,7 +280,7 @@ class _Step:
         products = sum(seen for _, seen, _ in tables.rows) * num_heads * (key_dim + value_dim)
         self.num_threads = num_threads if products >= _WORTH_A_TEAM else 1
         most = tables.most_queries
-        size = -(-kernel.scratch_floats(most, key_dim, value_dim) // _GROUP) * _GROUP
+        size = -(-kernel.scratch_floats(most, key_dim, value_dim) // LANES) * LANES
         parts = tables.num_parts * kv_heads * kernel.part_floats(most, value_dim)
         if backend.scratch.size < size * num_threads + parts:
             backend.scratch = np.zeros(size * num_threads + parts, dtype=np.float32)
@@ -380,7 +359,7 @@ class _Tables:
             if isinstance(group, int):
                 self.groups.append(group)
             else:
-                self.groups.append(-1 - len(self.slots) // _GROUP)
+                self.groups.append(-1 - len(self.slots) // LANES)
                 self.slots += group
         return first
 

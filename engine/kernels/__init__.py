@@ -1,5 +1,27 @@
 """Loops over rows, compiled by numba for the machine they run on.
 
 ``lanes`` is what they are written in, ``compiled`` how they are compiled and run by torch's own threads;
-every other file is one kernel.
+every other file is one kernel. Those are imported through ``find_kernel`` and where they are used: numba
+takes a while, and need not be there.
 """
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+LANES = 16
+"""Floats that kernels take at a time: what rows' features and keys are multiples of."""
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""Types of floats in memory, by the numbers that kernels know them by."""
+
+
+@cache
+def find_kernel(name: str) -> Any:
+    """The module of this folder; None where numba is not installed."""
+    return None if find_spec("numba") is None else import_module(f"{__name__}.{name}")

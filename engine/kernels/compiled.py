@@ -70,14 +70,18 @@ def _team() -> Any:
     return found
 
 
+@cache
+def _version() -> str:
+    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(text + numba.__version__.encode()).hexdigest()[:16]
+
+
 @contextmanager
 def _kept() -> Iterator[bool]:
     """Within it, machine code goes to a folder that is named after this folder's text: numba itself
     looks at the one file that a kernel is in. False: there is no place for it."""
-    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    name = hashlib.sha256(text + numba.__version__.encode()).hexdigest()[:16]
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "slipstream" / "kernels" / name
+    folder = Path(home) / "slipstream" / "kernels" / _version()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         can_write = os.access(folder, os.W_OK)

@@ -8,13 +8,12 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import njit
 
+from engine.kernels import KINDS, LANES
 from engine.kernels.compiled import Kernel, threads_for
 from engine.kernels.lanes import (
-    KINDS,
-    LANES,
     add,
+    argument,
     div,
     fetch_add,
     itemsize_of,
@@ -23,7 +22,6 @@ from engine.kernels.lanes import (
     load,
     magnitude,
     read_float,
-    read_int,
     splat,
     store_uint8,
     write_float,
@@ -33,7 +31,8 @@ _ZERO = np.float32(0.0)
 
 
 class Arg(IntEnum):
-    """Numbers, and addresses; strides in bytes."""
+    """Numbers, and addresses; strides in bytes. NUMBERS, float32: largest value, smallest scale, what is
+    added before the fraction is cut off."""
 
     NEXT_ROW = 0
     NUM_ROWS = 1
@@ -43,34 +42,27 @@ class Arg(IntEnum):
     ROW = 5
     VALUES = 6
     SCALES = 7
-    NUMBERS = (
-        8  # float32: largest value, smallest scale, what is added before the fraction is cut off
-    )
-
-
-@njit(inline="always")
-def _arg(p: int, which: int) -> int:
-    return read_int(p + 8 * which)
+    NUMBERS = 8
 
 
 def _quantize(p: int) -> None:
-    kind, num_features = _arg(p, Arg.KIND), _arg(p, Arg.NUM_FEATURES)
-    itemsize, numbers = itemsize_of(kind), _arg(p, Arg.NUMBERS)
+    kind, num_features = argument(p, Arg.KIND), argument(p, Arg.NUM_FEATURES)
+    itemsize, numbers = itemsize_of(kind), argument(p, Arg.NUMBERS)
     largest, smallest = read_float(numbers), read_float(numbers + 4)
     shift = splat(read_float(numbers + 8))
     while True:
         row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
-        if row >= _arg(p, Arg.NUM_ROWS):
+        if row >= argument(p, Arg.NUM_ROWS):
             break
-        source = _arg(p, Arg.ROWS) + row * _arg(p, Arg.ROW)
+        source = argument(p, Arg.ROWS) + row * argument(p, Arg.ROW)
         most = splat(_ZERO)
         for at in range(0, num_features, LANES):
             most = larger_or_nan(magnitude(load(kind, source + itemsize * at)), most)
         scale = largest_or_nan_of(most) / largest
         if scale < smallest:
             scale = smallest
-        write_float(_arg(p, Arg.SCALES) + 4 * row, scale)
-        target, by = _arg(p, Arg.VALUES) + row * num_features, splat(scale)
+        write_float(argument(p, Arg.SCALES) + 4 * row, scale)
+        target, by = argument(p, Arg.VALUES) + row * num_features, splat(scale)
         for at in range(0, num_features, LANES):
             value = div(load(kind, source + itemsize * at), by)
             store_uint8(target + at, add(value, shift))

@@ -20,9 +20,7 @@ from numba.core.datamodel import register_default
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic
 
-LANES = 16
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+from engine.kernels import BFLOAT16, FLOAT16, FLOAT32, LANES
 
 _FLOAT, _INT8, _INT16, _INT32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
@@ -161,6 +159,12 @@ fetch_add = _operation(
     ),
     _int, _int, _int,
 )  # fmt: skip
+
+
+@njit(inline="always")
+def argument(arguments: int, number: int) -> int:
+    """Of the array of int64 that a kernel is given."""
+    return read_int(arguments + 8 * number)
 
 
 @njit(inline="always")

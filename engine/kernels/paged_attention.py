@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from engine.kernels import LANES
 from engine.kernels.compiled import Kernel
 from engine.kernels.lanes import (
-    LANES,
     add,
+    argument,
     clean,
     div,
     exp,
@@ -64,9 +65,9 @@ class Arg(IntEnum):
     # 0 before a call.
     NEXT_TASK = 0
     NUM_WORKERS = 1
-    # The layer's. KINDs as in lanes.KINDS; SHARE: queries to a key head; NUMBERS, float32: scale of the
-    # scores, soft cap or 0, largest key, largest value; WINDOW: keys that a row sees, its own included,
-    # 0: all; SINKS, float32, one for each query head, or 0.
+    # The layer's. KINDs as in engine.kernels.KINDS; SHARE: queries to a key head; NUMBERS, float32: scale
+    # of the scores, soft cap or 0, largest key, largest value; WINDOW: keys that a row sees, its own
+    # included, 0: all; SINKS, float32, one for each query head, or 0.
     NUM_KV_HEADS = 2
     SHARE = 3
     KEY_DIM = 4
@@ -110,6 +111,8 @@ class Arg(IntEnum):
 
 
 NUM_ARGS = len(Arg)
+COUNTS, LAYER = slice(0, Arg.NUM_KV_HEADS), slice(Arg.NUM_KV_HEADS, Arg.NUM_ROWS)
+STEP, CALL = slice(Arg.NUM_ROWS, Arg.QUERY), slice(Arg.QUERY, NUM_ARGS)
 
 # A row: its number in the batch, how many keys of its text it sees, its first query in the tile.
 ROW_INTS = 3
@@ -134,19 +137,14 @@ def part_floats(most_queries: int, value_dim: int) -> int:
     return most_queries * (value_dim + 2)
 
 
-@njit(inline="always")
-def _arg(p: int, which: int) -> int:
-    return read_int(p + 8 * which)
-
-
 # --- groups of keys ---
 
 
 @njit
 def _gather(p: int, plane: int, dim: int, group: int, out: int) -> None:
-    kind = _arg(p, Arg.STORE_KIND)
+    kind = argument(p, Arg.STORE_KIND)
     itemsize = itemsize_of(kind)
-    slots = _arg(p, Arg.SLOTS) + 8 * GROUP * (-1 - group)
+    slots = argument(p, Arg.SLOTS) + 8 * GROUP * (-1 - group)
     for key in range(GROUP):
         source = plane + read_int(slots + 8 * key) * dim * itemsize
         for d in range(0, dim, LANES):
@@ -156,8 +154,8 @@ def _gather(p: int, plane: int, dim: int, group: int, out: int) -> None:
 @njit
 def _read_keys(p: int, head: int, group: int, keys: int, rows: int) -> None:
     """Of sixteen keys, each dimension's sixteen floats one after another. ``rows``: memory to use."""
-    kind, dim = _arg(p, Arg.STORE_KIND), _arg(p, Arg.KEY_DIM)
-    plane = _arg(p, Arg.KEYS) + head * _arg(p, Arg.KEY_HEAD)
+    kind, dim = argument(p, Arg.STORE_KIND), argument(p, Arg.KEY_DIM)
+    plane = argument(p, Arg.KEYS) + head * argument(p, Arg.KEY_HEAD)
     itemsize = itemsize_of(kind)
     source = plane + group * dim * itemsize
     if group < 0:
@@ -170,8 +168,8 @@ def _read_keys(p: int, head: int, group: int, keys: int, rows: int) -> None:
 @njit
 def _read_values(p: int, head: int, group: int, values: int) -> None:
     """``[16, value_dim]`` floats."""
-    kind, dim = _arg(p, Arg.STORE_KIND), _arg(p, Arg.VALUE_DIM)
-    plane = _arg(p, Arg.VALUES) + head * _arg(p, Arg.VALUE_HEAD)
+    kind, dim = argument(p, Arg.STORE_KIND), argument(p, Arg.VALUE_DIM)
+    plane = argument(p, Arg.VALUES) + head * argument(p, Arg.VALUE_HEAD)
     if group < 0:
         _gather(p, plane, dim, group, values)
         return
@@ -344,7 +342,7 @@ def _exp(value: float) -> float:
 
 
 @njit
-def _merge(dim: int, chunk_state: int, chunk: int, state: int, out: int) -> None:
+def _merge_query(dim: int, chunk_state: int, chunk: int, state: int, out: int) -> None:
     """A chunk's largest score, sum of weights and weighted values into those of the chunks before."""
     before, high = read_float(state), read_float(chunk_state)
     if high == _LOWEST:
@@ -359,17 +357,28 @@ def _merge(dim: int, chunk_state: int, chunk: int, state: int, out: int) -> None
 
 
 @njit
+def _merge(num_queries: int, dim: int, chunk_state: int, chunk: int, state: int, out: int) -> None:
+    for query in range(num_queries):
+        at, row = 8 * query, 4 * dim * query
+        _merge_query(dim, chunk_state + at, chunk + row, state + at, out + row)
+
+
+@njit
 def _finish(p: int, row: int, head: int, state: int, weighted: int) -> None:
-    dim, kind = _arg(p, Arg.VALUE_DIM), _arg(p, Arg.KIND)
+    dim, kind = argument(p, Arg.VALUE_DIM), argument(p, Arg.KIND)
     high, total = read_float(state), read_float(state + 4)
     factor = _ONE
-    sinks = _arg(p, Arg.SINKS)
+    sinks = argument(p, Arg.SINKS)
     if sinks != 0:
         sink = read_float(sinks + 4 * head)
         most = max(high, sink)
         factor = _exp(high - most)
         total = total * factor + _exp(sink - most)
-    out = _arg(p, Arg.OUTPUT) + row * _arg(p, Arg.OUTPUT_ROW) + head * _arg(p, Arg.OUTPUT_HEAD)
+    out = (
+        argument(p, Arg.OUTPUT)
+        + row * argument(p, Arg.OUTPUT_ROW)
+        + head * argument(p, Arg.OUTPUT_HEAD)
+    )
     itemsize = itemsize_of(kind)
     x, y = splat(factor), splat(total)
     for d in range(0, dim, LANES):
@@ -397,13 +406,13 @@ def _begin(state: int, num_queries: int) -> None:
 @njit
 def _read_queries(p: int, head: int, first_row: int, end_row: int, out: int, end: int) -> None:
     """As floats, scaled; what lies between rows is 0."""
-    dim, kind, share = _arg(p, Arg.KEY_DIM), _arg(p, Arg.KIND), _arg(p, Arg.SHARE)
-    itemsize, factor = itemsize_of(kind), splat(read_float(_arg(p, Arg.NUMBERS)))
+    dim, kind, share = argument(p, Arg.KEY_DIM), argument(p, Arg.KIND), argument(p, Arg.SHARE)
+    itemsize, factor = itemsize_of(kind), splat(read_float(argument(p, Arg.NUMBERS)))
     _clear(out, end)
     for row in range(first_row, end_row, 8 * ROW_INTS):
-        source = _arg(p, Arg.QUERY) + read_int(row) * _arg(p, Arg.QUERY_ROW)
+        source = argument(p, Arg.QUERY) + read_int(row) * argument(p, Arg.QUERY_ROW)
         for offset in range(share):
-            mine = source + (head * share + offset) * _arg(p, Arg.QUERY_HEAD)
+            mine = source + (head * share + offset) * argument(p, Arg.QUERY_HEAD)
             to = out + 4 * dim * (read_int(row + 16) + offset)
             for d in range(0, dim, LANES):
                 store32(to + 4 * d, mul(load(kind, mine + itemsize * d), factor))
@@ -416,11 +425,11 @@ def _attend_chunk(
 ) -> None:  # fmt: skip
     """One chunk's softmax and weighted values of all queries of a tile, whose rows see keys ``least`` ..
     ``most - 1`` between them."""
-    key_dim, value_dim = _arg(p, Arg.KEY_DIM), _arg(p, Arg.VALUE_DIM)
-    share, window = _arg(p, Arg.SHARE), _arg(p, Arg.WINDOW)
-    cap = read_float(_arg(p, Arg.NUMBERS) + 4)
+    key_dim, value_dim = argument(p, Arg.KEY_DIM), argument(p, Arg.VALUE_DIM)
+    share, window = argument(p, Arg.SHARE), argument(p, Arg.WINDOW)
+    cap = read_float(argument(p, Arg.NUMBERS) + 4)
     num_queries = read_int(tile + 48)
-    groups, num_common = _arg(p, Arg.GROUPS) + 8 * read_int(tile + 56), read_int(tile + 64)
+    groups, num_common = argument(p, Arg.GROUPS) + 8 * read_int(tile + 56), read_int(tile + 64)
     keys = scratch
     values = keys + 4 * GROUP * key_dim
     begin = chunk * CHUNK
@@ -433,7 +442,7 @@ def _attend_chunk(
             continue
         for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
             if group < read_int(branch + 24):
-                mine = _arg(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + group - num_common)
+                mine = argument(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + group - num_common)
                 _read_keys(p, head, read_int(mine), keys, values)
                 low, high = read_int(branch), read_int(branch + 8)
                 _score(keys, key_dim, queries, low, high, scores + _ROW * place)
@@ -461,7 +470,7 @@ def _attend_chunk(
             continue
         for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
             if group < read_int(branch + 24):
-                mine = _arg(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + group - num_common)
+                mine = argument(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + group - num_common)
                 _read_values(p, head, read_int(mine), values)
                 low, high = read_int(branch), read_int(branch + 8)
                 _weigh(values, value_dim, scores + _ROW * place, low, high, weighted)
@@ -469,9 +478,9 @@ def _attend_chunk(
 
 @njit
 def _attend_tile(p: int, tile: int, head: int, scratch: int) -> None:
-    key_dim, value_dim = _arg(p, Arg.KEY_DIM), _arg(p, Arg.VALUE_DIM)
-    share, window = _arg(p, Arg.SHARE), _arg(p, Arg.WINDOW)
-    most_queries, num_queries = _arg(p, Arg.MOST_QUERIES), read_int(tile + 48)
+    key_dim, value_dim = argument(p, Arg.KEY_DIM), argument(p, Arg.VALUE_DIM)
+    share, window = argument(p, Arg.SHARE), argument(p, Arg.WINDOW)
+    most_queries, num_queries = argument(p, Arg.MOST_QUERIES), read_int(tile + 48)
     first_row, end_row = read_int(tile), read_int(tile + 8)
     queries = scratch + 4 * GROUP * (2 * key_dim + value_dim)
     scores = queries + 4 * most_queries * key_dim
@@ -488,8 +497,10 @@ def _attend_tile(p: int, tile: int, head: int, scratch: int) -> None:
     _begin(state, num_queries)
     first_part = read_int(tile + 72)
     part_bytes = 4 * most_queries * (value_dim + 2)
-    parts = _arg(p, Arg.PARTS) + part_bytes * (first_part * _arg(p, Arg.NUM_KV_HEADS) + head)
-    stride = part_bytes * _arg(p, Arg.NUM_KV_HEADS)
+    parts = argument(p, Arg.PARTS) + part_bytes * (
+        first_part * argument(p, Arg.NUM_KV_HEADS) + head
+    )
+    stride = part_bytes * argument(p, Arg.NUM_KV_HEADS)
     for chunk in range(read_int(tile + 16), read_int(tile + 24)):
         if first_part >= 0:
             weighted = parts + stride * chunk
@@ -501,21 +512,19 @@ def _attend_tile(p: int, tile: int, head: int, scratch: int) -> None:
             p, tile, head, chunk, least, most, scratch, queries, scores, chunk_state, weighted
         )
         if first_part < 0:
-            for query in range(num_queries):
-                _merge(value_dim, chunk_state + 8 * query, weighted + 4 * value_dim * query,
-                       state + 8 * query, out + 4 * value_dim * query)  # fmt: skip
+            _merge(num_queries, value_dim, chunk_state, weighted, state, out)
     if first_part >= 0:
         # Whoever comes last merges what all have left.
-        counter = _arg(p, Arg.COUNTERS) + 8 * (first_part * _arg(p, Arg.NUM_KV_HEADS) + head)
+        counter = argument(p, Arg.COUNTERS) + 8 * (
+            first_part * argument(p, Arg.NUM_KV_HEADS) + head
+        )
         num_tiles = read_int(tile + 88)
         if fetch_add(counter, 1) % num_tiles != num_tiles - 1:
             return
         for chunk in range(read_int(tile + 80)):
             weighted = parts + stride * chunk
             chunk_state = weighted + 4 * most_queries * value_dim
-            for query in range(num_queries):
-                _merge(value_dim, chunk_state + 8 * query, weighted + 4 * value_dim * query,
-                       state + 8 * query, out + 4 * value_dim * query)  # fmt: skip
+            _merge(num_queries, value_dim, chunk_state, weighted, state, out)
     for row in range(first_row, end_row, 8 * ROW_INTS):
         for offset in range(share):
             query = read_int(row + 16) + offset
@@ -525,13 +534,13 @@ def _attend_tile(p: int, tile: int, head: int, scratch: int) -> None:
 
 def _attend(p: int) -> None:
     worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
-    scratch = _arg(p, Arg.SCRATCH) + worker * _arg(p, Arg.SCRATCH_BYTES)
-    heads, num_tasks = _arg(p, Arg.NUM_KV_HEADS), _arg(p, Arg.NUM_TASKS)
+    scratch = argument(p, Arg.SCRATCH) + worker * argument(p, Arg.SCRATCH_BYTES)
+    heads, num_tasks = argument(p, Arg.NUM_KV_HEADS), argument(p, Arg.NUM_TASKS)
     while True:
         task = fetch_add(p + 8 * Arg.NEXT_TASK, 1)
         if task >= num_tasks:
             break
-        tile = _arg(p, Arg.TILES) + 8 * TILE_INTS * (task // heads)
+        tile = argument(p, Arg.TILES) + 8 * TILE_INTS * (task // heads)
         _attend_tile(p, tile, task % heads, scratch)
 
 
@@ -549,28 +558,28 @@ def _store_row(
 
 
 def _store_rows(p: int) -> None:
-    kind, store_kind = _arg(p, Arg.KIND), _arg(p, Arg.STORE_KIND)
-    key_dim, value_dim = _arg(p, Arg.KEY_DIM), _arg(p, Arg.VALUE_DIM)
-    itemsize, numbers = itemsize_of(store_kind), _arg(p, Arg.NUMBERS)
+    kind, store_kind = argument(p, Arg.KIND), argument(p, Arg.STORE_KIND)
+    key_dim, value_dim = argument(p, Arg.KEY_DIM), argument(p, Arg.VALUE_DIM)
+    itemsize, numbers = itemsize_of(store_kind), argument(p, Arg.NUMBERS)
     largest_key, largest_value = read_float(numbers + 8), read_float(numbers + 12)
-    num_rows = _arg(p, Arg.NUM_ROWS)
+    num_rows = argument(p, Arg.NUM_ROWS)
     while True:
         row = fetch_add(p + 8 * Arg.NEXT_TASK, 1)
         if row >= num_rows:
             break
-        slot = read_int(_arg(p, Arg.SLOT_MAPPING) + 8 * row)
-        keys = _arg(p, Arg.NEW_KEYS) + row * _arg(p, Arg.NEW_KEY_ROW)
-        values = _arg(p, Arg.NEW_VALUES) + row * _arg(p, Arg.NEW_VALUE_ROW)
-        for head in range(_arg(p, Arg.NUM_KV_HEADS)):
+        slot = read_int(argument(p, Arg.SLOT_MAPPING) + 8 * row)
+        keys = argument(p, Arg.NEW_KEYS) + row * argument(p, Arg.NEW_KEY_ROW)
+        values = argument(p, Arg.NEW_VALUES) + row * argument(p, Arg.NEW_VALUE_ROW)
+        key_slot = argument(p, Arg.KEYS) + slot * key_dim * itemsize
+        value_slot = argument(p, Arg.VALUES) + slot * value_dim * itemsize
+        for head in range(argument(p, Arg.NUM_KV_HEADS)):
             _store_row(
-                kind, keys + head * _arg(p, Arg.NEW_KEY_HEAD), store_kind,
-                _arg(p, Arg.KEYS) + head * _arg(p, Arg.KEY_HEAD) + slot * key_dim * itemsize,
-                key_dim, largest_key,
+                kind, keys + head * argument(p, Arg.NEW_KEY_HEAD), store_kind,
+                key_slot + head * argument(p, Arg.KEY_HEAD), key_dim, largest_key,
             )  # fmt: skip
             _store_row(
-                kind, values + head * _arg(p, Arg.NEW_VALUE_HEAD), store_kind,
-                _arg(p, Arg.VALUES) + head * _arg(p, Arg.VALUE_HEAD) + slot * value_dim * itemsize,
-                value_dim, largest_value,
+                kind, values + head * argument(p, Arg.NEW_VALUE_HEAD), store_kind,
+                value_slot + head * argument(p, Arg.VALUE_HEAD), value_dim, largest_value,
             )  # fmt: skip
 
 

@@ -7,13 +7,12 @@ from enum import IntEnum
 
 import numpy as np
 import torch
-from numba import njit
 
+from engine.kernels import KINDS, LANES
 from engine.kernels.compiled import Kernel, threads_for
 from engine.kernels.lanes import (
-    KINDS,
-    LANES,
     add,
+    argument,
     fetch_add,
     fma,
     itemsize_of,
@@ -21,7 +20,6 @@ from engine.kernels.lanes import (
     load32,
     mul,
     read_float,
-    read_int,
     rounded,
     splat,
     store,
@@ -47,22 +45,17 @@ class Arg(IntEnum):
     NUMBERS = 9
 
 
-@njit(inline="always")
-def _arg(p: int, which: int) -> int:
-    return read_int(p + 8 * which)
-
-
 def _normalize(p: int) -> None:
-    kind, num_features = _arg(p, Arg.KIND), _arg(p, Arg.NUM_FEATURES)
-    itemsize, weight, numbers = itemsize_of(kind), _arg(p, Arg.WEIGHT), _arg(p, Arg.NUMBERS)
+    kind, num_features = argument(p, Arg.KIND), argument(p, Arg.NUM_FEATURES)
+    itemsize, weight, numbers = itemsize_of(kind), argument(p, Arg.WEIGHT), argument(p, Arg.NUMBERS)
     epsilon, share = read_float(numbers), read_float(numbers + 4)
-    is_rounded = _arg(p, Arg.IS_ROUNDED)
+    is_rounded = argument(p, Arg.IS_ROUNDED)
     while True:
         row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
-        if row >= _arg(p, Arg.NUM_ROWS):
+        if row >= argument(p, Arg.NUM_ROWS):
             break
-        source = _arg(p, Arg.ROWS) + row * _arg(p, Arg.ROW)
-        target = _arg(p, Arg.OUTPUT) + row * num_features * itemsize
+        source = argument(p, Arg.ROWS) + row * argument(p, Arg.ROW)
+        target = argument(p, Arg.OUTPUT) + row * num_features * itemsize
         even = odd = splat(_ZERO)
         at = 0
         while at + 2 * LANES <= num_features:

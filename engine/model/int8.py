@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from engine.kernels import find_kernel
 
 _ZERO_POINT = 128
 _LARGEST = 127
@@ -67,19 +67,13 @@ def quantize_rows(rows: torch.Tensor) -> Int8Rows:
     In one pass where that has been compiled, else by torch, with the same bits: both round once for each
     operation.
     """
-    kernel = _kernel()
+    kernel = find_kernel("int8_rows")
     if kernel is not None and kernel.can_quantize(rows):
         return Int8Rows(*kernel.quantize_rows(rows, _LARGEST, _SMALLEST_SCALE, _ZERO_POINT + 0.5))
     rows = rows.float()
     scales = (rows.abs().amax(1, keepdim=True) / _LARGEST).clamp_min_(_SMALLEST_SCALE)
     values = (rows / scales).add_(_ZERO_POINT + 0.5).to(torch.uint8)  # cut off: so the half rounds
     return Int8Rows(values, scales)
-
-
-@cache
-def _kernel() -> Any:
-    """Imported when it is used: numba takes a while, and need not be there."""
-    return None if find_spec("numba") is None else import_module("engine.kernels.int8_rows")
 
 
 class Int8Product:

@@ -6,15 +6,11 @@ modules are such norms is seen in what they do with random rows, not in what the
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
-
 import torch
 from torch import nn
 
-_FEATURE_MULTIPLE = 16
+from engine.kernels import LANES, find_kernel
+
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _PROBED_ROWS = 8
 # Of the largest value: a step of the type, which sums in another order may take.
@@ -32,7 +28,7 @@ class FusedNorm(nn.Module):
         self.weight, self.epsilon, self.is_rounded = weight, epsilon, is_rounded
         self.offset = offset
         self._factors = (weight.detach().float() + offset).contiguous()
-        self._kernel = _kernel()
+        self._kernel = find_kernel("rms_norm")
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self._kernel.rms_norm(
@@ -47,7 +43,7 @@ class FusedNorm(nn.Module):
 @torch.inference_mode()
 def fuse_norms(model: nn.Module) -> int:
     """Replace them; returns how many. None on other devices than a CPU, and without numba."""
-    if find_spec("numba") is None:
+    if find_kernel("rms_norm") is None:
         return 0
     replaced = 0
     for parent in list(model.modules()):
@@ -57,12 +53,6 @@ def fuse_norms(model: nn.Module) -> int:
                 setattr(parent, name, fused)
                 replaced += 1
     return replaced
-
-
-@cache
-def _kernel() -> Any:
-    """Imported when it is used: numba takes a while, and need not be there."""
-    return import_module("engine.kernels.rms_norm")
 
 
 def _fused(module: nn.Module) -> FusedNorm | None:
@@ -97,7 +87,7 @@ def _parts(module: nn.Module) -> tuple[nn.Parameter | None, float | None]:
         return None, None
     if weight.dim() != 1 or weight.dtype not in _TOLERANCE or weight.device.type != "cpu":
         return None, None
-    if weight.shape[0] % _FEATURE_MULTIPLE:
+    if weight.shape[0] % LANES:
         return None, None
     found = (getattr(module, name, None) for name in _EPSILONS)
     return weight, next((float(each) for each in found if isinstance(each, float)), None)

@@ -292,7 +292,7 @@ def test_what_it_does_not_serve_another_backend_does(changed: dict[str, Any], re
 def test_without_numba_another_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = World(4, 2, 16, 16, torch.float32).needs
     assert choose_backend(None, needs).name == "paged"
-    monkeypatch.setattr(paged, "find_spec", lambda _: None)
+    monkeypatch.setattr(paged, "find_kernel", lambda _: None)
     with pytest.raises(ValueError, match="paged: it needs numba, which is not installed"):
         choose_backend("paged", needs)
     assert choose_backend(None, needs).name == "exact"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba import njit
 
-from engine.kernels import lanes
+from engine.kernels import KINDS, LANES, lanes
 
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3.3e38, -1e-8]
 
@@ -22,12 +22,12 @@ def mapped(function: Callable[[int, int], None], source: torch.Tensor, like: tor
 
 
 def drawn(seed: int, scale: float = 1.0) -> torch.Tensor:
-    return scale * torch.randn(lanes.LANES, generator=torch.Generator().manual_seed(seed))
+    return scale * torch.randn(LANES, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", list(lanes.KINDS))
+@pytest.mark.parametrize("dtype", list(KINDS))
 def test_what_is_loaded_and_stored_is_rounded_to_the_nearest_even(dtype: torch.dtype) -> None:
-    kind = lanes.KINDS[dtype]
+    kind = KINDS[dtype]
 
     def copy(source: int, target: int) -> None:
         lanes.store(kind, target, lanes.load32(source))
@@ -35,7 +35,7 @@ def test_what_is_loaded_and_stored_is_rounded_to_the_nearest_even(dtype: torch.d
     def back(source: int, target: int) -> None:
         lanes.store32(target, lanes.load(kind, source))
 
-    ties = torch.arange(lanes.LANES) * 2.0**-9 + 1.0  # half of bf16's steps
+    ties = torch.arange(LANES) * 2.0**-9 + 1.0  # half of bf16's steps
     for row in (drawn(1), drawn(2, 1e5), ties, torch.tensor(SPECIAL * 2)):
         stored = mapped(copy, row, row.to(dtype))
         assert torch.equal(stored.nan_to_num(7.0), row.to(dtype).nan_to_num(7.0))
@@ -67,9 +67,9 @@ def test_hyperbolic_tangents() -> None:
         torch.testing.assert_close(mapped(tangent, row, row), row.tanh(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", list(lanes.KINDS))
+@pytest.mark.parametrize("dtype", list(KINDS))
 def test_sixteen_rows_are_transposed(dtype: torch.dtype) -> None:
-    kind, size = lanes.KINDS[dtype], dtype.itemsize
+    kind, size = KINDS[dtype], dtype.itemsize
 
     def turn(source: int, target: int) -> None:
         lanes.transpose(kind, source, 24 * size, target)
