@@ -47,6 +47,12 @@ def total(metric: str, by: str = "", selector: str = HERE) -> str:
     return f"sum{grouping} ({rate(metric, selector)})"
 
 
+def share_of(part: str, whole: str) -> str:
+    """``part`` of ``whole``, from 0 to 1. Prometheus extrapolates each counter's growth by itself: a part
+    may seem to have grown faster than its whole while a window holds few scrapes."""
+    return f"clamp({part} / {whole}, 0, 1)"
+
+
 def quantile(share: float, histogram: str, by: str = "", selector: str = HERE) -> str:
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({share}, {total(f'{histogram}_bucket', labels, selector)})"

@@ -13,6 +13,7 @@ from deploy.dashboards.panels import (
     quantile,
     quantiles,
     rate,
+    share_of,
     total,
 )
 
@@ -204,7 +205,7 @@ def _memory(dashboard: Dashboard) -> None:
             "Prefix-cache hits",
             "Share of looked-up prompt tokens whose keys and values were still there.",
             "percentunit",
-            [(f"{_HITS} / {_QUERIES}", "hits")],
+            [(share_of(_HITS, _QUERIES), "hits")],
             top=1,
         ),
         lines(
@@ -256,8 +257,8 @@ def _trouble(dashboard: Dashboard) -> None:
             "stream had begun.",
             "percentunit",
             [
-                (f"({_FAILED} or vector(0)) / {answers}", "answers"),
-                (f"{failed} / {total('slipstream_requests_total')}", "choices"),
+                (share_of(f"({_FAILED} or vector(0))", answers), "answers"),
+                (share_of(failed, total("slipstream_requests_total")), "choices"),
             ],
         ),
         lines(

@@ -14,6 +14,7 @@ from deploy.dashboards.panels import (
     new_dashboard,
     number,
     quantile,
+    share_of,
     total,
 )
 
@@ -27,8 +28,8 @@ def _spec(name: str, by: str = "") -> str:
     return total(f"{_SPEC}_{name}_total", by, DRAFTING)
 
 
-def _by_drafter(above: str, below: str) -> str:
-    return f"{_spec(above, 'drafter')} / {_spec(below, 'drafter')}"
+def _by_drafter(*names: str) -> list[str]:
+    return [_spec(name, "drafter") for name in names]
 
 
 def speculation() -> Dashboard:
@@ -73,7 +74,7 @@ def _now(dashboard: Dashboard) -> None:
             "Acceptance",
             "Share of the verified draft tokens that the model would have written itself.",
             "percentunit",
-            f"{accepted} / {drafted}",
+            share_of(accepted, drafted),
         ),
         number(
             "Gamma",
@@ -86,13 +87,13 @@ def _now(dashboard: Dashboard) -> None:
             "Wasted rows",
             "Share of all rows of the model's forward that held drafts which were rejected.",
             "percentunit",
-            f"({drafted} - {accepted}) / {rows}",
+            share_of(f"({drafted} - {accepted})", rows),
         ),
         number(
             "Time spent drafting",
             "Share of the engine's step time that drafters take. Counts all drafters.",
             "percentunit",
-            f"{drafting} / {total(_PART)}",
+            share_of(drafting, total(_PART)),
         ),
     ):
         dashboard.with_panel(panel)
@@ -129,14 +130,14 @@ def _earned(dashboard: Dashboard) -> None:
             "Tokens a request gets from one forward of the model; 1 is plain decoding. Steps "
             "without a draft count too.",
             "none",
-            [(_by_drafter("emitted_tokens", "steps"), "{{drafter}}")],
+            [(" / ".join(_by_drafter("emitted_tokens", "steps")), "{{drafter}}")],
         ),
         lines(
             "Acceptance by drafter",
             "Share of the verified draft tokens that were accepted. A drafter may accept little and "
             "still gain, if rows are cheap: read it beside the speed-up.",
             "percentunit",
-            [(_by_drafter("accepted_tokens", "draft_tokens"), "{{drafter}}")],
+            [(share_of(*_by_drafter("accepted_tokens", "draft_tokens")), "{{drafter}}")],
             top=1,
         ),
         bars(
@@ -144,7 +145,10 @@ def _earned(dashboard: Dashboard) -> None:
             "How often the draft at each depth (0 is the first) was accepted, per decoding step. "
             "Where the bars end, deeper drafts are wasted.",
             "percentunit",
-            (f"{padded} / ignoring (position) group_left () {_spec('steps')}", "{{position}}"),
+            (
+                share_of(padded, f"ignoring (position) group_left () {_spec('steps')}"),
+                "{{position}}",
+            ),
         ),
         heat(
             "Acceptance of requests",

@@ -94,6 +94,10 @@ def test_shares_are_shares_and_gains_are_gains(watched: Watched) -> None:
             assert values, where
             assert low - 1e-6 <= min(values), where
             assert max(values) <= high + 1e-6, where
+            # A wrong division would lie at a bound all the time.
+            if low < high and expression.startswith("clamp("):
+                assert min(values) < high, where
+                assert max(values) > low, where
             seen.add(panel)
     assert seen == set(bounds)
 
