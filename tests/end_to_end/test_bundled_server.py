@@ -54,9 +54,15 @@ class Served:
 
     def until_idle(self) -> None:
         """Wait for the engine to hold no request: aborts take effect between steps."""
+        self._until(False, "requests stayed in the engine")
+
+    def until_busy(self) -> None:
+        self._until(True, "no request came to the engine")
+
+    def _until(self, has_work: bool, problem: str) -> None:
         deadline = time.monotonic() + 60
-        while self.engine.core.has_work:
-            assert time.monotonic() < deadline, "requests stayed in the engine"
+        while self.engine.core.has_work is not has_work:
+            assert time.monotonic() < deadline, problem
             time.sleep(0.005)
 
 
@@ -201,7 +207,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(served: Served) -> 
         client.stream("POST", f"{served.url}/v1/completions", json=body) as reply,
     ):
         next(reply.iter_lines())
-        assert served.engine.core.has_work
+        served.until_busy()
     served.until_idle()
     counts = served.pool.counts()
     assert counts["committed"] == counts["draft"] == 0
