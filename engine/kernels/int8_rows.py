@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from numba import njit
 
 from engine.kernels import KINDS, LANES
 from engine.kernels.compiled import Kernel, threads_for
@@ -45,27 +46,36 @@ class Arg(IntEnum):
     NUMBERS = 8
 
 
+@njit
+def quantize_row(
+    kind: int, source: int, num_features: int, target: int, scale_at: int, numbers: int
+) -> None:
+    """``num_features`` floats of ``kind`` become uint8 at ``target``, and a float32 at ``scale_at``."""
+    itemsize = itemsize_of(kind)
+    most = splat(_ZERO)
+    for at in range(0, num_features, LANES):
+        most = larger_or_nan(magnitude(load(kind, source + itemsize * at)), most)
+    scale = largest_or_nan_of(most) / read_float(numbers)
+    smallest = read_float(numbers + 4)
+    if scale < smallest:
+        scale = smallest
+    write_float(scale_at, scale)
+    by, shift = splat(scale), splat(read_float(numbers + 8))
+    for at in range(0, num_features, LANES):
+        store_uint8(target + at, add(div(load(kind, source + itemsize * at), by), shift))
+
+
 def _quantize(p: int) -> None:
-    kind, num_features = argument(p, Arg.KIND), argument(p, Arg.NUM_FEATURES)
-    itemsize, numbers = itemsize_of(kind), argument(p, Arg.NUMBERS)
-    largest, smallest = read_float(numbers), read_float(numbers + 4)
-    shift = splat(read_float(numbers + 8))
+    num_features = argument(p, Arg.NUM_FEATURES)
     while True:
         row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
         if row >= argument(p, Arg.NUM_ROWS):
             break
-        source = argument(p, Arg.ROWS) + row * argument(p, Arg.ROW)
-        most = splat(_ZERO)
-        for at in range(0, num_features, LANES):
-            most = larger_or_nan(magnitude(load(kind, source + itemsize * at)), most)
-        scale = largest_or_nan_of(most) / largest
-        if scale < smallest:
-            scale = smallest
-        write_float(argument(p, Arg.SCALES) + 4 * row, scale)
-        target, by = argument(p, Arg.VALUES) + row * num_features, splat(scale)
-        for at in range(0, num_features, LANES):
-            value = div(load(kind, source + itemsize * at), by)
-            store_uint8(target + at, add(value, shift))
+        quantize_row(
+            argument(p, Arg.KIND), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW), num_features,
+            argument(p, Arg.VALUES) + row * num_features, argument(p, Arg.SCALES) + 4 * row,
+            argument(p, Arg.NUMBERS),
+        )  # fmt: skip
 
 
 quantize = Kernel(_quantize)
@@ -81,22 +91,27 @@ def quantize_rows(
     num_rows, num_features = rows.shape
     values = torch.empty(rows.shape, dtype=torch.uint8)
     scales = torch.empty(num_rows, 1)
-    numbers = _numbers(largest, smallest_scale, shift)
+    numbers = numbers_at(largest, smallest_scale, shift)
     told = array(
         "q",
         [
             *(0, num_rows, num_features, KINDS[rows.dtype]),
             *(rows.data_ptr(), rows.stride(0) * rows.element_size()),
-            *(values.data_ptr(), scales.data_ptr(), numbers.buffer_info()[0]),
+            *(values.data_ptr(), scales.data_ptr(), numbers),
         ],
     )
     quantize.run(told.buffer_info()[0], threads_for(rows.numel()))
     return values, scales
 
 
+_KEPT: list[array[float]] = []
+
+
 @cache
-def _numbers(*numbers: float) -> array[float]:
-    return array("f", numbers)
+def numbers_at(*numbers: float) -> int:
+    """Where they are, as float32, for as long as the process lives."""
+    _KEPT.append(array("f", numbers))
+    return _KEPT[-1].buffer_info()[0]
 
 
 def can_quantize(rows: torch.Tensor) -> bool:

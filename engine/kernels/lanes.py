@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
+from numba.core import cgutils
 from numba.core.datamodel import register_default
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic
@@ -55,7 +57,9 @@ def _operation(emit: Callable[..., Any], result: Any, *arguments: Any) -> Any:
         return intrinsic(lambda typing, a: (signature, codegen))  # noqa: ARG005
     if len(arguments) == 2:
         return intrinsic(lambda typing, a, b: (signature, codegen))  # noqa: ARG005
-    return intrinsic(lambda typing, a, b, c: (signature, codegen))  # noqa: ARG005
+    if len(arguments) == 3:
+        return intrinsic(lambda typing, a, b, c: (signature, codegen))  # noqa: ARG005
+    return intrinsic(lambda typing, a, b, c, d, e: (signature, codegen))  # noqa: ARG005
 
 
 def _llvm(builder: Any, name: str, result: Any, *values: Any) -> Any:
@@ -315,6 +319,80 @@ largest_or_nan_of = _operation(
     lambda b, x: _halved(b, x, lambda low, high: _maximum(b, low, high)), _float, _lanes
 )
 first_of = _operation(lambda b, x: b.extract_element(x, _INT32(0)), _float, _lanes)
+
+
+# --- products in integers ---
+
+_VNNI = "llvm.x86.avx512.vpdpbusd.512"
+
+
+def has_integer_products() -> bool:
+    """Whether this machine has the instruction that they are made of (AVX-512 VNNI)."""
+    try:
+        return bool(get_host_cpu_features().get("avx512vnni"))
+    except RuntimeError:  # LLVM does not know the machine
+        return False
+
+
+def _dots(num_rows: int) -> Callable[..., None]:
+    """Products of ``num_rows`` rows of uint8, ``stride`` bytes apart, with 64 rows of int8, which lie by
+    fours: four of each row, then the next four of each. ``count`` fours, added to ``target``
+    ``[num_rows, 64]`` int32. What is signed and what is not is as the instruction has it."""
+
+    def emit(builder: Any, rows: Any, stride: Any, weights: Any, count: Any, target: Any) -> None:
+        width = 64 // LANES
+
+        def plus(address: Any, offset: int) -> Any:
+            return builder.add(address, ir.Constant(address.type, offset))
+
+        places = [
+            [plus(target, 4 * (64 * row + LANES * at)) for at in range(width)]
+            for row in range(num_rows)
+        ]
+        sums = [
+            [cgutils.alloca_once_value(builder, _read(builder, at, _INTS, 4)) for at in row]
+            for row in places
+        ]
+        product = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_INTS, [_INTS] * 3), _VNNI
+        )
+        starts = [
+            builder.add(rows, builder.mul(stride, stride.type(row))) for row in range(num_rows)
+        ]
+        with cgutils.for_range(builder, count) as loop:
+            here = builder.add(weights, builder.mul(loop.index, loop.index.type(4 * 64)))
+            columns = [_read(builder, plus(here, 64 * at), _INTS, 1) for at in range(width)]
+            for start, mine in zip(starts, sums, strict=True):
+                four = builder.add(start, builder.mul(loop.index, loop.index.type(4)))
+                row = _splat(builder, _read(builder, four, _INT32, 1))
+                for total, column in zip(mine, columns, strict=True):
+                    builder.store(builder.call(product, [builder.load(total), row, column]), total)
+        for row, mine in zip(places, sums, strict=True):
+            for at, total in zip(row, mine, strict=True):
+                _write(builder, at, builder.load(total), 4)
+
+    return emit
+
+
+dots1, dots2, dots3, dots4 = (
+    _operation(_dots(count), _none, _int, _int, _int, _int, _int) for count in (1, 2, 3, 4)
+)
+store_zeros = _operation(lambda b, at: _write(b, at, _whole(0), 4), _none, _int)
+
+
+def _load_ints(builder: Any, address: Any) -> Any:
+    return builder.sitofp(_read(builder, address, _INTS, 4), _FLOATS)
+
+
+def _sums(builder: Any, these: Any, those: Any) -> Any:
+    parts = (_read(builder, address, _INTS, 4) for address in (these, those))
+    return builder.sitofp(builder.add(*parts), _FLOATS)
+
+
+load_ints = _operation(_load_ints, _lanes, _int)
+"""Sixteen int32 as floats."""
+int_sums = _operation(_sums, _lanes, _int, _int)
+"""Sixteen int32 and sixteen more, added, as floats."""
 
 
 # --- transposition ---

@@ -6,14 +6,16 @@ spans of row counts or padding. And it is the cheapest product that CPUs with VN
 bytes of bf16, and further rows at a fraction of a first one's time.
 
 oneDNN computes it (``torch.ops.onednn``), from unsigned inputs with zero point 128: signed ones take a
-reference path. Weights as in compressed-tensors' format "int-quantized": symmetric, a scale per channel.
+reference path. Few rows are multiplied with the same packed weights by a kernel of our own, which reads
+them at twice the speed and has the same bits. Weights as in compressed-tensors' format "int-quantized":
+symmetric, a scale per channel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,12 @@ _LARGEST = 127
 MOST_IN_FEATURES = (2**31 - 1) // (_ZERO_POINT * _LARGEST)
 """Longer sums could leave 32 bits."""
 _SMALLEST_SCALE = 1e-12
+_QUANTIZING = (_LARGEST, _SMALLEST_SCALE, _ZERO_POINT + 0.5)
+"""Largest value, smallest scale, and what is added before the fraction is cut off."""
+_KERNEL = "int8_product"
+Kernel = Literal["whole sums", "float sums", "none"]
+_FEW_ROWS = 64
+"""Of more than so many, oneDNN's product is as fast or faster (measured with AMX and VNNI)."""
 _CHANNELS_AT_ONCE = 4096
 """Weights are quantised in slices, which bounds the memory that takes."""
 _PROBED_ROWS = (1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64, 100, 256)
@@ -69,17 +77,18 @@ def quantize_rows(rows: torch.Tensor) -> Int8Rows:
     """
     kernel = find_kernel("int8_rows")
     if kernel is not None and kernel.can_quantize(rows):
-        return Int8Rows(*kernel.quantize_rows(rows, _LARGEST, _SMALLEST_SCALE, _ZERO_POINT + 0.5))
+        return Int8Rows(*kernel.quantize_rows(rows, *_QUANTIZING))
     rows = rows.float()
     scales = (rows.abs().amax(1, keepdim=True) / _LARGEST).clamp_min_(_SMALLEST_SCALE)
-    values = (rows / scales).add_(_ZERO_POINT + 0.5).to(torch.uint8)  # cut off: so the half rounds
+    values = (rows / scales).add_(_QUANTIZING[2]).to(torch.uint8)  # cut off: so the half rounds
     return Int8Rows(values, scales)
 
 
 class Int8Product:
     """Products of rows with the weights of layers that read one input, side by side.
 
-    ``biases``: one, or None, for each of ``weights``. ``dtype``: of the result.
+    ``biases``: one, or None, for each of ``weights``. ``dtype``: of the result. ``kernel``: how few rows
+    are multiplied; None: as has oneDNN's bits on this machine.
     """
 
     def __init__(
@@ -87,6 +96,7 @@ class Int8Product:
         weights: Sequence[Int8Weight],
         biases: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
+        kernel: Kernel | None = None,
     ) -> None:
         values = torch.cat([each.values for each in weights])
         self.out_features, self.in_features = values.shape
@@ -95,13 +105,29 @@ class Int8Product:
         self.dtype = dtype
         self._zero_points = torch.zeros(self.out_features, dtype=torch.int32)
         self._packed = torch.ops.onednn.qlinear_prepack(values, None)
+        kernel = kernel or find_agreeing_kernel(self.in_features, self.out_features)
+        self._for_few_rows = None if kernel == "none" else self._read_packed(values, kernel)
+
+    def _read_packed(self, values: torch.Tensor, kernel: Kernel) -> Any:
+        added = values.sum(1, dtype=torch.int32) * -_ZERO_POINT
+        address = torch.ops.mkldnn.data_ptr(self._packed)
+        weights = find_kernel(_KERNEL).PackedWeights
+        return weights(
+            self.in_features, address, self.scales, added, self.bias, kernel == "whole sums"
+        )
 
     @property
     def num_bytes(self) -> int:
         return self.out_features * (self.in_features + self.scales.element_size())
 
-    def __call__(self, rows: Int8Rows) -> torch.Tensor:
-        """``[rows, out_features]``."""
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` ``[rows, in_features]``; returns ``[rows, out_features]``."""
+        if self._for_few_rows is not None and len(rows) <= _FEW_ROWS:
+            result: torch.Tensor = self._for_few_rows.times(rows, self.dtype, _QUANTIZING)
+            return result
+        return self.of_int8(quantize_rows(rows))
+
+    def of_int8(self, rows: Int8Rows) -> torch.Tensor:
         sums = _product(rows.values, self._packed, self.scales, self._zero_points)
         if self.bias is not None:
             return sums.mul_(rows.scales).add_(self.bias).to(self.dtype)
@@ -148,7 +174,7 @@ class SharedProduct:
         result = self._result
         if result is None or inputs is not self._inputs:
             flat = inputs.reshape(-1, inputs.shape[-1])
-            result = self.product(quantize_rows(flat)).view(*inputs.shape[:-1], -1)
+            result = self.product(flat).view(*inputs.shape[:-1], -1)
             self._inputs, self._result, self._num_read = inputs, result, 0
         self._num_read += 1
         if self._num_read == self._num_layers:
@@ -203,34 +229,67 @@ class StoredInt8Linear(nn.Module):
         return F.linear(inputs, (self.weight * self.weight_scale).to(inputs.dtype), self.bias)
 
 
-@cache
 def is_exact(in_features: int, out_features: int) -> bool:
     """Whether this machine computes what integer arithmetic says, and a row's bits are the same alone, at
     every place and among any number of rows.
 
-    Without VNNI, oneDNN adds pairs of products in 16 bits, where large ones are cut off: here rows and
-    weights take their largest values.
+    Without VNNI, oneDNN adds pairs of products in 16 bits, where large ones are cut off: the probe's rows
+    and weights take their largest values.
     """
-    generator = torch.Generator().manual_seed(0)
-    high = 2 * _LARGEST + 1
-    rows = torch.randint(0, high + 1, (max(_PROBED_ROWS), in_features), generator=generator)
-    weight = torch.randint(
-        -_LARGEST, _LARGEST + 1, (out_features, in_features), generator=generator
-    )
-    rows[:2, ::2], weight[:2, ::2] = high, _LARGEST
-    inputs = rows.to(torch.uint8)
+    if find_agreeing_kernel(in_features, out_features) != "none":
+        return True
+    return _is_exact(in_features, out_features, "none")
+
+
+@cache
+def find_agreeing_kernel(in_features: int, out_features: int) -> Kernel:
+    """How few rows are multiplied by our own kernel, with which ``is_exact`` says yes; or that they are
+    not. oneDNN adds what the zero point makes of a sum before it becomes a float, or, with AMX, after."""
+    kernel = find_kernel(_KERNEL)
+    if kernel is None or not kernel.can_multiply(in_features, out_features):
+        return "none"
+    if not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return "none"
+    weight = torch.zeros(out_features, in_features, dtype=torch.int8)
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    num_bytes = kernel.packed_bytes(in_features, out_features)
+    if not packed.is_mkldnn or torch.ops.mkldnn._nbytes(packed) < num_bytes:
+        return "none"  # packed in some other way
+    ways: tuple[Kernel, ...] = ("whole sums", "float sums")
+    return next((way for way in ways if _is_exact(in_features, out_features, way)), "none")
+
+
+@cache
+def _is_exact(in_features: int, out_features: int, kernel: Kernel) -> bool:
+    rows, weight = _probes(in_features, out_features)
     product = Int8Product(
-        [Int8Weight(weight.to(torch.int8), torch.ones(out_features))], [None], torch.float32
+        [Int8Weight(weight.to(torch.int8), torch.ones(out_features))],
+        [None],
+        torch.float32,
+        kernel,
     )
-
-    def sums(values: torch.Tensor) -> torch.Tensor:
-        return product(Int8Rows(values, torch.ones(len(values), 1)))
-
-    every = sums(inputs)
-    exact = (rows - _ZERO_POINT).double() @ weight.double().T  # which holds them exactly
+    inputs = rows.float()
+    every = product(inputs)
+    exact = rows.double() @ weight.double().T  # which holds them exactly
     # Sums beyond 24 bits are rounded, each in one way.
     return torch.allclose(every.double(), exact, rtol=1e-6, atol=64.0) and all(
-        torch.equal(sums(inputs[start : start + count]), every[start : start + count])
+        torch.equal(product(inputs[start : start + count]), every[start : start + count])
         for count in _PROBED_ROWS
         for start in ((0,) if count > 1 else range(8))
     )
+
+
+def _probes(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and weights, some with the largest sums that there are, and with odd ones near them."""
+    generator = torch.Generator().manual_seed(0)
+    size = (max(_PROBED_ROWS), in_features)
+    rows = torch.randint(-_LARGEST, _LARGEST + 1, size, generator=generator)
+    weight = torch.randint(
+        -_LARGEST, _LARGEST + 1, (out_features, in_features), generator=generator
+    )
+    rows[:2, ::2] = weight[:2, ::2] = _LARGEST
+    for values in (rows[2:6], weight[2:6]):
+        few = torch.randint(0, 2, values.shape, generator=generator)
+        values.copy_(_LARGEST - few)
+    rows[:, 0] = _LARGEST  # so that a row's scale is 1
+    return rows, weight
