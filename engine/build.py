@@ -28,6 +28,7 @@ from engine.drafting.models import prepare_drafts, with_bundled_draft
 from engine.errors import UnsupportedModelError
 from engine.info import EngineInfo, QuantizationInfo
 from engine.machine import can_pack, free_bytes
+from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
 from engine.model.loader import (
     attach_attention,
@@ -35,7 +36,6 @@ from engine.model.loader import (
     load_model,
     max_position,
 )
-from engine.model.norms import fuse_norms
 from engine.model.quantization import has_stored_weights, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import Exactness, check_logits, reference_logits, verify_exact
@@ -91,7 +91,7 @@ def build_engine_for(
     reference = reference_logits(model)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
-    fuse_norms(model)
+    fuse(model)
     packed = None
     if exact or can_pack(model.device, model.dtype):
         packed = pack_linears(model, config.max_num_batched_tokens, exact)

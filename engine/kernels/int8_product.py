@@ -15,7 +15,7 @@ from numba import njit
 
 from engine.kernels import KINDS, LANES
 from engine.kernels.compiled import Kernel
-from engine.kernels.int8_rows import numbers_at, quantize_row
+from engine.kernels.int8_rows import Gate, gate_row, gating_of, numbers_at, quantize_row
 from engine.kernels.lanes import (
     add,
     argument,
@@ -45,8 +45,8 @@ _FEATURES_AT_ONCE = 256
 class Arg(IntEnum):
     """Numbers, and addresses; strides in bytes. SUMS ``[out_features]`` int32: what zero points add to
     every row's sums, as integers if IS_WHOLE; BIAS ``[out_features]`` float32, or 0; VALUES uint8 and
-    SCALES float32: the rows in 8 bits; PARTS int32, ``[threads, rows, 64]``; NUMBERS as in
-    ``int8_rows``."""
+    SCALES float32: the rows in 8 bits; PARTS int32, ``[threads, rows, 64]``; NUMBERS,
+    ACTIVATION, OTHER and GATED as in ``int8_rows``."""
 
     NEXT_ROW = 0
     NUM_DONE = 1
@@ -70,19 +70,27 @@ class Arg(IntEnum):
     IS_WHOLE = 19
     PARTS = 20
     OUTPUT = 21
+    ACTIVATION = 22
+    OTHER = 23
+    GATED = 24
 
 
 @njit
 def _quantize(p: int) -> None:
     """All threads share the rows; none goes on before the last is done."""
-    num_rows = argument(p, Arg.NUM_ROWS)
+    num_rows, num_features = argument(p, Arg.NUM_ROWS), argument(p, Arg.IN_FEATURES)
     while True:
         row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
         if row >= num_rows:
             break
+        kind, source = argument(p, Arg.KIND), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW)
+        activation = argument(p, Arg.ACTIVATION)
+        if activation != 0:
+            gated = argument(p, Arg.GATED) + row * num_features * itemsize_of(kind)
+            gate_row(kind, activation, source, argument(p, Arg.OTHER), num_features, gated)
+            source = gated
         quantize_row(
-            argument(p, Arg.KIND), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW),
-            argument(p, Arg.IN_FEATURES),
+            kind, source, num_features,
             argument(p, Arg.VALUES) + row * argument(p, Arg.VALUE_ROW),
             argument(p, Arg.SCALES) + 4 * row, argument(p, Arg.NUMBERS),
         )  # fmt: skip
@@ -182,25 +190,32 @@ class PackedWeights:
         self._where = (packed, scales.data_ptr(), sums.data_ptr(), bias_at, is_whole)
 
     def times(
-        self, rows: torch.Tensor, dtype: torch.dtype, numbers: tuple[float, float, float]
+        self,
+        rows: torch.Tensor,
+        dtype: torch.dtype,
+        numbers: tuple[float, float, float],
+        gate: Gate | None = None,
     ) -> torch.Tensor:
-        """``rows`` ``[num_rows, in_features]``, of a type in ``KINDS``; ``numbers`` as
-        ``int8_rows.quantize_rows`` takes them. Returns ``[num_rows, out_features]``."""
+        """``rows`` ``[num_rows, in_features]``, or twice as many to be gated, of a type in ``KINDS``;
+        ``numbers`` as ``int8_rows.quantize_rows`` takes them. Returns ``[num_rows, out_features]``."""
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         num_rows = len(rows)
         num_threads = torch.get_num_threads()
         stride, width = self._stride, self._out_features
         output = torch.empty((num_rows, width), dtype=dtype)
         parts = 4 * CHANNELS * num_rows * num_threads
-        scratch = torch.empty(parts + num_rows * (4 + stride), dtype=torch.uint8)
-        at = scratch.data_ptr()
+        gated = num_rows * self._in_features * rows.element_size() if gate else 0
+        scratch = torch.empty(gated + parts + num_rows * (4 + stride), dtype=torch.uint8)
+        gated_at = scratch.data_ptr()
+        at = gated_at + gated
+        first, *gating = gating_of(rows, gate)
         told = array(
             "q",
             [
                 *(0, 0, 0, 0, num_rows, self._in_features, width, KINDS[rows.dtype], KINDS[dtype]),
-                *(rows.data_ptr(), rows.stride(0) * rows.element_size()),
+                *(first, rows.stride(0) * rows.element_size()),
                 *(at + parts + 4 * num_rows, stride, at + parts, numbers_at(*numbers)),
-                *(*self._where, at, output.data_ptr()),
+                *(*self._where, at, output.data_ptr(), *gating, gated_at),
             ],
         )
         multiply.run(told.buffer_info()[0], num_threads)

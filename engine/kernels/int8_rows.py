@@ -1,10 +1,15 @@
-"""Rows in 8 bits, as integer products read them."""
+"""Rows in 8 bits, as integer products read them: quantised as they are, or gated first.
+
+A gated row is one half of what a product left, after an activation, times the other half: what the second
+product of a feed-forward network reads.
+"""
 
 from __future__ import annotations
 
 from array import array
 from enum import IntEnum
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +22,18 @@ from engine.kernels.lanes import (
     argument,
     div,
     fetch_add,
+    gelu_tanh,
     itemsize_of,
     larger_or_nan,
     largest_or_nan_of,
     load,
     magnitude,
+    mul,
     read_float,
+    rounded,
+    silu,
     splat,
+    store,
     store_uint8,
     write_float,
 )
@@ -31,9 +41,21 @@ from engine.kernels.lanes import (
 _ZERO = np.float32(0.0)
 
 
+SILU, GELU_TANH = 1, 2
+ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+
+
+class Gate(NamedTuple):
+    """``activation``: of ``ACTIVATIONS``; ``is_first``: it is for the first half of a row."""
+
+    activation: str
+    is_first: bool
+
+
 class Arg(IntEnum):
     """Numbers, and addresses; strides in bytes. NUMBERS, float32: largest value, smallest scale, what is
-    added before the fraction is cut off."""
+    added before the fraction is cut off. ACTIVATION: 0 where rows are taken as they are; else OTHER is
+    how far from ROWS their other halves are, and GATED has room for the rows."""
 
     NEXT_ROW = 0
     NUM_ROWS = 1
@@ -44,6 +66,9 @@ class Arg(IntEnum):
     VALUES = 6
     SCALES = 7
     NUMBERS = 8
+    ACTIVATION = 9
+    OTHER = 10
+    GATED = 11
 
 
 @njit
@@ -65,14 +90,45 @@ def quantize_row(
         store_uint8(target + at, add(div(load(kind, source + itemsize * at), by), shift))
 
 
+@njit
+def gate_row(
+    kind: int, activation: int, source: int, other: int, num_features: int, target: int
+) -> None:
+    """The activation of what is at ``source``, times what is ``other`` bytes further, both rounded."""
+    itemsize = itemsize_of(kind)
+    for at in range(0, num_features * itemsize, LANES * itemsize):
+        value = load(kind, source + at)
+        value = silu(value) if activation == SILU else gelu_tanh(value)
+        store(kind, target + at, mul(rounded(kind, value), load(kind, source + other + at)))
+
+
+def _gate(p: int) -> None:
+    num_features, kind = argument(p, Arg.NUM_FEATURES), argument(p, Arg.KIND)
+    while True:
+        row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
+        if row >= argument(p, Arg.NUM_ROWS):
+            break
+        gate_row(
+            kind, argument(p, Arg.ACTIVATION), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW),
+            argument(p, Arg.OTHER), num_features,
+            argument(p, Arg.GATED) + row * num_features * itemsize_of(kind),
+        )  # fmt: skip
+
+
 def _quantize(p: int) -> None:
     num_features = argument(p, Arg.NUM_FEATURES)
     while True:
         row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
         if row >= argument(p, Arg.NUM_ROWS):
             break
+        kind, source = argument(p, Arg.KIND), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW)
+        activation = argument(p, Arg.ACTIVATION)
+        if activation != 0:
+            gated = argument(p, Arg.GATED) + row * num_features * itemsize_of(kind)
+            gate_row(kind, activation, source, argument(p, Arg.OTHER), num_features, gated)
+            source = gated
         quantize_row(
-            argument(p, Arg.KIND), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW), num_features,
+            kind, source, num_features,
             argument(p, Arg.VALUES) + row * num_features, argument(p, Arg.SCALES) + 4 * row,
             argument(p, Arg.NUMBERS),
         )  # fmt: skip
@@ -82,26 +138,64 @@ quantize = Kernel(_quantize)
 """Of each row its values, uint8, and its scale, float32: its largest value over ``largest``."""
 
 
+gate_all = Kernel(_gate)
+"""Of each row, GATED."""
+
+
+def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
+    """``rows`` ``[num_rows, 2 * num_features]``, of a type in ``KINDS``; features a multiple of 16, which
+    lie together. Returns ``[num_rows, num_features]``, of the same type."""
+    gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
+    first, *gating = gating_of(rows, how)
+    row = rows.stride(0) * rows.element_size()
+    told = array(
+        "q",
+        [
+            *(0, *gated.shape, KINDS[rows.dtype], first, row, 0, 0, 0),
+            *(*gating, gated.data_ptr()),
+        ],
+    )
+    gate_all.run(told.buffer_info()[0], threads_for(rows.numel()))
+    return gated
+
+
 def quantize_rows(
-    rows: torch.Tensor, largest: float, smallest_scale: float, shift: float
+    rows: torch.Tensor,
+    largest: float,
+    smallest_scale: float,
+    shift: float,
+    gate: Gate | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``rows`` ``[num_rows, num_features]``, of a type in ``KINDS``; features lie together, and are a
-    multiple of 16. Returns values ``[num_rows, num_features]`` uint8, which are a row over its scale plus
-    ``shift`` without the fraction, and scales ``[num_rows, 1]`` float32."""
-    num_rows, num_features = rows.shape
-    values = torch.empty(rows.shape, dtype=torch.uint8)
+    multiple of 16; of gated rows there are twice as many. Returns values ``[num_rows, num_features]``
+    uint8, which are a row over its scale plus ``shift`` without the fraction, and scales
+    ``[num_rows, 1]`` float32."""
+    num_rows, num_features = rows.shape[0], rows.shape[1] // (2 if gate else 1)
+    values = torch.empty((num_rows, num_features), dtype=torch.uint8)
     scales = torch.empty(num_rows, 1)
-    numbers = numbers_at(largest, smallest_scale, shift)
+    first, *gating = gating_of(rows, gate)
+    gated = torch.empty((num_rows, num_features), dtype=rows.dtype) if gate else scales
     told = array(
         "q",
         [
             *(0, num_rows, num_features, KINDS[rows.dtype]),
-            *(rows.data_ptr(), rows.stride(0) * rows.element_size()),
-            *(values.data_ptr(), scales.data_ptr(), numbers),
+            *(first, rows.stride(0) * rows.element_size()),
+            *(values.data_ptr(), scales.data_ptr(), numbers_at(largest, smallest_scale, shift)),
+            *(*gating, gated.data_ptr()),
         ],
     )
     quantize.run(told.buffer_info()[0], threads_for(rows.numel()))
     return values, scales
+
+
+def gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[int, int, int]:
+    """Where ROWS are, ACTIVATION and OTHER."""
+    first = rows.data_ptr()
+    if gate is None:
+        return first, 0, 0
+    half = rows.shape[1] // 2 * rows.element_size()
+    activation = ACTIVATIONS[gate.activation]
+    return (first, activation, half) if gate.is_first else (first + half, activation, -half)
 
 
 _KEPT: list[array[float]] = []

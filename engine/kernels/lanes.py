@@ -280,6 +280,30 @@ def _hyperbolic_tangent(builder: Any, value: Any) -> Any:
     return builder.select(is_low, builder.fneg(size), size)
 
 
+def _logistic(builder: Any, value: Any) -> Any:
+    """1 / (1 + e^-x)."""
+    is_low = builder.fcmp_ordered("<", value, _constant(0.0))
+    decay = _exponential(builder, builder.select(is_low, value, builder.fneg(value)))
+    one = _constant(1.0)
+    return builder.fdiv(builder.select(is_low, decay, one), builder.fadd(one, decay))
+
+
+def _silu(builder: Any, value: Any) -> Any:
+    return builder.fmul(value, _logistic(builder, value))
+
+
+_GELU_SHARE, _GELU_CUBE = 0.7978845608028654, 0.044715  # sqrt(2 / pi)
+
+
+def _gelu_tanh(builder: Any, value: Any) -> Any:
+    """torch's gelu, approximate="tanh"."""
+    cube = builder.fmul(builder.fmul(value, value), value)
+    inner = _fused(builder, cube, _constant(_float32(_GELU_CUBE)), value)
+    bent = _hyperbolic_tangent(builder, builder.fmul(inner, _constant(_float32(_GELU_SHARE))))
+    half = builder.fmul(value, _constant(0.5))
+    return builder.fmul(half, builder.fadd(_constant(1.0), bent))
+
+
 def _halved(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """All lanes in one, by halves."""
     width = LANES
@@ -311,6 +335,8 @@ clean = _operation(_clean, _lanes, _lanes, _float)
 keep = _operation(_keep, _lanes, _lanes, _int, _int)
 exp = _operation(_exponential, _lanes, _lanes)
 tanh = _operation(_hyperbolic_tangent, _lanes, _lanes)
+silu = _operation(_silu, _lanes, _lanes)
+gelu_tanh = _operation(_gelu_tanh, _lanes, _lanes)
 sum_of = _operation(lambda b, x: _halved(b, x, b.fadd), _float, _lanes)
 largest_of = _operation(
     lambda b, x: _halved(b, x, lambda low, high: _largest(b, low, high)), _float, _lanes

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels import find_kernel
+
+if TYPE_CHECKING:
+    from engine.kernels.int8_rows import Gate
 
 _ZERO_POINT = 128
 _LARGEST = 127
@@ -69,15 +72,17 @@ def quantize_weight(weight: torch.Tensor) -> Int8Weight:
     return Int8Weight(values, scales)
 
 
-def quantize_rows(rows: torch.Tensor) -> Int8Rows:
-    """Symmetric, by the largest value of each row; ``rows`` ``[rows, in_features]``.
+def quantize_rows(rows: torch.Tensor, gate: Gate | None = None) -> Int8Rows:
+    """Symmetric, by the largest value of each row; ``rows`` ``[rows, in_features]``, or twice as many
+    features that ``gate`` makes one half of, which takes compiled kernels.
 
     In one pass where that has been compiled, else by torch, with the same bits: both round once for each
     operation.
     """
     kernel = find_kernel("int8_rows")
     if kernel is not None and kernel.can_quantize(rows):
-        return Int8Rows(*kernel.quantize_rows(rows, *_QUANTIZING))
+        return Int8Rows(*kernel.quantize_rows(rows, *_QUANTIZING, gate))
+    assert gate is None
     rows = rows.float()
     scales = (rows.abs().amax(1, keepdim=True) / _LARGEST).clamp_min_(_SMALLEST_SCALE)
     values = (rows / scales).add_(_QUANTIZING[2]).to(torch.uint8)  # cut off: so the half rounds
@@ -120,12 +125,12 @@ class Int8Product:
     def num_bytes(self) -> int:
         return self.out_features * (self.in_features + self.scales.element_size())
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` ``[rows, in_features]``; returns ``[rows, out_features]``."""
+    def __call__(self, rows: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
+        """``rows`` as ``quantize_rows`` takes them; returns ``[rows, out_features]``."""
         if self._for_few_rows is not None and len(rows) <= _FEW_ROWS:
-            result: torch.Tensor = self._for_few_rows.times(rows, self.dtype, _QUANTIZING)
+            result: torch.Tensor = self._for_few_rows.times(rows, self.dtype, _QUANTIZING, gate)
             return result
-        return self.of_int8(quantize_rows(rows))
+        return self.of_int8(quantize_rows(rows, gate))
 
     def of_int8(self, rows: Int8Rows) -> torch.Tensor:
         sums = _product(rows.values, self._packed, self.scales, self._zero_points)
