@@ -166,3 +166,8 @@ class ForwardOutput(NamedTuple):
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
+
+    def copy(self) -> ForwardOutput:
+        """In memory of its own."""
+        hidden = None if self.hidden is None else self.hidden.clone()
+        return ForwardOutput(self.logits.clone(), hidden)

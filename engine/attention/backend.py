@@ -104,14 +104,23 @@ class AttentionPlan(Protocol):
         """``[num_rows, num_heads, value_dim]``, in the order of the batch's rows."""
 
 
+class CapturablePlan(AttentionPlan, Protocol):
+    """Of backends that ``can_capture``."""
+
+    def renewed(self, key: Any) -> tuple[Any, int]:
+        """What this step puts in a recorded kernel's arguments, as the kernel's ``Renewal`` asks for it:
+        numbers, and in how many threads it runs."""
+
+
 class AttentionBackend(ABC):
     """Attention over one store, for one model. A subclass says what it serves:
 
     ``determinisms``: for which settings. ``device_types``: on what; None: anywhere. ``rank``: of those
     that serve a model, the highest is taken where none is asked for. ``store_class``: the layout of keys
     and values that it reads, ``block_multiple``: what a block's tokens have to be a multiple of.
-    ``can_capture``: steps of equal shape may be captured as a graph and run again: plans read nothing
-    but the input tensors, which keep their addresses, and memory that the backend keeps.
+    ``can_capture``: steps of equal shape may be captured and run again: plans read nothing but the input
+    tensors, which keep their addresses, and memory that the backend keeps, and they renew what kernels
+    are told (``CapturablePlan``).
     """
 
     name: ClassVar[str]

@@ -23,6 +23,7 @@ from engine.attention.backend import (
 from engine.batch import InputBatch, InputTensors, RequestRows, slot_of
 from engine.config import Determinism
 from engine.kernels import KINDS, LANES, find_kernel
+from engine.kernels.watch import Renewal
 from kvpool.store import KVStore
 
 _KERNEL = "paged_attention"
@@ -40,6 +41,7 @@ class PagedAttention(AttentionBackend):
     device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu"})
     rank: ClassVar[int] = 1
     block_multiple: ClassVar[int] = LANES
+    can_capture: ClassVar[bool] = True
     failures: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
@@ -118,6 +120,10 @@ class _Layer:
         )
 
 
+_Shape = tuple[int, int, int, int]
+"""Key heads, query heads, dimensions of keys and of values."""
+
+
 class PagedPlan:
     def __init__(self, backend: PagedAttention, batch: InputBatch, inputs: InputTensors) -> None:
         self._backend = backend
@@ -125,7 +131,7 @@ class PagedPlan:
         self._inputs = inputs
         self._num_rows = batch.num_rows
         self._num_threads = torch.get_num_threads()
-        self._steps: dict[tuple[int, int, int, int], _Step] = {}
+        self._steps: dict[_Shape, _Step] = {}
 
     def attend(
         self,
@@ -139,7 +145,8 @@ class PagedPlan:
         num_rows, num_heads, _ = query.shape
         query, key, value = (_rows_together(each) for each in (query, key, value))
         told = backend.layer(layer, options, num_heads // key.shape[1])
-        step = self._step(told, num_heads)
+        shape = (told.num_kv_heads, num_heads, *told.dims)
+        step = self._step(shape)
         output = query.new_empty(num_rows, num_heads, told.dims[1])
         arguments = backend.arguments
         arguments[kernel.COUNTS] = 0
@@ -147,15 +154,25 @@ class PagedPlan:
         arguments[kernel.STEP] = step.arguments
         arguments[kernel.CALL] = [*_lying(query), *_lying(key), *_lying(value), *_lying(output)]
         kernel.store_rows.run(
-            backend.address, self._num_threads if num_rows >= _ROWS_FOR_A_TEAM else 1
+            backend.address,
+            self._num_threads if num_rows >= _ROWS_FOR_A_TEAM else 1,
+            Renewal((shape, "store"), kernel.STEP),
         )
         arguments[kernel.COUNTS] = 0
-        kernel.attend.run(backend.address, step.num_threads)
+        kernel.attend.run(
+            backend.address, step.num_threads, Renewal((shape, "attend"), kernel.STEP)
+        )
         return output
 
-    def _step(self, told: _Layer, num_heads: int) -> _Step:
+    def renewed(self, key: tuple[_Shape, str]) -> tuple[Any, int]:
+        shape, part = key
+        step = self._step(shape)
+        if part == "attend":
+            return step.arguments, step.num_threads
+        return step.arguments, self._num_threads if self._num_rows >= _ROWS_FOR_A_TEAM else 1
+
+    def _step(self, key: _Shape) -> _Step:
         """Made once for layers of equal shape."""
-        key = (told.num_kv_heads, num_heads, *told.dims)
         if key not in self._steps:
             self._steps[key] = _Step(
                 self._backend, self._requests, self._inputs, key, self._num_rows, self._num_threads
@@ -266,7 +283,7 @@ class _Step:
         backend: PagedAttention,
         requests: Sequence[_RequestKeys],
         inputs: InputTensors,
-        shape: tuple[int, int, int, int],
+        shape: _Shape,
         num_rows: int,
         num_threads: int,
     ) -> None:

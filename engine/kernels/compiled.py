@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import logging
 import os
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +24,8 @@ import numba
 import torch
 from numba import cfunc, types
 
+from engine.kernels.watch import Renewal, watched
+
 logger = logging.getLogger(__name__)
 
 Body = Callable[[int], None]
@@ -30,10 +33,11 @@ _SIGNATURE = types.void(types.intp)
 
 
 class Kernel:
-    """``body`` as machine code, compiled when it is first wanted."""
+    """``body`` as machine code, compiled when it is first wanted; it is told ``num_arguments``."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: Body, num_arguments: int) -> None:
         self._body = body
+        self.num_arguments = num_arguments
         self._code: Any = None
         self._call: Any = None
 
@@ -46,10 +50,21 @@ class Kernel:
         # Without letting go of the interpreter: a call alone is over sooner than that.
         self._call = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self._code.address)
 
-    def run(self, arguments: int, num_threads: int = 1) -> None:
-        """``arguments``: where an array of int64 is; what it points to has to outlive the call."""
+    @property
+    def address(self) -> int:
+        """Of the machine code."""
+        self.compile()
+        return int(self._code.address)
+
+    def run(self, arguments: int, num_threads: int = 1, renewal: Renewal | None = None) -> None:
+        """``arguments``: where an array of int64 is; what it points to has to outlive the call.
+        ``renewal``: for those who watch, and run it again; None: nothing changes then."""
         if self._code is None:
             self.compile()
+        watcher = watched.watcher
+        if watcher is not None:
+            told = array("q", ctypes.string_at(arguments, 8 * self.num_arguments))
+            watcher.note_kernel(self.address, told, num_threads, renewal)
         team = _team() if num_threads > 1 else None
         if team is None:
             self._call(arguments)
@@ -103,3 +118,13 @@ _NUMBERS_FOR_A_TEAM = 1 << 16
 def threads_for(count: int) -> int:
     """How many threads so many numbers are worth."""
     return torch.get_num_threads() if count >= _NUMBERS_FOR_A_TEAM else 1
+
+
+_KEPT: list[array[float]] = []
+
+
+@cache
+def numbers_at(*numbers: float) -> int:
+    """Where they are, as float32, for as long as the process lives."""
+    _KEPT.append(array("f", numbers))
+    return _KEPT[-1].buffer_info()[0]

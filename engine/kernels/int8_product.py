@@ -14,8 +14,8 @@ import torch
 from numba import njit
 
 from engine.kernels import KINDS, LANES
-from engine.kernels.compiled import Kernel
-from engine.kernels.int8_rows import Gate, gate_row, gating_of, numbers_at, quantize_row
+from engine.kernels.compiled import Kernel, numbers_at
+from engine.kernels.int8_rows import Gate, gate_row, gating_of, quantize_row
 from engine.kernels.lanes import (
     add,
     argument,
@@ -162,7 +162,7 @@ def _multiply(p: int) -> None:
             _scale(p, row, block, sums + 4 * CHANNELS * row)
 
 
-multiply = Kernel(_multiply)
+multiply = Kernel(_multiply, len(Arg))
 """Rows, quantised, times the weights: OUTPUT."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from enum import IntEnum
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from numba import njit
 
 from engine.kernels import KINDS, LANES
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.compiled import Kernel, numbers_at, threads_for
 from engine.kernels.lanes import (
     add,
     argument,
@@ -134,11 +133,11 @@ def _quantize(p: int) -> None:
         )  # fmt: skip
 
 
-quantize = Kernel(_quantize)
+quantize = Kernel(_quantize, len(Arg))
 """Of each row its values, uint8, and its scale, float32: its largest value over ``largest``."""
 
 
-gate_all = Kernel(_gate)
+gate_all = Kernel(_gate, len(Arg))
 """Of each row, GATED."""
 
 
@@ -196,16 +195,6 @@ def gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[int, int, int]:
     half = rows.shape[1] // 2 * rows.element_size()
     activation = ACTIVATIONS[gate.activation]
     return (first, activation, half) if gate.is_first else (first + half, activation, -half)
-
-
-_KEPT: list[array[float]] = []
-
-
-@cache
-def numbers_at(*numbers: float) -> int:
-    """Where they are, as float32, for as long as the process lives."""
-    _KEPT.append(array("f", numbers))
-    return _KEPT[-1].buffer_info()[0]
 
 
 def can_quantize(rows: torch.Tensor) -> bool:

@@ -163,6 +163,26 @@ fetch_add = _operation(
     ),
     _int, _int, _int,
 )  # fmt: skip
+read_shared = _operation(
+    lambda b, at: b.load_atomic(_pointer(b, at, ir.IntType(64)), "acquire", 8), _int, _int
+)
+"""What another thread may be writing."""
+
+
+def _call(builder: Any, function: Any, value: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+    builder.call(_pointer(builder, function, kind), [value])
+
+
+def _call_int(builder: Any, function: Any) -> Any:
+    kind = ir.FunctionType(_INT32, [])
+    return builder.sext(builder.call(_pointer(builder, function, kind), []), ir.IntType(64))
+
+
+call = _operation(_call, _none, _int, _int)
+"""A function that is at the first address, with the second."""
+call_int = _operation(_call_int, _int, _int)
+"""A function that takes nothing and returns a C int."""
 
 
 @njit(inline="always")

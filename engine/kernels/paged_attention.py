@@ -583,7 +583,7 @@ def _store_rows(p: int) -> None:
             )  # fmt: skip
 
 
-attend = Kernel(_attend)
+attend = Kernel(_attend, len(Arg))
 """Every tile's rows, into OUTPUT."""
-store_rows = Kernel(_store_rows)
+store_rows = Kernel(_store_rows, len(Arg))
 """New keys and values into their slots, finite ones."""

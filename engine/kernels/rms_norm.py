@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.kernels import KINDS, LANES
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.compiled import Kernel, numbers_at, threads_for
 from engine.kernels.lanes import (
     add,
     argument,
@@ -73,7 +73,7 @@ def _normalize(p: int) -> None:
             store(kind, target + itemsize * at, mul(value, load32(weight + 4 * at)))
 
 
-normalize = Kernel(_normalize)
+normalize = Kernel(_normalize, len(Arg))
 """Every row over its root mean square, times WEIGHT."""
 
 
@@ -85,13 +85,17 @@ def rms_norm(
     rows = rows if rows.is_contiguous() else rows.contiguous()
     num_features = rows.shape[-1]
     output = torch.empty_like(rows)
-    numbers = array("f", [epsilon, 1.0 / num_features])
     told = array(
         "q",
         [
             *(0, rows.numel() // num_features, num_features, KINDS[rows.dtype]),
             *(rows.data_ptr(), num_features * rows.element_size()),
-            *(weight.data_ptr(), is_rounded, output.data_ptr(), numbers.buffer_info()[0]),
+            *(
+                weight.data_ptr(),
+                is_rounded,
+                output.data_ptr(),
+                numbers_at(epsilon, 1.0 / num_features),
+            ),
         ],
     )
     normalize.run(told.buffer_info()[0], threads_for(rows.numel()))

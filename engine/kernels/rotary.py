@@ -37,6 +37,7 @@ class Arg(IntEnum):
     # Of the queries, then of the keys: heads, row, head, where they are, and where they go.
     QUERIES = 8
     KEYS = 13
+    END = 18
 
 
 @njit
@@ -71,7 +72,7 @@ def _rotate(p: int) -> None:
         _rotate_heads(p, Arg.KEYS, row)
 
 
-rotate_all = Kernel(_rotate)
+rotate_all = Kernel(_rotate, Arg.END)
 """Every row's queries and keys."""
 
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backend import AttentionBackend
-from engine.batch import ForwardOutput, InputBatch, InputBuffers, RequestRows, build_batch
+from engine.attention.backend import AttentionBackend, AttentionPlan
+from engine.batch import (
+    ForwardOutput,
+    InputBatch,
+    InputBuffers,
+    InputTensors,
+    RequestRows,
+    build_batch,
+)
+from engine.capture.captures import Captures
 
 
 class ModelRunner:
@@ -25,21 +34,30 @@ class ModelRunner:
         self.store = attention.store
         self.device = model.device
         self._buffers = InputBuffers(self.device, max_num_rows)
+        self._captures = Captures(attention)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> ForwardOutput:
         """Keys and values of all rows are in the store afterwards."""
         inputs = self._buffers.fill(batch)
-        with self._hidden_kept(batch.wants_hidden) as hidden:
+        plan = self.attention.plan(batch, inputs)
+        output = self._captures.forward(
+            batch, inputs, plan, lambda: self._run(inputs, plan, batch.wants_hidden)
+        )
+        self.synchronize()  # so that a caller's clock stops when the device is done
+        return output._replace(logits=output.logits[: len(batch.logits_indices)])
+
+    def _run(self, inputs: InputTensors, plan: AttentionPlan, wants_hidden: bool) -> ForwardOutput:
+        """Logits of at least one row."""
+        with self._hidden_kept(wants_hidden) as hidden:
             output = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
                 logits_to_keep=inputs.logits_indices,
-                slipstream_plan=self.attention.plan(batch, inputs),
+                slipstream_plan=plan,
             )
-        self.synchronize()  # so that a caller's clock stops when the device is done
-        return ForwardOutput(output.logits[0, : len(batch.logits_indices)], *hidden)
+        return ForwardOutput(output.logits[0], *hidden)
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         """Copy accepted rows to their committed slots, all layers at once."""
@@ -72,12 +90,32 @@ class ModelRunner:
         """Seconds of one forward of ``num_requests`` requests with ``num_rows`` rows after
         ``num_kv_tokens`` tokens between them, in equal shares; for the cost model. Overwrites the
         store's first blocks: only while it is unused."""
+        shape = num_rows, num_kv_tokens, num_requests
+        self._settle(shape)
+        batch = self._sample_batch(shape, token_id=0)
+        self.synchronize()
+        start = time.perf_counter()
+        self.forward(batch)
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def _settle(self, shape: tuple[int, int, int]) -> None:
+        """Until forwards of that shape take as long as they will."""
+        for token_id in count():
+            batch = self._sample_batch(shape, token_id)
+            if self._captures.is_settled(batch, self._buffers.fill(batch)):
+                return
+            self.forward(batch)
+
+    def _sample_batch(self, shape: tuple[int, int, int], token_id: int) -> InputBatch:
+        """Rows of one token, and keys and values of whatever lies in the store."""
+        num_rows, num_kv_tokens, num_requests = shape
         block_size = self.store.block_size
         rows, base = num_rows // num_requests, num_kv_tokens // num_requests
         num_blocks = -(-(base + rows) // block_size)
         requests = [
             RequestRows(
-                token_ids=[0] * rows,
+                token_ids=[token_id] * rows,
                 num_known=rows,
                 base=base,
                 parents=(),
@@ -86,12 +124,7 @@ class ModelRunner:
             )
             for first in range(0, num_requests * num_blocks, num_blocks)
         ]
-        batch = build_batch(requests, block_size)
-        self.synchronize()
-        start = time.perf_counter()
-        self.forward(batch)
-        self.synchronize()
-        return time.perf_counter() - start
+        return build_batch(requests, block_size)
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)

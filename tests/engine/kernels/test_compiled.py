@@ -30,14 +30,14 @@ def run(kernel: Kernel, num_threads: int) -> list[int]:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_every_task_is_done_once_in_any_number_of_threads(num_threads: int) -> None:
-    done = run(Kernel(count_tasks), num_threads)
+    done = run(Kernel(count_tasks, 53), num_threads)
     assert done[2] == num_threads
     assert done[3:] == list(range(1, 51))
 
 
 def test_without_a_team_one_thread_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_team", lambda: None)
-    done = run(Kernel(count_tasks), 4)
+    done = run(Kernel(count_tasks, 53), 4)
     assert done[2] == 1
     assert done[3:] == list(range(1, 51))
 
@@ -46,7 +46,7 @@ def test_machine_code_is_kept_for_the_next_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run(Kernel(count_tasks), 1)
+    run(Kernel(count_tasks, 53), 1)
     (kept,) = tmp_path.rglob("*count_tasks*.nbi")
     assert kept.is_relative_to(tmp_path / "slipstream" / "kernels")
 
@@ -56,4 +56,4 @@ def test_a_place_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "slipstream").write_text("a file, not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert run(Kernel(count_tasks), 1)[3:] == list(range(1, 51))
+    assert run(Kernel(count_tasks, 53), 1)[3:] == list(range(1, 51))

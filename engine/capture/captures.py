@@ -1,0 +1,143 @@
+"""Which forwards are captured, and when their recordings are used."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+
+from engine.attention.backend import AttentionBackend, AttentionPlan, CapturablePlan
+from engine.batch import ForwardOutput, InputBatch, InputTensors
+from engine.capture.graph import CapturedForward
+from engine.capture.recorder import Recorder
+from engine.kernels import find_kernel
+
+logger = logging.getLogger(__name__)
+
+_MOST_ROWS = 96
+"""A forward of more rows takes so long that what is between its kernels does not matter."""
+_MOST_BYTES = 256 << 20
+
+
+class _Shape(NamedTuple):
+    """What forwards that one recording serves have in common."""
+
+    num_rows: int
+    num_logits: int
+    wants_hidden: bool
+    inputs: int
+    num_threads: int
+
+
+class _Capture:
+    """Of a shape: whether it has come before, its recording, and whether that was found to be true."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self.graph: CapturedForward | None = None
+        self.is_trusted = False
+
+
+class Captures:
+    """Recordings of forwards by shape, the least used ones forgotten first.
+
+    A shape is recorded when it comes for the second time. When it comes again, with other inputs, the
+    recording's results are compared with the model's, and are used from then on. A model of which a
+    recording computes something else, or cannot be made, runs as it is.
+    """
+
+    def __init__(self, attention: AttentionBackend) -> None:
+        self._captures: OrderedDict[_Shape, _Capture] = OrderedDict()
+        can_capture = attention.can_capture and attention.needs.device.type == "cpu"
+        self._is_open = can_capture and find_kernel("sequence") is not None
+
+    def forward(
+        self,
+        batch: InputBatch,
+        inputs: InputTensors,
+        plan: AttentionPlan,
+        run: Callable[[], ForwardOutput],
+    ) -> ForwardOutput:
+        """``run``: the model's forward over ``inputs``, with ``plan``. Returns what it returns."""
+        if not self._is_open or batch.num_rows > _MOST_ROWS:
+            return run()
+        shape = _shape(batch, inputs)
+        capture = self._captures.setdefault(shape, _Capture())
+        self._captures.move_to_end(shape)
+        if not capture.has_come:
+            capture.has_come = True
+            return run()
+        if capture.graph is None:
+            return self._record(capture, run)
+        renewing = cast(CapturablePlan, plan)
+        if not capture.is_trusted:
+            return self._compare(capture, capture.graph, renewing, run)
+        return capture.graph.replay(renewing)
+
+    def is_settled(self, batch: InputBatch, inputs: InputTensors) -> bool:
+        """Whether the next forward takes as long as all those after it. The first one to ask for a shape
+        expects it to come again."""
+        if not self._is_open or batch.num_rows > _MOST_ROWS:
+            return True
+        capture = self._captures.setdefault(_shape(batch, inputs), _Capture())
+        capture.has_come = True
+        return capture.is_trusted
+
+    def _record(self, capture: _Capture, run: Callable[[], ForwardOutput]) -> ForwardOutput:
+        recorder = Recorder()
+        with recorder.watch():
+            output = run()
+        if recorder.reason is not None:
+            self._close(recorder.reason)
+            return output
+        capture.graph = CapturedForward(recorder, output)
+        self._forget()
+        return output.copy()
+
+    def _compare(
+        self,
+        capture: _Capture,
+        graph: CapturedForward,
+        plan: CapturablePlan,
+        run: Callable[[], ForwardOutput],
+    ) -> ForwardOutput:
+        expected = run()
+        got = graph.replay(plan)
+        capture.is_trusted = all(map(_same_bits, got, expected))
+        if not capture.is_trusted:
+            self._close("a recorded one computes something else")
+        return expected
+
+    def _forget(self) -> None:
+        """Of the recordings those that were not used for longest, until the rest has room."""
+        held = [each for each in self._captures.values() if each.graph is not None]
+        total = sum(each.graph.num_bytes for each in held if each.graph is not None)
+        for each in held[:-1]:
+            if total > _MOST_BYTES and each.graph is not None:
+                total -= each.graph.num_bytes
+                each.graph, each.is_trusted = None, False
+
+    def _close(self, reason: str) -> None:
+        logger.info("forwards are not captured: %s", reason)
+        self._is_open = False
+        self._captures.clear()
+
+
+def _shape(batch: InputBatch, inputs: InputTensors) -> _Shape:
+    return _Shape(
+        batch.num_rows,
+        len(inputs.logits_indices),
+        batch.wants_hidden,
+        inputs.token_ids.data_ptr(),
+        torch.get_num_threads(),
+    )
+
+
+def _same_bits(got: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    """Whatever they are: no number differs from itself."""
+    if got is None or expected is None:
+        return got is expected
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (got, expected)))

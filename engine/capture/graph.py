@@ -1,0 +1,76 @@
+"""Runs again what a recorder wrote down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from engine.attention.backend import CapturablePlan
+from engine.batch import ForwardOutput
+from engine.capture.recorder import KernelCall, Recorder, TensorCall
+from engine.kernels import find_kernel
+
+
+class CapturedForward:
+    """A recorded forward. ``recorder`` has no ``reason``; ``output``: what the forward returned."""
+
+    def __init__(self, recorder: Recorder, output: ForwardOutput) -> None:
+        self._recorder = recorder
+        self._output = output
+        self.num_bytes = recorder.num_bytes
+        groups = groupby(recorder.calls, lambda call: isinstance(call, KernelCall))
+        self._parts: list[_Kernels | list[TensorCall]] = [
+            _Kernels(list(calls)) if are_kernels else list(calls)  # type: ignore[arg-type]
+            for are_kernels, calls in groups
+        ]
+
+    def replay(self, plan: CapturablePlan) -> ForwardOutput:
+        """For inputs that lie where those of the recorded forward lay."""
+        for part in self._parts:
+            if isinstance(part, _Kernels):
+                part.run(plan)
+            else:
+                for call in part:
+                    _repeat(call)
+        return self._output.copy()
+
+
+class _Kernels:
+    """Kernels with nothing between them."""
+
+    def __init__(self, calls: Sequence[KernelCall]) -> None:
+        self._run_sequence = find_kernel("sequence").run_sequence
+        width = max(len(call.arguments) for call in calls)
+        # As they are told at first, counters at 0; the kernels themselves work on the copy.
+        self._arguments = np.zeros((len(calls), width), dtype=np.int64)
+        self._told = self._arguments.copy()
+        self._nodes = np.zeros((len(calls), find_kernel("sequence").NODE_INTS), dtype=np.int64)
+        self._renewals: dict[tuple[object, int, int], list[int]] = {}
+        for index, call in enumerate(calls):
+            self._arguments[index, : len(call.arguments)] = call.arguments
+            self._nodes[index] = call.address, self._told[index].ctypes.data, call.num_threads
+            if call.renewal is not None:
+                key, places = call.renewal
+                self._renewals.setdefault((key, places.start, places.stop), []).append(index)
+        self._renewed = [(*key, np.array(rows)) for key, rows in self._renewals.items()]
+
+    def run(self, plan: CapturablePlan) -> None:
+        np.copyto(self._told, self._arguments)
+        for key, start, stop, rows in self._renewed:
+            numbers, num_threads = plan.renewed(key)
+            self._told[rows, start:stop] = numbers
+            self._nodes[rows, 2] = num_threads
+        nodes = self._nodes
+        self._run_sequence(nodes.ctypes.data, len(nodes), int(nodes[:, 2].max()))
+
+
+def _repeat(call: TensorCall) -> None:
+    results = call.function(*call.arguments, **call.named)
+    if call.results is None:
+        return
+    made = (results,) if isinstance(results, torch.Tensor) else results
+    for place, result in zip(call.results, made, strict=True):
+        place.copy_(result)

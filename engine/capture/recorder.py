@@ -1,0 +1,154 @@
+"""Writes down what a forward does: compiled kernels, and torch's operations between them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine.kernels import find_kernel
+from engine.kernels.watch import Renewal, watch_kernels
+
+_ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_ALIGNMENT = 64
+_ADD = torch.ops.aten.add.Tensor
+_INDEX = torch.ops.aten.index.Tensor
+
+
+class KernelCall(NamedTuple):
+    """``address``: of its machine code."""
+
+    address: int
+    arguments: array[int]
+    num_threads: int
+    renewal: Renewal | None
+
+
+class TensorCall(NamedTuple):
+    """One of torch's operations; ``results``: the tensors that it made, whose place is kept. None where
+    it writes to what it is given."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    results: list[torch.Tensor] | None
+
+
+class _Memory:
+    """Buffers for what a forward allocates. One that nothing refers to any more is used again: so may the
+    recorded forward, which does the same in the same order."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
+        self.num_bytes = 0
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        num_bytes = tensor.untyped_storage().nbytes()
+        if num_bytes == 0 or tensor.device.type != "cpu":
+            return tensor
+        free = self._free[num_bytes]
+        if not free:
+            self.num_bytes += num_bytes
+            free.append(np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8))
+        buffer = free.pop()
+        start = -buffer.ctypes.data % _ALIGNMENT
+        lent = buffer[start : start + num_bytes]
+        # torch refers to it for as long as a tensor or a view of one does.
+        finalize(lent, free.append, buffer).atexit = False
+        place = torch.from_numpy(lent).view(tensor.dtype)
+        return place.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+class Recorder(TorchDispatchMode):
+    """``calls``, in their order. ``reason``: why they cannot be run again; None: they can. What they read
+    and write is kept; ``num_bytes``: what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[KernelCall | TensorCall] = []
+        self.reason: str | None = None
+        self._memory = _Memory()
+
+    @property
+    def num_bytes(self) -> int:
+        made = (call.results for call in self.calls if isinstance(call, TensorCall))
+        tensors = (each for results in made for each in results or ())
+        return self._memory.num_bytes + sum(each.untyped_storage().nbytes() for each in tensors)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        with self, watch_kernels(self):
+            yield
+
+    def note_kernel(
+        self, address: int, arguments: array[int], num_threads: int, renewal: Renewal | None
+    ) -> None:
+        self.calls.append(KernelCall(address, arguments, num_threads, renewal))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        named = kwargs or {}
+        result = func(*args, **named)
+        if func._schema.name.partition("::")[2] in _ALLOCATIONS:
+            return self._memory.like(result)
+        if _is_sum(func, args, named, result):
+            left, right = args
+            return self._note_sum(left, right, result)
+        self._note(func, args, named, result)
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        leaves = tree_leaves(result)
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        if func._schema.is_mutable:
+            self.calls.append(TensorCall(func, args, named, None))
+        elif len(tensors) != len(leaves) or _has_shape_of_data(func, args):
+            self.reason = f"{func} reads what tensors hold"
+        elif any(each.layout is not torch.strided for each in tensors):
+            self.reason = f"{func} makes a tensor whose place cannot be written to"
+        # What may return a view, like ``reshape``, may also return a copy.
+        elif not _storages(tensors) <= _storages([args, named]):
+            self.calls.append(TensorCall(func, args, named, tensors))
+
+    def _note_sum(
+        self, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor
+    ) -> torch.Tensor:
+        """Sums of residuals are all that is left between a layer's kernels in most models."""
+        kernel = find_kernel("sums")
+        place = self._memory.like(result).copy_(result)
+        arguments, num_threads = kernel.sum_arguments(left, right, place)
+        self.calls.append(KernelCall(kernel.add_all.address, arguments, num_threads, None))
+        return place
+
+
+def _storages(values: Any) -> set[int]:
+    tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    # Packed weights have none that anybody could look at.
+    plain = (each for each in tensors if each.layout is torch.strided)
+    return {each.untyped_storage().data_ptr() for each in plain}
+
+
+def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    # Whole numbers choose as many rows as they are; masks do not.
+    masks = (torch.bool, torch.uint8)
+    return func is not _INDEX or any(each is not None and each.dtype in masks for each in args[1])
+
+
+def _is_sum(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> bool:
+    kernel = find_kernel("sums")
+    if func is not _ADD or named or kernel is None:
+        return False
+    are_tensors = len(args) == 2 and all(isinstance(each, torch.Tensor) for each in args)
+    return are_tensors and kernel.can_add(*args) and result.is_contiguous()
