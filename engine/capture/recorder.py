@@ -12,7 +12,7 @@ from weakref import finalize
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from engine.kernels import find_kernel
 from engine.kernels.watch import Renewal, watch_kernels
@@ -43,11 +43,12 @@ class TensorCall(NamedTuple):
 
 
 class _Memory:
-    """Buffers for what a forward allocates. One that nothing refers to any more is used again: so may the
+    """Buffers for what a forward makes. One that nothing refers to any more is used again: so may the
     recorded forward, which does the same in the same order."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
+        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)
+        self._lent: dict[int, _Buffer] = {}
         self.num_bytes = 0
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,12 +60,36 @@ class _Memory:
             self.num_bytes += num_bytes
             free.append(np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8))
         buffer = free.pop()
-        start = -buffer.ctypes.data % _ALIGNMENT
-        lent = buffer[start : start + num_bytes]
+        lent = _aligned(buffer)
+        self._lent[lent.ctypes.data] = buffer
         # torch refers to it for as long as a tensor or a view of one does.
         finalize(lent, free.append, buffer).atexit = False
-        place = torch.from_numpy(lent).view(tensor.dtype)
-        return place.as_strided(tensor.shape, tensor.stride(), 0)
+        return _tensor_over(lent, tensor)
+
+    def filled(self, tensor: torch.Tensor) -> torch.Tensor:
+        place = self.like(tensor)
+        return place if place is tensor else place.copy_(tensor)
+
+    def seen(self, value: Any) -> Any:
+        """The same tensor, which does not keep its buffer from being used again; what is no tensor, or
+        lies elsewhere, as it is."""
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return value
+        buffer = self._lent.get(value.untyped_storage().data_ptr())
+        return value if buffer is None else _tensor_over(_aligned(buffer), value)
+
+
+_Buffer = np.ndarray[Any, Any]
+
+
+def _aligned(buffer: _Buffer) -> _Buffer:
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + len(buffer) - _ALIGNMENT]
+
+
+def _tensor_over(buffer: _Buffer, like: torch.Tensor) -> torch.Tensor:
+    plain = torch.from_numpy(buffer).view(like.dtype)
+    return plain.as_strided(like.shape, like.stride(), like.storage_offset())
 
 
 class Recorder(TorchDispatchMode):
@@ -79,9 +104,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        made = (call.results for call in self.calls if isinstance(call, TensorCall))
-        tensors = (each for results in made for each in results or ())
-        return self._memory.num_bytes + sum(each.untyped_storage().nbytes() for each in tensors)
+        return self._memory.num_bytes
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -104,28 +127,36 @@ class Recorder(TorchDispatchMode):
         if _is_sum(func, args, named, result):
             left, right = args
             return self._note_sum(left, right, result)
-        self._note(func, args, named, result)
-        return result
+        return self._note(func, args, named, result)
 
-    def _note(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> Any:
+        """Returns the result, in a place that a replay writes to."""
         leaves = tree_leaves(result)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        seen_args, seen_named = tree_map(self._memory.seen, (args, named))
         if func._schema.is_mutable:
-            self.calls.append(TensorCall(func, args, named, None))
-        elif len(tensors) != len(leaves) or _has_shape_of_data(func, args):
+            self.calls.append(TensorCall(func, seen_args, seen_named, None))
+            return result
+        if len(tensors) != len(leaves) or _has_shape_of_data(func, args):
             self.reason = f"{func} reads what tensors hold"
-        elif any(each.layout is not torch.strided for each in tensors):
+            return result
+        if any(each.layout is not torch.strided for each in tensors):
             self.reason = f"{func} makes a tensor whose place cannot be written to"
+            return result
         # What may return a view, like ``reshape``, may also return a copy.
-        elif not _storages(tensors) <= _storages([args, named]):
-            self.calls.append(TensorCall(func, args, named, tensors))
+        if _storages(tensors) <= _storages([args, named]):
+            return result
+        places = tree_map(self._memory.filled, result)
+        seen = [self._memory.seen(each) for each in tree_leaves(places)]
+        self.calls.append(TensorCall(func, seen_args, seen_named, seen))
+        return places
 
     def _note_sum(
         self, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor
     ) -> torch.Tensor:
         """Sums of residuals are all that is left between a layer's kernels in most models."""
         kernel = find_kernel("sums")
-        place = self._memory.like(result).copy_(result)
+        place = self._memory.filled(result)
         arguments, num_threads = kernel.sum_arguments(left, right, place)
         self.calls.append(KernelCall(kernel.add_all.address, arguments, num_threads, None))
         return place

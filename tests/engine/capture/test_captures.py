@@ -1,0 +1,267 @@
+"""Recorded forwards: results have the model's bits, whatever requests make up the rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.attention.backend import AttentionNeeds, build_attention
+from engine.batch import ForwardOutput, RequestRows, build_batch
+from engine.capture import captures
+from engine.capture.captures import Captures
+from engine.model.fusing import fuse
+from engine.model.int8 import is_exact
+from engine.model.loader import attach_attention
+from engine.model.quantization import quantize_model
+from engine.model.runner import ModelRunner
+from worlds.tiny_models import (
+    chunk,
+    make_runner,
+    random_ids,
+    scattered_table,
+    tiny_model,
+    tree,
+)
+
+SIZE = 16
+RECORDABLE = ["llama", "gemma2", "qwen2", "qwen3_moe", "phi3"]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def runner_of(model: PreTrainedModel, is_open: bool = True) -> ModelRunner:
+    runner = make_runner(model, exact=True, block_size=SIZE)
+    if not is_open:
+        runner._captures._close("the test compares with it")
+    return runner
+
+
+def trusted(runner: ModelRunner) -> int:
+    return sum(each.is_trusted for each in runner._captures._captures.values())
+
+
+def texts(seed: int, lengths: Sequence[int]) -> list[RequestRows]:
+    """Each text's prompt, in blocks of its own."""
+    return [
+        chunk(random_ids(seed + index, length), 0, length, tables(index))
+        for index, length in enumerate(lengths)
+    ]
+
+
+def tables(index: int) -> list[int]:
+    return scattered_table(5, 12, first=12 * index, among=12)
+
+
+def steps(seed: int) -> list[list[RequestRows]]:
+    """Prompts; then six rows a step, made up anew each time."""
+    first, second = random_ids(seed, 60), random_ids(seed + 1, 90)
+    rows = random_ids(seed + 2, 5)
+    one, two = tables(0), tables(1)
+    return [
+        texts(seed, [60, 90]),
+        [chunk(first, 54, 6, one)],
+        [chunk(first, 50, 2, one), chunk(second, 80, 4, two)],
+        [tree(second, 1, rows, (-1, -1, 0, 0, 2), two)],
+        [tree(first, 1, rows[:2], (-1, -1), one), chunk(second, 87, 3, two)],
+        [chunk(second, 84, 6, two)],
+        [tree(first, 2, rows[:4], (-1, 0, 0, 1), one)],
+    ]
+
+
+def outputs(runner: ModelRunner, seed: int, wants_hidden: bool = False) -> list[torch.Tensor]:
+    found = []
+    for requests in steps(seed):
+        output = runner.forward(build_batch(requests, SIZE, wants_hidden=wants_hidden))
+        found += [each for each in output if each is not None]
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RECORDABLE)
+def test_results_have_the_models_bits(name: str, dtype: torch.dtype) -> None:
+    model = tiny_model(name, dtype)
+    recording, plain = runner_of(model), runner_of(model, is_open=False)
+    for seed in (1, 2):
+        for got, expected in zip(outputs(recording, seed), outputs(plain, seed), strict=True):
+            assert torch.equal(got, expected)
+    assert trusted(recording) == 1
+
+
+@pytest.mark.skipif(not is_exact(64, 64), reason="this CPU has neither VNNI nor AMX")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2"])
+def test_so_have_those_of_models_in_8_bits(name: str) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    quantize_model(model)
+    shapes = attach_attention(model)
+    fuse(model)
+    needs = AttentionNeeds.of(model, shapes, "exact", SIZE)
+    recording, plain = (ModelRunner(model, build_attention(needs, 96)) for _ in range(2))
+    plain._captures._close("the test compares with it")
+    for seed in (1, 2):
+        for got, expected in zip(
+            outputs(recording, seed, True), outputs(plain, seed, True), strict=True
+        ):
+            assert torch.equal(got, expected)
+    assert trusted(recording) == 1
+
+
+@given(seed=st.integers(0, 50), counts=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_any_company_writes_and_reads_the_same(seed: int, counts: list[int]) -> None:
+    recording, plain = PAIR
+    prompts = texts(seed, [40 + 7 * index for index in range(len(counts))])
+    parts = [
+        chunk(random_ids(seed + index, 40 + 7 * index), 30, count, tables(index))
+        for index, count in enumerate(counts)
+    ]
+    for requests in (prompts, parts, parts):
+        got, expected = (
+            each.forward(build_batch(requests, SIZE)).logits for each in (recording, plain)
+        )
+        assert torch.equal(got, expected)
+
+
+PAIR = (runner_of(tiny_model("llama")), runner_of(tiny_model("llama"), is_open=False))
+
+
+def test_a_later_step_leaves_earlier_results_alone() -> None:
+    runner = runner_of(tiny_model("llama"))
+    batches = [
+        build_batch([chunk(random_ids(seed, 8), 0, 8, tables(0))], SIZE) for seed in range(5)
+    ]
+    results = [runner.forward(batch).logits for batch in batches]
+    copies = [each.clone() for each in results]
+    assert trusted(runner) == 1
+    runner.forward(batches[0])
+    assert all(map(torch.equal, results, copies))
+    assert len({each.data_ptr() for each in results}) == len(results)
+
+
+class Peeking(nn.Module):
+    """Looks at what a tensor holds."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.inner(hidden) if hidden.max().item() > 0 else -self.inner(hidden)
+
+
+class Counting(nn.Module):
+    """Another result at every call."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        self.calls += 1
+        return self.inner(hidden) * (1.0 + self.calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Peeking, "reads what tensors hold"), (Counting, "computes something else")],
+)
+def test_a_model_that_cannot_be_recorded_runs_as_it_is(
+    kind: type[nn.Module], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [tiny_model("llama") for _ in range(2)]
+    for model in models:
+        model.model.layers[0].mlp = kind(model.model.layers[0].mlp)
+    recording, plain = runner_of(models[0]), runner_of(models[1], is_open=False)
+    caplog.set_level(logging.INFO)
+    for seed in (1, 2):
+        for got, expected in zip(outputs(recording, seed), outputs(plain, seed), strict=True):
+            assert torch.equal(got, expected)
+    assert reason in caplog.text
+    assert trusted(recording) == 0
+
+
+def test_forwards_of_many_rows_are_not_recorded() -> None:
+    runner = runner_of(tiny_model("llama"))
+    for seed in range(4):
+        text = random_ids(seed, captures._MOST_ROWS + 1)
+        runner.forward(build_batch([chunk(text, 0, len(text), tables(0))], SIZE))
+    assert not runner._captures._captures
+
+
+def test_the_least_used_recordings_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(tiny_model("llama"))
+
+    def run(num_rows: int) -> None:
+        for seed in range(3):
+            text = random_ids(seed, num_rows)
+            runner.forward(build_batch([chunk(text, 0, num_rows, tables(0))], SIZE))
+
+    def recorded() -> list[int]:
+        every = runner._captures._captures.items()
+        return [shape.num_rows for shape, each in every if each.graph is not None]
+
+    run(3)
+    (capture,) = runner._captures._captures.values()
+    assert capture.graph is not None
+    # A row takes the same memory in each: room for eleven, and a little more.
+    monkeypatch.setattr(captures, "_MOST_BYTES", 23 * capture.graph.num_bytes // 6)
+    for num_rows in (4, 3, 5, 6):
+        run(num_rows)
+    assert recorded() == [5, 6]
+    run(3)
+    assert recorded() == [6, 3]
+
+
+def test_memory_within_a_recording_is_used_again() -> None:
+    sizes = []
+    for num_layers in (2, 12):
+        runner = runner_of(tiny_model("llama", num_hidden_layers=num_layers))
+        for seed in range(3):
+            runner.forward(build_batch([chunk(random_ids(seed, 8), 0, 8, tables(0))], SIZE))
+        (capture,) = runner._captures._captures.values()
+        assert capture.graph is not None
+        sizes.append(capture.graph.num_bytes)
+    assert sizes[0] == sizes[1] > 0
+
+
+def test_what_a_backend_cannot_capture_is_not() -> None:
+    runner = make_runner(tiny_model("llama"), True, block_size=SIZE, attention="exact")
+    assert not runner._captures._is_open
+    batch = build_batch([chunk(random_ids(1, 4), 0, 4, tables(0))], SIZE)
+    for _ in range(4):
+        runner.forward(batch)
+    assert not runner._captures._captures
+
+
+def test_timing_waits_until_a_shape_is_settled() -> None:
+    runner = runner_of(tiny_model("llama"))
+    assert runner.time_step(4, 20) > 0
+    assert trusted(runner) == 1
+    runner.time_step(captures._MOST_ROWS + 1, 0)
+    assert trusted(runner) == 1
+
+
+def test_without_compiled_kernels_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "find_kernel", lambda _: None)
+    runner = runner_of(tiny_model("llama"))
+    assert not runner._captures._is_open
+
+
+def test_results_that_are_no_numbers_are_the_same_results() -> None:
+    class Broken:
+        can_capture = True
+
+        class needs:  # noqa: N801
+            device = torch.device("cpu")
+
+    found = Captures(Broken())  # type: ignore[arg-type]
+    assert found._is_open
+    nan = ForwardOutput(torch.full((2, 3), torch.nan))
+    assert all(map(captures._same_bits, nan, nan.copy()))
+    assert not captures._same_bits(torch.zeros(2), -torch.zeros(2))
+    assert not captures._same_bits(None, torch.zeros(2))
