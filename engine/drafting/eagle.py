@@ -28,6 +28,7 @@ from engine.drafting.draft_model import request_rows
 from engine.drafting.head_files import HeadFolder, HeadsRefusedError
 from engine.drafting.medusa import OutputHead
 from engine.machine import can_pack
+from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
 
 KIND = "eagle"
@@ -227,6 +228,7 @@ def load_layer(folder: HeadFolder, dtype: torch.dtype, device: torch.device) -> 
     layer.to(device=device, dtype=dtype).requires_grad_(False).eval()
     # The cast above also rounded the rotary frequencies.
     layer.body.rotary_emb = LlamaRotaryEmbedding(layer.body.config).to(device)
+    fuse(layer)
     if can_pack(device, dtype):
         pack_linears(layer, 1024, exact=False)
     return layer

@@ -31,6 +31,7 @@ from engine.drafting.layer_subset import layer_subset, parse_layers
 from engine.drafting.quantized import quantized_copy
 from engine.errors import UnsupportedModelError
 from engine.machine import can_pack
+from engine.model.fusing import fuse
 from engine.model.int8 import Int8Linear
 from engine.model.linear import pack_linears
 from engine.model.loader import (
@@ -282,6 +283,8 @@ def check_vocabulary(
 
 
 def _prepared(model: PreTrainedModel, owns_rows: bool) -> _Prepared:
+    """``model``'s modules are its own; its weights may be the target's."""
     reference = reference_logits(model)
     shapes = attach_attention(model)
+    fuse(model)
     return _Prepared(model, reference, shapes if owns_rows else None)

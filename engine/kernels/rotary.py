@@ -83,8 +83,8 @@ def can_rotate(
     parts = (query, key, cosines, sines)
     dim = query.shape[-1]
     return (
-        query.shape[0] == 1
-        and query.dim() == key.dim() == 4
+        query.dim() == key.dim() == 4
+        and query.shape[0] == key.shape[0] == 1
         and cosines.shape == sines.shape == (1, query.shape[2], dim)
         and key.shape[2:] == query.shape[2:]
         and dim % (2 * LANES) == 0

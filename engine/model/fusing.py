@@ -14,7 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def fuse(model: nn.Module) -> None:
-    """In place, once a model's weights are what they will be."""
+    """In place, once a model's weights are what they will be; a second time it finds nothing."""
+    if any(each.device.type != "cpu" for each in model.parameters()):
+        return
     counts = {
         "norms": fuse_norms(model),
         "rotary embeddings": fuse_rotary(model),

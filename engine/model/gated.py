@@ -8,7 +8,7 @@ do with random rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from engine.kernels.int8_rows import Gate
 
 _PROBED_ROWS = 8
-_SCALES = (1.0, 30.0)
-"""Of probed rows: some networks cut large values off."""
+_LARGEST = (4.0, 100.0)
+"""Of what gate and up make of probed rows: some networks cut large values off."""
 _ACTIVATION_TOLERANCE = 2e-6
 # Of the root mean square; values next to a step of the type, or of the 8 bits, may fall to either side.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -35,8 +35,11 @@ class GatedFeedForward(nn.Module):
         self.parts = parts
         self._both, self._down, self._gate = both, down, gate
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[.., hidden_size]`` to the same."""
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """``[.., hidden_size]`` to the same; with more than that, what the network does with it."""
+        if len(given) != 1 or named:
+            return self.parts(*given, **named)
+        hidden_states = given[0]
         both = self._both(hidden_states.reshape(-1, hidden_states.shape[-1]))
         return self._down(both, self._gate).view(*hidden_states.shape[:-1], -1)
 
@@ -51,6 +54,8 @@ def fuse_gated(model: nn.Module) -> int:
         return 0
     replaced = 0
     for parent in list(model.modules()):
+        if isinstance(parent, GatedFeedForward):
+            continue  # the network itself is no longer in its own place
         for name, child in list(parent.named_children()):
             fused = _fused(child)
             if fused is not None:
@@ -113,7 +118,8 @@ def _with_gate(
     kernel = find_kernel("int8_rows")
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(_PROBED_ROWS, both.in_features, generator=generator)
-    rows = torch.cat([scale * drawn for scale in _SCALES]).to(both.dtype)[None]
+    by = 1 / both(drawn.to(both.dtype)).abs().amax().float()
+    rows = torch.cat([largest * by * drawn for largest in _LARGEST]).to(both.dtype)[None]
     try:
         expected = module(rows)
     except Exception:  # it takes something else than rows

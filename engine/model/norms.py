@@ -57,6 +57,8 @@ def fuse_norms(model: nn.Module) -> int:
 
 def _fused(module: nn.Module) -> FusedNorm | None:
     """What computes the same; None: nothing here does."""
+    if isinstance(module, FusedNorm):
+        return None
     weight, epsilon = _parts(module)
     if weight is None or epsilon is None:
         return None

@@ -51,18 +51,10 @@ class _Rotation:
         self._function = function
         self._kernel = find_kernel("rotary")
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        *others: Any,
-        **named: Any,
-    ) -> Any:
-        if others or named or not self._kernel.can_rotate(q, k, cos, sin):
-            return self._function(q, k, cos, sin, *others, **named)
-        return self._kernel.rotate(q, k, cos, sin)
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if len(given) != 4 or named or not self._kernel.can_rotate(*given):
+            return self._function(*given, **named)
+        return self._kernel.rotate(*given)
 
 
 def _with_rotation(forward: FunctionType, rotation: _Rotation) -> FunctionType:
@@ -95,9 +87,17 @@ def _rotates_halves(function: Callable[..., Any]) -> bool:
                 expected = function(query, key, *angles)
             except Exception:  # it takes something else
                 return False
-            got = kernel.rotate(query, key, *angles)
             if not isinstance(expected, tuple) or len(expected) != 2:
                 return False
-            if not all(torch.equal(*pair) for pair in zip(got, expected, strict=True)):
+            got = kernel.rotate(query, key, *angles)
+            if not all(_is_same(*pair) for pair in zip(got, expected, strict=True)):
                 return False
     return True
+
+
+def _is_same(got: torch.Tensor, expected: object) -> bool:
+    return (
+        isinstance(expected, torch.Tensor)
+        and expected.dtype == got.dtype
+        and torch.equal(got, expected)
+    )

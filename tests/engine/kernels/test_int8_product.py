@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.kernels.int8_product import can_multiply
+from engine.kernels.int8_rows import ACTIVATIONS, Gate, gate_rows
 from engine.model import int8
 from engine.model.int8 import (
     Int8Product,
@@ -130,3 +131,59 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     expected = Int8Product([weight], [None], torch.float32, "none").of_int8(quantize_rows(rows))
     monkeypatch.undo()
     assert torch.equal(Int8Product([weight], [None], torch.float32)(rows), expected)
+
+
+# --- rows that are gated first ---
+
+GATES = [Gate(activation, is_first) for activation in ACTIVATIONS for is_first in (True, False)]
+
+
+@needs_kernel
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gated_rows_have_the_bits_of_gating_first_and_of_onednn(
+    dtype: torch.dtype, gate: Gate
+) -> None:
+    kernel, onednn = both(1040, 80, dtype, True)
+    rows = drawn(int8._FEW_ROWS + 2, 2080, seed=2).to(dtype)
+    gated = gate_rows(rows, gate)
+    expected = onednn(gated)
+    assert torch.equal(onednn(rows, gate), expected)
+    for count in (1, 2, 3, 4, 5, 11, int8._FEW_ROWS, int8._FEW_ROWS + 1, len(rows)):
+        assert torch.equal(kernel(rows[:count], gate), expected[:count]), count
+        assert torch.equal(kernel(gated[:count]), expected[:count]), count
+    assert torch.equal(kernel(rows[7:8], gate), expected[7:8])
+
+
+@needs_kernel
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_threads_do_not_change_those_either(num_threads: int) -> None:
+    kernel, onednn = both(1024, 64, torch.float32, False)
+    rows, gate = drawn(40, 2048, seed=2), Gate("silu", True)
+    expected = onednn(gate_rows(rows, gate))
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for _ in range(50):
+            assert torch.equal(kernel(rows, gate), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+@pytest.mark.parametrize("gate", GATES)
+def test_gated_rows_in_a_wider_tensor_and_columns_as_rows(gate: Gate) -> None:
+    kernel, onednn = both(64, 32, torch.float32, False)
+    for rows in (drawn(5, 160)[:, 16:144], drawn(128, 5).T):
+        assert torch.equal(kernel(rows, gate), onednn(gate_rows(rows.contiguous(), gate)))
+
+
+@needs_kernel
+def test_gated_rows_that_are_no_numbers_leave_their_neighbours_alone() -> None:
+    kernel, _ = both(64, 32, torch.float32, False)
+    rows, gate = drawn(3, 128), Gate("gelu_tanh", False)
+    alone = kernel(rows, gate)
+    rows[1, 70] = torch.nan
+    got = kernel(rows, gate)
+    assert got[1].isnan().all()
+    assert torch.equal(got[::2], alone[::2])

@@ -1,11 +1,15 @@
-"""Rows in 8 bits: the compiled pass has the bits of torch's operations."""
+"""Rows in 8 bits: the compiled pass has the bits of torch's operations. Gated ones: values are torch's
+but for a step of their type, and bits the same in any company."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 
-from engine.kernels.int8_rows import can_quantize
+from engine.kernels.int8_rows import ACTIVATIONS, Gate, can_quantize, gate_rows
 from engine.model import int8
 
 
@@ -50,3 +54,107 @@ def test_rows_in_a_wider_tensor_are_read_where_they_lie() -> None:
 def test_others_are_left_to_torch(rows: torch.Tensor) -> None:
     assert not can_quantize(rows)
     assert int8.quantize_rows(rows).values.eq(128).all()
+
+
+# --- gated ---
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+STEP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+SMALLEST = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-24}
+TORCHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
+}
+GATES = [Gate(activation, is_first) for activation in ACTIVATIONS for is_first in (True, False)]
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(2))).to(dtype)
+
+
+def gated_by_torch(rows: torch.Tensor, gate: Gate) -> torch.Tensor:
+    halves = rows.chunk(2, 1)
+    first, second = halves if gate.is_first else halves[::-1]
+    return TORCHS[gate.activation](first) * second
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 32), (7, 2080), (300, 512)])
+def test_gated_values_are_torchs_but_for_a_step(
+    shape: tuple[int, int], dtype: torch.dtype, gate: Gate
+) -> None:
+    rows = drawn(*shape, dtype=dtype)
+    got, expected = gate_rows(rows, gate), gated_by_torch(rows, gate)
+    assert (got.dtype, got.shape) == (dtype, expected.shape)
+    # Of the activation, which is rounded before it is a factor; below 0 it may be what 1 - 1 left.
+    factor = rows.chunk(2, 1)[1 if gate.is_first else 0].float().abs()
+    tolerance = 2 * STEP[dtype] * expected.float().abs() + 1e-6 * factor + SMALLEST[dtype]
+    assert ((got.float() - expected.float()).abs() <= tolerance).all()
+    if dtype != torch.float32:  # values next to a step's edge are few
+        assert (got == expected).float().mean() > 0.97
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_rows_are_quantised_as_if_gated_before(dtype: torch.dtype, gate: Gate) -> None:
+    rows = drawn(70, 416, dtype=dtype)
+    rows[3] = 0
+    expected = int8.quantize_rows(gate_rows(rows, gate))
+    for got, wanted in zip(int8.quantize_rows(rows, gate), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gated_row_has_the_same_bits_alone_and_among_others(
+    dtype: torch.dtype, gate: Gate
+) -> None:
+    rows = drawn(300, 512, dtype=dtype)
+    every, quantized = gate_rows(rows, gate), int8.quantize_rows(rows, gate)
+    for row in (0, 1, 150, 299):
+        alone = slice(row, row + 1)
+        assert torch.equal(gate_rows(rows[alone], gate), every[alone])
+        got = int8.quantize_rows(rows[alone], gate)
+        assert torch.equal(got.values, quantized.values[alone])
+        assert torch.equal(got.scales, quantized.scales[alone])
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_do_not_change_gated_rows(num_threads: int) -> None:
+    rows, gate = drawn(300, 2048), Gate("silu", True)
+    expected = gate_rows(rows, gate), *int8.quantize_rows(rows, gate)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for _ in range(20):
+            got = gate_rows(rows, gate), *int8.quantize_rows(rows, gate)
+            assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gated_rows_in_a_wider_tensor_are_read_where_they_lie(gate: Gate) -> None:
+    part = drawn(10, 160)[::2, 32:128]
+    before = part.clone()
+    assert torch.equal(gate_rows(part, gate), gate_rows(before, gate))
+    for pair in zip(int8.quantize_rows(part, gate), int8.quantize_rows(before, gate), strict=True):
+        assert torch.equal(*pair)
+    assert torch.equal(part, before)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("column", [5, 40])
+def test_gated_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice(
+    column: int, gate: Gate
+) -> None:
+    rows = drawn(3, 64)
+    values, quantized = gate_rows(rows, gate), int8.quantize_rows(rows, gate)
+    rows[1, column] = torch.nan
+    got = gate_rows(rows, gate)
+    assert got.isnan().nonzero().tolist() == [[1, column % 32]]
+    assert torch.equal(got[::2], values[::2])
+    after = int8.quantize_rows(rows, gate)
+    assert after.scales.isnan().flatten().tolist() == [False, True, False]
+    assert torch.equal(after.values[::2], quantized.values[::2])

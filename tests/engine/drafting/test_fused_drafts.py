@@ -1,0 +1,161 @@
+"""Draft models with modules of their own run in fewer passes, and draft what they drafted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from drafters.base import DraftRequest, DraftShape
+from drafters.model.protocol import Candidates, DraftRows
+from engine.attention.backend import AttentionNeeds, build_attention
+from engine.config import EngineConfig
+from engine.drafting import eagle, models
+from engine.drafting.draft_model import EngineDraftModel
+from engine.drafting.eagle import FeatureLayer, eagle_config, load_layer
+from engine.drafting.head_files import read_heads, target_facts, write_heads
+from engine.drafting.models import DraftModels, prepare_drafts
+from engine.model.fusing import fuse
+from engine.model.gated import GatedFeedForward
+from engine.model.loader import attach_attention
+from engine.model.norms import FusedNorm
+from engine.model.quantization import refusal
+from engine.model.runner import ModelRunner
+from worlds.tiny_models import CPU, VOCAB_SIZE, random_ids, tiny_model
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 64
+TEXTS = [random_ids(seed, 9 + 5 * seed) for seed in range(3)]
+needs_int8 = pytest.mark.skipif(refusal(CPU) is not None, reason="this CPU has no such products")
+
+
+def target(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return tiny_model("llama", dtype, head_dim=32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Of a draft model with the target's weights."""
+    target().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def counts(model: nn.Module) -> tuple[int, int, int]:
+    """Norms, rotary embeddings, gated networks."""
+    every = list(model.modules())
+    return (
+        sum(isinstance(each, FusedNorm) for each in every),
+        sum("forward" in vars(each) for each in every),
+        sum(isinstance(each, GatedFeedForward) for each in every),
+    )
+
+
+def prepared(model: PreTrainedModel, kind: str, **settings: Any) -> DraftModels:
+    sizes = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 64}
+    return prepare_drafts(model, None, EngineConfig(**sizes, drafters=(kind,), **settings))
+
+
+def attached(model: PreTrainedModel, drafts: DraftModels, kind: str) -> EngineDraftModel:
+    """As an engine does it, which checks the draft model's logits."""
+    shapes = attach_attention(model)
+    fuse(model)
+    needs = AttentionNeeds.of(model, shapes, "fast", BLOCK_SIZE)
+    runner = ModelRunner(model, build_attention(needs, NUM_BLOCKS))
+    drafts.attach(runner, shapes, VOCAB_SIZE, 64)
+    return drafts.get(kind)
+
+
+def drafted(model: EngineDraftModel) -> list[Candidates]:
+    """Of every token of some texts, four candidates for the next."""
+    rows = []
+    for index, text in enumerate(TEXTS):
+        table = list(range(8 * index, 8 * index + 8))
+        ask = DraftRequest(f"r{index}", text, 8, DraftShape(), block_table=table)
+        rows.append(DraftRows(ask, text, 0, len(text), 4))
+    return [each for part in model.forward(rows) for each in part]
+
+
+def check_same(got: list[Candidates], expected: list[Candidates]) -> None:
+    assert len(got) == len(expected) == sum(map(len, TEXTS))
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.confidences == pytest.approx(theirs.confidences, rel=1e-3, abs=1e-6)
+
+
+@needs_int8
+@pytest.mark.parametrize("copied", ["target", "draft"])
+def test_a_quantised_copy_is_fused_and_its_drafts_stay_the_same(
+    copied: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"quantized": "int8", "quantized_model": copied}
+    if copied == "draft":
+        settings["draft_model"] = folder
+    model = target()
+    drafts = prepared(model, "quantized", **settings)
+    assert counts(model) == (0, 0, 0)  # its modules are still transformers'
+    got = attached(model, drafts, "quantized")
+    assert counts(got._runner.model) == (5, 2, 2)
+    assert counts(model) == (5, 2, 0)
+
+    monkeypatch.setattr(models, "fuse", lambda _: None)
+    plain = target()
+    expected = attached(plain, prepared(plain, "quantized", **settings), "quantized")
+    assert counts(expected._runner.model) == (0, 0, 0)
+    check_same(drafted(got), drafted(expected))
+
+
+def test_so_is_a_small_model(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target()
+    got = attached(model, prepared(model, "small_model", draft_model=folder), "small_model")
+    assert counts(got._runner.model) == (5, 2, 0)
+    monkeypatch.setattr(models, "fuse", lambda _: None)
+    plain = target()
+    drafts = prepared(plain, "small_model", draft_model=folder)
+    check_same(drafted(got), drafted(attached(plain, drafts, "small_model")))
+
+
+def test_weights_are_packed_after_that(folder: str) -> None:
+    model = target(torch.bfloat16)
+    drafts = prepared(model, "small_model", draft_model=folder, dtype="bfloat16")
+    got = attached(model, drafts, "small_model")
+    assert counts(got._runner.model) == (5, 2, 0)
+    assert drafted(got)
+
+
+def test_layers_of_the_target_are_fused_with_it_and_not_before() -> None:
+    model = target()
+    drafts = prepared(model, "prefix_layers", prefix_layers="1")
+    assert counts(model) == (0, 0, 0)
+    got = attached(model, drafts, "prefix_layers")._runner.model
+    assert counts(got) == (3, 1, 0)
+    shared = {id(each) for each in model.modules() if isinstance(each, FusedNorm)}
+    assert all(id(each) in shared for each in got.modules() if isinstance(each, FusedNorm))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layer_of_a_head_is_fused_and_its_states_stay_the_same(
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(4)
+    layer, facts = FeatureLayer(64, (96, 2, 1, 32, 64), "sdpa"), target_facts(target())
+    write_heads(tmp_path, eagle_config(layer), facts, layer)
+    folder = read_heads(tmp_path, "eagle", facts)
+
+    def states() -> tuple[FeatureLayer, torch.Tensor]:
+        loaded = load_layer(folder, dtype, CPU)
+        loaded.body.config._attn_implementation = "sdpa"
+        generator = torch.Generator().manual_seed(6)
+        rows = torch.randn(2, 1, 12, 64, generator=generator).to(dtype)
+        with torch.inference_mode():
+            return loaded, loaded(*rows).float()
+
+    loaded, got = states()
+    assert counts(loaded) == (5, 1, 0)
+    monkeypatch.setattr(eagle, "fuse", lambda _: None)
+    plain, expected = states()
+    assert counts(plain) == (0, 0, 0)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert (got - expected).abs().mean() < tolerance * expected.std()
