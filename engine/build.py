@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ from engine.errors import UnsupportedModelError
 from engine.info import EngineInfo, QuantizationInfo
 from engine.machine import can_pack, free_bytes
 from engine.model.fusing import fuse
+from engine.model.int8 import find_agreeing_kernel
 from engine.model.linear import pack_linears
 from engine.model.loader import (
     attach_attention,
@@ -48,6 +50,7 @@ from kvpool.block_pool import BlockPool
 logger = logging.getLogger(__name__)
 
 BUNDLED_NAME = "slipstream-bundled"
+_PROBED_PRODUCT = (64, 64)
 
 
 def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizerBase]:
@@ -61,12 +64,23 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     check_backend_name(config.attention_backend)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    config = _with_fastest_weights(config)
     path = model_path(config)
     name = config.model or BUNDLED_NAME
     device = torch.device(config.device)
     model = load_model(path, device, config.dtype, config.revision, config.trust_remote_code)
     tokenizer = load_tokenizer(path, config.revision, config.trust_remote_code)
     return build_engine_for(model, tokenizer, with_bundled_draft(config), name), tokenizer
+
+
+def _with_fastest_weights(config: EngineConfig) -> EngineConfig:
+    """The bundled model comes in 8 bits where those are the fastest: with a kernel for few rows. What
+    else is served is for its owner to say."""
+    is_open = config.model is None and config.quantization is None and config.dtype == "auto"
+    if not is_open or torch.device(config.device).type != "cpu":
+        return config
+    has_kernel = find_agreeing_kernel(*_PROBED_PRODUCT) != "none"
+    return replace(config, quantization="int8") if has_kernel else config
 
 
 def build_engine_for(

@@ -27,7 +27,7 @@ class EngineConfig:
     quantization: Literal["int8", "none"] | None = described(
         None,
         "int8: linear layers compute in 8 bits, weights and inputs, on CPUs with VNNI or AMX. "
-        "Default: the checkpoint's own.",
+        "Default: the checkpoint's own; of the bundled model whatever is fastest.",
     )
     quantize_head: bool = described(True, "With int8: the output head, too.")
     block_size: int = described(16, "Tokens in a KV block.", ge=1)
