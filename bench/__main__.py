@@ -80,6 +80,7 @@ def engine_config(options: Options) -> EngineConfig:
         quantized=options.quantized,
         device=options.device,
         dtype=options.dtype,
+        quantization=options.quantization,
         determinism=options.determinism,
         max_num_seqs=max(options.batch_sizes),
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -11,7 +11,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from bench.scaled_model import build_scaled_copy
 from engine.async_engine import AsyncEngine
-from engine.build import build_engine_for
+from engine.build import build_engine_for, with_fastest_weights
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.info import EngineInfo
@@ -42,7 +42,9 @@ def load_bench_model(name: str, config: EngineConfig, with_transformers: bool) -
     does.
     """
     device = torch.device(config.device)
-    path = str(bundled_path("target")) if name in (BUNDLED, SCALED) else name
+    is_own = name in (BUNDLED, SCALED)
+    path = str(bundled_path("target")) if is_own else name
+    config = with_fastest_weights(config) if is_own else config
     tokenizer = load_tokenizer(path)
     theirs: PreTrainedModel | None = None
     if name == SCALED:
@@ -85,7 +87,10 @@ def _scaled(path: str, device: torch.device) -> PreTrainedModel:
 
 
 def _what(name: str, info: EngineInfo, num_layers: int) -> str:
-    size = f"{info.num_parameters / 1e6:.1f} M parameters, {num_layers} layers, {info.dtype}"
+    weights = (
+        info.dtype if info.quantization is None else f"weights in {info.quantization.bits} bits"
+    )
+    size = f"{info.num_parameters / 1e6:.1f} M parameters, {num_layers} layers, {weights}"
     if name == BUNDLED:
         return f"the bundled code model ({size})"
     if name == SCALED:

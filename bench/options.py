@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from bench.contenders import SAMPLINGS
 from bench.workloads import DATA, workload_names
@@ -34,6 +34,7 @@ class Options:
     determinism: Determinism | None
     device: str
     dtype: str
+    quantization: Literal["int8", "none"] | None
     num_threads: int | None
     max_num_batched_tokens: int
     with_transformers: bool
@@ -71,6 +72,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         determinism=args.determinism,
         device=args.device,
         dtype=args.dtype,
+        quantization=args.quantization,
         num_threads=args.threads,
         max_num_batched_tokens=_QUICK_ROWS if args.quick else 1024,
         with_transformers=not args.skip_transformers,
@@ -116,6 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--determinism", choices=["exact", "fast"], help="as the engine's")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--quantization",
+        choices=["int8", "none"],
+        help="as the engine's; default: of models of ours whatever is fastest, else the checkpoint's",
+    )
     parser.add_argument("--threads", type=positive, help="torch's threads, for all contenders")
     parser.add_argument("--skip-transformers", action="store_true", help="measure only the engine")
     parser.add_argument(

@@ -64,7 +64,7 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     check_backend_name(config.attention_backend)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    config = _with_fastest_weights(config)
+    config = with_fastest_weights(config)
     path = model_path(config)
     name = config.model or BUNDLED_NAME
     device = torch.device(config.device)
@@ -73,9 +73,9 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     return build_engine_for(model, tokenizer, with_bundled_draft(config), name), tokenizer
 
 
-def _with_fastest_weights(config: EngineConfig) -> EngineConfig:
-    """The bundled model comes in 8 bits where those are the fastest: with a kernel for few rows. What
-    else is served is for its owner to say."""
+def with_fastest_weights(config: EngineConfig) -> EngineConfig:
+    """The bundled model comes in 8 bits where those are the fastest: with a kernel for few rows, and if
+    nothing else is asked for. Other models are for their owners to say."""
     is_open = config.model is None and config.quantization is None and config.dtype == "auto"
     if not is_open or torch.device(config.device).type != "cpu":
         return config
