@@ -33,11 +33,14 @@ _SIGNATURE = types.void(types.intp)
 
 
 class Kernel:
-    """``body`` as machine code, compiled when it is first wanted; it is told ``num_arguments``."""
+    """``body`` as machine code, compiled when it is first wanted; it is told ``num_arguments``.
+    ``is_long``: other threads of the interpreter go on meanwhile, also where it runs in one thread."""
 
-    def __init__(self, body: Body, num_arguments: int) -> None:
+    def __init__(self, body: Body, num_arguments: int, is_long: bool = False) -> None:
         self._body = body
         self.num_arguments = num_arguments
+        # What is over sooner than letting go of the interpreter and taking it again does not.
+        self._kind = ctypes.CFUNCTYPE if is_long else ctypes.PYFUNCTYPE
         self._code: Any = None
         self._call: Any = None
 
@@ -47,8 +50,7 @@ class Kernel:
             return
         with _kept() as keep:
             self._code = cfunc(_SIGNATURE, cache=keep)(self._body)
-        # Without letting go of the interpreter: a call alone is over sooner than that.
-        self._call = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self._code.address)
+        self._call = self._kind(None, ctypes.c_void_p)(self._code.address)
 
     @property
     def address(self) -> int:

@@ -162,7 +162,7 @@ def _multiply(p: int) -> None:
             _scale(p, row, block, sums + 4 * CHANNELS * row)
 
 
-multiply = Kernel(_multiply, len(Arg))
+multiply = Kernel(_multiply, len(Arg), is_long=True)
 """Rows, quantised, times the weights: OUTPUT."""
 
 

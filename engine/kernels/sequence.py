@@ -60,7 +60,7 @@ def _run(p: int) -> None:
             _wait(p, expected)
 
 
-run_all = Kernel(_run, len(Arg))
+run_all = Kernel(_run, len(Arg), is_long=True)
 """All of NODES."""
 
 

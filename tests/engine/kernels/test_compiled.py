@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from array import array
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
-from engine.kernels import compiled
+from engine.kernels import compiled, int8_product, sequence
 from engine.kernels.compiled import Kernel
-from engine.kernels.lanes import fetch_add, read_int, write_int
+from engine.kernels.lanes import fetch_add, read_int, read_shared, write_int
 
 
 def count_tasks(p: int) -> None:
@@ -40,6 +43,30 @@ def test_without_a_team_one_thread_does_it_all(monkeypatch: pytest.MonkeyPatch) 
     done = run(Kernel(count_tasks, 53), 4)
     assert done[2] == 1
     assert done[3:] == list(range(1, 51))
+
+
+def spin(p: int) -> None:
+    """Arguments: 1 when it has begun; it ends when the second is set."""
+    fetch_add(p, 1)
+    while read_shared(p + 8) == 0:
+        pass
+
+
+@pytest.mark.parametrize("name", ["multiply", "run_all"])
+def test_long_kernels_let_other_threads_go_on(name: str) -> None:
+    module = {"multiply": int8_product, "run_all": sequence}[name]
+    assert getattr(module, name)._kind is ctypes.CFUNCTYPE
+    told = array("q", [0, 0])
+    kernel = Kernel(spin, 2, is_long=True)
+    thread = Thread(target=kernel.run, args=(told.buffer_info()[0],))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while told[0] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    told[1] = 1  # which this thread could not do, if the other held the interpreter
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_machine_code_is_kept_for_the_next_start(
