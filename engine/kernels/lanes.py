@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.core.datamodel import register_default
 from numba.core.datamodel.models import PrimitiveModel
@@ -373,7 +373,9 @@ _VNNI = "llvm.x86.avx512.vpdpbusd.512"
 
 
 def has_integer_products() -> bool:
-    """Whether this machine has the instruction that they are made of (AVX-512 VNNI)."""
+    """Whether numba compiles for a machine with the instruction that they are made of (AVX-512 VNNI)."""
+    if config.CPU_NAME or config.CPU_FEATURES:
+        return False  # for another machine than this one: LLVM would give up on what that lacks
     try:
         return bool(get_host_cpu_features().get("avx512vnni"))
     except RuntimeError:  # LLVM does not know the machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numba
 import pytest
 import torch
 
@@ -107,6 +108,13 @@ def test_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice() -
 def test_other_sizes_are_left_to_onednn(in_features: int, out_features: int) -> None:
     assert not can_multiply(in_features, out_features)
     assert find_agreeing_kernel(in_features, out_features) == "none"
+
+
+def test_where_numba_compiles_for_another_machine_it_is_left_to_onednn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
+    assert not can_multiply(64, 64)
 
 
 def test_weights_that_are_packed_otherwise_are_left_to_onednn(
