@@ -146,22 +146,15 @@ class PagedPlan:
         query, key, value = (_rows_together(each) for each in (query, key, value))
         told = backend.layer(layer, options, num_heads // key.shape[1])
         shape = (told.num_kv_heads, num_heads, *told.dims)
-        step = self._step(shape)
         output = query.new_empty(num_rows, num_heads, told.dims[1])
         arguments = backend.arguments
-        arguments[kernel.COUNTS] = 0
         arguments[kernel.LAYER] = told.arguments
-        arguments[kernel.STEP] = step.arguments
         arguments[kernel.CALL] = [*_lying(query), *_lying(key), *_lying(value), *_lying(output)]
-        kernel.store_rows.run(
-            backend.address,
-            self._num_threads if num_rows >= _ROWS_FOR_A_TEAM else 1,
-            Renewal((shape, "store"), kernel.STEP),
-        )
-        arguments[kernel.COUNTS] = 0
-        kernel.attend.run(
-            backend.address, step.num_threads, Renewal((shape, "attend"), kernel.STEP)
-        )
+        for part, run in (("store", kernel.store_rows.run), ("attend", kernel.attend.run)):
+            asked = (shape, part)
+            arguments[kernel.COUNTS] = 0
+            arguments[kernel.STEP], num_threads = self.renewed(asked)
+            run(backend.address, num_threads, Renewal(asked, kernel.STEP))
         return output
 
     def renewed(self, key: tuple[_Shape, str]) -> tuple[Any, int]:

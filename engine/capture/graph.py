@@ -42,20 +42,21 @@ class _Kernels:
     """Kernels with nothing between them."""
 
     def __init__(self, calls: Sequence[KernelCall]) -> None:
-        self._run_sequence = find_kernel("sequence").run_sequence
+        sequence = find_kernel("sequence")
+        self._run_sequence = sequence.run_sequence
         width = max(len(call.arguments) for call in calls)
         # As they are told at first, counters at 0; the kernels themselves work on the copy.
         self._arguments = np.zeros((len(calls), width), dtype=np.int64)
         self._told = self._arguments.copy()
-        self._nodes = np.zeros((len(calls), find_kernel("sequence").NODE_INTS), dtype=np.int64)
-        self._renewals: dict[tuple[object, int, int], list[int]] = {}
+        self._nodes = np.zeros((len(calls), sequence.NODE_INTS), dtype=np.int64)
+        renewals: dict[tuple[object, int, int], list[int]] = {}
         for index, call in enumerate(calls):
             self._arguments[index, : len(call.arguments)] = call.arguments
             self._nodes[index] = call.address, self._told[index].ctypes.data, call.num_threads
             if call.renewal is not None:
                 key, places = call.renewal
-                self._renewals.setdefault((key, places.start, places.stop), []).append(index)
-        self._renewed = [(*key, np.array(rows)) for key, rows in self._renewals.items()]
+                renewals.setdefault((key, places.start, places.stop), []).append(index)
+        self._renewed = [(*key, np.array(rows)) for key, rows in renewals.items()]
 
     def run(self, plan: CapturablePlan) -> None:
         np.copyto(self._told, self._arguments)

@@ -15,7 +15,7 @@ from numba import njit
 
 from engine.kernels import KINDS, LANES
 from engine.kernels.compiled import Kernel, numbers_at
-from engine.kernels.int8_rows import Gate, gate_row, gating_of, quantize_row
+from engine.kernels.int8_rows import Gate, gated_or_plain, gating_of, quantize_row
 from engine.kernels.lanes import (
     add,
     argument,
@@ -84,11 +84,10 @@ def _quantize(p: int) -> None:
         if row >= num_rows:
             break
         kind, source = argument(p, Arg.KIND), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW)
-        activation = argument(p, Arg.ACTIVATION)
-        if activation != 0:
-            gated = argument(p, Arg.GATED) + row * num_features * itemsize_of(kind)
-            gate_row(kind, activation, source, argument(p, Arg.OTHER), num_features, gated)
-            source = gated
+        source = gated_or_plain(
+            kind, argument(p, Arg.ACTIVATION), source, argument(p, Arg.OTHER), num_features,
+            argument(p, Arg.GATED) + row * num_features * itemsize_of(kind),
+        )  # fmt: skip
         quantize_row(
             kind, source, num_features,
             argument(p, Arg.VALUES) + row * argument(p, Arg.VALUE_ROW),

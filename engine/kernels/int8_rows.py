@@ -101,6 +101,17 @@ def gate_row(
         store(kind, target + at, mul(rounded(kind, value), load(kind, source + other + at)))
 
 
+@njit
+def gated_or_plain(
+    kind: int, activation: int, source: int, other: int, num_features: int, room: int
+) -> int:
+    """Where the row is that is to be quantised: in ``room`` once it is gated, or where it was."""
+    if activation == 0:
+        return source
+    gate_row(kind, activation, source, other, num_features, room)
+    return room
+
+
 def _gate(p: int) -> None:
     num_features, kind = argument(p, Arg.NUM_FEATURES), argument(p, Arg.KIND)
     while True:
@@ -121,11 +132,10 @@ def _quantize(p: int) -> None:
         if row >= argument(p, Arg.NUM_ROWS):
             break
         kind, source = argument(p, Arg.KIND), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW)
-        activation = argument(p, Arg.ACTIVATION)
-        if activation != 0:
-            gated = argument(p, Arg.GATED) + row * num_features * itemsize_of(kind)
-            gate_row(kind, activation, source, argument(p, Arg.OTHER), num_features, gated)
-            source = gated
+        source = gated_or_plain(
+            kind, argument(p, Arg.ACTIVATION), source, argument(p, Arg.OTHER), num_features,
+            argument(p, Arg.GATED) + row * num_features * itemsize_of(kind),
+        )  # fmt: skip
         quantize_row(
             kind, source, num_features,
             argument(p, Arg.VALUES) + row * num_features, argument(p, Arg.SCALES) + 4 * row,

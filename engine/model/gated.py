@@ -15,6 +15,7 @@ from torch import nn
 
 from engine.kernels import KINDS, LANES, find_kernel
 from engine.model.int8 import Int8Linear, Int8Product
+from engine.model.replacing import replace_modules
 
 if TYPE_CHECKING:
     from engine.kernels.int8_rows import Gate
@@ -52,16 +53,7 @@ def fuse_gated(model: nn.Module) -> int:
     """Replace them; returns how many. None without 8 bits, and without numba."""
     if find_kernel("int8_rows") is None:
         return 0
-    replaced = 0
-    for parent in list(model.modules()):
-        if isinstance(parent, GatedFeedForward):
-            continue  # the network itself is no longer in its own place
-        for name, child in list(parent.named_children()):
-            fused = _fused(child)
-            if fused is not None:
-                setattr(parent, name, fused)
-                replaced += 1
-    return replaced
+    return replace_modules(model, GatedFeedForward, _fused)
 
 
 def _fused(module: nn.Module) -> GatedFeedForward | None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from engine.kernels import LANES, find_kernel
+from engine.model.replacing import replace_modules
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _PROBED_ROWS = 8
@@ -45,20 +46,11 @@ def fuse_norms(model: nn.Module) -> int:
     """Replace them; returns how many. None on other devices than a CPU, and without numba."""
     if find_kernel("rms_norm") is None:
         return 0
-    replaced = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            fused = _fused(child)
-            if fused is not None:
-                setattr(parent, name, fused)
-                replaced += 1
-    return replaced
+    return replace_modules(model, FusedNorm, _fused)
 
 
 def _fused(module: nn.Module) -> FusedNorm | None:
     """What computes the same; None: nothing here does."""
-    if isinstance(module, FusedNorm):
-        return None
     weight, epsilon = _parts(module)
     if weight is None or epsilon is None:
         return None
