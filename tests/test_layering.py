@@ -29,10 +29,10 @@ DOOR = {"server/cli.py": {"client", "tools"}}
 WINGS: dict[str, dict[str, set[str]]] = {
     "engine": {
         "base": set(),
-        "sampling": {"base"},
+        "sampling": {"base", "kernels"},
         "verification": {"base", "sampling"},
         "schedule": {"base", "sampling", "verification"},
-        "kernels": set(),
+        "kernels": {"base"},
         "attention": {"base", "kernels"},
         "capture": {"base", "attention", "kernels"},
         "model": {"base", "attention", "kernels", "capture"},
@@ -74,6 +74,7 @@ BASE = {
         "events",
         "info",
         "machine",
+        "noise_numbers",
         "params",
         "stats",
         "tokenizer",

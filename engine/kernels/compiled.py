@@ -24,6 +24,7 @@ import numba
 import torch
 from numba import cfunc, types
 
+from engine import noise_numbers
 from engine.kernels.watch import Renewal, watched
 
 logger = logging.getLogger(__name__)
@@ -89,14 +90,15 @@ def _team() -> Any:
 
 @cache
 def _version() -> str:
-    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(noise_numbers.__file__)]
+    text = b"".join(path.read_bytes() for path in sources)
     return hashlib.sha256(text + numba.__version__.encode()).hexdigest()[:16]
 
 
 @contextmanager
 def _kept() -> Iterator[bool]:
-    """Within it, machine code goes to a folder that is named after this folder's text: numba itself
-    looks at the one file that a kernel is in. False: there is no place for it."""
+    """Within it, machine code goes to a folder that is named after the text of all that kernels are made
+    of: numba itself looks at the one file that a kernel is in. False: there is no place for it."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "slipstream" / "kernels" / _version()
     try:

@@ -24,6 +24,7 @@ from numba.extending import intrinsic
 
 from engine.kernels import BFLOAT16, FLOAT16, FLOAT32, LANES
 
+_DOUBLE = ir.DoubleType()
 _FLOAT, _INT8, _INT16, _INT32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _INTS = ir.VectorType(_INT32, LANES)
@@ -42,6 +43,7 @@ class _LanesModel(PrimitiveModel):
 
 _lanes = _Lanes()
 _float, _int, _none = types.float32, types.int64, types.void
+_double = types.float64
 
 
 def _operation(emit: Callable[..., Any], result: Any, *arguments: Any) -> Any:
@@ -157,6 +159,9 @@ read_int = _operation(lambda b, at: _read(b, at, ir.IntType(64), 8), _int, _int)
 write_int = _operation(lambda b, at, value: _write(b, at, value, 8), _none, _int, _int)
 read_float = _operation(lambda b, at: _read(b, at, _FLOAT, 4), _float, _int)
 write_float = _operation(lambda b, at, value: _write(b, at, value, 4), _none, _int, _float)
+read_double = _operation(lambda b, at: _read(b, at, _DOUBLE, 8), _double, _int)
+write_double = _operation(lambda b, at, value: _write(b, at, value, 8), _none, _int, _double)
+bits_of = _operation(lambda b, value: b.bitcast(value, ir.IntType(64)), _int, _double)
 fetch_add = _operation(
     lambda b, at, value: b.atomic_rmw(
         "add", _pointer(b, at, ir.IntType(64)), value, "acq_rel"
@@ -364,6 +369,21 @@ largest_of = _operation(
 largest_or_nan_of = _operation(
     lambda b, x: _halved(b, x, lambda low, high: _maximum(b, low, high)), _float, _lanes
 )
+only_above = _operation(
+    lambda b, limit, x, y: b.select(b.fcmp_ordered(">", x, limit), y, _constant(0.0)),
+    _lanes, _lanes, _lanes, _lanes,
+)  # fmt: skip
+"""``only_above(limit, x, y)``: y where x is above the limit, else 0."""
+only_from = _operation(
+    lambda b, limit, x, y: b.select(b.fcmp_ordered(">=", x, limit), y, _constant(0.0)),
+    _lanes, _lanes, _lanes, _lanes,
+)  # fmt: skip
+"""The same where x is not below it."""
+whole_sum = _operation(
+    lambda b, x: _halved(b, b.fptosi(x, ir.VectorType(ir.IntType(64), LANES)), b.add),
+    _int, _lanes,
+)  # fmt: skip
+"""Of all lanes without their fractions, in 64 bits."""
 first_of = _operation(lambda b, x: b.extract_element(x, _INT32(0)), _float, _lanes)
 
 

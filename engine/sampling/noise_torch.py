@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from engine.sampling.noise import (
+from engine.noise_numbers import (
     GOLDEN,
     GROUP_COUNTER,
     GROUP_TOKENS,

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.params import SamplingParams
 from engine.sampling.gumbel_argmax import SampledRows, greedy_tokens, sampled_tokens
-from engine.sampling.noise_torch import row_states
 from engine.sampling.state import RowGroup
 
 _NO_TOKEN = -1
@@ -44,6 +44,15 @@ def _sample(logits: Tensor, groups: Sequence[RowGroup]) -> list[int]:
         rows = _rows_of(sampled)
         _assign(chosen, rows, sampled_tokens(_sampled_rows(_select(values, rows), sampled)))
     return chosen
+
+
+def warm_up(vocab_size: int, device: torch.device) -> None:
+    """Sample once, so that no request waits for what is compiled on first use."""
+    logits = torch.zeros(1, vocab_size, device=device)
+    zero = np.zeros(1, np.int64)
+    params = [SamplingParams(temperature=1.0, top_p=0.5, top_k=1)]
+    with torch.inference_mode():
+        sampled_tokens(SampledRows(logits, zero, zero, params))
 
 
 def edited_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
@@ -77,10 +86,6 @@ def _assign(chosen: list[int], rows: list[int], tokens: Tensor) -> None:
 
 def _sampled_rows(values: Tensor, groups: Sequence[RowGroup]) -> SampledRows:
     rows = [(group.state, depth) for group in groups for depth in group.depths()]
-    counters = [
-        [state.key for state, _ in rows],
-        [state.num_tokens + depth for state, depth in rows],
-    ]
-    # By way of numpy, which reads a list seven times as fast.
-    keys, positions = torch.from_numpy(np.array(counters, np.int64)).to(values.device)
-    return SampledRows(values, row_states(keys, positions), [state.params for state, _ in rows])
+    keys = np.array([state.key for state, _ in rows], np.int64)
+    positions = np.array([state.num_tokens + depth for state, depth in rows], np.int64)
+    return SampledRows(values, keys, positions, [state.params for state, _ in rows])

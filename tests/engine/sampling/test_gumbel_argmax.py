@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,6 @@ import engine.sampling.gumbel_argmax
 from engine.params import SamplingParams
 from engine.sampling.gumbel_argmax import SampledRows, greedy_tokens, group_maxima, sampled_tokens
 from engine.sampling.noise import request_key
-from engine.sampling.noise_torch import row_states
 from worlds.sampling_oracle import expected_token
 
 torch.set_num_threads(1)
@@ -31,11 +32,15 @@ DEVICES = [
 
 def draw(logits: Tensor, params: list[SamplingParams], device: str = "cpu") -> list[int]:
     """Row i draws under ``params[i]`` with its seed, at position 100 + i."""
-    keys = torch.tensor([request_key(p.seed, 0) for p in params], device=device)
-    positions = torch.arange(100, 100 + len(params), device=device)
-    return sampled_tokens(
-        SampledRows(logits.to(device), row_states(keys, positions), params)
-    ).tolist()
+    positions = range(100, 100 + len(params))
+    return sampled_tokens(rows_of(logits.to(device), params, positions)).tolist()
+
+
+def rows_of(logits: Tensor, params: list[SamplingParams], positions: Sequence[int]) -> SampledRows:
+    keys = [request_key(each.seed, 0) for each in params]
+    return SampledRows(
+        logits, np.array(keys, np.int64), np.array(positions, np.int64), params
+    )
 
 
 def expected(logits: Tensor, params: list[SamplingParams]) -> list[int]:
@@ -71,6 +76,42 @@ def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
     return torch.stack(rows)
 
 
+@pytest.fixture
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.sampling.gumbel_argmax, "find_kernel", lambda _name: None)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 40, 1024, 1500, 4096])
+def test_kernel_finds_what_exhaustion_finds(vocab_size: int) -> None:
+    rng = random.Random(vocab_size + 1)
+    num_rows = 12 if vocab_size > 100 else 60
+    logits = random_logits(rng, num_rows, vocab_size)
+    params = [random_params(rng, vocab_size) for _ in range(num_rows)]
+    assert draw(logits, params) == expected(logits, params)
+
+
+def test_kernel_finds_what_tensors_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(70)
+    logits = random_logits(rng, 96, 33_000)
+    params = [random_params(rng, 33_000) for _ in range(96)]
+    found = draw(logits, params)
+    monkeypatch.setattr(engine.sampling.gumbel_argmax, "find_kernel", lambda _name: None)
+    assert found == draw(logits, params)
+
+
+def test_kernel_draws_the_same_in_any_number_of_threads() -> None:
+    rng = random.Random(71)
+    logits = random_logits(rng, 40, 5000)
+    params = [random_params(rng, 5000) for _ in range(40)]
+    alone = draw(logits, params)
+    torch.set_num_threads(2)
+    try:
+        assert draw(logits, params) == alone
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("no_kernel")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("first_groups", [1, 16])
 @pytest.mark.parametrize("vocab_size", [1, 5, 40, 1024, 1500, 4096])
@@ -85,6 +126,7 @@ def test_search_finds_what_exhaustion_finds(
     assert draw(logits, params, device) == expected(logits, params)
 
 
+@pytest.mark.usefixtures("no_kernel")
 def test_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.sampling.gumbel_argmax, "_CHUNK_NUMEL", 1)
     rng = random.Random(3)
@@ -100,12 +142,7 @@ def test_rows_are_drawn_the_same_alone_and_in_any_company() -> None:
     together = draw(logits, params)
     for size in (1, 2, 7, 40):
         picked = rng.sample(range(41), size)
-        keys = torch.tensor([request_key(params[i].seed, 0) for i in picked])
-        rows = SampledRows(
-            logits[picked],
-            row_states(keys, torch.tensor([100 + i for i in picked])),
-            [params[i] for i in picked],
-        )
+        rows = rows_of(logits[picked], [params[i] for i in picked], [100 + i for i in picked])
         assert sampled_tokens(rows).tolist() == [together[i] for i in picked]
 
 
