@@ -38,6 +38,8 @@ _MAX_AFTER_PATH = 8
 _MAX_AHEAD_AFTER_PATH = 2
 _MAX_ENDS_AFTER_PATH = 2
 _INDEXED_BEFORE_BREAK = 8
+_FOLLOWED_TOKENS = 16
+"""Of a piece of text that begins outside of any copy, the last: what is copied now shows in those."""
 MAX_INDEXED_TOKENS = 32_768
 MAX_CORRECTIONS = 4_096
 
@@ -176,12 +178,22 @@ class Alignment:
             self.read(text, position)
         text.extend(token_ids[position:])
         end = len(text)
+        if self.source is None and end - position > _FOLLOWED_TOKENS:
+            position = self._pass_over(position, end - _FOLLOWED_TOKENS)
         while position < end:
             if self.source is None and position > 0:
                 self._take_best(position)
             position += self._follow(position, end)
         if not self.is_settled:
             self._index_up_to(end)
+
+    def _pass_over(self, position: int, end: int) -> int:
+        """Index text that nobody asks about any more; returns its end."""
+        self.num_lost_tokens += end - position
+        self._bound(end)
+        if end > self._index.num_indexed:
+            self._index.extend(self.token_ids, self._index.num_indexed, end)
+        return end
 
     def candidates(self, limit: int = MAX_CANDIDATES) -> list[Candidate]:
         """Places to copy from, ``limit`` of each index and those near to where copies broke off;

@@ -1,6 +1,10 @@
 """Between the drafters and the step: what is proposed, what is granted, what is learned from it.
 
 A drafter that raises costs its request the draft of that step, never the request or the engine.
+
+A drafter that nobody asks in a step, since its kind of traffic rests, is not told of the step either: it
+gets all it has missed at once when it is asked again, as one long draft that was accepted, or when its
+request ends. Those that keep the target's states or a window of their own are told at once.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain as joined
 from typing import Protocol, TypeVar
 
 from drafters.base import (
@@ -21,7 +25,7 @@ from drafters.base import (
     Observation,
 )
 from drafters.estimator import AcceptanceEstimator
-from drafters.tree import EMPTY, DraftTree
+from drafters.tree import EMPTY, DraftTree, chain
 from engine.schedule.request import NOTHING, Draft, Request, ScheduledRequest, Wants
 from engine.schedule.scheduler import Plan
 from engine.speculation.acceptance import Acceptance, check_sampled, new_acceptance
@@ -60,10 +64,20 @@ class _Drafting:
     num_failures: int = 0
     is_open: bool = True
     """False: the drafter could not start the request."""
+    num_missed: int = 0
+    """Tokens at the end of the text that the drafter was not told of yet."""
 
     @property
     def is_asked(self) -> bool:
         return self.is_open and self.num_failures < _FAILURES_BEFORE_SILENCE
+
+    @property
+    def can_wait(self) -> bool:
+        """For what was written in steps without its drafts."""
+        needs = self.info.needs
+        return not (
+            needs.hidden_rows or needs.draft_slots or needs.draft_model or needs.all_or_nothing
+        )
 
 
 @dataclass(slots=True)
@@ -87,8 +101,8 @@ class DraftRound:
 
     seconds_by_drafter: dict[str, float] = field(default_factory=dict)
     num_by_drafter: dict[str, int] = field(default_factory=dict)
-    num_asked: dict[str, int] = field(default_factory=dict)
-    """Of these, those asked for a draft."""
+    asked: dict[str, set[str]] = field(default_factory=dict)
+    """Of these, those asked for a draft, by id."""
     num_failures: int = 0
 
     def share(self, request: Request) -> float:
@@ -113,7 +127,7 @@ class Speculation:
         self._slots = slots
         self._cost = cost
         self._vocab_size = vocab_size
-        self._max_num_nodes = max_num_nodes
+        self.max_num_nodes = max_num_nodes
         self._estimator = AcceptanceEstimator()
         self._gamma = GammaController(cost)
         self._drafting: dict[str, _Drafting] = {}
@@ -151,6 +165,7 @@ class Speculation:
         self._gamma.forget(request.request_id)
         if drafting is None:
             return 0
+        self._catch_up(request, drafting)
         self._guarded(drafting, drafting.drafter.close, request.request_id)
         return drafting.num_failures
 
@@ -167,9 +182,34 @@ class Speculation:
             self._draft(turns, plan, round_)
         for each in plan.scheduled:
             drafting = self._drafting.get(each.request.request_id)
-            if drafting is not None and drafting.is_asked:
+            if (
+                drafting is not None
+                and drafting.is_asked
+                and not self._waits(drafting, each, round_)
+            ):
                 each.wants = self._wants(each, drafting)
         return round_
+
+    def _waits(self, drafting: _Drafting, scheduled: ScheduledRequest, round_: DraftRound) -> bool:
+        """Whether the drafter may be told of this step later."""
+        asked = round_.asked.get(drafting.info.name, ())
+        return drafting.can_wait and scheduled.request.request_id not in asked
+
+    def _catch_up(self, request: Request, drafting: _Drafting) -> None:
+        """Tell a drafter what it has missed."""
+        num_missed, drafting.num_missed = drafting.num_missed, 0
+        if not num_missed or not drafting.is_asked:
+            return
+        missed = request.token_ids[-num_missed:]
+        seen = Observation(
+            request.request_id,
+            request.token_ids,
+            chain(missed[:-1]),
+            missed,
+            range(num_missed),
+            missed,
+        )
+        self._guarded(drafting, drafting.drafter.observe, [seen])
 
     def _read_prompts(self, num_tokens: int) -> None:
         """Let drafters take in ``num_tokens`` more tokens of the requests that they have not read yet."""
@@ -192,7 +232,7 @@ class Speculation:
         num_nodes = self._gamma.num_to_propose(request.request_id, wanted)
         if depth <= 0:
             return _Turn(scheduled, drafting, 0, 0)
-        return _Turn(scheduled, drafting, min(num_nodes, self._max_num_nodes), depth)
+        return _Turn(scheduled, drafting, min(num_nodes, self.max_num_nodes), depth)
 
     def _draft(self, turns: Sequence[_Turn], plan: Plan, round_: DraftRound) -> None:
         num_kv_tokens = sum(each.base for each in plan.scheduled)
@@ -252,6 +292,9 @@ class Speculation:
             num_verified = len(observation.tree.token_ids)
             num_accepted = scheduled.outcome.num_accepted
             self._gamma.observe(observation.request_id, num_verified, num_accepted)
+            if self._waits(drafting, scheduled, round_):
+                drafting.num_missed += len(observation.emitted_token_ids)
+                continue
             by_drafter.setdefault(drafting.info.name, []).append(observation)
         for name, group in by_drafter.items():
             start = time.perf_counter()
@@ -260,7 +303,7 @@ class Speculation:
             total = round_.seconds_by_drafter.get(name, 0.0) + spent
             round_.seconds_by_drafter[name] = total
             round_.num_by_drafter[name] = len(group)
-            num_asked = min(round_.num_asked.get(name, 0), len(group))
+            num_asked = min(len(round_.asked.get(name, ())), len(group))
             self._cost.observe_draft(name, len(group), total, num_asked)
 
     def observe_hidden(self, rows: Sequence[HiddenRows], round_: DraftRound) -> None:
@@ -293,8 +336,10 @@ class Speculation:
             if turn.max_nodes > 0:
                 by_drafter.setdefault(turn.drafting.info.name, []).append(turn)
         for name, group in by_drafter.items():
+            for turn in group:
+                self._catch_up(turn.request, turn.drafting)
             start = time.perf_counter()
-            round_.num_asked[name] = len(group)
+            round_.asked[name] = {turn.request.request_id for turn in group}
             asks = [self._ask(turn, plain_rate) for turn in group]
             for turn, tree in zip(group, self._ask_all(name, asks, round_), strict=True):
                 turn.tree = tree
@@ -352,7 +397,7 @@ class Speculation:
             if not token_ids:
                 continue
             computed = () if isinstance(parents, range) else parents
-            if not {int}.issuperset(map(type, chain(token_ids, tree.features, computed))):
+            if not {int}.issuperset(map(type, joined(token_ids, tree.features, computed))):
                 raise ValueError("a proposed tree holds something else than integers")
             if len(token_ids) > ask.max_nodes:
                 raise ValueError(

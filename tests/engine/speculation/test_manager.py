@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drafters.base import DraftRequest, DraftShape, Observation
+from drafters.base import DrafterNeeds, DraftRequest, DraftShape, Observation
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
@@ -316,3 +316,63 @@ def test_how_much_of_a_drawn_chain_is_granted_does_not_depend_on_its_end(length:
     draft = world.draft(request, spare_rows=2)[0].draft
     assert (len(draft.proposal), len(draft.tree)) == (length, min(length, 2))
     assert draft.reason == ("overload" if length > 2 else "")
+
+
+def written(world: World, request: Request, *token_ids: int) -> None:
+    """A step without drafts for each token."""
+    for token_id in token_ids:
+        (scheduled,) = world.draft(request)
+        request.commit(1, [token_id])
+        scheduled.outcome = Outcome((token_id,), (0,), (token_id,), 0)
+        seen = Observation("r", request.token_ids, EMPTY, (token_id,), (0,), (token_id,))
+        world.speculation.observe([(scheduled, seen)], world.round_)
+
+
+def test_who_is_not_asked_hears_of_it_when_asked_again() -> None:
+    drafter = fake(num_top=3)
+    world = World(drafter, max_num_nodes=0)
+    request = world.open("r")
+    written(world, request, 7, 8, 9)
+    (scheduled,) = world.draft(request)
+    assert scheduled.wants == NOTHING
+    assert drafter.observed == []
+    world.speculation.max_num_nodes = 4
+    (scheduled,) = world.draft(request)
+    assert scheduled.wants.num_top_tokens == 3
+    (((seen,)),) = drafter.observed
+    assert list(seen.token_ids) == [1, 2, 3, 7, 8, 9]
+    assert list(seen.emitted_token_ids) == list(seen.row_token_ids) == [7, 8, 9]
+    assert list(seen.path) == [0, 1, 2]
+    assert list(seen.tree.token_ids) == [7, 8]
+    world.draft(request)
+    assert len(drafter.observed) == 1
+
+
+def test_who_is_never_asked_hears_of_it_at_the_end() -> None:
+    drafter = fake()
+    world = World(drafter, max_num_nodes=0)
+    request = world.open("r")
+    written(world, request, 7, 8)
+    world.speculation.close(request)
+    ((seen,),) = drafter.observed
+    assert list(seen.emitted_token_ids) == [7, 8]
+    assert drafter.closed == ["r"]
+
+
+@pytest.mark.parametrize("need", ["hidden_rows", "draft_slots", "draft_model", "all_or_nothing"])
+def test_who_keeps_more_than_text_hears_of_every_step(need: str) -> None:
+    drafter = fake()
+    drafter.info = replace(drafter.info, needs=DrafterNeeds(**{need: True}))
+    world = World(drafter, max_num_nodes=0)
+    request = world.open("r")
+    written(world, request, 7, 8)
+    assert [list(seen.emitted_token_ids) for (seen,) in drafter.observed] == [[7], [8]]
+
+
+def test_failing_to_hear_what_was_missed_costs_nobody_anything() -> None:
+    drafter = FakeDrafter(propose=zeros, fails="observe")
+    world = World(drafter, max_num_nodes=0)
+    request = world.open("r")
+    written(world, request, 7)
+    assert world.speculation.close(request) == 1
+    assert drafter.closed == ["r"]
