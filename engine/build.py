@@ -41,7 +41,7 @@ from engine.model.loader import (
 from engine.model.quantization import has_stored_weights, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import Exactness, check_logits, reference_logits, verify_exact
-from engine.sampling.sampler import warm_up
+from engine.sampling.warm_up import warm_up
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation

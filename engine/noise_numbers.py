@@ -1,5 +1,5 @@
-"""The numbers that the noise of ``engine/sampling/noise.py`` is made of, which tensors and compiled kernels
-share with it."""
+"""The numbers that the noise of ``engine/sampling/noise.py`` is made of: tensors and compiled kernels
+share them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which token of a row wins, in one pass over its logits: what ``engine.sampling.gumbel_argmax`` defines,
 without a tensor for every operation.
 
-The noise is ``engine.sampling.noise``'s. Of each group of 32 tokens one hash bounds the noise; only groups
-that could hold the winner are looked at token by token.
+The noise is ``engine.sampling.noise``'s. Of each group of 32 tokens one hash bounds the noise; only
+groups that could hold the winner are looked at token by token.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,6 @@ from engine.kernels.lanes import (
     exp,
     fetch_add,
     first_of,
-    larger,
     load32,
     mul,
     only_above,
@@ -40,6 +40,15 @@ from engine.kernels.lanes import (
     write_double,
     write_float,
     write_int,
+)
+from engine.kernels.tiles import (
+    LOWEST,
+    MEMBER_BYTES,
+    TILE_BYTES,
+    find_maxima,
+    num_tiles,
+    pad,
+    tile_at,
 )
 from engine.noise_numbers import (
     GOLDEN,
@@ -59,11 +68,7 @@ _BIAS = 1023 + MANTISSA_BITS
 _LN2 = math.log(2.0)
 _SLACK = 1e-3
 """Above what the rounding to float32 adds to any noise."""
-_TILE_BYTES = 4 * TILE_TOKENS
-_ROW_BYTES = 4 * GROUP_TOKENS
 _WEIGHT_SCALE = np.float32(2.0**40)
-_LOWEST = np.float32(-np.inf)
-_ZERO = np.float32(0.0)
 
 
 class Arg(IntEnum):
@@ -123,45 +128,19 @@ def _most_noise(bits: int) -> float:
     return _LN2 * (5.0 - least_log2) + _SLACK
 
 
-# --- tiles of 1024 tokens, of which token ``32 * member + group`` is a group's member ---
-
-
-@njit(inline="always")
-def _tile(logits: int, vocab_size: int, tile: int, padded: int) -> int:
-    """Where its logits are; ``padded``: where those of the last one are, if it is not full."""
-    is_full = (tile + 1) * TILE_TOKENS <= vocab_size
-    return logits + tile * _TILE_BYTES if is_full else padded
-
-
-@njit
-def _pad(logits: int, vocab_size: int, padded: int) -> None:
-    """The last tokens, and nothing after them."""
-    first = vocab_size // TILE_TOKENS * TILE_TOKENS
-    for token in range(first, first + TILE_TOKENS):
-        logit = read_float(logits + 4 * token) if token < vocab_size else _LOWEST
-        write_float(padded + 4 * (token - first), logit)
-
-
-@njit
-def _find_maxima(tile: int, maxima: int) -> None:
-    """The largest logit of each of a tile's groups."""
-    for half in range(0, _ROW_BYTES, 4 * LANES):
-        most = splat(_LOWEST)
-        for member in range(0, _TILE_BYTES, _ROW_BYTES):
-            most = larger(load32(tile + member + half), most)
-        store32(maxima + half, most)
+# --- bounds ---
 
 
 @njit
 def _bound(
     logits: int, vocab_size: int, state: int, temperature: float,
     padded: int, maxima: int, bounds: int,
-) -> tuple[float, int]:  # fmt: skip
+) -> tuple[Any, int]:  # fmt: skip
     """Bounds of all groups' scores; returns the largest logit and the group with the best bound."""
-    top, best, best_group = _LOWEST, -np.inf, 0
-    for tile in range((vocab_size + TILE_TOKENS - 1) // TILE_TOKENS):
+    top, best, best_group = LOWEST, -np.inf, 0
+    for tile in range(num_tiles(vocab_size)):
         first = tile * GROUP_TOKENS
-        _find_maxima(_tile(logits, vocab_size, tile, padded), maxima + 4 * first)
+        find_maxima(tile_at(logits, vocab_size, tile, padded), maxima + 4 * first)
         for group in range(first, first + GROUP_TOKENS):
             most = read_float(maxima + 4 * group)
             bound = float(most) / temperature + _most_noise(_hash(state, group + GROUP_COUNTER))
@@ -195,13 +174,13 @@ def _kth_largest(
     logits: int, vocab_size: int, k: int, padded: int, maxima: int, heap: int
 ) -> float:
     for at in range(k):
-        write_float(heap + 4 * at, _LOWEST)
-    for group in range((vocab_size + TILE_TOKENS - 1) // TILE_TOKENS * GROUP_TOKENS):
+        write_float(heap + 4 * at, LOWEST)
+    for group in range(num_tiles(vocab_size) * GROUP_TOKENS):
         if not read_float(maxima + 4 * group) > read_float(heap):
             continue
-        first = _tile(logits, vocab_size, group // GROUP_TOKENS, padded)
+        first = tile_at(logits, vocab_size, group // GROUP_TOKENS, padded)
         first += 4 * (group % GROUP_TOKENS)
-        for at in range(first, first + _TILE_BYTES, _ROW_BYTES):
+        for at in range(first, first + TILE_BYTES, MEMBER_BYTES):
             logit = read_float(at)
             if logit > read_float(heap):
                 _sink(heap, k, logit)
@@ -223,7 +202,7 @@ def _best_of_group(
     lane = group % GROUP_TOKENS
     first_token = group // GROUP_TOKENS * TILE_TOKENS + lane
     for member in range(GROUP_TOKENS):
-        scaled = float(read_float(tile + member * _ROW_BYTES + 4 * lane)) / temperature
+        scaled = float(read_float(tile + member * MEMBER_BYTES + 4 * lane)) / temperature
         if scaled < floor or not scaled + most_noise >= best:
             continue
         candidate, noise = first_token + GROUP_TOKENS * member, most_noise
@@ -243,15 +222,15 @@ def _winner(
 ) -> int:  # fmt: skip
     """The token with the best score among those that reach the floor; -1: none does. ``first``: the group
     to begin with."""
-    tile = _tile(logits, vocab_size, first // GROUP_TOKENS, padded)
+    tile = tile_at(logits, vocab_size, first // GROUP_TOKENS, padded)
     best, token = _best_of_group(tile, first, state, temperature, floor, -np.inf, -1)
-    for group in range((vocab_size + TILE_TOKENS - 1) // TILE_TOKENS * GROUP_TOKENS):
+    for group in range(num_tiles(vocab_size) * GROUP_TOKENS):
         bound = read_double(bounds + 8 * group)
         if bound < best or bound == -np.inf or group == first:
             continue
         if float(read_float(maxima + 4 * group)) / temperature < floor:
             continue
-        tile = _tile(logits, vocab_size, group // GROUP_TOKENS, padded)
+        tile = tile_at(logits, vocab_size, group // GROUP_TOKENS, padded)
         best, token = _best_of_group(tile, group, state, temperature, floor, best, token)
     return token
 
@@ -266,9 +245,9 @@ def _masses(
     peak, scale, unit = splat(top), splat(np.float32(temperature)), splat(_WEIGHT_SCALE)
     limit, border = splat(kth), splat(logit)
     total = above = 0
-    for tile in range((vocab_size + TILE_TOKENS - 1) // TILE_TOKENS):
-        first = _tile(logits, vocab_size, tile, padded)
-        for at in range(first, first + _TILE_BYTES, 4 * LANES):
+    for tile in range(num_tiles(vocab_size)):
+        first = tile_at(logits, vocab_size, tile, padded)
+        for at in range(first, first + TILE_BYTES, 4 * LANES):
             value = load32(at)
             weight = mul(exp(div(sub(value, peak), scale)), unit)
             total += whole_sum(only_from(limit, value, weight))
@@ -279,9 +258,9 @@ def _masses(
 def _search(p: int) -> None:
     worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
     vocab_size = argument(p, Arg.VOCAB_SIZE)
-    num_groups = (vocab_size + TILE_TOKENS - 1) // TILE_TOKENS * GROUP_TOKENS
+    num_groups = num_tiles(vocab_size) * GROUP_TOKENS
     padded = argument(p, Arg.SCRATCH) + worker * argument(p, Arg.SCRATCH_BYTES)
-    maxima = padded + _TILE_BYTES
+    maxima = padded + TILE_BYTES
     bounds = maxima + 4 * num_groups
     heap = bounds + 8 * num_groups
     while True:
@@ -293,11 +272,12 @@ def _search(p: int) -> None:
         top_k = read_int(argument(p, Arg.TOP_KS) + 8 * row)
         top_p = read_double(argument(p, Arg.TOP_PS) + 8 * row)
         state = _hash(
-            read_int(argument(p, Arg.KEYS) + 8 * row), read_int(argument(p, Arg.POSITIONS) + 8 * row)
+            read_int(argument(p, Arg.KEYS) + 8 * row),
+            read_int(argument(p, Arg.POSITIONS) + 8 * row),
         )
-        _pad(logits, vocab_size, padded)
+        pad(logits, vocab_size, padded)
         top, first = _bound(logits, vocab_size, state, temperature, padded, maxima, bounds)
-        kth = _LOWEST
+        kth = LOWEST
         if 0 < top_k < vocab_size:
             kth = _kth_largest(logits, vocab_size, top_k, padded, maxima, heap)
         floor = max(
@@ -346,8 +326,8 @@ def search_rows(
         ]
     ).T.copy()
     top_ks = np.array([k for *_, k in limits], np.int64)
-    num_tiles = -(-vocab_size // TILE_TOKENS)
-    num_floats = (1 + num_tiles * 3 // 32 + 1) * TILE_TOKENS + int(top_ks.max(initial=0))
+    num_groups = num_tiles(vocab_size) * GROUP_TOKENS
+    num_floats = TILE_TOKENS + 3 * num_groups + int(top_ks.max(initial=0))
     num_floats = -(-num_floats // LANES) * LANES
     num_threads = min(num_rows, threads_for(logits.numel()))
     scratch = np.empty(num_floats * num_threads, np.float32)
@@ -402,7 +382,9 @@ weigh = Kernel(_weigh, len(WeighArg))
 """The weights that ``search`` sums, of all tokens."""
 
 
-def weigh_rows(values: torch.Tensor, tops: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+def weigh_rows(
+    values: torch.Tensor, tops: torch.Tensor, temperatures: torch.Tensor
+) -> torch.Tensor:
     """``values`` float32 ``[num_rows, num_tokens]``, contiguous, none above its row's ``tops`` float32
     ``[num_rows, 1]``; ``temperatures`` float64 ``[num_rows, 1]``. In place."""
     tops, temperatures = tops.contiguous(), temperatures.contiguous()

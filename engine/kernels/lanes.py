@@ -156,6 +156,7 @@ _round_f16 = _operation(_round_float16, _lanes, _lanes)
 store_uint8 = _operation(_store_uint8, _none, _int, _lanes)
 """Without the fraction; what is not 0 .. 255 has no use."""
 read_int = _operation(lambda b, at: _read(b, at, ir.IntType(64), 8), _int, _int)
+read_int32 = _operation(lambda b, at: b.sext(_read(b, at, _INT32, 4), ir.IntType(64)), _int, _int)
 write_int = _operation(lambda b, at, value: _write(b, at, value, 8), _none, _int, _int)
 read_float = _operation(lambda b, at: _read(b, at, _FLOAT, 4), _float, _int)
 write_float = _operation(lambda b, at, value: _write(b, at, value, 4), _none, _int, _float)

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import find_kernel
-from engine.params import SamplingParams
 from engine.noise_numbers import GROUP_TOKENS, TILE_TOKENS
+from engine.params import SamplingParams
 from engine.sampling.noise_torch import group_bounds, group_noise, group_table, row_states
 
 _KERNEL = "gumbel_argmax"

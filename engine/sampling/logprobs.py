@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.events import TokenLogprobs
+from engine.kernels import find_kernel
 from engine.sampling.gumbel_argmax import gather_logits, group_maxima
 from engine.sampling.noise_torch import group_table
 
+_KERNEL = "top_tokens"
 _CACHED_NUMEL = 1 << 19
 _FURTHER_GROUPS = 4
 
@@ -84,7 +86,7 @@ def top_probs(
 
     def read(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:  # noqa: ARG001
         token_ids, values = _top(rows, k)
-        return token_ids, values - torch.logsumexp(rows, dim=-1, keepdim=True)
+        return token_ids, values - _log_sums(rows)
 
     token_ids, logprobs = _by_parts(logits, row_indices, read)
     exp = math.exp
@@ -112,18 +114,36 @@ def _by_parts(
     return token_ids, values
 
 
+def _kernel_for(rows: Tensor) -> Any:
+    """None where there is none."""
+    return find_kernel(_KERNEL) if rows.device.type == "cpu" else None
+
+
+def _log_sums(rows: Tensor) -> Tensor:
+    """Of the exponentials of each row's logits, ``[num_rows, 1]``."""
+    kernel = _kernel_for(rows)
+    sums: Tensor = (
+        torch.logsumexp(rows, -1, keepdim=True) if kernel is None else kernel.log_sums(rows)
+    )
+    return sums
+
+
 def _top(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Ids and values of the k largest logits of each row, ``[num_rows, k]``, by (logit descending, id
     ascending).
 
-    Looked for in the groups with the largest maxima: the first k of them hold the k largest logits, but
-    for equal ones in other groups. A few more hold those, too, as a rule; where the last group's maximum
-    could still be among the k, the whole row is looked at.
+    A compiled kernel finds them on a CPU. Elsewhere they are looked for in the groups with the largest
+    maxima: the first k of them hold the k largest logits, but for equal ones in other groups. A few more
+    hold those, too, as a rule; where the last group's maximum could still be among the k, the whole row
+    is looked at.
     """
     k = min(k, rows.shape[1])
     if k == 0:
         nothing = rows.new_empty(len(rows), 0)
         return nothing.long(), nothing
+    kernel = _kernel_for(rows)
+    if kernel is not None:
+        return kernel.top_rows(rows, k)  # type: ignore[no-any-return]
     maxima = group_maxima(rows)
     num = min(k + _FURTHER_GROUPS, maxima.shape[1])
     best, groups = maxima.topk(num)

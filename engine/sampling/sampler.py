@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.params import SamplingParams
 from engine.sampling.gumbel_argmax import SampledRows, greedy_tokens, sampled_tokens
 from engine.sampling.state import RowGroup
 
@@ -44,15 +43,6 @@ def _sample(logits: Tensor, groups: Sequence[RowGroup]) -> list[int]:
         rows = _rows_of(sampled)
         _assign(chosen, rows, sampled_tokens(_sampled_rows(_select(values, rows), sampled)))
     return chosen
-
-
-def warm_up(vocab_size: int, device: torch.device) -> None:
-    """Sample once, so that no request waits for what is compiled on first use."""
-    logits = torch.zeros(1, vocab_size, device=device)
-    zero = np.zeros(1, np.int64)
-    params = [SamplingParams(temperature=1.0, top_p=0.5, top_k=1)]
-    with torch.inference_mode():
-        sampled_tokens(SampledRows(logits, zero, zero, params))
 
 
 def edited_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:

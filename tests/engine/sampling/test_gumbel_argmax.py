@@ -38,9 +38,7 @@ def draw(logits: Tensor, params: list[SamplingParams], device: str = "cpu") -> l
 
 def rows_of(logits: Tensor, params: list[SamplingParams], positions: Sequence[int]) -> SampledRows:
     keys = [request_key(each.seed, 0) for each in params]
-    return SampledRows(
-        logits, np.array(keys, np.int64), np.array(positions, np.int64), params
-    )
+    return SampledRows(logits, np.array(keys, np.int64), np.array(positions, np.int64), params)
 
 
 def expected(logits: Tensor, params: list[SamplingParams]) -> list[int]:

@@ -1,0 +1,20 @@
+"""What sampling compiles on first use is compiled before there are requests to wait for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.params import SamplingParams
+from engine.sampling.gumbel_argmax import SampledRows, sampled_tokens
+from engine.sampling.logprobs import top_probs
+
+
+def warm_up(vocab_size: int, device: torch.device) -> None:
+    """Sample a token, and read a top token."""
+    logits = torch.zeros(1, vocab_size, device=device)
+    zero = np.zeros(1, np.int64)
+    params = [SamplingParams(temperature=1.0, top_p=0.5, top_k=1)]
+    with torch.inference_mode():
+        sampled_tokens(SampledRows(logits, zero, zero, params))
+        top_probs(logits, [0], 1)

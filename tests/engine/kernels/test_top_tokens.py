@@ -1,0 +1,59 @@
+"""What compiled loops find in rows of logits is what tensors find."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.sampling.logprobs
+from engine.kernels.top_tokens import log_sums, top_rows
+from engine.sampling.logprobs import top_probs, top_tokens
+
+
+def odd_rows(num_rows: int, vocab_size: int) -> Tensor:
+    """With ties, both zeros, and much that is forbidden."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows = torch.randn(num_rows, vocab_size, generator=generator) * 3
+    rows[::3] = rows[::3].round()
+    rows[1::3] = torch.where(rows[1::3] > 0, rows[1::3], -0.0)
+    rows[:, ::7] *= 0.0
+    rows[2::4, : vocab_size // 2] = float("-inf")
+    return rows
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 40, 1023, 1024, 1025, 4096, 5000])
+@pytest.mark.parametrize("num_top", [1, 3, 64])
+def test_kernel_finds_what_sorting_finds(vocab_size: int, num_top: int) -> None:
+    num_top = min(num_top, vocab_size)
+    rows = odd_rows(12, vocab_size)
+    tokens, values = top_rows(rows, num_top)
+    expected = (rows + 0.0).sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(tokens, expected.indices[:, :num_top])
+    assert torch.equal(values, expected.values[:, :num_top])
+
+
+def test_numbers_come_before_what_is_none() -> None:
+    rows = torch.tensor([[float("nan"), 1.0, float("nan"), 2.0]])
+    tokens, values = top_rows(rows, 3)
+    assert tokens.tolist() == [[3, 1, 0]]
+    assert values.tolist() == [[2.0, 1.0, float("-inf")]]
+
+
+@pytest.mark.parametrize("vocab_size", [3, 1024, 5000])
+def test_sums_are_those_of_torch(vocab_size: int) -> None:
+    rows = odd_rows(9, vocab_size)
+    torch.testing.assert_close(log_sums(rows), torch.logsumexp(rows, -1, keepdim=True))
+    assert torch.equal(log_sums(rows)[4:5], log_sums(rows[4:5]))
+    assert log_sums(torch.tensor([[1.0, float("nan")]])).isnan().all()
+
+
+def test_top_tokens_are_the_same_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = odd_rows(40, 3000)
+    asked = range(1, 40, 2)
+    tokens, (ids, probs) = top_tokens(rows, asked, 20), top_probs(rows, asked, 20)
+    monkeypatch.setattr(engine.sampling.logprobs, "find_kernel", lambda _name: None)
+    assert tokens == top_tokens(rows, asked, 20)
+    expected_ids, expected = top_probs(rows, asked, 20)
+    assert ids == expected_ids
+    assert [p for row in probs for p in row] == pytest.approx([p for row in expected for p in row])
