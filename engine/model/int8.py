@@ -135,6 +135,10 @@ class Int8Product:
 
     def of_int8(self, rows: Int8Rows) -> torch.Tensor:
         sums = _product(rows.values, self._packed, self.scales, self._zero_points)
+        kernel = find_kernel("row_scales")
+        if kernel is not None and kernel.can_scale(self.out_features, self.dtype):
+            scaled: torch.Tensor = kernel.scale_rows(sums, rows.scales, self.bias, self.dtype)
+            return scaled
         if self.bias is not None:
             return sums.mul_(rows.scales).add_(self.bias).to(self.dtype)
         return torch.mul(sums, rows.scales, out=torch.empty_like(sums, dtype=self.dtype))
