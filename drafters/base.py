@@ -357,7 +357,13 @@ class Drafter:
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Learn from verified rows. ``token_ids`` already ends with ``emitted_token_ids``. Raises
-        KeyError for a request that is not open."""
+        KeyError for a request that is not open.
+
+        What was written in steps for which a drafter was not asked comes when it is asked again or the
+        request ends: all of it at once, as a chain that was verified and accepted, without top tokens.
+        Drafters with ``hidden_rows``, ``draft_slots``, ``draft_model`` or ``all_or_nothing`` among their
+        needs hear of every step.
+        """
         for observation in observations:
             if observation.request_id not in self._unread:
                 self._states[observation.request_id].observe(observation)

@@ -1,5 +1,5 @@
-"""What an integer product leaves, scaled by output channel, becomes rows of a model's type: each times its
-own scale, plus a bias, in one pass instead of three."""
+"""What an integer product leaves, scaled by output channel, becomes rows of a model's type: each times
+its own scale, plus a bias, in one pass instead of three."""
 
 from __future__ import annotations
 
