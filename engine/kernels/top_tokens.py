@@ -28,7 +28,7 @@ from engine.kernels.lanes import (
     write_float,
     write_int,
 )
-from engine.kernels.tiles import (
+from engine.kernels.logit_tiles import (
     LOWEST,
     MEMBER_BYTES,
     TILE_BYTES,
