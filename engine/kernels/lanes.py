@@ -59,7 +59,11 @@ def _operation(emit: Callable[..., Any], result: Any, *arguments: Any) -> Any:
         return intrinsic(lambda typing, a, b: (signature, codegen))  # noqa: ARG005
     if len(arguments) == 3:
         return intrinsic(lambda typing, a, b, c: (signature, codegen))  # noqa: ARG005
-    return intrinsic(lambda typing, a, b, c, d, e: (signature, codegen))  # noqa: ARG005
+    if len(arguments) == 4:
+        return intrinsic(lambda typing, a, b, c, d: (signature, codegen))  # noqa: ARG005
+    if len(arguments) == 5:
+        return intrinsic(lambda typing, a, b, c, d, e: (signature, codegen))  # noqa: ARG005
+    return intrinsic(lambda typing, a, b, c, d, e, f: (signature, codegen))  # noqa: ARG005
 
 
 def _llvm(builder: Any, name: str, result: Any, *values: Any) -> Any:
@@ -143,6 +147,14 @@ def _store_uint8(builder: Any, address: Any, value: Any) -> None:
     _write(builder, address, builder.trunc(whole, ir.VectorType(_INT8, LANES)), 1)
 
 
+def _prefetch(builder: Any, address: Any) -> None:
+    """For reading, into every cache."""
+    to = _INT8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [to, _INT32, _INT32, _INT32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [_pointer(builder, address, _INT8), _INT32(0), _INT32(3), _INT32(1)])
+
+
 load32 = _operation(_load, _lanes, _int)
 _load_b16 = _operation(_load_bfloat16, _lanes, _int)
 _load_f16 = _operation(_load_float16, _lanes, _int)
@@ -163,6 +175,8 @@ fetch_add = _operation(
     ),
     _int, _int, _int,
 )  # fmt: skip
+prefetch = _operation(_prefetch, _none, _int)
+"""What is wanted soon: the line of memory at an address."""
 read_shared = _operation(
     lambda b, at: b.load_atomic(_pointer(b, at, ir.IntType(64)), "acquire", 8), _int, _int
 )
@@ -261,6 +275,9 @@ _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 # 1 + x + x^2 times this, lowest power last: e^x for |x| < ln(2) / 2, as in Cephes' expf.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 _LEAST_EXP = -87.0
+# A float of this size has no fraction; its last bits are a whole number, and what one more has as bits
+# that many places up is a float's exponent.
+_ROUNDER = 12582912.0 + 127.0
 
 
 def _float32(value: float) -> float:
@@ -274,8 +291,8 @@ def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 def _exponential(builder: Any, value: Any) -> Any:
     """Of what is not above 0; below -87 it is 0."""
-    power = builder.fmul(value, _constant(_float32(_LOG2E)))
-    whole = _llvm(builder, f"llvm.nearbyint.v{LANES}f32", _FLOATS, power)
+    power = _fused(builder, value, _constant(_float32(_LOG2E)), _constant(_ROUNDER))
+    whole = builder.fsub(power, _constant(_ROUNDER))
     rest = _fused(builder, whole, _constant(_float32(-_LN2_HIGH)), value)
     rest = _fused(builder, whole, _constant(_float32(-_LN2_LOW)), rest)
     total = _constant(_float32(_EXP[0]))
@@ -283,12 +300,9 @@ def _exponential(builder: Any, value: Any) -> Any:
         total = _fused(builder, total, rest, _constant(_float32(factor)))
     total = _fused(builder, builder.fmul(rest, rest), total, rest)
     total = builder.fadd(total, _constant(1.0))
-    is_small = builder.fcmp_unordered("<", value, _constant(_LEAST_EXP))
-    bits = builder.fptosi(builder.select(is_small, _constant(0.0), whole), _INTS)
-    scale = builder.bitcast(builder.shl(builder.add(bits, _whole(127)), _whole(23)), _FLOATS)
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    result = builder.select(is_small, _constant(0.0), builder.fmul(total, scale))
-    return builder.select(is_nan, value, result)
+    scale = builder.bitcast(builder.shl(builder.bitcast(power, _INTS), _whole(23)), _FLOATS)
+    is_small = builder.fcmp_ordered("<", value, _constant(_LEAST_EXP))
+    return builder.select(is_small, _constant(0.0), builder.fmul(total, scale))
 
 
 def _hyperbolic_tangent(builder: Any, value: Any) -> Any:
@@ -443,6 +457,115 @@ int_sums = _operation(_sums, _lanes, _int, _int)
 """Sixteen int32 and sixteen more, added, as floats."""
 
 
+# --- sums of products that stay in registers ---
+
+_AT_ONCE = 2  # products of a sum in one round of a loop
+
+
+def _plus(builder: Any, address: Any, offset: int) -> Any:
+    return builder.add(address, ir.Constant(address.type, offset))
+
+
+def _accumulated(
+    builder: Any,
+    count: Any,
+    sums: list[list[Any]],
+    factors: tuple[list[Any], Any],
+    vectors: tuple[Any, Any],
+) -> list[list[Any]]:
+    """To ``sums[row][column]``, ``count`` products one after another: of a row's factor, whose first is at
+    ``factors[0][row]``, and a column's sixteen floats, which lie after those of the column before.
+    ``factors[1]`` and ``vectors[1]``: bytes from one to the next."""
+    kept = [[cgutils.alloca_once_value(builder, each) for each in row] for row in sums]
+    starts, factor_step = factors
+    start, vector_step = vectors
+    with cgutils.for_range(builder, builder.udiv(count, count.type(_AT_ONCE))) as loop:
+        for which in range(_AT_ONCE):
+            index = _plus(builder, builder.mul(loop.index, count.type(_AT_ONCE)), which)
+            at = builder.add(start, builder.mul(index, vector_step))
+            columns = [_load(builder, _plus(builder, at, 4 * LANES * c)) for c in range(len(sums[0]))]
+            offset = builder.mul(index, factor_step)
+            for first, mine in zip(starts, kept, strict=True):
+                factor = _splat(builder, _read(builder, builder.add(first, offset), _FLOAT, 4))
+                for total, column in zip(mine, columns, strict=True):
+                    builder.store(_fused(builder, factor, column, builder.load(total)), total)
+    return [[builder.load(each) for each in row] for row in kept]
+
+
+def _scoring(num_queries: int) -> Callable[..., None]:
+    def emit(builder: Any, keys: Any, dim: Any, queries: Any, out: Any, stride: Any) -> None:
+        kind, width = dim.type, 2
+        fours = [
+            builder.add(queries, builder.mul(dim, kind(16 * four))) for four in range(num_queries // 4)
+        ]
+        starts = [_plus(builder, fours[query // 4], 4 * (query % 4)) for query in range(num_queries)]
+        nothing = [[_constant(0.0)] * width for _ in range(num_queries)]
+        sums = _accumulated(
+            builder, dim, nothing, (starts, kind(16)), (keys, kind(4 * LANES * width))
+        )
+        for query, mine in enumerate(sums):
+            to = builder.add(out, builder.mul(stride, kind(query)))
+            for column, total in enumerate(mine):
+                _write(builder, _plus(builder, to, 4 * LANES * column), total, 4)
+
+    return emit
+
+
+score8, score4 = (_operation(_scoring(count), _none, *[_int] * 5) for count in (8, 4))
+"""Eight queries' (or four's) products with twice sixteen keys: (keys, dimensions, queries, target, bytes in
+it from query to query). Queries lie by fours, of which each dimension's are together; keys as
+``transpose`` leaves them, twice sixteen of each dimension together. A sum over dimensions, in their order."""
+
+
+def _weighing(width: int) -> Callable[..., None]:
+    def emit(
+        builder: Any, values: Any, row: Any, weights: Any, stride: Any, count: Any, out: Any
+    ) -> None:
+        kind = count.type
+        starts = [builder.add(weights, builder.mul(stride, kind(query))) for query in range(4)]
+        places = [builder.add(out, builder.mul(row, kind(query))) for query in range(4)]
+        before = [
+            [_load(builder, _plus(builder, place, 4 * LANES * column)) for column in range(width)]
+            for place in places
+        ]
+        sums = _accumulated(builder, count, before, (starts, kind(4)), (values, row))
+        for place, mine in zip(places, sums, strict=True):
+            for column, total in enumerate(mine):
+                _write(builder, _plus(builder, place, 4 * LANES * column), total, 4)
+
+    return emit
+
+
+weigh64, weigh16 = (_operation(_weighing(width), _none, *[_int] * 6) for width in (4, 1))
+"""Four queries' weighted values, 64 (or 16) dimensions of them, added to the target one key after another:
+(values, bytes from one to the next and from query to query in the target, weights, bytes from query to
+query in them, how many, target)."""
+
+
+def _interleaved(builder: Any, source: Any, dim: Any, target: Any) -> None:
+    """By pairs, and pairs of pairs."""
+    pairs = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
+    fours = [2 * (lane // 4) + lane % 2 + LANES * (lane // 2 % 2) for lane in range(LANES)]
+
+    def halves(a: Any, b: Any, which: list[int], step: int) -> list[Any]:
+        later = [lane + step for lane in which]
+        return [builder.shuffle_vector(a, b, ir.Constant(_INTS, each)) for each in (which, later)]
+
+    with cgutils.for_range(builder, builder.udiv(dim, dim.type(LANES))) as loop:
+        at = builder.add(source, builder.mul(loop.index, dim.type(4 * LANES)))
+        step = builder.mul(dim, dim.type(4))
+        rows = [_load(builder, builder.add(at, builder.mul(step, dim.type(row)))) for row in range(4)]
+        these, those = halves(*rows[:2], pairs, 8), halves(*rows[2:], pairs, 8)
+        to = builder.add(target, builder.mul(loop.index, dim.type(16 * LANES)))
+        parts = [part for pair in zip(these, those, strict=True) for part in halves(*pair, fours, 8)]
+        for index, part in enumerate(parts):
+            _write(builder, _plus(builder, to, 4 * LANES * index), part, 4)
+
+
+interleave = _operation(_interleaved, _none, _int, _int, _int)
+"""Four rows of floats, one after another, as ``score8`` has them: (rows, dimensions, target)."""
+
+
 # --- transposition ---
 
 
@@ -463,31 +586,80 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _transposing(read: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any, Any], None]:
-    def emit(builder: Any, source: Any, stride: Any, target: Any) -> None:
-        rows = []
-        for index in range(LANES):
-            offset = builder.mul(stride, ir.Constant(stride.type, index))
-            rows.append(read(builder, builder.add(source, offset)))
-        for index, row in enumerate(_transposed(builder, rows)):
-            at = builder.add(target, ir.Constant(target.type, 4 * LANES * index))
-            _write(builder, at, row, 4)
+def _rows_at(builder: Any, source: Any, stride: Any, read: Callable[[Any, Any], Any]) -> list[Any]:
+    steps = (builder.mul(stride, ir.Constant(stride.type, index)) for index in range(LANES))
+    return [read(builder, builder.add(source, step)) for step in steps]
+
+
+def _transposing(read: Callable[[Any, Any], Any]) -> Callable[..., None]:
+    def emit(builder: Any, source: Any, stride: Any, target: Any, step: Any) -> None:
+        for row in _transposed(builder, _rows_at(builder, source, stride, read)):
+            _write(builder, target, row, 4)
+            target = builder.add(target, step)
 
     return emit
 
 
-_transpose_32 = _operation(_transposing(_load), _none, _int, _int, _int)
-_transpose_b16 = _operation(_transposing(_load_bfloat16), _none, _int, _int, _int)
-_transpose_f16 = _operation(_transposing(_load_float16), _none, _int, _int, _int)
+def _read_whole(builder: Any, address: Any) -> Any:
+    return _read(builder, address, _INTS, 1)
+
+
+def _transposing_parts(
+    count: int, part: Callable[[Any, Any, int], Any]
+) -> Callable[..., None]:
+    """Sixteen rows of ``count`` times sixteen floats, ``count`` of which are in 32 bits, are transposed
+    before they are made floats: ``part(builder, bits, which)`` makes them."""
+
+    def emit(builder: Any, source: Any, stride: Any, target: Any, step: Any) -> None:
+        for bits in _transposed(builder, _rows_at(builder, source, stride, _read_whole)):
+            for which in range(count):
+                _write(builder, target, part(builder, bits, which), 4)
+                target = builder.add(target, step)
+
+    return emit
+
+
+def _part_bfloat16(builder: Any, bits: Any, which: int) -> Any:
+    mine = builder.and_(bits, _whole(-65536)) if which else builder.shl(bits, _whole(16))
+    return builder.bitcast(mine, _FLOATS)
+
+
+def _part_float16(builder: Any, bits: Any, which: int) -> Any:
+    mine = builder.lshr(bits, _whole(16)) if which else bits
+    halves = builder.trunc(mine, ir.VectorType(_INT16, LANES))
+    return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
+
+
+_transpose_32 = _operation(_transposing(_load), _none, *[_int] * 4)
+_transpose_b16 = _operation(_transposing(_load_bfloat16), _none, *[_int] * 4)
+_transpose_f16 = _operation(_transposing(_load_float16), _none, *[_int] * 4)
+_transpose_b16_pairs = _operation(_transposing_parts(2, _part_bfloat16), _none, *[_int] * 4)
+_transpose_f16_pairs = _operation(_transposing_parts(2, _part_float16), _none, *[_int] * 4)
 
 
 @njit
-def transpose(kind: int, source: int, stride: int, target: int) -> None:
-    """Sixteen rows of sixteen floats, ``stride`` bytes apart, to float32 at ``target``, where each column
-    becomes sixteen floats one after another."""
+def _transpose_16(kind: int, source: int, stride: int, target: int, step: int) -> None:
     if kind == BFLOAT16:
-        _transpose_b16(source, stride, target)
+        _transpose_b16(source, stride, target, step)
     elif kind == FLOAT16:
-        _transpose_f16(source, stride, target)
+        _transpose_f16(source, stride, target, step)
     else:
-        _transpose_32(source, stride, target)
+        _transpose_32(source, stride, target, step)
+
+
+@njit
+def transpose(kind: int, source: int, stride: int, columns: int, target: int, step: int) -> None:
+    """Sixteen rows of ``columns`` floats, ``stride`` bytes apart, to float32 at ``target``, where each
+    column becomes sixteen floats one after another, ``step`` bytes after the column before."""
+    done = 0
+    while done < columns:
+        at, to = source + itemsize_of(kind) * done, target + step * done
+        if kind == BFLOAT16 and columns - done >= 2 * LANES:
+            _transpose_b16_pairs(at, stride, to, step)
+            done += 2 * LANES
+        elif kind == FLOAT16 and columns - done >= 2 * LANES:
+            _transpose_f16_pairs(at, stride, to, step)
+            done += 2 * LANES
+        else:
+            _transpose_16(kind, at, stride, to, step)
+            done += LANES
