@@ -148,11 +148,11 @@ def _store_uint8(builder: Any, address: Any, value: Any) -> None:
 
 
 def _prefetch(builder: Any, address: Any) -> None:
-    """For reading, into every cache."""
+    """For reading, into the second cache: the first is small, and what is in it in use."""
     to = _INT8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [to, _INT32, _INT32, _INT32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    builder.call(function, [_pointer(builder, address, _INT8), _INT32(0), _INT32(3), _INT32(1)])
+    builder.call(function, [_pointer(builder, address, _INT8), _INT32(0), _INT32(2), _INT32(1)])
 
 
 load32 = _operation(_load, _lanes, _int)
@@ -473,9 +473,9 @@ def _accumulated(
     factors: tuple[list[Any], Any],
     vectors: tuple[Any, Any],
 ) -> list[list[Any]]:
-    """To ``sums[row][column]``, ``count`` products one after another: of a row's factor, whose first is at
-    ``factors[0][row]``, and a column's sixteen floats, which lie after those of the column before.
-    ``factors[1]`` and ``vectors[1]``: bytes from one to the next."""
+    """To ``sums[row][column]``, ``count`` products one after another: of a row's factor, whose first is
+    at ``factors[0][row]``, and a column's sixteen floats, which lie after those of the column before.
+    ``factors[1]`` and ``vectors[1]``: bytes from one to the next. ``count`` is even."""
     kept = [[cgutils.alloca_once_value(builder, each) for each in row] for row in sums]
     starts, factor_step = factors
     start, vector_step = vectors
@@ -483,7 +483,9 @@ def _accumulated(
         for which in range(_AT_ONCE):
             index = _plus(builder, builder.mul(loop.index, count.type(_AT_ONCE)), which)
             at = builder.add(start, builder.mul(index, vector_step))
-            columns = [_load(builder, _plus(builder, at, 4 * LANES * c)) for c in range(len(sums[0]))]
+            columns = [
+                _load(builder, _plus(builder, at, 4 * LANES * c)) for c in range(len(sums[0]))
+            ]
             offset = builder.mul(index, factor_step)
             for first, mine in zip(starts, kept, strict=True):
                 factor = _splat(builder, _read(builder, builder.add(first, offset), _FLOAT, 4))
@@ -496,9 +498,12 @@ def _scoring(num_queries: int) -> Callable[..., None]:
     def emit(builder: Any, keys: Any, dim: Any, queries: Any, out: Any, stride: Any) -> None:
         kind, width = dim.type, 2
         fours = [
-            builder.add(queries, builder.mul(dim, kind(16 * four))) for four in range(num_queries // 4)
+            builder.add(queries, builder.mul(dim, kind(16 * four)))
+            for four in range(num_queries // 4)
         ]
-        starts = [_plus(builder, fours[query // 4], 4 * (query % 4)) for query in range(num_queries)]
+        starts = [
+            _plus(builder, fours[query // 4], 4 * (query % 4)) for query in range(num_queries)
+        ]
         nothing = [[_constant(0.0)] * width for _ in range(num_queries)]
         sums = _accumulated(
             builder, dim, nothing, (starts, kind(16)), (keys, kind(4 * LANES * width))
@@ -512,9 +517,10 @@ def _scoring(num_queries: int) -> Callable[..., None]:
 
 
 score8, score4 = (_operation(_scoring(count), _none, *[_int] * 5) for count in (8, 4))
-"""Eight queries' (or four's) products with twice sixteen keys: (keys, dimensions, queries, target, bytes in
-it from query to query). Queries lie by fours, of which each dimension's are together; keys as
-``transpose`` leaves them, twice sixteen of each dimension together. A sum over dimensions, in their order."""
+"""Eight queries' (or four's) products with twice sixteen keys: (keys, dimensions, queries, target, bytes
+in it from query to query). Queries lie by fours, of which each dimension's are together; keys as
+``transpose`` leaves them, twice sixteen of each dimension together. A sum over dimensions, in their
+order."""
 
 
 def _weighing(width: int) -> Callable[..., None]:
@@ -537,9 +543,9 @@ def _weighing(width: int) -> Callable[..., None]:
 
 
 weigh64, weigh16 = (_operation(_weighing(width), _none, *[_int] * 6) for width in (4, 1))
-"""Four queries' weighted values, 64 (or 16) dimensions of them, added to the target one key after another:
-(values, bytes from one to the next and from query to query in the target, weights, bytes from query to
-query in them, how many, target)."""
+"""Four queries' weighted values, 64 (or 16) dimensions of them, added to the target one key after
+another: (values, bytes from one to the next and from query to query in the target, weights, bytes from
+query to query in them, how many, target)."""
 
 
 def _interleaved(builder: Any, source: Any, dim: Any, target: Any) -> None:
@@ -554,10 +560,14 @@ def _interleaved(builder: Any, source: Any, dim: Any, target: Any) -> None:
     with cgutils.for_range(builder, builder.udiv(dim, dim.type(LANES))) as loop:
         at = builder.add(source, builder.mul(loop.index, dim.type(4 * LANES)))
         step = builder.mul(dim, dim.type(4))
-        rows = [_load(builder, builder.add(at, builder.mul(step, dim.type(row)))) for row in range(4)]
-        these, those = halves(*rows[:2], pairs, 8), halves(*rows[2:], pairs, 8)
+        rows = [
+            _load(builder, builder.add(at, builder.mul(step, dim.type(row)))) for row in range(4)
+        ]
+        these, those = halves(rows[0], rows[1], pairs, 8), halves(rows[2], rows[3], pairs, 8)
         to = builder.add(target, builder.mul(loop.index, dim.type(16 * LANES)))
-        parts = [part for pair in zip(these, those, strict=True) for part in halves(*pair, fours, 8)]
+        parts = [
+            part for pair in zip(these, those, strict=True) for part in halves(*pair, fours, 8)
+        ]
         for index, part in enumerate(parts):
             _write(builder, _plus(builder, to, 4 * LANES * index), part, 4)
 
@@ -604,9 +614,7 @@ def _read_whole(builder: Any, address: Any) -> Any:
     return _read(builder, address, _INTS, 1)
 
 
-def _transposing_parts(
-    count: int, part: Callable[[Any, Any, int], Any]
-) -> Callable[..., None]:
+def _transposing_parts(count: int, part: Callable[[Any, Any, int], Any]) -> Callable[..., None]:
     """Sixteen rows of ``count`` times sixteen floats, ``count`` of which are in 32 bits, are transposed
     before they are made floats: ``part(builder, bits, which)`` makes them."""
 

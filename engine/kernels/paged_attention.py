@@ -13,7 +13,6 @@ a row): keys are converted and transposed once for them. What is beyond a row's 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 from numba import njit
@@ -36,6 +35,7 @@ from engine.kernels.lanes import (
     load,
     load32,
     mul,
+    prefetch,
     read_float,
     read_int,
     score4,
@@ -59,9 +59,10 @@ QUERY_MULTIPLE = 4
 _LOWEST = np.float32(-3.0e38)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _ROW = 4 * LANES  # bytes of sixteen floats
-# Bytes from a query's scores to the next one's: a chunk's, and one group more, for half a pair of groups to
-# be scored into and for queries' scores to lie in different sets of a cache.
+# Bytes from a query's scores to the next one's: a chunk's, and one group more, for half a pair of groups
+# to be scored into and for queries' scores to lie in different sets of a cache.
 _SCORES = 4 * (CHUNK + GROUP)
+_LINE = 64  # bytes of a line of a cache
 _PAIR = 2  # groups that are scored at once
 _WEIGHED = 4  # and whose values are weighed at once
 
@@ -160,8 +161,35 @@ def _gather(p: int, plane: int, dim: int, group: int, out: int) -> None:
 
 
 @njit
+def _prefetch(plane: int, key_bytes: int, groups: int, first: int, end: int) -> None:
+    """Of groups ``first`` .. ``end - 1`` of those at ``groups``, what lies together. Blocks are anywhere,
+    so that no CPU would guess where the next one is."""
+    for place in range(first, end):
+        group = read_int(groups + 8 * place)
+        if group >= 0:
+            start = plane + group * key_bytes
+            for at in range(start, start + GROUP * key_bytes, _LINE):
+                prefetch(at)
+
+
+@njit
+def _prefetch_keys(p: int, head: int, groups: int, first: int, end: int) -> None:
+    plane = argument(p, Arg.KEYS) + head * argument(p, Arg.KEY_HEAD)
+    itemsize = itemsize_of(argument(p, Arg.STORE_KIND))
+    _prefetch(plane, argument(p, Arg.KEY_DIM) * itemsize, groups, first, end)
+
+
+@njit
+def _prefetch_values(p: int, head: int, groups: int, first: int, end: int) -> None:
+    plane = argument(p, Arg.VALUES) + head * argument(p, Arg.VALUE_HEAD)
+    itemsize = itemsize_of(argument(p, Arg.STORE_KIND))
+    _prefetch(plane, argument(p, Arg.VALUE_DIM) * itemsize, groups, first, end)
+
+
+@njit
 def _read_keys(p: int, head: int, group: int, keys: int, rows: int) -> None:
-    """Of sixteen keys, each dimension's sixteen floats, ``_PAIR`` groups apart. ``rows``: memory to use."""
+    """Of sixteen keys, each dimension's sixteen floats, ``_PAIR`` groups apart. ``rows``: memory to
+    use."""
     kind, dim = argument(p, Arg.STORE_KIND), argument(p, Arg.KEY_DIM)
     plane = argument(p, Arg.KEYS) + head * argument(p, Arg.KEY_HEAD)
     itemsize = itemsize_of(kind)
@@ -192,13 +220,17 @@ def _read_values(p: int, head: int, group: int, values: int) -> None:
 @njit
 def _score(
     p: int, head: int, groups: int, count: int, scratch: int,
-    queries: int, first: int, end: int, scores: int,
+    queries: int, first: int, end: int, scores: int, is_first: bool,
 ) -> None:  # fmt: skip
     """Of queries ``first`` .. ``end - 1`` with ``count`` groups, whose numbers are at ``groups``;
-    ``scores``: of query 0 and the first of them. Half a pair has another half, which nobody reads."""
+    ``scores``: of query 0 and the first of them. Half a pair has another half, which nobody reads.
+    ``is_first``: nobody has prefetched keys."""
     dim = argument(p, Arg.KEY_DIM)
     rows = scratch + 4 * GROUP * _PAIR * dim
     for place in range(0, count, _PAIR):
+        if is_first:
+            _prefetch_keys(p, head, groups, place + _PAIR, min(count, place + 2 * _PAIR))
+        _prefetch_values(p, head, groups, place, min(count, place + _PAIR))
         for half in range(min(_PAIR, count - place)):
             group = read_int(groups + 8 * (place + half))
             _read_keys(p, head, group, scratch + _ROW * half, rows)
@@ -267,11 +299,15 @@ def _weigh_4(values: int, dim: int, weights: int, count: int, out: int) -> None:
 @njit
 def _weigh(
     p: int, head: int, groups: int, count: int, scratch: int,
-    weights: int, first: int, end: int, out: int,
+    weights: int, first: int, end: int, out: int, later: int,
 ) -> None:  # fmt: skip
-    """As ``_score`` is told, for values: added to ``out``, of query 0."""
+    """As ``_score`` is told, for values: added to ``out``, of query 0. ``later``: groups of the next
+    chunk, whose keys are prefetched."""
     dim = argument(p, Arg.VALUE_DIM)
     for place in range(0, count, _WEIGHED):
+        if place < later:
+            ahead = groups + 8 * CHUNK // GROUP
+            _prefetch_keys(p, head, ahead, place, min(later, place + _WEIGHED))
         these = min(_WEIGHED, count - place)
         for which in range(these):
             group = read_int(groups + 8 * (place + which))
@@ -290,7 +326,9 @@ def _exp(value: float) -> float:
 
 
 @njit
-def _merge_states(num_queries: int, stride: int, chunk_state: int, state: int, factors: int) -> None:
+def _merge_states(
+    num_queries: int, stride: int, chunk_state: int, state: int, factors: int
+) -> None:
     """A chunk's largest scores and sums of weights into those of the chunks before, sixteen queries at a
     time; ``factors``: what weighted values are to be multiplied by, those before and the chunk's."""
     for at in range(0, 4 * num_queries, _ROW):
@@ -418,21 +456,30 @@ def _attend_chunk(
     own = max(first, min(end, num_common - base))
     common, mine = groups + 8 * (base + first), own + base - num_common
     _begin(chunk_state, argument(p, Arg.MOST_QUERIES))
-    _score(p, head, common, own - first, scratch, queries, 0, num_queries, scores + _ROW * first)
+    is_first = chunk == read_int(tile + 16) or begin <= least
+    _score(
+        p, head, common, own - first, scratch,
+        queries, 0, num_queries, scores + _ROW * first, is_first,
+    )  # fmt: skip
     for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
         _score(
             p, head, argument(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + mine),
             min(end, read_int(branch + 24) - base) - own, scratch,
-            queries, read_int(branch), read_int(branch + 8), scores + _ROW * own,
+            queries, read_int(branch), read_int(branch + 8), scores + _ROW * own, True,
         )  # fmt: skip
     _weights(p, tile, begin, first, end, scores, chunk_state)
     _clear(weighted, weighted + 4 * argument(p, Arg.VALUE_DIM) * num_queries)
-    _weigh(p, head, common, own - first, scratch, scores + _ROW * first, 0, num_queries, weighted)
+    is_last = chunk + 1 == read_int(tile + 24)
+    later = 0 if is_last or first > 0 else num_common - base - CHUNK // GROUP
+    _weigh(
+        p, head, common, own - first, scratch,
+        scores + _ROW * first, 0, num_queries, weighted, later,
+    )  # fmt: skip
     for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
         _weigh(
             p, head, argument(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + mine),
             min(end, read_int(branch + 24) - base) - own, scratch,
-            scores + _ROW * own, read_int(branch), read_int(branch + 8), weighted,
+            scores + _ROW * own, read_int(branch), read_int(branch + 8), weighted, 0,
         )  # fmt: skip
 
 

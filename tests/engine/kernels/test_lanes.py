@@ -131,14 +131,25 @@ def test_an_activation_does_not_depend_on_its_place(
 
 
 @pytest.mark.parametrize("dtype", list(KINDS))
-def test_sixteen_rows_are_transposed(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("columns", [16, 32, 48])
+def test_sixteen_rows_are_transposed(dtype: torch.dtype, columns: int) -> None:
+    """Columns of 16 bits by pairs, and one by one where no pair is left."""
     kind, size = KINDS[dtype], dtype.itemsize
 
     def turn(source: int, target: int) -> None:
-        lanes.transpose(kind, source, 24 * size, target)
+        lanes.transpose(kind, source, 56 * size, columns, target, 128)
 
-    rows = torch.randn(16, 24).to(dtype)
-    assert torch.equal(mapped(turn, rows, torch.empty(16, 16)), rows[:, :16].float().T)
+    rows = torch.randn(16, 56).to(dtype)
+    got = mapped(turn, rows, torch.zeros(columns, 32))
+    assert torch.equal(got[:, :16], rows[:, :columns].float().T)
+
+
+def test_four_rows_are_interleaved() -> None:
+    def interleave(source: int, target: int) -> None:
+        lanes.interleave(source, 48, target)
+
+    rows = torch.randn(4, 48)
+    assert torch.equal(mapped(interleave, rows, torch.empty(48, 4)), rows.T)
 
 
 def test_lanes_that_are_not_kept_are_minus_infinity() -> None:
