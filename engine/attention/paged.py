@@ -22,7 +22,7 @@ from engine.attention.backend import (
 )
 from engine.batch import InputBatch, InputTensors, RequestRows, slot_of
 from engine.config import Determinism
-from engine.kernels import KINDS, LANES, find_kernel
+from engine.kernels import KINDS, LANES, STORED_KINDS, find_kernel
 from engine.kernels.watch import Renewal
 from kvpool.store import KVStore
 
@@ -58,8 +58,8 @@ class PagedAttention(AttentionBackend):
             return reason
         if find_kernel(_KERNEL) is None:
             return "it needs numba, which is not installed"
-        for dtype in (needs.dtype, needs.kv_dtype or needs.dtype):
-            if dtype not in KINDS:
+        for dtype, known in ((needs.dtype, KINDS), (needs.kv_dtype or needs.dtype, STORED_KINDS)):
+            if dtype not in known:
                 return f"it knows no {dtype}"
         dims = {dim for shape in needs.shapes for dim in (shape.key_dim, shape.value_dim)}
         odd = sorted(dim for dim in dims if dim % LANES)
@@ -100,7 +100,7 @@ class _Layer:
                 share,
                 *self.dims,
                 KINDS[dtype],
-                KINDS[store.dtype],
+                STORED_KINDS[store.dtype],
                 keys.data_ptr(),
                 keys.stride(1) * size,
                 values.data_ptr(),

@@ -4,7 +4,7 @@ Every operation is one IEEE operation on each lane, in the order written: nothin
 product is contracted with a sum by ``fma`` alone. So a kernel computes the same bits on every CPU,
 however wide its vectors are, and what a row gets does not depend on how its neighbours are compiled.
 
-Addresses are integers. ``kind`` is the type of floats in memory, by the numbers of ``KINDS``.
+Addresses are integers. ``kind`` is the type of floats in memory, by the numbers of ``STORED_KINDS``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numba.core.datamodel import register_default
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic
 
-from engine.kernels import BFLOAT16, FLOAT16, FLOAT32, LANES
+from engine.kernels import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, LANES
 
 _FLOAT, _INT8, _INT16, _INT32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
@@ -142,6 +142,52 @@ def _store_float16(builder: Any, address: Any, value: Any) -> None:
     _write(builder, address, builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES)), 2)
 
 
+# 8 bits (e4m3fn): a sign, four bits of exponent, three of fraction; the last code is no number, none is
+# infinite. With zeros after the fraction and one before the exponent they are a half, 2**8 times smaller.
+_LARGEST_FLOAT8, _LEAST_NORMAL_FLOAT8 = 448.0, 2.0**-6
+_HALVES = ir.VectorType(_INT16, LANES)
+
+
+def _short(value: int) -> Any:
+    return ir.Constant(_HALVES, [value] * LANES)
+
+
+def _float8_floats(builder: Any, codes: Any) -> Any:
+    """``codes``: in the upper bytes of sixteen bits each."""
+    halves = builder.and_(builder.ashr(codes, _short(1)), _short(0xBF80))
+    is_nan = builder.icmp_unsigned("==", builder.and_(halves, _short(0x3F80)), _short(0x3F80))
+    halves = builder.select(is_nan, _short(0x7E00), halves)
+    floats = builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
+    return builder.fmul(floats, _constant(256.0))
+
+
+def _load_float8(builder: Any, address: Any) -> Any:
+    codes = _read(builder, address, ir.VectorType(_INT8, LANES), 1)
+    return _float8_floats(builder, builder.shl(builder.zext(codes, _HALVES), _short(8)))
+
+
+def _store_float8(builder: Any, address: Any, value: Any) -> None:
+    """The nearest, ties to even; beyond the largest, the largest."""
+    bits = builder.bitcast(value, _INTS)
+    size = builder.bitcast(builder.and_(bits, _whole(0x7FFFFFFF)), _FLOATS)
+    is_large = builder.fcmp_ordered(">", size, _constant(_LARGEST_FLOAT8))
+    size = builder.select(is_large, _constant(_LARGEST_FLOAT8), size)
+    whole = builder.bitcast(size, _INTS)
+    # The exponent's bias is 7 and not 127, and 20 bits of the fraction go.
+    odd = builder.and_(builder.lshr(whole, _whole(20)), _whole(1))
+    nearest = builder.add(builder.add(whole, odd), _whole(0x7FFFF - (120 << 23)))
+    normal = builder.lshr(nearest, _whole(20))
+    # The last bit of a sum with 2**14 is that of a number without an exponent.
+    rounder = 2.0**14
+    small = builder.bitcast(builder.fadd(size, _constant(rounder)), _INTS)
+    small = builder.sub(small, builder.bitcast(_constant(rounder), _INTS))
+    is_small = builder.fcmp_ordered("<", size, _constant(_LEAST_NORMAL_FLOAT8))
+    code = builder.select(is_small, small, normal)
+    code = builder.select(builder.fcmp_unordered("uno", value, value), _whole(0x7F), code)
+    code = builder.or_(code, builder.lshr(builder.and_(bits, _whole(-(1 << 31))), _whole(24)))
+    _write(builder, address, builder.trunc(code, ir.VectorType(_INT8, LANES)), 1)
+
+
 def _store_uint8(builder: Any, address: Any, value: Any) -> None:
     whole = builder.fptosi(value, _INTS)
     _write(builder, address, builder.trunc(whole, ir.VectorType(_INT8, LANES)), 1)
@@ -158,9 +204,11 @@ def _prefetch(builder: Any, address: Any) -> None:
 load32 = _operation(_load, _lanes, _int)
 _load_b16 = _operation(_load_bfloat16, _lanes, _int)
 _load_f16 = _operation(_load_float16, _lanes, _int)
+_load_f8 = _operation(_load_float8, _lanes, _int)
 store32 = _operation(lambda b, at, value: _write(b, at, value, 4), _none, _int, _lanes)
 _store_b16 = _operation(_store_bfloat16, _none, _int, _lanes)
 _store_f16 = _operation(_store_float16, _none, _int, _lanes)
+_store_f8 = _operation(_store_float8, _none, _int, _lanes)
 _round_b16 = _operation(_round_bfloat16, _lanes, _lanes)
 _round_f16 = _operation(_round_float16, _lanes, _lanes)
 store_uint8 = _operation(_store_uint8, _none, _int, _lanes)
@@ -207,6 +255,8 @@ def argument(arguments: int, number: int) -> int:
 
 @njit(inline="always")
 def itemsize_of(kind: int) -> int:
+    if kind == FLOAT8:
+        return 1
     return 4 if kind == FLOAT32 else 2
 
 
@@ -216,6 +266,8 @@ def load(kind: int, address: int) -> Any:
         return _load_b16(address)
     if kind == FLOAT16:
         return _load_f16(address)
+    if kind == FLOAT8:
+        return _load_f8(address)
     return load32(address)
 
 
@@ -225,6 +277,8 @@ def store(kind: int, address: int, value: Any) -> None:
         _store_b16(address, value)
     elif kind == FLOAT16:
         _store_f16(address, value)
+    elif kind == FLOAT8:
+        _store_f8(address, value)
     else:
         store32(address, value)
 
@@ -638,11 +692,18 @@ def _part_float16(builder: Any, bits: Any, which: int) -> Any:
     return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
 
 
+def _part_float8(builder: Any, bits: Any, which: int) -> Any:
+    mine = builder.lshr(builder.shl(bits, _whole(24 - 8 * which)), _whole(16))
+    return _float8_floats(builder, builder.trunc(mine, _HALVES))
+
+
 _transpose_32 = _operation(_transposing(_load), _none, *[_int] * 4)
 _transpose_b16 = _operation(_transposing(_load_bfloat16), _none, *[_int] * 4)
 _transpose_f16 = _operation(_transposing(_load_float16), _none, *[_int] * 4)
+_transpose_f8 = _operation(_transposing(_load_float8), _none, *[_int] * 4)
 _transpose_b16_pairs = _operation(_transposing_parts(2, _part_bfloat16), _none, *[_int] * 4)
 _transpose_f16_pairs = _operation(_transposing_parts(2, _part_float16), _none, *[_int] * 4)
+_transpose_f8_fours = _operation(_transposing_parts(4, _part_float8), _none, *[_int] * 4)
 
 
 @njit
@@ -651,6 +712,8 @@ def _transpose_16(kind: int, source: int, stride: int, target: int, step: int) -
         _transpose_b16(source, stride, target, step)
     elif kind == FLOAT16:
         _transpose_f16(source, stride, target, step)
+    elif kind == FLOAT8:
+        _transpose_f8(source, stride, target, step)
     else:
         _transpose_32(source, stride, target, step)
 
@@ -668,6 +731,9 @@ def transpose(kind: int, source: int, stride: int, columns: int, target: int, st
         elif kind == FLOAT16 and columns - done >= 2 * LANES:
             _transpose_f16_pairs(at, stride, to, step)
             done += 2 * LANES
+        elif kind == FLOAT8 and columns - done >= 4 * LANES:
+            _transpose_f8_fours(at, stride, to, step)
+            done += 4 * LANES
         else:
             _transpose_16(kind, at, stride, to, step)
             done += LANES

@@ -74,7 +74,7 @@ class Arg(IntEnum):
     # 0 before a call.
     NEXT_TASK = 0
     NUM_WORKERS = 1
-    # The layer's. KINDs as in engine.kernels.KINDS; SHARE: queries to a key head; NUMBERS, float32: scale
+    # The layer's. KINDs as in engine.kernels; SHARE: queries to a key head; NUMBERS, float32: scale
     # of the scores, soft cap or 0, largest key, largest value; WINDOW: keys that a row sees, its own
     # included, 0: all; SINKS, float32, one for each query head, or 0.
     NUM_KV_HEADS = 2
