@@ -27,7 +27,6 @@ from engine.kernels.lanes import (
     exp,
     fetch_add,
     first_of,
-    interleave,
     itemsize_of,
     keep,
     larger,
@@ -38,19 +37,16 @@ from engine.kernels.lanes import (
     prefetch,
     read_float,
     read_int,
-    score4,
-    score8,
     splat,
     store,
     store32,
     sub,
     sum_of,
     tanh,
-    transpose,
-    weigh16,
-    weigh64,
+    widen,
     write_float,
 )
+from engine.kernels.tiles import interleave, score4, score8, transpose, weigh16, weigh64
 
 CHUNK = 256
 GROUP = LANES
@@ -208,10 +204,7 @@ def _read_values(p: int, head: int, group: int, values: int) -> None:
     if group < 0:
         _gather(p, plane, dim, group, values)
         return
-    itemsize = itemsize_of(kind)
-    source = plane + group * dim * itemsize
-    for at in range(0, GROUP * dim, LANES):
-        store32(values + 4 * at, load(kind, source + itemsize * at))
+    widen(kind, plane + group * dim * itemsize_of(kind), GROUP * dim, values)
 
 
 # --- scores ---

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from numba import njit
 
-from engine.kernels import FLOAT8, KINDS, LANES, STORED_KINDS, lanes
+from engine.kernels import FLOAT8, KINDS, LANES, STORED_KINDS, lanes, tiles
 
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3.3e38, -1e-8]
 
@@ -56,15 +56,20 @@ def test_every_float_of_8_bits_is_what_torch_has() -> None:
         for at in range(0, 256, 16):
             lanes.store32(target + 4 * at, lanes.load(FLOAT8, source + at))
 
+    def widen(source: int, target: int) -> None:
+        lanes.widen(FLOAT8, source, 240, target)
+        lanes.widen(FLOAT8, source + 240, 16, target + 960)
+
     def encode(source: int, target: int) -> None:
         for at in range(0, 256, 16):
             lanes.store(FLOAT8, target + at, lanes.load32(source + 4 * at))
 
     floats = codes.view(torch.float8_e4m3fn).float()
-    got = mapped(decode, codes, floats)
-    assert torch.equal(got.isnan(), floats.isnan())
     numbers = ~floats.isnan()
-    assert torch.equal(got[numbers].view(torch.int32), floats[numbers].view(torch.int32))
+    for how in (decode, widen):
+        got = mapped(how, codes, floats)
+        assert torch.equal(got.isnan(), floats.isnan())
+        assert torch.equal(got[numbers].view(torch.int32), floats[numbers].view(torch.int32))
     assert torch.equal(mapped(encode, floats, codes), codes)
 
 
@@ -176,7 +181,7 @@ def test_sixteen_rows_are_transposed(dtype: torch.dtype, columns: int) -> None:
     kind, size = STORED_KINDS[dtype], dtype.itemsize
 
     def turn(source: int, target: int) -> None:
-        lanes.transpose(kind, source, 104 * size, columns, target, 128)
+        tiles.transpose(kind, source, 104 * size, columns, target, 128)
 
     rows = torch.randn(16, 104).to(dtype)
     got = mapped(turn, rows, torch.zeros(columns, 32))
@@ -185,7 +190,7 @@ def test_sixteen_rows_are_transposed(dtype: torch.dtype, columns: int) -> None:
 
 def test_four_rows_are_interleaved() -> None:
     def interleave(source: int, target: int) -> None:
-        lanes.interleave(source, 48, target)
+        tiles.interleave(source, 48, target)
 
     rows = torch.randn(4, 48)
     assert torch.equal(mapped(interleave, rows, torch.empty(48, 4)), rows.T)
