@@ -20,6 +20,7 @@ from engine.attention.backend import (
     build_attention,
     check_backend_name,
     choose_backend,
+    stored_dtype,
 )
 from engine.config import Determinism, EngineConfig
 from engine.core import EngineCore, ModelLimits
@@ -111,7 +112,9 @@ def build_engine_for(
     if exact or can_pack(model.device, model.dtype):
         packed = pack_linears(model, config.max_num_batched_tokens, exact)
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
-    needs = AttentionNeeds.of(model, shapes, determinism, config.block_size)
+    needs = AttentionNeeds.of(
+        model, shapes, determinism, config.block_size, stored_dtype(config.kv_cache_dtype)
+    )
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes)
     attention = build_attention(needs, num_blocks, config.attention_backend)
     runner = ModelRunner(model, attention, config.max_num_batched_tokens)

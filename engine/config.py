@@ -33,6 +33,11 @@ class EngineConfig:
     block_size: int = described(16, "Tokens in a KV block.", ge=1)
     num_blocks: int | None = described(None, "KV blocks; default: what memory allows.", ge=1)
     kv_memory_fraction: float = described(0.5, "Share of free memory for KV blocks.", gt=0, le=1)
+    kv_cache_dtype: Literal["auto", "fp8"] = described(
+        "auto",
+        "Type of keys and values; auto: the model's. fp8 (e4m3) halves them: twice the tokens in "
+        "memory, read in less time, at a small loss of quality.",
+    )
     max_num_seqs: int = described(64, "Most requests in a batch.", ge=1)
     max_num_batched_tokens: int = described(
         1024, "Most tokens in a step: prompt, decode and drafts.", ge=1

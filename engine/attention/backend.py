@@ -18,7 +18,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -55,6 +55,11 @@ class AttentionOptions:
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None  # [num_heads]
+
+
+def stored_dtype(setting: Literal["auto", "fp8"]) -> torch.dtype | None:
+    """What a setting asks keys and values to lie in; None: in the model's type."""
+    return torch.float8_e4m3fn if setting == "fp8" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from engine.attention.backend import (
 )
 from engine.batch import InputBatch, InputTensors, RequestRows, slot_of
 from engine.config import Determinism
-from engine.kernels import KINDS, LANES, find_kernel
+from engine.kernels import KINDS, LANES, STORED_KINDS, find_kernel
 from engine.kernels.watch import Renewal
 from kvpool.store import KVStore
 
@@ -58,8 +58,8 @@ class PagedAttention(AttentionBackend):
             return reason
         if find_kernel(_KERNEL) is None:
             return "it needs numba, which is not installed"
-        for dtype in (needs.dtype, needs.kv_dtype or needs.dtype):
-            if dtype not in KINDS:
+        for dtype, known in ((needs.dtype, KINDS), (needs.kv_dtype or needs.dtype, STORED_KINDS)):
+            if dtype not in known:
                 return f"it knows no {dtype}"
         dims = {dim for shape in needs.shapes for dim in (shape.key_dim, shape.value_dim)}
         odd = sorted(dim for dim in dims if dim % LANES)
@@ -100,7 +100,7 @@ class _Layer:
                 share,
                 *self.dims,
                 KINDS[dtype],
-                KINDS[store.dtype],
+                STORED_KINDS[store.dtype],
                 keys.data_ptr(),
                 keys.stride(1) * size,
                 values.data_ptr(),
@@ -293,7 +293,7 @@ class _Step:
         size = -(-kernel.scratch_floats(most, key_dim, value_dim) // LANES) * LANES
         parts = tables.num_parts * kv_heads * kernel.part_floats(most, value_dim)
         if backend.scratch.size < size * num_threads + parts:
-            backend.scratch = np.zeros(size * num_threads + parts, dtype=np.float32)
+            backend.scratch = _lines(size * num_threads + parts)
         self._kept = (backend.scratch, inputs)
         scratch = backend.scratch.ctypes.data
         self._arrays = [
@@ -326,14 +326,21 @@ class _Step:
         )
 
 
+def _lines(size: int) -> Any:
+    """So many floats, the first of which begins a line of a cache: sixteen that lie in two take twice the
+    time."""
+    floats = np.zeros(size + LANES, dtype=np.float32)
+    start = -floats.ctypes.data // 4 % LANES
+    return floats[start : start + size]
+
+
 class _Tables:
     """Records as the kernel reads them; rows and branches by number."""
 
     def __init__(self, kernel: Any, share: int) -> None:
         self._kernel = kernel
         self._share = share
-        multiple = kernel.QUERY_MULTIPLE
-        self.most_queries = max(kernel.TILE_QUERIES, -(-share // multiple) * multiple)
+        self.most_queries = max(kernel.TILE_QUERIES, -(-share // LANES) * LANES)
         self.tiles: list[list[int]] = []
         self.rows: list[tuple[int, int, int]] = []
         self.groups: list[int] = []

@@ -187,7 +187,7 @@ class SdpaPlan:
         else:
             mine = query.index_select(0, group.query_rows)
         keys, values = self._gather(group, layer)
-        if keys.dtype.itemsize == 1:  # a draft model's; the kernels know no 8-bit floats
+        if keys.dtype.itemsize == 1:  # torch's kernels know no 8-bit floats
             keys, values = keys.to(query.dtype), values.to(query.dtype)
         calls = self.backend.calls
         if calls.fused and options.softcap is None and options.sinks is None:

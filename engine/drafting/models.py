@@ -24,6 +24,7 @@ from engine.attention.backend import (
     KVShape,
     build_attention,
     choose_backend,
+    stored_dtype,
 )
 from engine.config import EngineConfig
 from engine.drafting.draft_model import EngineDraftModel
@@ -113,7 +114,7 @@ class DraftModels:
         return self._ready[name]
 
     def _needs(self, model: PreTrainedModel, shapes: list[KVShape]) -> AttentionNeeds:
-        kv_dtype = torch.float8_e4m3fn if self._config.draft_kv_dtype == "fp8" else None
+        kv_dtype = stored_dtype(self._config.draft_kv_dtype)
         return AttentionNeeds.of(model, shapes, "fast", self._config.block_size, kv_dtype)
 
     def _runner(

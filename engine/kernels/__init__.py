@@ -16,9 +16,11 @@ import torch
 
 LANES = 16
 """Floats that kernels take at a time: what rows' features and keys are multiples of."""
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+FLOAT32, BFLOAT16, FLOAT16, FLOAT8 = 0, 1, 2, 3
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-"""Types of floats in memory, by the numbers that kernels know them by."""
+"""Types of rows' floats in memory, by the numbers that kernels know them by."""
+STORED_KINDS = {**KINDS, torch.float8_e4m3fn: FLOAT8}
+"""Types that keys and values may lie in, besides."""
 
 
 @cache

@@ -4,7 +4,7 @@ Every operation is one IEEE operation on each lane, in the order written: nothin
 product is contracted with a sum by ``fma`` alone. So a kernel computes the same bits on every CPU,
 however wide its vectors are, and what a row gets does not depend on how its neighbours are compiled.
 
-Addresses are integers. ``kind`` is the type of floats in memory, by the numbers of ``KINDS``.
+Addresses are integers. ``kind`` is the type of floats in memory, by the numbers of ``STORED_KINDS``.
 """
 
 from __future__ import annotations
@@ -16,178 +16,111 @@ from typing import Any
 import torch
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import config, njit, types
+from numba import config, njit
 from numba.core import cgutils
-from numba.core.datamodel import register_default
-from numba.core.datamodel.models import PrimitiveModel
-from numba.extending import intrinsic
 
-from engine.kernels import BFLOAT16, FLOAT16, FLOAT32, LANES
-
-_DOUBLE = ir.DoubleType()
-_FLOAT, _INT8, _INT16, _INT32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
-_FLOATS = ir.VectorType(_FLOAT, LANES)
-_INTS = ir.VectorType(_INT32, LANES)
-
-
-class _Lanes(types.Type):
-    def __init__(self) -> None:
-        super().__init__(name="Lanes")
-
-
-@register_default(_Lanes)
-class _LanesModel(PrimitiveModel):
-    def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, _FLOATS)
-
-
-_lanes = _Lanes()
-_float, _int, _none = types.float32, types.int64, types.void
-_double = types.float64
-
-
-def _operation(emit: Callable[..., Any], result: Any, *arguments: Any) -> Any:
-    """What compiled code calls, and ``emit(builder, *values)`` writes the instructions of."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        del signature
-        found = emit(builder, *values)
-        return context.get_dummy_value() if result is _none else found
-
-    signature = result(*arguments)
-    if len(arguments) == 1:
-        return intrinsic(lambda typing, a: (signature, codegen))  # noqa: ARG005
-    if len(arguments) == 2:
-        return intrinsic(lambda typing, a, b: (signature, codegen))  # noqa: ARG005
-    if len(arguments) == 3:
-        return intrinsic(lambda typing, a, b, c: (signature, codegen))  # noqa: ARG005
-    return intrinsic(lambda typing, a, b, c, d, e: (signature, codegen))  # noqa: ARG005
-
-
-def _llvm(builder: Any, name: str, result: Any, *values: Any) -> Any:
-    kinds = [value.type for value in values]
-    function = builder.module.declare_intrinsic(name, (), ir.FunctionType(result, kinds))
-    return builder.call(function, values)
-
-
-def _constant(value: float) -> Any:
-    return ir.Constant(_FLOATS, [value] * LANES)
-
-
-def _whole(value: int) -> Any:
-    return ir.Constant(_INTS, [value] * LANES)
-
-
-def _splat(builder: Any, value: Any) -> Any:
-    kind = ir.VectorType(value.type, LANES)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT32(0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), _whole(0))
-
-
-def _pointer(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-# --- memory ---
-
-
-def _read(builder: Any, address: Any, kind: Any, align: int) -> Any:
-    loaded = builder.load(_pointer(builder, address, kind))
-    loaded.align = align
-    return loaded
-
-
-def _write(builder: Any, address: Any, value: Any, align: int) -> None:
-    builder.store(value, _pointer(builder, address, value.type)).align = align
-
-
-def _load(builder: Any, address: Any) -> Any:
-    return _read(builder, address, _FLOATS, 4)
-
-
-def _load_bfloat16(builder: Any, address: Any) -> Any:
-    bits = builder.zext(_read(builder, address, ir.VectorType(_INT16, LANES), 2), _INTS)
-    return builder.bitcast(builder.shl(bits, _whole(16)), _FLOATS)
-
-
-def _load_float16(builder: Any, address: Any) -> Any:
-    return builder.fpext(_read(builder, address, ir.VectorType(ir.HalfType(), LANES), 2), _FLOATS)
-
-
-def _bfloat16_bits(builder: Any, value: Any) -> Any:
-    """The nearest, ties to even, as sixteen bits."""
-    bits = builder.bitcast(value, _INTS)
-    odd = builder.and_(builder.lshr(bits, _whole(16)), _whole(1))
-    nearest = builder.lshr(builder.add(builder.add(bits, odd), _whole(0x7FFF)), _whole(16))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.select(is_nan, _whole(0x7FC0), nearest)
-
-
-def _store_bfloat16(builder: Any, address: Any, value: Any) -> None:
-    bits = _bfloat16_bits(builder, value)
-    _write(builder, address, builder.trunc(bits, ir.VectorType(_INT16, LANES)), 2)
-
-
-def _round_bfloat16(builder: Any, value: Any) -> Any:
-    return builder.bitcast(builder.shl(_bfloat16_bits(builder, value), _whole(16)), _FLOATS)
-
-
-def _round_float16(builder: Any, value: Any) -> Any:
-    return builder.fpext(builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
-
-
-def _store_float16(builder: Any, address: Any, value: Any) -> None:
-    _write(builder, address, builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES)), 2)
+from engine.kernels import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, LANES
+from engine.kernels.instructions import (
+    DOUBLE,
+    FLOAT,
+    FLOATS,
+    INT8,
+    INT32,
+    INTS,
+    constant,
+    double_type,
+    float_type,
+    fused,
+    int_type,
+    lanes_type,
+    llvm,
+    load_bfloat16,
+    load_float8,
+    load_float16,
+    load_float32,
+    none_type,
+    operation,
+    pointer,
+    read,
+    round_bfloat16,
+    round_float16,
+    splatted,
+    store_bfloat16,
+    store_float8,
+    store_float16,
+    whole_numbers,
+    widen_float8,
+    write,
+)
 
 
 def _store_uint8(builder: Any, address: Any, value: Any) -> None:
-    whole = builder.fptosi(value, _INTS)
-    _write(builder, address, builder.trunc(whole, ir.VectorType(_INT8, LANES)), 1)
+    whole = builder.fptosi(value, INTS)
+    write(builder, address, builder.trunc(whole, ir.VectorType(INT8, LANES)), 1)
 
 
-load32 = _operation(_load, _lanes, _int)
-_load_b16 = _operation(_load_bfloat16, _lanes, _int)
-_load_f16 = _operation(_load_float16, _lanes, _int)
-store32 = _operation(lambda b, at, value: _write(b, at, value, 4), _none, _int, _lanes)
-_store_b16 = _operation(_store_bfloat16, _none, _int, _lanes)
-_store_f16 = _operation(_store_float16, _none, _int, _lanes)
-_round_b16 = _operation(_round_bfloat16, _lanes, _lanes)
-_round_f16 = _operation(_round_float16, _lanes, _lanes)
-store_uint8 = _operation(_store_uint8, _none, _int, _lanes)
+def _prefetch(builder: Any, address: Any) -> None:
+    """For reading, into the second cache: the first is small, and what is in it in use."""
+    to = INT8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [to, INT32, INT32, INT32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [pointer(builder, address, INT8), INT32(0), INT32(2), INT32(1)])
+
+
+load32 = operation(load_float32, lanes_type, int_type)
+_load_b16 = operation(load_bfloat16, lanes_type, int_type)
+_load_f16 = operation(load_float16, lanes_type, int_type)
+_load_f8 = operation(load_float8, lanes_type, int_type)
+store32 = operation(lambda b, at, value: write(b, at, value, 4), none_type, int_type, lanes_type)
+_store_b16 = operation(store_bfloat16, none_type, int_type, lanes_type)
+_store_f16 = operation(store_float16, none_type, int_type, lanes_type)
+_store_f8 = operation(store_float8, none_type, int_type, lanes_type)
+_widen_f8 = operation(widen_float8, none_type, int_type, int_type)
+_round_b16 = operation(round_bfloat16, lanes_type, lanes_type)
+_round_f16 = operation(round_float16, lanes_type, lanes_type)
+store_uint8 = operation(_store_uint8, none_type, int_type, lanes_type)
 """Without the fraction; what is not 0 .. 255 has no use."""
-read_int = _operation(lambda b, at: _read(b, at, ir.IntType(64), 8), _int, _int)
-read_int32 = _operation(lambda b, at: b.sext(_read(b, at, _INT32, 4), ir.IntType(64)), _int, _int)
-write_int = _operation(lambda b, at, value: _write(b, at, value, 8), _none, _int, _int)
-read_float = _operation(lambda b, at: _read(b, at, _FLOAT, 4), _float, _int)
-write_float = _operation(lambda b, at, value: _write(b, at, value, 4), _none, _int, _float)
-read_double = _operation(lambda b, at: _read(b, at, _DOUBLE, 8), _double, _int)
-write_double = _operation(lambda b, at, value: _write(b, at, value, 8), _none, _int, _double)
-bits_of = _operation(lambda b, value: b.bitcast(value, ir.IntType(64)), _int, _double)
-fetch_add = _operation(
+read_int = operation(lambda b, at: read(b, at, ir.IntType(64), 8), int_type, int_type)
+write_int = operation(lambda b, at, value: write(b, at, value, 8), none_type, int_type, int_type)
+read_float = operation(lambda b, at: read(b, at, FLOAT, 4), float_type, int_type)
+write_float = operation(
+    lambda b, at, value: write(b, at, value, 4), none_type, int_type, float_type
+)
+read_int32 = operation(
+    lambda b, at: b.sext(read(b, at, INT32, 4), ir.IntType(64)), int_type, int_type
+)
+read_double = operation(lambda b, at: read(b, at, DOUBLE, 8), double_type, int_type)
+write_double = operation(
+    lambda b, at, value: write(b, at, value, 8), none_type, int_type, double_type
+)
+bits_of = operation(lambda b, value: b.bitcast(value, ir.IntType(64)), int_type, double_type)
+fetch_add = operation(
     lambda b, at, value: b.atomic_rmw(
-        "add", _pointer(b, at, ir.IntType(64)), value, "acq_rel"
+        "add", pointer(b, at, ir.IntType(64)), value, "acq_rel"
     ),
-    _int, _int, _int,
+    int_type, int_type, int_type,
 )  # fmt: skip
-read_shared = _operation(
-    lambda b, at: b.load_atomic(_pointer(b, at, ir.IntType(64)), "acquire", 8), _int, _int
+prefetch = operation(_prefetch, none_type, int_type)
+"""What is wanted soon: the line of memory at an address."""
+read_shared = operation(
+    lambda b, at: b.load_atomic(pointer(b, at, ir.IntType(64)), "acquire", 8), int_type, int_type
 )
 """What another thread may be writing."""
 
 
 def _call(builder: Any, function: Any, value: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
-    builder.call(_pointer(builder, function, kind), [value])
+    builder.call(pointer(builder, function, kind), [value])
 
 
 def _call_int(builder: Any, function: Any) -> Any:
-    kind = ir.FunctionType(_INT32, [])
-    return builder.sext(builder.call(_pointer(builder, function, kind), []), ir.IntType(64))
+    kind = ir.FunctionType(INT32, [])
+    return builder.sext(builder.call(pointer(builder, function, kind), []), ir.IntType(64))
 
 
-call = _operation(_call, _none, _int, _int)
+call = operation(_call, none_type, int_type, int_type)
 """A function that is at the first address, with the second."""
-call_int = _operation(_call_int, _int, _int)
+call_int = operation(_call_int, int_type, int_type)
 """A function that takes nothing and returns a C int."""
 
 
@@ -199,6 +132,8 @@ def argument(arguments: int, number: int) -> int:
 
 @njit(inline="always")
 def itemsize_of(kind: int) -> int:
+    if kind == FLOAT8:
+        return 1
     return 4 if kind == FLOAT32 else 2
 
 
@@ -208,7 +143,21 @@ def load(kind: int, address: int) -> Any:
         return _load_b16(address)
     if kind == FLOAT16:
         return _load_f16(address)
+    if kind == FLOAT8:
+        return _load_f8(address)
     return load32(address)
+
+
+@njit
+def widen(kind: int, source: int, count: int, target: int) -> None:
+    """So many floats, a multiple of sixteen, to float32."""
+    itemsize, done = itemsize_of(kind), 0
+    if kind == FLOAT8:
+        done = count // (2 * LANES) * (2 * LANES)
+        for at in range(0, done, 2 * LANES):
+            _widen_f8(source + at, target + 4 * at)
+    for at in range(done, count, LANES):
+        store32(target + 4 * at, load(kind, source + itemsize * at))
 
 
 @njit(inline="always")
@@ -217,6 +166,8 @@ def store(kind: int, address: int, value: Any) -> None:
         _store_b16(address, value)
     elif kind == FLOAT16:
         _store_f16(address, value)
+    elif kind == FLOAT8:
+        _store_f8(address, value)
     else:
         store32(address, value)
 
@@ -236,10 +187,10 @@ def rounded(kind: int, value: Any) -> Any:
 
 def _clean(builder: Any, value: Any, largest: Any) -> Any:
     """NaN and infinity become 0, and what is beyond ``largest`` becomes that."""
-    most = _splat(builder, largest)
+    most = splatted(builder, largest)
     rest = builder.fsub(value, value)
     is_finite = builder.fcmp_ordered("ord", rest, rest)
-    value = builder.select(is_finite, value, _constant(0.0))
+    value = builder.select(is_finite, value, constant(0.0))
     value = builder.select(builder.fcmp_ordered(">", value, most), most, value)
     least = builder.fneg(most)
     return builder.select(builder.fcmp_ordered("<", value, least), least, value)
@@ -257,60 +208,55 @@ def _maximum(builder: Any, a: Any, b: Any) -> Any:
 
 def _keep(builder: Any, value: Any, first: Any, end: Any) -> Any:
     """Minus infinity in lanes outside of ``first`` .. ``end - 1``."""
-    lanes = ir.Constant(_INTS, list(range(LANES)))
-    low = builder.icmp_signed(">=", lanes, _splat(builder, builder.trunc(first, _INT32)))
-    high = builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(end, _INT32)))
-    return builder.select(builder.and_(low, high), value, _constant(-math.inf))
+    lanes = ir.Constant(INTS, list(range(LANES)))
+    low = builder.icmp_signed(">=", lanes, splatted(builder, builder.trunc(first, INT32)))
+    high = builder.icmp_signed("<", lanes, splatted(builder, builder.trunc(end, INT32)))
+    return builder.select(builder.and_(low, high), value, constant(-math.inf))
 
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 # 1 + x + x^2 times this, lowest power last: e^x for |x| < ln(2) / 2, as in Cephes' expf.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 _LEAST_EXP = -87.0
+# A float of this size has no fraction; its last bits are a whole number, and what one more has as bits
+# that many places up is a float's exponent.
+_ROUNDER = 12582912.0 + 127.0
 
 
 def _float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
 
 
-def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
-    return _llvm(builder, f"llvm.fma.v{LANES}f32", _FLOATS, a, b, c)
-
-
 def _exponential(builder: Any, value: Any) -> Any:
     """Of what is not above 0; below -87 it is 0."""
-    power = builder.fmul(value, _constant(_float32(_LOG2E)))
-    whole = _llvm(builder, f"llvm.nearbyint.v{LANES}f32", _FLOATS, power)
-    rest = _fused(builder, whole, _constant(_float32(-_LN2_HIGH)), value)
-    rest = _fused(builder, whole, _constant(_float32(-_LN2_LOW)), rest)
-    total = _constant(_float32(_EXP[0]))
+    power = fused(builder, value, constant(_float32(_LOG2E)), constant(_ROUNDER))
+    whole = builder.fsub(power, constant(_ROUNDER))
+    rest = fused(builder, whole, constant(_float32(-_LN2_HIGH)), value)
+    rest = fused(builder, whole, constant(_float32(-_LN2_LOW)), rest)
+    total = constant(_float32(_EXP[0]))
     for factor in _EXP[1:]:
-        total = _fused(builder, total, rest, _constant(_float32(factor)))
-    total = _fused(builder, builder.fmul(rest, rest), total, rest)
-    total = builder.fadd(total, _constant(1.0))
-    is_small = builder.fcmp_unordered("<", value, _constant(_LEAST_EXP))
-    bits = builder.fptosi(builder.select(is_small, _constant(0.0), whole), _INTS)
-    scale = builder.bitcast(builder.shl(builder.add(bits, _whole(127)), _whole(23)), _FLOATS)
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    result = builder.select(is_small, _constant(0.0), builder.fmul(total, scale))
-    return builder.select(is_nan, value, result)
+        total = fused(builder, total, rest, constant(_float32(factor)))
+    total = fused(builder, builder.fmul(rest, rest), total, rest)
+    total = builder.fadd(total, constant(1.0))
+    scale = builder.bitcast(builder.shl(builder.bitcast(power, INTS), whole_numbers(23)), FLOATS)
+    is_small = builder.fcmp_ordered("<", value, constant(_LEAST_EXP))
+    return builder.select(is_small, constant(0.0), builder.fmul(total, scale))
 
 
 def _hyperbolic_tangent(builder: Any, value: Any) -> Any:
-    is_low = builder.fcmp_ordered("<", value, _constant(0.0))
+    is_low = builder.fcmp_ordered("<", value, constant(0.0))
     down = builder.select(is_low, value, builder.fneg(value))
     decay = _exponential(builder, builder.fadd(down, down))
-    one = _constant(1.0)
+    one = constant(1.0)
     size = builder.fdiv(builder.fsub(one, decay), builder.fadd(one, decay))
     return builder.select(is_low, builder.fneg(size), size)
 
 
 def _logistic(builder: Any, value: Any) -> Any:
     """1 / (1 + e^-x)."""
-    is_low = builder.fcmp_ordered("<", value, _constant(0.0))
+    is_low = builder.fcmp_ordered("<", value, constant(0.0))
     decay = _exponential(builder, builder.select(is_low, value, builder.fneg(value)))
-    one = _constant(1.0)
+    one = constant(1.0)
     return builder.fdiv(builder.select(is_low, decay, one), builder.fadd(one, decay))
 
 
@@ -324,10 +270,10 @@ _GELU_SHARE, _GELU_CUBE = 0.7978845608028654, 0.044715  # sqrt(2 / pi)
 def _gelu_tanh(builder: Any, value: Any) -> Any:
     """torch's gelu, approximate="tanh"."""
     cube = builder.fmul(builder.fmul(value, value), value)
-    inner = _fused(builder, cube, _constant(_float32(_GELU_CUBE)), value)
-    bent = _hyperbolic_tangent(builder, builder.fmul(inner, _constant(_float32(_GELU_SHARE))))
-    half = builder.fmul(value, _constant(0.5))
-    return builder.fmul(half, builder.fadd(_constant(1.0), bent))
+    inner = fused(builder, cube, constant(_float32(_GELU_CUBE)), value)
+    bent = _hyperbolic_tangent(builder, builder.fmul(inner, constant(_float32(_GELU_SHARE))))
+    half = builder.fmul(value, constant(0.5))
+    return builder.fmul(half, builder.fadd(constant(1.0), bent))
 
 
 def _halved(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -339,53 +285,55 @@ def _halved(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any
             builder.shuffle_vector(
                 value,
                 ir.Constant(value.type, ir.Undefined),
-                ir.Constant(ir.VectorType(_INT32, width), list(range(start, start + width))),
+                ir.Constant(ir.VectorType(INT32, width), list(range(start, start + width))),
             )
             for start in (0, width)
         )
         value = combine(low, high)
-    return builder.extract_element(value, _INT32(0))
+    return builder.extract_element(value, INT32(0))
 
 
-fma = _operation(_fused, _lanes, _lanes, _lanes, _lanes)
-add = _operation(lambda b, x, y: b.fadd(x, y), _lanes, _lanes, _lanes)
-sub = _operation(lambda b, x, y: b.fsub(x, y), _lanes, _lanes, _lanes)
-mul = _operation(lambda b, x, y: b.fmul(x, y), _lanes, _lanes, _lanes)
-div = _operation(lambda b, x, y: b.fdiv(x, y), _lanes, _lanes, _lanes)
-larger = _operation(_largest, _lanes, _lanes, _lanes)
+fma = operation(fused, lanes_type, lanes_type, lanes_type, lanes_type)
+add = operation(lambda b, x, y: b.fadd(x, y), lanes_type, lanes_type, lanes_type)
+sub = operation(lambda b, x, y: b.fsub(x, y), lanes_type, lanes_type, lanes_type)
+mul = operation(lambda b, x, y: b.fmul(x, y), lanes_type, lanes_type, lanes_type)
+div = operation(lambda b, x, y: b.fdiv(x, y), lanes_type, lanes_type, lanes_type)
+larger = operation(_largest, lanes_type, lanes_type, lanes_type)
 """The second of a pair where one is no number."""
-larger_or_nan = _operation(lambda b, x, y: _maximum(b, x, y), _lanes, _lanes, _lanes)
-magnitude = _operation(lambda b, x: _llvm(b, f"llvm.fabs.v{LANES}f32", _FLOATS, x), _lanes, _lanes)
-splat = _operation(_splat, _lanes, _float)
-clean = _operation(_clean, _lanes, _lanes, _float)
-keep = _operation(_keep, _lanes, _lanes, _int, _int)
-exp = _operation(_exponential, _lanes, _lanes)
-tanh = _operation(_hyperbolic_tangent, _lanes, _lanes)
-silu = _operation(_silu, _lanes, _lanes)
-gelu_tanh = _operation(_gelu_tanh, _lanes, _lanes)
-sum_of = _operation(lambda b, x: _halved(b, x, b.fadd), _float, _lanes)
-largest_of = _operation(
-    lambda b, x: _halved(b, x, lambda low, high: _largest(b, low, high)), _float, _lanes
+larger_or_nan = operation(lambda b, x, y: _maximum(b, x, y), lanes_type, lanes_type, lanes_type)
+magnitude = operation(
+    lambda b, x: llvm(b, f"llvm.fabs.v{LANES}f32", FLOATS, x), lanes_type, lanes_type
 )
-largest_or_nan_of = _operation(
-    lambda b, x: _halved(b, x, lambda low, high: _maximum(b, low, high)), _float, _lanes
+splat = operation(splatted, lanes_type, float_type)
+clean = operation(_clean, lanes_type, lanes_type, float_type)
+keep = operation(_keep, lanes_type, lanes_type, int_type, int_type)
+exp = operation(_exponential, lanes_type, lanes_type)
+tanh = operation(_hyperbolic_tangent, lanes_type, lanes_type)
+silu = operation(_silu, lanes_type, lanes_type)
+gelu_tanh = operation(_gelu_tanh, lanes_type, lanes_type)
+sum_of = operation(lambda b, x: _halved(b, x, b.fadd), float_type, lanes_type)
+largest_of = operation(
+    lambda b, x: _halved(b, x, lambda low, high: _largest(b, low, high)), float_type, lanes_type
 )
-only_above = _operation(
-    lambda b, limit, x, y: b.select(b.fcmp_ordered(">", x, limit), y, _constant(0.0)),
-    _lanes, _lanes, _lanes, _lanes,
+largest_or_nan_of = operation(
+    lambda b, x: _halved(b, x, lambda low, high: _maximum(b, low, high)), float_type, lanes_type
+)
+only_above = operation(
+    lambda b, limit, x, y: b.select(b.fcmp_ordered(">", x, limit), y, constant(0.0)),
+    lanes_type, lanes_type, lanes_type, lanes_type,
 )  # fmt: skip
 """``only_above(limit, x, y)``: y where x is above the limit, else 0."""
-only_from = _operation(
-    lambda b, limit, x, y: b.select(b.fcmp_ordered(">=", x, limit), y, _constant(0.0)),
-    _lanes, _lanes, _lanes, _lanes,
+only_from = operation(
+    lambda b, limit, x, y: b.select(b.fcmp_ordered(">=", x, limit), y, constant(0.0)),
+    lanes_type, lanes_type, lanes_type, lanes_type,
 )  # fmt: skip
 """The same where x is not below it."""
-whole_sum = _operation(
+whole_sum = operation(
     lambda b, x: _halved(b, b.fptosi(x, ir.VectorType(ir.IntType(64), LANES)), b.add),
-    _int, _lanes,
+    int_type, lanes_type,
 )  # fmt: skip
 """Of all lanes without their fractions, in 64 bits."""
-first_of = _operation(lambda b, x: b.extract_element(x, _INT32(0)), _float, _lanes)
+first_of = operation(lambda b, x: b.extract_element(x, INT32(0)), float_type, lanes_type)
 
 
 # --- products in integers ---
@@ -419,96 +367,47 @@ def _dots(num_rows: int) -> Callable[..., None]:
             for row in range(num_rows)
         ]
         sums = [
-            [cgutils.alloca_once_value(builder, _read(builder, at, _INTS, 4)) for at in row]
+            [cgutils.alloca_once_value(builder, read(builder, at, INTS, 4)) for at in row]
             for row in places
         ]
         product = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_INTS, [_INTS] * 3), _VNNI
+            builder.module, ir.FunctionType(INTS, [INTS] * 3), _VNNI
         )
         starts = [
             builder.add(rows, builder.mul(stride, stride.type(row))) for row in range(num_rows)
         ]
         with cgutils.for_range(builder, count) as loop:
             here = builder.add(weights, builder.mul(loop.index, loop.index.type(4 * 64)))
-            columns = [_read(builder, plus(here, 64 * at), _INTS, 1) for at in range(width)]
+            columns = [read(builder, plus(here, 64 * at), INTS, 1) for at in range(width)]
             for start, mine in zip(starts, sums, strict=True):
                 four = builder.add(start, builder.mul(loop.index, loop.index.type(4)))
-                row = _splat(builder, _read(builder, four, _INT32, 1))
+                row = splatted(builder, read(builder, four, INT32, 1))
                 for total, column in zip(mine, columns, strict=True):
                     builder.store(builder.call(product, [builder.load(total), row, column]), total)
         for row, mine in zip(places, sums, strict=True):
             for at, total in zip(row, mine, strict=True):
-                _write(builder, at, builder.load(total), 4)
+                write(builder, at, builder.load(total), 4)
 
     return emit
 
 
 dots1, dots2, dots3, dots4 = (
-    _operation(_dots(count), _none, _int, _int, _int, _int, _int) for count in (1, 2, 3, 4)
+    operation(_dots(count), none_type, int_type, int_type, int_type, int_type, int_type)
+    for count in (1, 2, 3, 4)
 )
-store_zeros = _operation(lambda b, at: _write(b, at, _whole(0), 4), _none, _int)
+store_zeros = operation(lambda b, at: write(b, at, whole_numbers(0), 4), none_type, int_type)
 
 
 def _load_ints(builder: Any, address: Any) -> Any:
-    return builder.sitofp(_read(builder, address, _INTS, 4), _FLOATS)
+    return builder.sitofp(read(builder, address, INTS, 4), FLOATS)
 
 
 def _sums(builder: Any, these: Any, those: Any) -> Any:
-    parts = (_read(builder, address, _INTS, 4) for address in (these, those))
-    return builder.sitofp(builder.add(*parts), _FLOATS)
+    parts = (read(builder, address, INTS, 4) for address in (these, those))
+    return builder.sitofp(builder.add(*parts), FLOATS)
 
 
-load_ints = _operation(_load_ints, _lanes, _int)
+load_ints = operation(_load_ints, lanes_type, int_type)
 """Sixteen int32 as floats."""
-int_sums = _operation(_sums, _lanes, _int, _int)
+int_sums = operation(_sums, lanes_type, int_type, int_type)
 """Sixteen int32 and sixteen more, added, as floats."""
-
-
-# --- transposition ---
-
-
-def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """``rows[i]`` lane j becomes ``rows[j]`` lane i, by exchanging ever larger squares."""
-    width = 1
-    while width < LANES:
-        low = [lane + (LANES - width if lane & width else 0) for lane in range(LANES)]
-        high = [lane + (LANES if lane & width else width) for lane in range(LANES)]
-        for index in range(LANES):
-            if not index & width:
-                pair = rows[index], rows[index + width]
-                rows[index], rows[index + width] = (
-                    builder.shuffle_vector(*pair, ir.Constant(_INTS, which))
-                    for which in (low, high)
-                )
-        width *= 2
-    return rows
-
-
-def _transposing(read: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any, Any], None]:
-    def emit(builder: Any, source: Any, stride: Any, target: Any) -> None:
-        rows = []
-        for index in range(LANES):
-            offset = builder.mul(stride, ir.Constant(stride.type, index))
-            rows.append(read(builder, builder.add(source, offset)))
-        for index, row in enumerate(_transposed(builder, rows)):
-            at = builder.add(target, ir.Constant(target.type, 4 * LANES * index))
-            _write(builder, at, row, 4)
-
-    return emit
-
-
-_transpose_32 = _operation(_transposing(_load), _none, _int, _int, _int)
-_transpose_b16 = _operation(_transposing(_load_bfloat16), _none, _int, _int, _int)
-_transpose_f16 = _operation(_transposing(_load_float16), _none, _int, _int, _int)
-
-
-@njit
-def transpose(kind: int, source: int, stride: int, target: int) -> None:
-    """Sixteen rows of sixteen floats, ``stride`` bytes apart, to float32 at ``target``, where each column
-    becomes sixteen floats one after another."""
-    if kind == BFLOAT16:
-        _transpose_b16(source, stride, target)
-    elif kind == FLOAT16:
-        _transpose_f16(source, stride, target)
-    else:
-        _transpose_32(source, stride, target)

@@ -13,7 +13,6 @@ a row): keys are converted and transposed once for them. What is beyond a row's 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 from numba import njit
@@ -28,7 +27,6 @@ from engine.kernels.lanes import (
     exp,
     fetch_add,
     first_of,
-    fma,
     itemsize_of,
     keep,
     larger,
@@ -36,6 +34,7 @@ from engine.kernels.lanes import (
     load,
     load32,
     mul,
+    prefetch,
     read_float,
     read_int,
     splat,
@@ -44,9 +43,10 @@ from engine.kernels.lanes import (
     sub,
     sum_of,
     tanh,
-    transpose,
+    widen,
     write_float,
 )
+from engine.kernels.tiles import interleave, score4, score8, transpose, weigh16, weigh64
 
 CHUNK = 256
 GROUP = LANES
@@ -55,7 +55,12 @@ QUERY_MULTIPLE = 4
 _LOWEST = np.float32(-3.0e38)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _ROW = 4 * LANES  # bytes of sixteen floats
-_SCORES = 4 * CHUNK  # bytes of a query's scores
+# Bytes from a query's scores to the next one's: a chunk's, and one group more, for half a pair of groups
+# to be scored into and for queries' scores to lie in different sets of a cache.
+_SCORES = 4 * (CHUNK + GROUP)
+_LINE = 64  # bytes of a line of a cache
+_PAIR = 2  # groups that are scored at once
+_WEIGHED = 4  # and whose values are weighed at once
 
 
 class Arg(IntEnum):
@@ -65,7 +70,7 @@ class Arg(IntEnum):
     # 0 before a call.
     NEXT_TASK = 0
     NUM_WORKERS = 1
-    # The layer's. KINDs as in engine.kernels.KINDS; SHARE: queries to a key head; NUMBERS, float32: scale
+    # The layer's. KINDs as in engine.kernels; SHARE: queries to a key head; NUMBERS, float32: scale
     # of the scores, soft cap or 0, largest key, largest value; WINDOW: keys that a row sees, its own
     # included, 0: all; SINKS, float32, one for each query head, or 0.
     NUM_KV_HEADS = 2
@@ -128,8 +133,8 @@ BRANCH_INTS = 4
 
 def scratch_floats(most_queries: int, key_dim: int, value_dim: int) -> int:
     """Of one worker."""
-    group = GROUP * (2 * key_dim + value_dim)
-    return group + most_queries * (key_dim + CHUNK + 2 * value_dim + 4)
+    groups = GROUP * ((_PAIR + 1) * key_dim + _WEIGHED * value_dim)
+    return groups + most_queries * (2 * key_dim + _SCORES // 4 + 2 * value_dim + 6)
 
 
 def part_floats(most_queries: int, value_dim: int) -> int:
@@ -152,8 +157,35 @@ def _gather(p: int, plane: int, dim: int, group: int, out: int) -> None:
 
 
 @njit
+def _prefetch(plane: int, key_bytes: int, groups: int, first: int, end: int) -> None:
+    """Of groups ``first`` .. ``end - 1`` of those at ``groups``, what lies together. Blocks are anywhere,
+    so that no CPU would guess where the next one is."""
+    for place in range(first, end):
+        group = read_int(groups + 8 * place)
+        if group >= 0:
+            start = plane + group * key_bytes
+            for at in range(start, start + GROUP * key_bytes, _LINE):
+                prefetch(at)
+
+
+@njit
+def _prefetch_keys(p: int, head: int, groups: int, first: int, end: int) -> None:
+    plane = argument(p, Arg.KEYS) + head * argument(p, Arg.KEY_HEAD)
+    itemsize = itemsize_of(argument(p, Arg.STORE_KIND))
+    _prefetch(plane, argument(p, Arg.KEY_DIM) * itemsize, groups, first, end)
+
+
+@njit
+def _prefetch_values(p: int, head: int, groups: int, first: int, end: int) -> None:
+    plane = argument(p, Arg.VALUES) + head * argument(p, Arg.VALUE_HEAD)
+    itemsize = itemsize_of(argument(p, Arg.STORE_KIND))
+    _prefetch(plane, argument(p, Arg.VALUE_DIM) * itemsize, groups, first, end)
+
+
+@njit
 def _read_keys(p: int, head: int, group: int, keys: int, rows: int) -> None:
-    """Of sixteen keys, each dimension's sixteen floats one after another. ``rows``: memory to use."""
+    """Of sixteen keys, each dimension's sixteen floats, ``_PAIR`` groups apart. ``rows``: memory to
+    use."""
     kind, dim = argument(p, Arg.STORE_KIND), argument(p, Arg.KEY_DIM)
     plane = argument(p, Arg.KEYS) + head * argument(p, Arg.KEY_HEAD)
     itemsize = itemsize_of(kind)
@@ -161,8 +193,7 @@ def _read_keys(p: int, head: int, group: int, keys: int, rows: int) -> None:
     if group < 0:
         _gather(p, plane, dim, group, rows)
         kind, itemsize, source = 0, 4, rows
-    for d in range(0, dim, LANES):
-        transpose(kind, source + d * itemsize, dim * itemsize, keys + _ROW * d)
+    transpose(kind, source, dim * itemsize, dim, keys, _PAIR * _ROW)
 
 
 @njit
@@ -173,90 +204,72 @@ def _read_values(p: int, head: int, group: int, values: int) -> None:
     if group < 0:
         _gather(p, plane, dim, group, values)
         return
-    itemsize = itemsize_of(kind)
-    source = plane + group * dim * itemsize
-    for at in range(0, GROUP * dim, LANES):
-        store32(values + 4 * at, load(kind, source + itemsize * at))
+    widen(kind, plane + group * dim * itemsize_of(kind), GROUP * dim, values)
 
 
 # --- scores ---
 
 
 @njit
-def _score_8(keys: int, dim: int, query: int, out: int) -> None:
-    """Eight queries' products with sixteen keys; a sum over dimensions, in their order."""
-    a = b = c = d = e = f = g = h = splat(_ZERO)
-    row = 4 * dim
-    for at in range(query, query + row, 4):
-        key = load32(keys)
-        keys += _ROW
-        a = fma(splat(read_float(at)), key, a)
-        b = fma(splat(read_float(at + row)), key, b)
-        c = fma(splat(read_float(at + 2 * row)), key, c)
-        d = fma(splat(read_float(at + 3 * row)), key, d)
-        e = fma(splat(read_float(at + 4 * row)), key, e)
-        f = fma(splat(read_float(at + 5 * row)), key, f)
-        g = fma(splat(read_float(at + 6 * row)), key, g)
-        h = fma(splat(read_float(at + 7 * row)), key, h)
-    store32(out, a)
-    store32(out + _SCORES, b)
-    store32(out + 2 * _SCORES, c)
-    store32(out + 3 * _SCORES, d)
-    store32(out + 4 * _SCORES, e)
-    store32(out + 5 * _SCORES, f)
-    store32(out + 6 * _SCORES, g)
-    store32(out + 7 * _SCORES, h)
+def _score(
+    p: int, head: int, groups: int, count: int, scratch: int,
+    queries: int, first: int, end: int, scores: int, is_first: bool,
+) -> None:  # fmt: skip
+    """Of queries ``first`` .. ``end - 1`` with ``count`` groups, whose numbers are at ``groups``;
+    ``scores``: of query 0 and the first of them. Half a pair has another half, which nobody reads.
+    ``is_first``: nobody has prefetched keys."""
+    dim = argument(p, Arg.KEY_DIM)
+    rows = scratch + 4 * GROUP * _PAIR * dim
+    for place in range(0, count, _PAIR):
+        if is_first:
+            _prefetch_keys(p, head, groups, place + _PAIR, min(count, place + 2 * _PAIR))
+        _prefetch_values(p, head, groups, place, min(count, place + _PAIR))
+        for half in range(min(_PAIR, count - place)):
+            group = read_int(groups + 8 * (place + half))
+            _read_keys(p, head, group, scratch + _ROW * half, rows)
+        query, out = queries + 4 * dim * first, scores + _ROW * place + _SCORES * first
+        left = end - first
+        while left >= 8:
+            score8(scratch, dim, query, out, _SCORES)
+            query, out, left = query + 32 * dim, out + 8 * _SCORES, left - 8
+        if left > 0:
+            score4(scratch, dim, query, out, _SCORES)
 
 
 @njit
-def _score_4(keys: int, dim: int, query: int, out: int) -> None:
-    a = b = c = d = splat(_ZERO)
-    row = 4 * dim
-    for at in range(query, query + row, 4):
-        key = load32(keys)
-        keys += _ROW
-        a = fma(splat(read_float(at)), key, a)
-        b = fma(splat(read_float(at + row)), key, b)
-        c = fma(splat(read_float(at + 2 * row)), key, c)
-        d = fma(splat(read_float(at + 3 * row)), key, d)
-    store32(out, a)
-    store32(out + _SCORES, b)
-    store32(out + 2 * _SCORES, c)
-    store32(out + 3 * _SCORES, d)
+def _bend(scores: int, end: int, cap: float) -> None:
+    """Soft caps."""
+    by = splat(cap)
+    for at in range(scores, end, _ROW):
+        store32(at, mul(tanh(div(load32(at), by)), by))
 
 
 @njit
-def _score(keys: int, dim: int, queries: int, first: int, end: int, scores: int) -> None:
-    """Of queries ``first`` .. ``end - 1``; ``scores``: of query 0 and the group's first key."""
-    while first < end:
-        query, out = queries + 4 * dim * first, scores + _SCORES * first
-        if end - first >= 8:
-            _score_8(keys, dim, query, out)
-            first += 8
-        else:
-            _score_4(keys, dim, query, out)
-            first += 4
+def _hide(scores: int, num_groups: int, first: int, end: int) -> None:
+    """Scores of keys other than ``first`` .. ``end - 1`` become minus infinity."""
+    for group in range(num_groups):
+        if GROUP * group < first or GROUP * (group + 1) > end:
+            at = scores + _ROW * group
+            store32(at, keep(load32(at), first - GROUP * group, end - GROUP * group))
 
 
 @njit
 def _softmax(scores: int, num_groups: int, first: int, end: int, cap: float) -> tuple[float, float]:
     """In place, over a chunk, of which keys ``first`` .. ``end - 1`` are seen: weights relative to the
     largest score, which is returned, and their sum."""
+    stop = scores + _ROW * num_groups
+    if cap != _ZERO:
+        _bend(scores, stop, cap)
+    if first > 0 or end < GROUP * num_groups:
+        _hide(scores, num_groups, first, end)
     most = splat(_LOWEST)
-    for group in range(num_groups):
-        at = scores + _ROW * group
-        score = load32(at)
-        if cap != _ZERO:
-            score = mul(tanh(div(score, splat(cap))), splat(cap))
-        if GROUP * group < first or GROUP * (group + 1) > end:
-            score = keep(score, first - GROUP * group, end - GROUP * group)
-        store32(at, score)
-        most = larger(score, most)
+    for at in range(scores, stop, _ROW):
+        most = larger(load32(at), most)
     high = largest_of(most)
     shift, total = splat(high), splat(_ZERO)
-    for group in range(num_groups):
-        weight = exp(sub(load32(scores + _ROW * group), shift))
-        store32(scores + _ROW * group, weight)
+    for at in range(scores, stop, _ROW):
+        weight = exp(sub(load32(at), shift))
+        store32(at, weight)
         total = add(total, weight)
     return high, sum_of(total)
 
@@ -265,72 +278,36 @@ def _softmax(scores: int, num_groups: int, first: int, end: int, cap: float) -> 
 
 
 @njit
-def _weigh_64(values: int, dim: int, weights: int, out: int) -> None:
-    """Four queries' sixteen weighted values, 64 dimensions of them, added to ``out``."""
-    row, at = 4 * dim, out
-    a, b, c, d = load32(at), load32(at + 64), load32(at + 128), load32(at + 192)
-    at += row
-    e, f, g, h = load32(at), load32(at + 64), load32(at + 128), load32(at + 192)
-    at += row
-    i, j, k, m = load32(at), load32(at + 64), load32(at + 128), load32(at + 192)
-    at += row
-    q, r, s, t = load32(at), load32(at + 64), load32(at + 128), load32(at + 192)
-    for at in range(weights, weights + _ROW, 4):
-        v, w = load32(values), load32(values + 64)
-        x, y = load32(values + 128), load32(values + 192)
-        values += row
-        p = splat(read_float(at))
-        a, b, c, d = fma(p, v, a), fma(p, w, b), fma(p, x, c), fma(p, y, d)
-        p = splat(read_float(at + _SCORES))
-        e, f, g, h = fma(p, v, e), fma(p, w, f), fma(p, x, g), fma(p, y, h)
-        p = splat(read_float(at + 2 * _SCORES))
-        i, j, k, m = fma(p, v, i), fma(p, w, j), fma(p, x, k), fma(p, y, m)
-        p = splat(read_float(at + 3 * _SCORES))
-        q, r, s, t = fma(p, v, q), fma(p, w, r), fma(p, x, s), fma(p, y, t)
-    _store_64(out, a, b, c, d)
-    _store_64(out + row, e, f, g, h)
-    _store_64(out + 2 * row, i, j, k, m)
-    _store_64(out + 3 * row, q, r, s, t)
-
-
-@njit(inline="always")
-def _store_64(at: int, a: Any, b: Any, c: Any, d: Any) -> None:
-    store32(at, a)
-    store32(at + 64, b)
-    store32(at + 128, c)
-    store32(at + 192, d)
+def _weigh_4(values: int, dim: int, weights: int, count: int, out: int) -> None:
+    d = 0
+    while d < dim:
+        if dim - d >= 64:
+            weigh64(values + 4 * d, 4 * dim, weights, _SCORES, count, out + 4 * d)
+            d += 64
+        else:
+            weigh16(values + 4 * d, 4 * dim, weights, _SCORES, count, out + 4 * d)
+            d += LANES
 
 
 @njit
-def _weigh_16(values: int, dim: int, weights: int, out: int) -> None:
-    row = 4 * dim
-    a, b, c, d = load32(out), load32(out + row), load32(out + 2 * row), load32(out + 3 * row)
-    for at in range(weights, weights + _ROW, 4):
-        v = load32(values)
-        values += row
-        a = fma(splat(read_float(at)), v, a)
-        b = fma(splat(read_float(at + _SCORES)), v, b)
-        c = fma(splat(read_float(at + 2 * _SCORES)), v, c)
-        d = fma(splat(read_float(at + 3 * _SCORES)), v, d)
-    store32(out, a)
-    store32(out + row, b)
-    store32(out + 2 * row, c)
-    store32(out + 3 * row, d)
-
-
-@njit
-def _weigh(values: int, dim: int, weights: int, first: int, end: int, out: int) -> None:
-    """Of queries ``first`` .. ``end - 1``; ``weights``: of query 0 and the group's first key."""
-    for query in range(first, end, QUERY_MULTIPLE):
-        mine, to = weights + _SCORES * query, out + 4 * dim * query
-        d = 0
-        while d < dim:
-            if dim - d >= 64:
-                _weigh_64(values + 4 * d, dim, mine, to + 4 * d)
-                d += 64
-            else:
-                _weigh_16(values + 4 * d, dim, mine, to + 4 * d)
-                d += LANES
+def _weigh(
+    p: int, head: int, groups: int, count: int, scratch: int,
+    weights: int, first: int, end: int, out: int, later: int,
+) -> None:  # fmt: skip
+    """As ``_score`` is told, for values: added to ``out``, of query 0. ``later``: groups of the next
+    chunk, whose keys are prefetched."""
+    dim = argument(p, Arg.VALUE_DIM)
+    for place in range(0, count, _WEIGHED):
+        if place < later:
+            ahead = groups + 8 * CHUNK // GROUP
+            _prefetch_keys(p, head, ahead, place, min(later, place + _WEIGHED))
+        these = min(_WEIGHED, count - place)
+        for which in range(these):
+            group = read_int(groups + 8 * (place + which))
+            _read_values(p, head, group, scratch + 4 * GROUP * dim * which)
+        for query in range(first, end, QUERY_MULTIPLE):
+            mine = weights + _SCORES * query + _ROW * place
+            _weigh_4(scratch, dim, mine, GROUP * these, out + 4 * dim * query)
 
 
 # --- a query's chunks, one after another ---
@@ -342,31 +319,41 @@ def _exp(value: float) -> float:
 
 
 @njit
-def _merge_query(dim: int, chunk_state: int, chunk: int, state: int, out: int) -> None:
-    """A chunk's largest score, sum of weights and weighted values into those of the chunks before."""
-    before, high = read_float(state), read_float(chunk_state)
-    if high == _LOWEST:
-        return
-    most = max(before, high)
-    old, new = _exp(before - most), _exp(high - most)
-    write_float(state, most)
-    write_float(state + 4, read_float(state + 4) * old + read_float(chunk_state + 4) * new)
-    x, y = splat(old), splat(new)
-    for d in range(0, 4 * dim, _ROW):
-        store32(out + d, add(mul(load32(out + d), x), mul(load32(chunk + d), y)))
+def _merge_states(
+    num_queries: int, stride: int, chunk_state: int, state: int, factors: int
+) -> None:
+    """A chunk's largest scores and sums of weights into those of the chunks before, sixteen queries at a
+    time; ``factors``: what weighted values are to be multiplied by, those before and the chunk's."""
+    for at in range(0, 4 * num_queries, _ROW):
+        before, high = load32(state + at), load32(chunk_state + at)
+        most = larger(before, high)
+        old, new = exp(sub(before, most)), exp(sub(high, most))
+        total, added = load32(state + stride + at), load32(chunk_state + stride + at)
+        store32(state + at, most)
+        store32(state + stride + at, add(mul(total, old), mul(added, new)))
+        store32(factors + at, old)
+        store32(factors + stride + at, new)
 
 
 @njit
-def _merge(num_queries: int, dim: int, chunk_state: int, chunk: int, state: int, out: int) -> None:
-    for query in range(num_queries):
-        at, row = 8 * query, 4 * dim * query
-        _merge_query(dim, chunk_state + at, chunk + row, state + at, out + row)
+def _merge(
+    p: int, num_queries: int, chunk_state: int, chunk: int, state: int, out: int, factors: int
+) -> None:
+    """A chunk's state and weighted values into those of the chunks before."""
+    row, stride = 4 * argument(p, Arg.VALUE_DIM), 4 * argument(p, Arg.MOST_QUERIES)
+    _merge_states(num_queries, stride, chunk_state, state, factors)
+    for at in range(0, 4 * num_queries, 4):
+        if read_float(chunk_state + at) != _LOWEST:
+            old, new = splat(read_float(factors + at)), splat(read_float(factors + stride + at))
+            for d in range(0, row, _ROW):
+                store32(out + d, add(mul(load32(out + d), old), mul(load32(chunk + d), new)))
+        chunk, out = chunk + row, out + row
 
 
 @njit
 def _finish(p: int, row: int, head: int, state: int, weighted: int) -> None:
     dim, kind = argument(p, Arg.VALUE_DIM), argument(p, Arg.KIND)
-    high, total = read_float(state), read_float(state + 4)
+    high, total = read_float(state), read_float(state + 4 * argument(p, Arg.MOST_QUERIES))
     factor = _ONE
     sinks = argument(p, Arg.SINKS)
     if sinks != 0:
@@ -380,9 +367,9 @@ def _finish(p: int, row: int, head: int, state: int, weighted: int) -> None:
         + head * argument(p, Arg.OUTPUT_HEAD)
     )
     itemsize = itemsize_of(kind)
-    x, y = splat(factor), splat(total)
+    share = splat(factor / total)
     for d in range(0, dim, LANES):
-        store(kind, out + itemsize * d, div(mul(load32(weighted + 4 * d), x), y))
+        store(kind, out + itemsize * d, mul(load32(weighted + 4 * d), share))
 
 
 @njit
@@ -394,58 +381,43 @@ def _clear(at: int, end: int) -> None:
 
 
 @njit
-def _begin(state: int, num_queries: int) -> None:
-    for query in range(num_queries):
-        write_float(state + 8 * query, _LOWEST)
-        write_float(state + 8 * query + 4, _ZERO)
+def _begin(state: int, most_queries: int) -> None:
+    for at in range(state, state + 4 * most_queries, _ROW):
+        store32(at, splat(_LOWEST))
+    _clear(state + 4 * most_queries, state + 8 * most_queries)
 
 
 # --- tiles ---
 
 
 @njit
-def _read_queries(p: int, head: int, first_row: int, end_row: int, out: int, end: int) -> None:
-    """As floats, scaled; what lies between rows is 0."""
+def _read_queries(
+    p: int, head: int, first_row: int, end_row: int, num_queries: int, rows: int, out: int
+) -> None:
+    """As floats, scaled, and by fours as ``score8`` takes them; what lies between rows is 0. ``rows``:
+    memory to use."""
     dim, kind, share = argument(p, Arg.KEY_DIM), argument(p, Arg.KIND), argument(p, Arg.SHARE)
     itemsize, factor = itemsize_of(kind), splat(read_float(argument(p, Arg.NUMBERS)))
-    _clear(out, end)
+    _clear(rows, rows + 4 * dim * num_queries)
     for row in range(first_row, end_row, 8 * ROW_INTS):
         source = argument(p, Arg.QUERY) + read_int(row) * argument(p, Arg.QUERY_ROW)
         for offset in range(share):
             mine = source + (head * share + offset) * argument(p, Arg.QUERY_HEAD)
-            to = out + 4 * dim * (read_int(row + 16) + offset)
+            to = rows + 4 * dim * (read_int(row + 16) + offset)
             for d in range(0, dim, LANES):
                 store32(to + 4 * d, mul(load(kind, mine + itemsize * d), factor))
+    for at in range(0, 4 * dim * num_queries, 16 * dim):
+        interleave(rows + at, dim, out + at)
 
 
 @njit
-def _attend_chunk(
-    p: int, tile: int, head: int, chunk: int, least: int, most: int,
-    scratch: int, queries: int, scores: int, chunk_state: int, weighted: int,
-) -> None:  # fmt: skip
-    """One chunk's softmax and weighted values of all queries of a tile, whose rows see keys ``least`` ..
-    ``most - 1`` between them."""
-    key_dim, value_dim = argument(p, Arg.KEY_DIM), argument(p, Arg.VALUE_DIM)
+def _weights(
+    p: int, tile: int, begin: int, first: int, end: int, scores: int, chunk_state: int
+) -> None:
+    """Scores of a chunk's groups ``first`` .. ``end - 1`` become weights: 0 where no row is."""
     share, window = argument(p, Arg.SHARE), argument(p, Arg.WINDOW)
+    stride = 4 * argument(p, Arg.MOST_QUERIES)
     cap = read_float(argument(p, Arg.NUMBERS) + 4)
-    num_queries = read_int(tile + 48)
-    groups, num_common = argument(p, Arg.GROUPS) + 8 * read_int(tile + 56), read_int(tile + 64)
-    keys = scratch
-    values = keys + 4 * GROUP * key_dim
-    begin = chunk * CHUNK
-    first, end = max(0, least - begin) // GROUP, (min(CHUNK, most - begin) + GROUP - 1) // GROUP
-    for place in range(first, end):
-        group = begin // GROUP + place
-        if group < num_common:
-            _read_keys(p, head, read_int(groups + 8 * group), keys, values)
-            _score(keys, key_dim, queries, 0, num_queries, scores + _ROW * place)
-            continue
-        for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
-            if group < read_int(branch + 24):
-                mine = argument(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + group - num_common)
-                _read_keys(p, head, read_int(mine), keys, values)
-                low, high = read_int(branch), read_int(branch + 8)
-                _score(keys, key_dim, queries, low, high, scores + _ROW * place)
     done = 0
     for row in range(read_int(tile), read_int(tile + 8), 8 * ROW_INTS):
         seen = read_int(row + 8) - begin
@@ -457,23 +429,51 @@ def _attend_chunk(
                 scores + _SCORES * mine + _ROW * first, end - first,
                 low - GROUP * first, seen - GROUP * first, cap,
             )  # fmt: skip
-            write_float(chunk_state + 8 * mine, high)
-            write_float(chunk_state + 8 * mine + 4, total)
+            write_float(chunk_state + 4 * mine, high)
+            write_float(chunk_state + stride + 4 * mine, total)
         done = query + share
-    _clear(scores + _SCORES * done, scores + _SCORES * num_queries)
-    _clear(weighted, weighted + 4 * value_dim * num_queries)
-    for place in range(first, end):
-        group = begin // GROUP + place
-        if group < num_common:
-            _read_values(p, head, read_int(groups + 8 * group), values)
-            _weigh(values, value_dim, scores + _ROW * place, 0, num_queries, weighted)
-            continue
-        for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
-            if group < read_int(branch + 24):
-                mine = argument(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + group - num_common)
-                _read_values(p, head, read_int(mine), values)
-                low, high = read_int(branch), read_int(branch + 8)
-                _weigh(values, value_dim, scores + _ROW * place, low, high, weighted)
+    _clear(scores + _SCORES * done, scores + _SCORES * read_int(tile + 48))
+
+
+@njit
+def _attend_chunk(
+    p: int, tile: int, head: int, chunk: int, least: int, most: int,
+    scratch: int, queries: int, scores: int, chunk_state: int, weighted: int,
+) -> None:  # fmt: skip
+    """One chunk's softmax and weighted values of all queries of a tile, whose rows see keys ``least`` ..
+    ``most - 1`` between them."""
+    num_queries, begin = read_int(tile + 48), chunk * CHUNK
+    groups, num_common = argument(p, Arg.GROUPS) + 8 * read_int(tile + 56), read_int(tile + 64)
+    base = begin // GROUP
+    first, end = max(0, least - begin) // GROUP, (min(CHUNK, most - begin) + GROUP - 1) // GROUP
+    own = max(first, min(end, num_common - base))
+    common, mine = groups + 8 * (base + first), own + base - num_common
+    _begin(chunk_state, argument(p, Arg.MOST_QUERIES))
+    is_first = chunk == read_int(tile + 16) or begin <= least
+    _score(
+        p, head, common, own - first, scratch,
+        queries, 0, num_queries, scores + _ROW * first, is_first,
+    )  # fmt: skip
+    for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
+        _score(
+            p, head, argument(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + mine),
+            min(end, read_int(branch + 24) - base) - own, scratch,
+            queries, read_int(branch), read_int(branch + 8), scores + _ROW * own, True,
+        )  # fmt: skip
+    _weights(p, tile, begin, first, end, scores, chunk_state)
+    _clear(weighted, weighted + 4 * argument(p, Arg.VALUE_DIM) * num_queries)
+    is_last = chunk + 1 == read_int(tile + 24)
+    later = 0 if is_last or first > 0 else num_common - base - CHUNK // GROUP
+    _weigh(
+        p, head, common, own - first, scratch,
+        scores + _ROW * first, 0, num_queries, weighted, later,
+    )  # fmt: skip
+    for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
+        _weigh(
+            p, head, argument(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + mine),
+            min(end, read_int(branch + 24) - base) - own, scratch,
+            scores + _ROW * own, read_int(branch), read_int(branch + 8), weighted, 0,
+        )  # fmt: skip
 
 
 @njit
@@ -482,19 +482,20 @@ def _attend_tile(p: int, tile: int, head: int, scratch: int) -> None:
     share, window = argument(p, Arg.SHARE), argument(p, Arg.WINDOW)
     most_queries, num_queries = argument(p, Arg.MOST_QUERIES), read_int(tile + 48)
     first_row, end_row = read_int(tile), read_int(tile + 8)
-    queries = scratch + 4 * GROUP * (2 * key_dim + value_dim)
+    queries = scratch + 4 * GROUP * ((_PAIR + 1) * key_dim + _WEIGHED * value_dim)
     scores = queries + 4 * most_queries * key_dim
     weighted = scores + _SCORES * most_queries
     out = weighted + 4 * most_queries * value_dim
     chunk_state = out + 4 * most_queries * value_dim
     state = chunk_state + 8 * most_queries
+    factors = state + 8 * most_queries
     least, most = read_int(first_row + 8), 0
     for row in range(first_row, end_row, 8 * ROW_INTS):
         least, most = min(least, read_int(row + 8)), max(most, read_int(row + 8))
     least = max(0, least - window) if window > 0 else 0
-    _read_queries(p, head, first_row, end_row, queries, queries + 4 * key_dim * num_queries)
+    _read_queries(p, head, first_row, end_row, num_queries, factors + 8 * most_queries, queries)
     _clear(out, out + 4 * value_dim * num_queries)
-    _begin(state, num_queries)
+    _begin(state, most_queries)
     first_part = read_int(tile + 72)
     part_bytes = 4 * most_queries * (value_dim + 2)
     parts = argument(p, Arg.PARTS) + part_bytes * (
@@ -505,14 +506,13 @@ def _attend_tile(p: int, tile: int, head: int, scratch: int) -> None:
         if first_part >= 0:
             weighted = parts + stride * chunk
             chunk_state = weighted + 4 * most_queries * value_dim
-            _begin(chunk_state, num_queries)
         if chunk * CHUNK + CHUNK <= least or chunk * CHUNK >= most:
             continue
         _attend_chunk(
             p, tile, head, chunk, least, most, scratch, queries, scores, chunk_state, weighted
         )
         if first_part < 0:
-            _merge(num_queries, value_dim, chunk_state, weighted, state, out)
+            _merge(p, num_queries, chunk_state, weighted, state, out, factors)
     if first_part >= 0:
         # Whoever comes last merges what all have left.
         counter = argument(p, Arg.COUNTERS) + 8 * (
@@ -522,13 +522,15 @@ def _attend_tile(p: int, tile: int, head: int, scratch: int) -> None:
         if fetch_add(counter, 1) % num_tiles != num_tiles - 1:
             return
         for chunk in range(read_int(tile + 80)):
+            if chunk * CHUNK + CHUNK <= least or chunk * CHUNK >= most:
+                continue
             weighted = parts + stride * chunk
             chunk_state = weighted + 4 * most_queries * value_dim
-            _merge(num_queries, value_dim, chunk_state, weighted, state, out)
+            _merge(p, num_queries, chunk_state, weighted, state, out, factors)
     for row in range(first_row, end_row, 8 * ROW_INTS):
         for offset in range(share):
             query = read_int(row + 16) + offset
-            _finish(p, read_int(row), head * share + offset, state + 8 * query,
+            _finish(p, read_int(row), head * share + offset, state + 4 * query,
                     out + 4 * value_dim * query)  # fmt: skip
 
 

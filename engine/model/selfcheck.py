@@ -24,6 +24,7 @@ _PARENTS = (-1, -1, 0, 0, 2, 1)
 # Logit differences relative to the logits' spread, by the bits of the model's type.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 _TOLERANCE_IN_8_BITS = 8e-2
+_TOLERANCE_OF_STORES_IN_8_BITS = 3e-1
 
 
 def _token_ids(vocab_size: int) -> list[int]:
@@ -49,7 +50,7 @@ def check_logits(runner: ModelRunner, reference: torch.Tensor) -> None:
     chunks = torch.cat(list(_run_chunks(runner, token_ids, range(needed), _CHUNKS)))
     tree = _run_tree(runner, token_ids, range(needed, 2 * needed))
     spread = float(reference.std()) or 1.0
-    tolerance = _tolerance(runner.model)
+    tolerance = _tolerance(runner)
     on_path = reference[_FORK - 1 : _FORK + 3]
     for what, ours, theirs in (
         ("in chunks", chunks, reference),
@@ -63,8 +64,12 @@ def check_logits(runner: ModelRunner, reference: torch.Tensor) -> None:
             )
 
 
-def _tolerance(model: PreTrainedModel) -> float:
-    """A last bit decides which of two steps of 8 bits is nearer."""
+def _tolerance(runner: ModelRunner) -> float:
+    """A last bit decides which of two steps of 8 bits is nearer; and keys and values in 8 bits are not
+    transformers' own."""
+    model = runner.model
+    if runner.store.dtype.itemsize == 1:
+        return _TOLERANCE_OF_STORES_IN_8_BITS
     if any(isinstance(module, Int8Linear) for module in model.modules()):
         return _TOLERANCE_IN_8_BITS
     return _TOLERANCE.get(model.dtype, _TOLERANCE_IN_8_BITS)

@@ -192,6 +192,45 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
     assert num_accepted > 30
 
 
+# --- keys and values in 8 bits ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("backend", "block_size"), [("paged", 16), ("exact", 4), ("sdpa", 4), ("sdpa", 16)]
+)
+def test_keys_and_values_in_8_bits_serve_a_text_that_drafts_do_not_change(
+    monkeypatch: pytest.MonkeyPatch, backend: str, block_size: int, dtype: torch.dtype
+) -> None:
+    config = EngineConfig(
+        **SMALL | {"block_size": block_size, "max_num_batched_tokens": 40, "kv_cache_dtype": "fp8"},
+        attention_backend=backend,
+        determinism="fast" if backend == "sdpa" else "exact",
+    )
+    prompts = [random_ids(1, 11), random_ids(2, 30), random_ids(3, 5)]
+    plain = build_engine_for(tiny_model("llama", dtype), None, config)
+    assert plain.core.runner.store.dtype == torch.float8_e4m3fn
+    assert plain.info.attention_backend == backend
+    expected, _ = write_all(plain, prompts, 20)
+    texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
+    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
+    drafting = build_engine_for(tiny_model("llama", dtype), None, config)
+    written, num_accepted = write_all(drafting, prompts, 20, ORACLE)
+    assert num_accepted > 30
+    if backend != "sdpa":
+        assert plain.info.exact_verified
+        assert written == expected
+
+
+def test_keys_and_values_in_8_bits_leave_room_for_more_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "free_bytes", lambda _: 100 * 4 * BYTES_PER_TOKEN)
+    sizes: dict[str, Any] = {"num_blocks": None, "kv_memory_fraction": 0.25}
+    assert build_tiny(**sizes).info.num_blocks == 25
+    assert build_tiny(**sizes, kv_cache_dtype="fp8").info.num_blocks == 100  # of 4 bytes, 1
+
+
 # --- whole engines ---
 
 

@@ -207,6 +207,7 @@ CHANGED = {
     "block_size": 8,
     "num_blocks": 77,
     "kv_memory_fraction": 0.25,
+    "kv_cache_dtype": "fp8",
     "max_num_seqs": 5,
     "max_num_batched_tokens": 99,
     "max_model_len": 123,

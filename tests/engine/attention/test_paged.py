@@ -39,9 +39,10 @@ class World:
         value_dim: int,
         dtype: torch.dtype,
         size: int = 16,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         shape = KVShape(heads, kv_heads, key_dim, value_dim)
-        self.needs = AttentionNeeds("exact", CPU, dtype, size, [shape])
+        self.needs = AttentionNeeds("exact", CPU, dtype, size, [shape], kv_dtype)
         self.size, self.dtype = size, dtype
         self._shapes = ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
 
@@ -68,7 +69,7 @@ class World:
         on with the rows of its text, one after another. ``stored``: of each tree's nodes."""
         store = KVStore(
             1, NUM_BLOCKS, self.size, self._shapes[1][0], self._shapes[1][1], self._shapes[2][1],
-            self.dtype, CPU,
+            self.needs.kv_dtype or self.dtype, CPU,
         )  # fmt: skip
         backend = PagedAttention(store, self.needs)
         lengths = [base + known + len(parents) for _, base, known, parents in parts]
@@ -92,7 +93,10 @@ class World:
     ) -> torch.Tensor:
         """In float64, row by row."""
         text, base, known, parents = part
-        query, key, value = (each.double() for each in self.rows(text, base + known + len(parents)))
+        query, key, value = self.rows(text, base + known + len(parents))
+        if self.needs.kv_dtype is not None:
+            key, value = key.to(self.needs.kv_dtype).float(), value.to(self.needs.kv_dtype).float()
+        query, key, value = query.double(), key.double(), value.double()
         share = query.shape[1] // key.shape[1]
         scale = query.shape[2] ** -0.5 if options.scaling is None else options.scaling
         outputs = []
@@ -153,6 +157,7 @@ def parts(draw: Any) -> list[tuple[int, int, int, tuple[int, ...]]]:
     asked=parts(),
     shape=st.sampled_from([(4, 2, 64, 64), (3, 3, 16, 48), (10, 2, 128, 80), (70, 1, 32, 16)]),
     dtype=st.sampled_from(list(TOLERANCE)),
+    kv_dtype=st.sampled_from([None, None, torch.float8_e4m3fn]),
     window=st.sampled_from([None, None, 1, 7, 100, 300]),
     softcap=st.sampled_from([None, None, 3.0]),
     has_sinks=st.booleans(),
@@ -162,12 +167,13 @@ def test_every_row_gets_what_a_plain_sum_over_its_text_gives(
     asked: list[tuple[int, int, int, tuple[int, ...]]],
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     window: int | None,
     softcap: float | None,
     has_sinks: bool,
     size: int,
 ) -> None:
-    world = World(*shape, dtype, size)
+    world = World(*shape, dtype, size, kv_dtype)
     sinks = torch.linspace(-1, 2, shape[0]).to(dtype) if has_sinks else None
     options = AttentionOptions(0.2, window, softcap, sinks)
     for got, part in zip(world.step(asked, options), asked, strict=True):
@@ -179,12 +185,15 @@ def test_every_row_gets_what_a_plain_sum_over_its_text_gives(
         )
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [*((dtype, None) for dtype in TOLERANCE), (torch.bfloat16, torch.float8_e4m3fn)],
+)
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_row_has_its_bits_alone_in_chunks_in_trees_beside_others_and_in_any_number_of_threads(
-    dtype: torch.dtype, window: int | None
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, window: int | None
 ) -> None:
-    world = World(6, 2, 32, 64, dtype)
+    world = World(6, 2, 32, 64, dtype, kv_dtype=kv_dtype)
     options = replace(PLAIN, window=window)
     (whole,) = world.step([(0, 0, 700, ())], options)
     for base in (0, 5, 31, 255, 256, 300, 511, 690):
@@ -255,12 +264,13 @@ def test_what_one_request_overflows_does_not_reach_another(monkeypatch: pytest.M
     assert not first.isfinite().all()
 
 
-def test_new_rows_are_stored_as_every_backend_stores_them() -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_new_rows_are_stored_as_every_backend_stores_them(kv_dtype: torch.dtype) -> None:
     """Finite, and no key so large that a sum of products is not."""
     stores = []
     for name in ("paged", "sdpa"):
-        store = KVStore(1, 4, 16, 2, 16, 16, torch.bfloat16, CPU)
-        needs = AttentionNeeds("fast", CPU, torch.bfloat16, 16, [KVShape(4, 2, 16, 16)])
+        store = KVStore(1, 4, 16, 2, 16, 16, kv_dtype, CPU)
+        needs = AttentionNeeds("fast", CPU, torch.bfloat16, 16, [KVShape(4, 2, 16, 16)], kv_dtype)
         backend = choose_backend(name, needs)(store, needs)
         batch = build_batch([RequestRows([0] * 6, 6, 0, (), [2], 6)], 16)
         row = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf, 3e38, -3e38]).bfloat16()
@@ -268,9 +278,9 @@ def test_new_rows_are_stored_as_every_backend_stores_them() -> None:
         plan = backend.plan(batch, InputBuffers(CPU, 16).fill(batch))
         plan.attend(0, torch.zeros(6, 4, 16).bfloat16(), rows, rows, PLAIN)
         stores.append(store)
-    assert torch.equal(stores[0].key[0], stores[1].key[0])
-    assert torch.equal(stores[0].value[0], stores[1].value[0])
-    assert stores[0].key[0].isfinite().all()
+    assert torch.equal(stores[0].key[0].float(), stores[1].key[0].float())
+    assert torch.equal(stores[0].value[0].float(), stores[1].value[0].float())
+    assert stores[0].key[0].float().isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -279,7 +289,8 @@ def test_new_rows_are_stored_as_every_backend_stores_them() -> None:
         ({"block_size": 8}, "block_size is a multiple of 16, not 8"),
         ({"shapes": [KVShape(2, 1, 24, 16)]}, "dimensions are multiples of 16, not 24"),
         ({"dtype": torch.float64}, "knows no torch.float64"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "knows no torch.float8_e4m3fn"),
+        ({"kv_dtype": torch.float8_e5m2}, "knows no torch.float8_e5m2"),
+        ({"dtype": torch.float8_e4m3fn}, "knows no torch.float8_e4m3fn"),
     ],
 )
 def test_what_it_does_not_serve_another_backend_does(changed: dict[str, Any], reason: str) -> None:

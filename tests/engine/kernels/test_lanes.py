@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from numba import njit
 
-from engine.kernels import KINDS, LANES, lanes
+from engine.kernels import FLOAT8, KINDS, LANES, STORED_KINDS, lanes, tiles
 
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3.3e38, -1e-8]
 
@@ -47,6 +47,50 @@ def test_what_is_loaded_and_stored_is_rounded_to_the_nearest_even(dtype: torch.d
         assert torch.equal(stored.isnan(), row.isnan())
         loaded = mapped(back, stored, row)
         assert torch.equal(loaded.nan_to_num(7.0), stored.float().nan_to_num(7.0))
+
+
+def test_every_float_of_8_bits_is_what_torch_has() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+
+    def decode(source: int, target: int) -> None:
+        for at in range(0, 256, 16):
+            lanes.store32(target + 4 * at, lanes.load(FLOAT8, source + at))
+
+    def widen(source: int, target: int) -> None:
+        lanes.widen(FLOAT8, source, 240, target)
+        lanes.widen(FLOAT8, source + 240, 16, target + 960)
+
+    def encode(source: int, target: int) -> None:
+        for at in range(0, 256, 16):
+            lanes.store(FLOAT8, target + at, lanes.load32(source + 4 * at))
+
+    floats = codes.view(torch.float8_e4m3fn).float()
+    numbers = ~floats.isnan()
+    for how in (decode, widen):
+        got = mapped(how, codes, floats)
+        assert torch.equal(got.isnan(), floats.isnan())
+        assert torch.equal(got[numbers].view(torch.int32), floats[numbers].view(torch.int32))
+    assert torch.equal(mapped(encode, floats, codes), codes)
+
+
+def test_floats_of_8_bits_are_rounded_as_torch_rounds_and_never_beyond_the_largest() -> None:
+    def encode(source: int, target: int) -> None:
+        for at in range(0, 4096, 16):
+            lanes.store(FLOAT8, target + at, lanes.load32(source + 4 * at))
+
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (every[1:] + every[:-1]) / 2
+    near = torch.cat([ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(1e9))])
+    generator = torch.Generator().manual_seed(5)
+    drawn = torch.randn(1500, generator=generator)
+    drawn *= 2.0 ** torch.randint(-12, 9, (1500,), generator=generator)
+    some = torch.cat(
+        [near, -near, drawn, torch.tensor([1e-40, 0.0, -0.0, 500.0, -1e30, torch.inf])]
+    )
+    rows = torch.zeros(4096)
+    rows[: len(some)] = some
+    expected = rows.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(mapped(encode, rows, expected), expected)
 
 
 def test_exponentials_are_those_of_float32_and_nothing_far_below() -> None:
@@ -130,15 +174,26 @@ def test_an_activation_does_not_depend_on_its_place(
         assert torch.equal(mapped(mine, turned, row), expected.roll(shift))
 
 
-@pytest.mark.parametrize("dtype", list(KINDS))
-def test_sixteen_rows_are_transposed(dtype: torch.dtype) -> None:
-    kind, size = KINDS[dtype], dtype.itemsize
+@pytest.mark.parametrize("dtype", list(STORED_KINDS))
+@pytest.mark.parametrize("columns", [16, 32, 48, 96])
+def test_sixteen_rows_are_transposed(dtype: torch.dtype, columns: int) -> None:
+    """Several columns at a time where several lie in 32 bits, and one by one what is left."""
+    kind, size = STORED_KINDS[dtype], dtype.itemsize
 
     def turn(source: int, target: int) -> None:
-        lanes.transpose(kind, source, 24 * size, target)
+        tiles.transpose(kind, source, 104 * size, columns, target, 128)
 
-    rows = torch.randn(16, 24).to(dtype)
-    assert torch.equal(mapped(turn, rows, torch.empty(16, 16)), rows[:, :16].float().T)
+    rows = torch.randn(16, 104).to(dtype)
+    got = mapped(turn, rows, torch.zeros(columns, 32))
+    assert torch.equal(got[:, :16], rows[:, :columns].float().T)
+
+
+def test_four_rows_are_interleaved() -> None:
+    def interleave(source: int, target: int) -> None:
+        tiles.interleave(source, 48, target)
+
+    rows = torch.randn(4, 48)
+    assert torch.equal(mapped(interleave, rows, torch.empty(48, 4)), rows.T)
 
 
 def test_lanes_that_are_not_kept_are_minus_infinity() -> None:
