@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -20,6 +21,10 @@ logger = logging.getLogger(__name__)
 _MOST_ROWS = 96
 """A forward of more rows takes so long that what is between its kernels does not matter."""
 _MOST_BYTES = 256 << 20
+_SHORT_SECONDS = 6e-3
+"""Of a forward in a team, beyond which nothing is tried: what others need the cores for is short, too."""
+_TRIALS = 5
+_MUCH_FASTER = 1.25
 
 
 class _Shape(NamedTuple):
@@ -33,12 +38,38 @@ class _Shape(NamedTuple):
 
 
 class _Capture:
-    """Of a shape: whether it has come before, its recording, and whether that was found to be true."""
+    """Of a shape: whether it has come before, its recording, whether that was found to be true, and in
+    how many threads it runs."""
 
     def __init__(self) -> None:
         self.has_come = False
         self.graph: CapturedForward | None = None
         self.is_trusted = False
+        self.threads = _Threads()
+
+
+class _Threads:
+    """In how many threads a recording runs: found by trying both. A short forward leaves further cores to
+    those who read and write for it, unless a team is much faster."""
+
+    def __init__(self) -> None:
+        self.chosen: int | None = None
+        self._seconds: dict[int, list[float]] = {1: [], torch.get_num_threads(): []}
+
+    def next(self) -> int:
+        """The team first."""
+        if self.chosen is not None:
+            return self.chosen
+        return min(reversed(self._seconds), key=lambda count: len(self._seconds[count]))
+
+    def observe(self, num_threads: int, seconds: float) -> None:
+        self._seconds[num_threads].append(seconds)
+        team = max(self._seconds)
+        if num_threads == team and (team == 1 or seconds > _SHORT_SECONDS):
+            self.chosen = team
+        elif min(map(len, self._seconds.values())) == _TRIALS:
+            alone = min(self._seconds[1])
+            self.chosen = team if alone > _MUCH_FASTER * min(self._seconds[team]) else 1
 
 
 class Captures:
@@ -49,7 +80,10 @@ class Captures:
     recording computes something else, or cannot be made, runs as it is.
     """
 
-    def __init__(self, attention: AttentionBackend) -> None:
+    def __init__(
+        self, attention: AttentionBackend, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
         self._captures: OrderedDict[_Shape, _Capture] = OrderedDict()
         can_capture = attention.can_capture and attention.needs.device.type == "cpu"
         self._is_open = can_capture and find_kernel("sequence") is not None
@@ -75,7 +109,18 @@ class Captures:
         renewing = cast(CapturablePlan, plan)
         if not capture.is_trusted:
             return self._compare(capture, capture.graph, renewing, run)
-        return capture.graph.replay(renewing)
+        return self._replay(capture.threads, capture.graph, renewing)
+
+    def _replay(
+        self, threads: _Threads, graph: CapturedForward, plan: CapturablePlan
+    ) -> ForwardOutput:
+        num_threads = threads.next()
+        if threads.chosen is not None:
+            return graph.replay(plan, num_threads)
+        start = self._clock()
+        output = graph.replay(plan, num_threads)
+        threads.observe(num_threads, self._clock() - start)
+        return output
 
     def is_settled(self, batch: InputBatch, inputs: InputTensors) -> bool:
         """Whether the next forward takes as long as all those after it. The first one to ask for a shape
@@ -84,7 +129,7 @@ class Captures:
             return True
         capture = self._captures.setdefault(_shape(batch, inputs), _Capture())
         capture.has_come = True
-        return capture.is_trusted
+        return capture.is_trusted and capture.threads.chosen is not None
 
     def _record(self, capture: _Capture, run: Callable[[], ForwardOutput]) -> ForwardOutput:
         recorder = Recorder()
@@ -105,7 +150,7 @@ class Captures:
         run: Callable[[], ForwardOutput],
     ) -> ForwardOutput:
         expected = run()
-        got = graph.replay(plan)
+        got = graph.replay(plan, torch.get_num_threads())
         capture.is_trusted = all(map(_same_bits, got, expected))
         if not capture.is_trusted:
             self._close("a recorded one computes something else")

@@ -27,11 +27,11 @@ class CapturedForward:
             for are_kernels, calls in groups
         ]
 
-    def replay(self, plan: CapturablePlan) -> ForwardOutput:
-        """For inputs that lie where those of the recorded forward lay."""
+    def replay(self, plan: CapturablePlan, most_threads: int) -> ForwardOutput:
+        """For inputs that lie where those of the recorded forward lay. Bits do not depend on threads."""
         for part in self._parts:
             if isinstance(part, _Kernels):
-                part.run(plan)
+                part.run(plan, most_threads)
             else:
                 for call in part:
                     _repeat(call)
@@ -58,14 +58,15 @@ class _Kernels:
                 renewals.setdefault((key, places.start, places.stop), []).append(index)
         self._renewed = [(*key, np.array(rows)) for key, rows in renewals.items()]
 
-    def run(self, plan: CapturablePlan) -> None:
+    def run(self, plan: CapturablePlan, most_threads: int) -> None:
         np.copyto(self._told, self._arguments)
         for key, start, stop, rows in self._renewed:
             numbers, num_threads = plan.renewed(key)
             self._told[rows, start:stop] = numbers
             self._nodes[rows, 2] = num_threads
         nodes = self._nodes
-        self._run_sequence(nodes.ctypes.data, len(nodes), int(nodes[:, 2].max()))
+        num_threads = min(most_threads, int(nodes[:, 2].max()))
+        self._run_sequence(nodes.ctypes.data, len(nodes), num_threads)
 
 
 def _repeat(call: TensorCall) -> None:

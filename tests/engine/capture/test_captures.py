@@ -265,3 +265,25 @@ def test_results_that_are_no_numbers_are_the_same_results() -> None:
     assert all(map(captures._same_bits, nan, nan.copy()))
     assert not captures._same_bits(torch.zeros(2), -torch.zeros(2))
     assert not captures._same_bits(None, torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("alone", "team", "chosen"), [(1.2e-3, 1.0e-3, 1), (2.0e-3, 1.0e-3, 2), (0.1, 7e-3, 2)]
+)
+def test_a_short_forward_leaves_cores_to_others_unless_a_team_is_much_faster(
+    alone: float, team: float, chosen: int
+) -> None:
+    torch.set_num_threads(2)
+    try:
+        runner = runner_of(tiny_model("llama"))
+        times = iter([0.0, team, 0.0, alone] * captures._TRIALS)
+        runner._captures._clock = lambda: next(times)
+        request = texts(7, [6])
+        expected = runner.forward(build_batch(request, SIZE))
+        for _ in range(2 + 2 * captures._TRIALS + 2):
+            got = runner.forward(build_batch(request, SIZE))
+            assert torch.equal(got.logits, expected.logits)
+    finally:
+        torch.set_num_threads(1)
+    (capture,) = runner._captures._captures.values()
+    assert capture.threads.chosen == chosen
