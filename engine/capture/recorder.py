@@ -12,7 +12,6 @@ from weakref import finalize
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from engine.kernels import find_kernel
 from engine.kernels.watch import Renewal, watch_kernels
@@ -131,12 +130,12 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> Any:
         """Returns the result, in a place that a replay writes to."""
-        leaves = tree_leaves(result)
-        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-        seen_args, seen_named = tree_map(self._memory.seen, (args, named))
+        seen = self._memory.seen
         if func._schema.is_mutable:
-            self.calls.append(TensorCall(func, seen_args, seen_named, None))
+            self.calls.append(TensorCall(func, _mapped(seen, args), _mapped(seen, named), None))
             return result
+        leaves = list(_leaves(result))
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         if len(tensors) != len(leaves) or _has_shape_of_data(func, args):
             self.reason = f"{func} reads what tensors hold"
             return result
@@ -146,9 +145,9 @@ class Recorder(TorchDispatchMode):
         # What may return a view, like ``reshape``, may also return a copy.
         if _storages(tensors) <= _storages([args, named]):
             return result
-        places = tree_map(self._memory.filled, result)
-        seen = [self._memory.seen(each) for each in tree_leaves(places)]
-        self.calls.append(TensorCall(func, seen_args, seen_named, seen))
+        places = _mapped(self._memory.filled, result)
+        results = [seen(each) for each in _leaves(places)]
+        self.calls.append(TensorCall(func, _mapped(seen, args), _mapped(seen, named), results))
         return places
 
     def _note_sum(
@@ -162,8 +161,32 @@ class Recorder(TorchDispatchMode):
         return place
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """What stands in tuples, lists and dictionaries: an operation takes and gives nothing deeper."""
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """torch's own trees know more kinds, and take longer than all else here."""
+    if isinstance(value, list):
+        return [_mapped(change, each) for each in value]
+    if isinstance(value, tuple):
+        # Results with names are made of one sequence.
+        parts = [_mapped(change, each) for each in value]
+        return tuple(parts) if type(value) is tuple else type(value)(parts)
+    if isinstance(value, dict):
+        return {key: _mapped(change, each) for key, each in value.items()}
+    return change(value)
+
+
 def _storages(values: Any) -> set[int]:
-    tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    tensors = (each for each in _leaves(values) if isinstance(each, torch.Tensor))
     # Packed weights have none that anybody could look at.
     plain = (each for each in tensors if each.layout is torch.strided)
     return {each.untyped_storage().data_ptr() for each in plain}

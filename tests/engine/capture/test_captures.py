@@ -36,6 +36,12 @@ RECORDABLE = ["llama", "gemma2", "qwen2", "qwen3_moe", "phi3"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+@pytest.fixture(autouse=True)
+def recorded_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a shape comes for the second time."""
+    monkeypatch.setattr(captures, "_OFTEN", 2)
+
+
 def runner_of(model: PreTrainedModel, is_open: bool = True) -> ModelRunner:
     runner = make_runner(model, exact=True, block_size=SIZE)
     if not is_open:
@@ -287,3 +293,15 @@ def test_a_short_forward_leaves_cores_to_others_unless_a_team_is_much_faster(
         torch.set_num_threads(1)
     (capture,) = runner._captures._captures.values()
     assert capture.threads.chosen == chosen
+
+
+def test_a_shape_is_recorded_when_it_has_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "_OFTEN", 4)
+    runner = runner_of(tiny_model("llama"))
+    request = texts(7, [6])
+    recorded = []
+    for _ in range(5):
+        runner.forward(build_batch(request, SIZE))
+        (capture,) = runner._captures._captures.values()
+        recorded.append(capture.graph is not None)
+    assert recorded == [False, False, False, True, True]
