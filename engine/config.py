@@ -36,7 +36,7 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "fp8"] = described(
         "auto",
         "Type of keys and values; auto: the model's. fp8 (e4m3) halves them: twice the tokens in "
-        "memory, read in less time, at a small loss of quality.",
+        "memory, at a small loss of quality.",
     )
     max_num_seqs: int = described(64, "Most requests in a batch.", ge=1)
     max_num_batched_tokens: int = described(
