@@ -41,6 +41,7 @@ from engine.kernels.lanes import (
     write_float,
     write_int,
 )
+from engine.kernels.largest_logits import NO_KEY, keep_largest, token_of
 from engine.kernels.logit_tiles import (
     LOWEST,
     MEMBER_BYTES,
@@ -151,42 +152,6 @@ def _bound(
     return top, best_group
 
 
-# --- the k-th largest logit: the root of a heap of the k largest ---
-
-
-@njit
-def _sink(heap: int, size: int, value: float) -> None:
-    """Put ``value`` in the root's place."""
-    at = 0
-    while 2 * at + 1 < size:
-        child = 2 * at + 1
-        if child + 1 < size and read_float(heap + 4 * child + 4) < read_float(heap + 4 * child):
-            child += 1
-        if read_float(heap + 4 * child) >= value:
-            break
-        write_float(heap + 4 * at, read_float(heap + 4 * child))
-        at = child
-    write_float(heap + 4 * at, value)
-
-
-@njit
-def _kth_largest(
-    logits: int, vocab_size: int, k: int, padded: int, maxima: int, heap: int
-) -> float:
-    for at in range(k):
-        write_float(heap + 4 * at, LOWEST)
-    for group in range(num_tiles(vocab_size) * GROUP_TOKENS):
-        if not read_float(maxima + 4 * group) > read_float(heap):
-            continue
-        first = tile_at(logits, vocab_size, group // GROUP_TOKENS, padded)
-        first += 4 * (group % GROUP_TOKENS)
-        for at in range(first, first + TILE_BYTES, MEMBER_BYTES):
-            logit = read_float(at)
-            if logit > read_float(heap):
-                _sink(heap, k, logit)
-    return read_float(heap)
-
-
 # --- the search ---
 
 
@@ -279,7 +244,10 @@ def _search(p: int) -> None:
         top, first = _bound(logits, vocab_size, state, temperature, padded, maxima, bounds)
         kth = LOWEST
         if 0 < top_k < vocab_size:
-            kth = _kth_largest(logits, vocab_size, top_k, padded, maxima, heap)
+            keep_largest(logits, vocab_size, top_k, padded, maxima, heap)
+            least = read_int(heap)
+            if least != NO_KEY:
+                kth = read_float(logits + 4 * token_of(least))
         floor = max(
             float(kth) / temperature,
             float(top) / temperature + read_double(argument(p, Arg.LOG_MIN_PS) + 8 * row),
@@ -327,7 +295,7 @@ def search_rows(
     ).T.copy()
     top_ks = np.array([k for *_, k in limits], np.int64)
     num_groups = num_tiles(vocab_size) * GROUP_TOKENS
-    num_floats = TILE_TOKENS + 3 * num_groups + int(top_ks.max(initial=0))
+    num_floats = TILE_TOKENS + 3 * num_groups + 2 * int(top_ks.max(initial=0))
     num_floats = -(-num_floats // LANES) * LANES
     num_threads = min(num_rows, threads_for(logits.numel()))
     scratch = np.empty(num_floats * num_threads, np.float32)

@@ -7,7 +7,6 @@ from enum import IntEnum
 
 import numpy as np
 import torch
-from numba import njit
 
 from engine.kernels import LANES
 from engine.kernels.compiled import Kernel, threads_for
@@ -21,13 +20,13 @@ from engine.kernels.lanes import (
     load32,
     read_float,
     read_int,
-    read_int32,
     splat,
     sub,
     sum_of,
     write_float,
     write_int,
 )
+from engine.kernels.largest_logits import NO_KEY, keep_largest, sort_kept, token_of
 from engine.kernels.logit_tiles import (
     LOWEST,
     MEMBER_BYTES,
@@ -37,11 +36,8 @@ from engine.kernels.logit_tiles import (
     pad,
     tile_at,
 )
-from engine.noise_numbers import GROUP_TOKENS, TILE_TOKENS
 
 _ZERO = np.float32(0.0)
-_LEAST = -(1 << 63)
-_ID_BITS = 32
 
 
 class Arg(IntEnum):
@@ -60,64 +56,6 @@ class Arg(IntEnum):
     SCRATCH_BYTES = 9
 
 
-# --- a heap of the k best, the least of them at its root ---
-
-
-@njit(inline="always")
-def _key(address: int, token: int) -> int:
-    """An integer that orders logits, and among equal ones the lowest token as largest."""
-    bits = read_int32(address)
-    if bits == -(1 << 31):  # there are two zeros, of one value
-        bits = 0
-    if bits < 0:
-        bits = bits ^ 0x7FFFFFFF
-    return (bits << _ID_BITS) - token
-
-
-@njit
-def _sink(heap: int, size: int, at: int, key: int) -> None:
-    """Put ``key`` at the place ``at`` or below it, in a heap of which ``size`` keys are left."""
-    while 2 * at + 1 < size:
-        child = 2 * at + 1
-        if child + 1 < size and read_int(heap + 8 * child + 8) < read_int(heap + 8 * child):
-            child += 1
-        if read_int(heap + 8 * child) >= key:
-            break
-        write_int(heap + 8 * at, read_int(heap + 8 * child))
-        at = child
-    write_int(heap + 8 * at, key)
-
-
-@njit
-def _collect(
-    logits: int, vocab_size: int, num_top: int, padded: int, maxima: int, heap: int
-) -> None:
-    """The keys of the largest logits, best first."""
-    for at in range(num_top):
-        write_int(heap + 8 * at, _LEAST)
-    for group in range(num_tiles(vocab_size) * GROUP_TOKENS):
-        # Of equal logits every token may be the one with the lowest number.
-        if _key(maxima + 4 * group, 0) < read_int(heap):
-            continue
-        at = tile_at(logits, vocab_size, group // GROUP_TOKENS, padded)
-        at += 4 * (group % GROUP_TOKENS)
-        token = group // GROUP_TOKENS * TILE_TOKENS + group % GROUP_TOKENS
-        while token < vocab_size:
-            value = read_float(at)
-            if value == value:
-                key = _key(at, token)
-                if key > read_int(heap):
-                    _sink(heap, num_top, 0, key)
-            at += MEMBER_BYTES
-            token += GROUP_TOKENS
-            if token % TILE_TOKENS < GROUP_TOKENS:
-                break  # the tile's last member was the one before
-    for size in range(num_top - 1, 0, -1):
-        least = read_int(heap)
-        _sink(heap, size, 0, read_int(heap + 8 * size))
-        write_int(heap + 8 * size, least)
-
-
 def _find(p: int) -> None:
     worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
     vocab_size, num_top = argument(p, Arg.VOCAB_SIZE), argument(p, Arg.NUM_TOP)
@@ -133,13 +71,14 @@ def _find(p: int) -> None:
         for tile in range(num_tiles(vocab_size)):
             first = tile_at(logits, vocab_size, tile, padded)
             find_maxima(first, maxima + tile * MEMBER_BYTES)
-        _collect(logits, vocab_size, num_top, padded, maxima, heap)
+        keep_largest(logits, vocab_size, num_top, padded, maxima, heap)
+        sort_kept(heap, num_top)
         tokens = argument(p, Arg.TOKENS) + 8 * row * num_top
         values = argument(p, Arg.VALUES) + 4 * row * num_top
         for rank in range(num_top):
             key = read_int(heap + 8 * rank)
-            token = (-key) & ((1 << _ID_BITS) - 1)
-            if key == _LEAST:  # fewer numbers than were asked for
+            token = token_of(key)
+            if key == NO_KEY:  # fewer numbers than were asked for
                 write_int(tokens + 8 * rank, 0)
                 write_float(values + 4 * rank, np.float32(-np.inf))
             else:
