@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from drafters.tree import ROOT, DraftTree
+from drafters.tree import FORCED, ROOT, DraftTree
 
 # Deeper nodes share the counts of this depth, which bounds the tables.
 MAX_DEPTH = 32
@@ -134,6 +134,9 @@ class RequestAcceptance:
         own, priors = self._counts, self._priors
         acceptances = []
         for feature, depth in zip(features, depths, strict=True):
+            if feature == FORCED:
+                acceptances.append(1.0)
+                continue
             counts = own.get(feature * _DEPTHS + (depth if depth < MAX_DEPTH else MAX_DEPTH))
             if counts is not None:
                 believed = counts.num_accepted + strength * counts.prior.mean
@@ -189,6 +192,8 @@ class RequestAcceptance:
         return bool(under(node))
 
     def _label(self, feature: int, depth: int, accepted: bool) -> None:
+        if feature == FORCED:
+            return
         key = feature * _DEPTHS + (depth if depth < MAX_DEPTH else MAX_DEPTH)
         counts = self._counts.get(key)
         estimator = self._estimator

@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 
 ROOT = -1
 
+FORCED = -1
+"""The feature of nodes that no drafter put there: a grammar leaves nothing else, so they are accepted
+where their parents are."""
+
 
 def depths_of(parents: Sequence[int]) -> list[int]:
     """Depth of every node; children of the root have depth 1."""

@@ -28,6 +28,7 @@ from engine.drafting.context import EngineContext
 from engine.drafting.heads import prepare_heads
 from engine.drafting.models import prepare_drafts, with_bundled_draft
 from engine.errors import UnsupportedModelError
+from engine.grammar.compiler import GrammarCompiler
 from engine.info import EngineInfo, QuantizationInfo
 from engine.machine import can_pack, free_bytes
 from engine.model.fusing import fuse
@@ -126,7 +127,10 @@ def build_engine_for(
             raise UnsupportedModelError(reason)
         logger.warning("%s; texts may part where two tokens nearly tie", reason)
     drafts.attach(runner, shapes, vocab_size, max_model_len)
-    limits = ModelLimits(vocab_size, max_model_len, eos)
+    constrain = (
+        None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos).constraint
+    )
+    limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     context = EngineContext(runner, config, vocab_size, drafts, heads, _encoder(tokenizer))
     drafters = build_drafters(config.drafters, context, find_plugins(config.drafter_plugins))
     core = _build_core(runner, config, limits, drafters)

@@ -7,7 +7,7 @@ decoding is gamma 0 on this path.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import torch
 
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
 from engine.events import StepResult, TokenEvent
+from engine.grammar.constraint import GrammarConstraint
 from engine.outputs import Part, hidden_rows, observe_rows, read_logprobs
 from engine.params import GenerationRequest
 from engine.sampling.state import RowGroup, SamplingState
@@ -48,11 +49,13 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model allows; ``max_model_len`` counts prompt and output tokens."""
+    """What the model allows; ``max_model_len`` counts prompt and output tokens. ``constrain`` makes
+    constraints of grammars, where there is a tokenizer."""
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    constrain: Callable[[str], GrammarConstraint] | None = None
 
 
 class EngineCore:
@@ -95,7 +98,11 @@ class EngineCore:
         """A request ready to submit; callable from any thread. Raises RequestError."""
         limits = self.limits
         sampling = SamplingState(
-            params, limits.eos_token_ids, limits.vocab_size, limits.max_model_len
+            params,
+            limits.eos_token_ids,
+            limits.vocab_size,
+            limits.max_model_len,
+            limits.constrain,
         )
         return Request(params, sampling, RequestStats(drafter=params.speculative.drafter))
 

@@ -29,7 +29,8 @@ DOOR = {"server/cli.py": {"client", "tools"}}
 WINGS: dict[str, dict[str, set[str]]] = {
     "engine": {
         "base": set(),
-        "sampling": {"base", "kernels"},
+        "grammar": {"base"},
+        "sampling": {"base", "kernels", "grammar"},
         "verification": {"base", "sampling"},
         "schedule": {"base", "sampling", "verification"},
         "kernels": {"base"},
@@ -37,10 +38,11 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "capture": {"base", "attention", "kernels"},
         "model": {"base", "attention", "kernels", "capture"},
         "drafting": {"base", "sampling", "attention", "model"},
-        "speculation": {"base", "schedule"},
+        "speculation": {"base", "grammar", "schedule"},
         "process": {"base", "top"},
         "top": {
             "base",
+            "grammar",
             "sampling",
             "verification",
             "schedule",

@@ -31,7 +31,7 @@ from drafters.base import (
 from drafters.model.block_contents import BlockContents, TextDigests
 from drafters.model.growth import DraftGrowth, is_first_child
 from drafters.model.protocol import Candidates, DraftModel, DraftRows
-from drafters.tree import EMPTY, ROOT, DraftTree, chain_length
+from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, chain_length
 
 _EMA = 0.1
 _STRENGTH = 8.0
@@ -93,7 +93,7 @@ class Calibration:
         """``path``: accepted rows, as in ``Observation``. Nodes whose parent was reached are labelled."""
         reached = {row - 1 for row in path}  # row 0 becomes ROOT
         for node, parent in enumerate(tree.parents):
-            if parent not in reached:
+            if parent not in reached or tree.features[node] == FORCED:
                 continue
             feature, accepted = tree.features[node], node in reached
             self._counts[feature] = _counted(self._counts.get(feature, (0.0, 0.0)), accepted)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import engine.sampling.processors
 from engine.errors import RequestError
+from engine.grammar.constraint import GrammarConstraint
 from engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,11 +48,13 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a processor may know of its request besides the parameters' values."""
+    """What a processor may know of its request besides the parameters' values. ``grammar``: of a
+    request whose output is constrained."""
 
     prompt_token_ids: Sequence[int]
     stop_token_ids: frozenset[int]
     vocab_size: int
+    grammar: GrammarConstraint | None = None
 
 
 class Stage(IntEnum):
@@ -61,7 +64,8 @@ class Stage(IntEnum):
     PENALTY = 1
     BIAS = 2
     FORBID = 3
-    TRUNCATE = 4
+    CONSTRAIN = 4
+    TRUNCATE = 5
 
 
 class LogitsProcessor:
@@ -69,6 +73,7 @@ class LogitsProcessor:
 
     stage: ClassVar[Stage]
     parameters: ClassVar[tuple[Parameter, ...]]
+    """Its fields; none where what it works with comes to ``of`` by other ways."""
 
     def __init__(self, facts: Facts, **values: Any) -> None:
         """``values``: of all ``parameters``, by name. Raises RequestError naming one that does not
@@ -116,6 +121,7 @@ class LogitsProcessor:
 
 
 _Class = TypeVar("_Class", bound=type[LogitsProcessor])
+_classes: dict[type[LogitsProcessor], None] = {}
 _owners: dict[str, type[LogitsProcessor]] = {}
 """By the parameter's name."""
 
@@ -126,6 +132,7 @@ def register(cls: _Class) -> _Class:
         owner = _owners.setdefault(parameter.name, cls)
         if owner is not cls:
             raise ValueError(f"{parameter.name} belongs to {owner.__name__}")
+    _classes[cls] = None
     return cls
 
 
@@ -135,7 +142,7 @@ def processors() -> tuple[type[LogitsProcessor], ...]:
     package = engine.sampling.processors
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         import_module(module.name)
-    return tuple(sorted({*_owners.values()}, key=lambda cls: (cls.stage, cls.__module__)))
+    return tuple(sorted(_classes, key=lambda cls: (cls.stage, cls.__module__)))
 
 
 def parameters() -> tuple[Parameter, ...]:

@@ -6,13 +6,15 @@ One :class:`SamplingState` lives as long as its request, preemption included. Ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from drafters.base import GREEDY, DraftSampling
 from drafters.tree import EMPTY, DraftTree
-from engine.params import GenerationRequest, VerificationName
+from engine.errors import RequestError
+from engine.grammar.constraint import GrammarConstraint
+from engine.params import GenerationRequest, SamplingParams, VerificationName
 from engine.sampling.noise import DRAFT_STREAM, gumbel_list, request_key, step_key
 from engine.sampling.processor import Facts, LogitsProcessor, Stage, check_token_ids, processors
 
@@ -23,7 +25,8 @@ class SamplingState:
     ``stop_token_ids`` are the tokens that end the request: its own and, unless it ignores them, the
     model's EOS tokens. ``max_num_tokens`` bounds prompt plus output. ``num_steps`` counts the steps
     that emitted something, the same whether or not the request was preempted between them.
-    Raises RequestError for token ids outside the vocabulary.
+    ``constrain`` makes constraints of grammars; ``grammar`` is the request's own, if it has one.
+    Raises RequestError for token ids outside the vocabulary, and for grammars that cannot be used.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class SamplingState:
         eos_token_ids: Iterable[int],
         vocab_size: int,
         max_model_len: int,
+        constrain: Callable[[str], GrammarConstraint] | None = None,
     ) -> None:
         params = request.sampling
         check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
@@ -49,7 +53,8 @@ class SamplingState:
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
 
-        facts = Facts(request.prompt_token_ids, self.stop_token_ids, vocab_size)
+        self.grammar = _constraint(params, constrain)
+        facts = Facts(request.prompt_token_ids, self.stop_token_ids, vocab_size, self.grammar)
         found = [cls.of(params, facts) for cls in processors()]
         self.processors = [each for each in found if each is not None]
 
@@ -61,6 +66,12 @@ class SamplingState:
     @property
     def is_greedy(self) -> bool:
         return self.params.temperature == 0
+
+    @property
+    def min_num_output_tokens(self) -> int:
+        """Below it, tokens that end the request do not. Where the grammar leaves nothing else, they
+        do."""
+        return 0 if self.grammar is not None else self.params.min_tokens
 
     def draft_sampling(self) -> DraftSampling:
         """What a drafter has to know in order to sample in the coming step.
@@ -101,6 +112,18 @@ class SamplingState:
         self.num_steps += bool(token_ids)
         for processor in self.processors:
             processor.append(token_ids)
+
+
+def _constraint(
+    params: SamplingParams, constrain: Callable[[str], GrammarConstraint] | None
+) -> GrammarConstraint | None:
+    if not params.grammar:
+        return None
+    if constrain is None:
+        raise RequestError("grammar", "this engine has no tokenizer, which grammars need")
+    if params.ignore_eos:
+        raise RequestError("ignore_eos", "ignore_eos: a text ends where its grammar ends")
+    return constrain(params.grammar)
 
 
 @dataclass(frozen=True, slots=True)

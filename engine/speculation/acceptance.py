@@ -13,7 +13,7 @@ from typing import Protocol
 
 from drafters.base import Observation
 from drafters.estimator import AcceptanceEstimator
-from drafters.tree import DraftTree, chain
+from drafters.tree import FORCED, DraftTree, chain
 from engine.params import VerificationName
 
 _MAX_RANK = 15
@@ -58,8 +58,8 @@ class SampledAcceptance:
 
     Siblings never rise in survival, so that what a policy grants is, under each parent, the first
     of those that were sampled. A chain may have ended early for what its last token is, so policies
-    see it as long as was asked for. Trees they see as they are: there the drafter has to draw a shape
-    that does not depend on its tokens (``DraftTree``).
+    see it as long as was asked for, after the tokens that a grammar forces at its begin. Trees they see
+    as they are: there the drafter has to draw a shape that does not depend on its tokens (``DraftTree``).
     """
 
     def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
@@ -70,7 +70,12 @@ class SampledAcceptance:
     def granted_from(self, proposal: DraftTree, num_nodes: int) -> DraftTree:
         if not proposal.token_ids or not proposal.is_chain():
             return proposal
-        return chain([0] * num_nodes)
+        features = [0] * num_nodes
+        for node, feature in enumerate(proposal.features[:num_nodes]):
+            if feature != FORCED:
+                break
+            features[node] = FORCED
+        return chain(features, features)
 
     def survivals(self, tree: DraftTree) -> list[float]:
         ranked = _ranked(tree)
@@ -125,8 +130,9 @@ def _ranked(tree: DraftTree) -> DraftTree:
     """The same nodes, each with its rank among its siblings for a feature."""
     num_siblings: dict[int, int] = {}
     ranks = []
-    for parent in tree.parents:
+    for node, parent in enumerate(tree.parents):
         rank = num_siblings.get(parent, 0)
         num_siblings[parent] = rank + 1
-        ranks.append(min(rank, _MAX_RANK))
+        is_forced = tree.features[node] == FORCED
+        ranks.append(FORCED if is_forced else min(rank, _MAX_RANK))
     return DraftTree(tree.token_ids, tree.parents, ranks)

@@ -26,9 +26,11 @@ from drafters.base import (
 )
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree, chain
+from engine.params import SpeculativeParams
 from engine.schedule.request import NOTHING, Draft, Request, ScheduledRequest, Wants
 from engine.schedule.scheduler import Plan
 from engine.speculation.acceptance import Acceptance, check_sampled, new_acceptance
+from engine.speculation.constrained import constrained, num_forced
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.controller import GammaController
 from engine.speculation.gamma.policy import DraftCandidate, Traffic
@@ -82,12 +84,14 @@ class _Drafting:
 
 @dataclass(slots=True)
 class _Turn:
-    """A request's turn to draft: how many nodes and how much depth make sense, and what is proposed."""
+    """A request's turn to draft: how many nodes and how much depth make sense, and what is proposed.
+    ``num_asked``: of these nodes, how many its drafter is asked for."""
 
     scheduled: ScheduledRequest
     drafting: _Drafting
     max_nodes: int
     depth: int
+    num_asked: int
     tree: DraftTree = EMPTY
 
     @property
@@ -231,8 +235,14 @@ class Speculation:
         depth = min(wanted.shape.depth, request.num_tokens_left - 1)
         num_nodes = self._gamma.num_to_propose(request.request_id, wanted)
         if depth <= 0:
-            return _Turn(scheduled, drafting, 0, 0)
-        return _Turn(scheduled, drafting, min(num_nodes, self.max_num_nodes), depth)
+            return _Turn(scheduled, drafting, 0, 0, 0)
+        num_asked = min(num_nodes, self.max_num_nodes)
+        if request.sampling.grammar is None:
+            return _Turn(scheduled, drafting, num_asked, depth, num_asked)
+        # What is forced is worth its rows whether or not the drafter rests.
+        num_free = min(len(request.sampling.grammar.forced()), _most_nodes(wanted))
+        max_nodes = min(max(num_asked, num_free), self.max_num_nodes)
+        return _Turn(scheduled, drafting, max_nodes, depth, num_asked)
 
     def _draft(self, turns: Sequence[_Turn], plan: Plan, round_: DraftRound) -> None:
         num_kv_tokens = sum(each.base for each in plan.scheduled)
@@ -240,6 +250,7 @@ class Speculation:
         num_sampling = sum(each.samples for each in plan.scheduled)
         plain_seconds = self._cost.step_seconds(plan.num_rows, num_kv_tokens, num_requests)
         self._propose(turns, round_, num_sampling / plain_seconds)
+        _constrain(turns)
         grants = self._gamma.grant(
             [self._candidate(turn) for turn in turns],
             num_base_rows=plan.num_rows,
@@ -288,10 +299,7 @@ class Speculation:
                 continue
             assert scheduled.outcome is not None
             drafting.acceptance.observe(scheduled.draft.proposal, observation)
-            # What was verified, which a shortage of blocks may have made less than the grant.
-            num_verified = len(observation.tree.token_ids)
-            num_accepted = scheduled.outcome.num_accepted
-            self._gamma.observe(observation.request_id, num_verified, num_accepted)
+            self._observe_gamma(observation, scheduled.outcome.num_accepted)
             if self._waits(drafting, scheduled, round_):
                 drafting.num_missed += len(observation.emitted_token_ids)
                 continue
@@ -305,6 +313,16 @@ class Speculation:
             round_.num_by_drafter[name] = len(group)
             num_asked = min(len(round_.asked.get(name, ())), len(group))
             self._cost.observe_draft(name, len(group), total, num_asked)
+
+    def _observe_gamma(self, seen: Observation, num_accepted: int) -> None:
+        """What was verified, which a shortage of blocks may have made less than the grant; without what
+        a grammar forced, which says nothing of the drafter."""
+        num_verified = len(seen.tree.token_ids)
+        forced = num_forced(seen.tree, range(num_verified))
+        if forced:
+            num_verified -= forced
+            num_accepted -= num_forced(seen.tree, [row - 1 for row in seen.path[1:]])
+        self._gamma.observe(seen.request_id, num_verified, num_accepted)
 
     def observe_hidden(self, rows: Sequence[HiddenRows], round_: DraftRound) -> None:
         """Hand newly committed rows' hidden states to the drafters that read them."""
@@ -327,13 +345,14 @@ class Speculation:
             drafting.acceptance.survivals(tree) if tree.token_ids else (),
             turn.max_nodes,
             all_or_nothing=drafting.info.needs.all_or_nothing,
+            is_asked=turn.num_asked > 0,
         )
 
     def _propose(self, turns: Sequence[_Turn], round_: DraftRound, plain_rate: float) -> None:
         """Put the trees that the drafters propose into the turns."""
         by_drafter: dict[str, list[_Turn]] = {}
         for turn in turns:
-            if turn.max_nodes > 0:
+            if turn.num_asked > 0:
                 by_drafter.setdefault(turn.drafting.info.name, []).append(turn)
         for name, group in by_drafter.items():
             for turn in group:
@@ -346,7 +365,7 @@ class Speculation:
             round_.seconds_by_drafter[name] = time.perf_counter() - start
 
     def _ask(self, turn: _Turn, plain_rate: float) -> DraftRequest:
-        request, num_nodes = turn.request, turn.max_nodes
+        request, num_nodes = turn.request, turn.num_asked
         wanted = request.params.speculative
         if turn.drafting.info.needs.draft_slots:
             num_nodes = self._lease(request, num_nodes)
@@ -433,6 +452,20 @@ class Speculation:
             drafting.num_failures += 1
             logger.exception("drafter %s failed", drafting.info.name)
             return None
+
+
+def _constrain(turns: Sequence[_Turn]) -> None:
+    """Make the proposals of requests with a grammar what it leaves of them."""
+    for turn in turns:
+        grammar = turn.request.sampling.grammar
+        if grammar is not None and turn.max_nodes > 0:
+            verification = turn.request.sampling.verification
+            turn.tree = constrained(turn.tree, grammar, turn.max_nodes, turn.depth, verification)
+
+
+def _most_nodes(wanted: SpeculativeParams) -> int:
+    """That a request's policy may ever grant."""
+    return max(wanted.num_draft_tokens, wanted.max_draft_tokens)
 
 
 def _traffic(request: Request) -> Traffic:

@@ -96,7 +96,7 @@ def _trim(
     for num_kept, token_id in enumerate(token_ids):
         if state.num_tokens + num_kept >= state.max_num_tokens:
             return num_kept, "length", None
-        may_stop = state.num_output_tokens + num_kept >= state.params.min_tokens
+        may_stop = state.num_output_tokens + num_kept >= state.min_num_output_tokens
         if may_stop and token_id in state.stop_token_ids:
             return num_kept, "stop", token_id
     if state.num_tokens + len(token_ids) >= state.max_num_tokens:

@@ -64,7 +64,7 @@ class GammaController:
         draft_seconds = 0.0
         for candidate in candidates:
             by_policy.setdefault(candidate.params.policy, []).append(candidate)
-            if candidate.max_nodes > 0:  # else nobody asked its drafter
+            if candidate.is_asked and candidate.max_nodes > 0:
                 draft_seconds += self._cost.draft_seconds(candidate.drafter)
         load = Load(
             num_base_rows,

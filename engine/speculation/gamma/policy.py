@@ -39,6 +39,7 @@ class DraftCandidate:
     ``survivals[i]``: estimated probability that node i and all its ancestors are accepted.
     ``max_nodes`` holds what tokens left, model length and KV allow, and ``cap_reason`` which of
     them it was. ``all_or_nothing``: the drafter's rows are of use only together (``DrafterNeeds``).
+    ``is_asked``: the drafter was; else there is no more in the tree than a grammar forces.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class DraftCandidate:
     max_nodes: int
     cap_reason: Reason = "client_cap"
     all_or_nothing: bool = False
+    is_asked: bool = True
 
 
 class Grant(NamedTuple):

@@ -1,0 +1,1 @@
+"""Constrained output: grammars, and what each request's grammar allows after any path."""

@@ -1,0 +1,79 @@
+"""From the text of a grammar to constraints of requests, by llguidance.
+
+Chosen over xgrammar by measurement on trees (docs/structured_output.md): at a vocabulary of 128,000 it
+masks a tree in half the time and needs 5 ms for a new schema where xgrammar takes 140, and its masks
+leave the one canonical token where the grammar forces bytes, which is what drafts of forced tokens
+live on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from engine.errors import RequestError
+from engine.grammar.constraint import GrammarConstraint
+
+_MAX_CACHED = 64
+"""Compiled grammars: clients send the same few over and over."""
+
+
+class GrammarCompiler:
+    """For one tokenizer. Callable from any thread.
+
+    ``vocab_size``: of the model's logits, never less than the tokenizer's; what the tokenizer does not
+    know is never allowed. ``eos_token_ids`` end a text that may end.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    def constraint(self, grammar: str) -> GrammarConstraint:
+        """A constraint at the start of a text. ``grammar``: as llguidance's ``grammar_from_*`` give it.
+
+        Raises RequestError where it cannot be compiled, or the tokenizer does not fit.
+        """
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                matcher = self._compiled[grammar] = self._compile(grammar)
+                if len(self._compiled) > _MAX_CACHED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return GrammarConstraint(matcher.deep_copy(), self._vocab_size)
+
+    def _compile(self, grammar: str) -> Any:
+        from llguidance import LLMatcher  # loaded with the first grammar
+
+        if self._vocabulary is None:
+            self._vocabulary = self._read_vocabulary()
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise RequestError("grammar", f"the grammar cannot be used: {_first_line(matcher)}")
+        # The lexer's tables are built by the first mask, once for all copies.
+        matcher.compute_bitmask()
+        return matcher
+
+    def _read_vocabulary(self) -> Any:
+        from llguidance import LLTokenizer
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise RequestError(
+                "grammar", "this model's tokenizer is not a fast one; grammars need one"
+            )
+        if not self._eos_token_ids:
+            raise RequestError("grammar", "this model has no end-of-sequence token")
+        size = max(self._vocab_size, len(self._tokenizer))
+        return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._eos_token_ids)
+
+
+def _first_line(matcher: Any) -> str:
+    return str(matcher.get_error()).strip().split("\n", 1)[0][:300]
