@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema
 
 from engine.sampling.processor import parameters
 from server.request.body import MAX_SEED, Body, PromptField, StopField, with_fields
+from server.request.grammars import ResponseFormat, StructuredOutputs
 from server.request.speculative import SpeculativeField
 
 MAX_LOGPROBS = 20
@@ -26,11 +27,10 @@ _UNSUPPORTED = {
     "service_tier": "use 'priority'",
     "stream_interval": "a chunk is sent for each step",
     "prompt_logprobs": "use 'echo' with 'logprobs' on /v1/completions",
-    "structured_outputs": "constrained output is not available",
-    "guided_json": "constrained output is not available",
-    "guided_regex": "constrained output is not available",
-    "guided_choice": "constrained output is not available",
-    "guided_grammar": "constrained output is not available",
+    "guided_json": "use 'structured_outputs'",
+    "guided_regex": "use 'structured_outputs'",
+    "guided_choice": "use 'structured_outputs'",
+    "guided_grammar": "use 'structured_outputs'",
     "use_beam_search": "tokens are sampled",
     "length_penalty": "it belongs to beam search",
     "truncate_prompt_tokens": "shorten the prompt before sending it",
@@ -38,7 +38,6 @@ _UNSUPPORTED = {
 }
 _FIXED: dict[str, tuple[Any, ...]] = {
     "store": (False,),
-    "response_format": ({"type": "text"},),
 }
 
 
@@ -131,6 +130,12 @@ class SamplingFields(Body):
     )
     stream: bool = False
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = Field(
+        default=None, description="Text, any JSON object, or JSON that matches a schema."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="What the output has to match."
+    )
     speculative: SpeculativeField | None = None
     prediction: Prediction | None = Field(
         default=None,

@@ -23,6 +23,7 @@ from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import bad_request, unknown_model
 from server.plan import ChoicePlan, Prompt, RequestPlan, TextOptions
 from server.request.body import MAX_SEED
+from server.request.grammars import grammar_of
 from server.request.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
@@ -31,6 +32,7 @@ from server.request.protocol import (
 )
 from server.request.speculative import SpeculativeResolver
 
+GRAMMAR_DRAFTER = "grammar"
 _TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -280,4 +282,16 @@ class Translator:
             "ignore_eos": body.ignore_eos,
             "logprobs": num_logprobs,
             "prompt_logprobs": num_logprobs if echo else None,
+            "grammar": _grammar(body),
         }
+
+
+def _grammar(body: SamplingFields) -> str:
+    grammar = grammar_of(body.response_format, body.structured_outputs)
+    if grammar and body.ignore_eos:
+        raise bad_request("ignore_eos", "ignore_eos: a text ends where its grammar ends")
+    asked = None if body.speculative is None else body.speculative.given().get("draft_strategy")
+    if asked == GRAMMAR_DRAFTER and not grammar:
+        field = "speculative.draft_strategy"
+        raise bad_request(field, f"{field} {asked!r} needs a constrained output")
+    return grammar
