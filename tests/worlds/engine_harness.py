@@ -7,7 +7,7 @@ steps the core by hand and checks at every step what has to hold at every step.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +18,7 @@ from drafters.registry import build_drafters
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.core import EngineCore, ModelLimits, Runner
 from engine.events import ErrorEvent, FinishInfo, TokenEvent, TokenLogprobs
+from engine.grammar.constraint import GrammarConstraint
 from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
 from engine.params import GammaPolicyName, GenerationRequest, SamplingParams, SpeculativeParams
@@ -83,6 +84,7 @@ class Setup:
     cost: CostModel = field(default_factory=DictatedCost)
     drafters: Mapping[str, Drafter] | None = None
     check_integrity: bool = False
+    constrain: Callable[[str], GrammarConstraint] | None = None
 
     def but(self, **changes: object) -> Setup:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -100,7 +102,7 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
     drafters = build_drafters() if setup.drafters is None else setup.drafters
     speculation = Speculation(drafters, setup.cost, vocab_size, setup.max_num_nodes, pool)
     longest = min(setup.max_model_len, setup.num_blocks * setup.block_size)
-    limits = ModelLimits(vocab_size, longest, setup.eos_token_ids)
+    limits = ModelLimits(vocab_size, longest, setup.eos_token_ids, setup.constrain)
     return EngineCore(
         runner, pool, scheduler, speculation, setup.cost, limits, setup.check_integrity
     )

@@ -1,0 +1,104 @@
+"""Promise 1 under grammars: a thousand random JSON schemas, every drafter, chains and trees, greedy and
+sampled. The text is what gamma 0 writes under the same grammar, and it is valid.
+
+Under rejection and block verification a draft changes which of the equally likely texts is written, so
+there a text can only be valid; ``tests/engine/speculation/test_constrained.py`` has its distribution.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jsonschema
+import pytest
+import torch
+
+from drafters.registry import drafter_names
+from engine.params import GenerationRequest, SamplingParams, VerificationName
+from worlds.engine_harness import Driver, Setup, circle_prompt, drafting, request
+from worlds.equality import partly_right
+from worlds.every_drafter import EveryDrafterTarget
+from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_compiler, tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+
+NUM_SCHEMAS = 1000
+NUM_AT_ONCE = 50
+SETUP = Setup(
+    num_blocks=4096,
+    max_num_seqs=NUM_AT_ONCE,
+    max_num_batched_tokens=2048,
+    eos_token_ids=(EOS,),
+    constrain=tiny_compiler().constraint,
+)
+
+
+class Way(NamedTuple):
+    """How a text is drafted."""
+
+    drafter: str
+    width: int
+    temperature: float
+    verification: VerificationName = "match"
+
+
+SAMPLING = ("small_model", "stand", "medusa")
+WAYS = [
+    Way(name, width, temperature)
+    for name in drafter_names()
+    for width in (1, 3)
+    for temperature in (0.0, 0.7)
+] + [
+    Way(name, width, 0.7, verification)
+    for name in SAMPLING
+    for width, verification in ((1, "block"), (1, "rejection"), (3, "rejection"))
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
+    torch.set_num_threads(1)
+    return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
+
+
+def subject(index: int, way: Way, plain: Sequence[int] | None = None) -> GenerationRequest:
+    """Schema number ``index``, written this way; ``plain``: without drafts."""
+    sampling = SamplingParams(
+        max_tokens=200,
+        temperature=way.temperature,
+        seed=index,
+        grammar=json_grammar(random_schema(index)),
+    )
+    if plain is None:
+        return request(str(index), circle_prompt(index), sampling)
+    policy = ("goodput", "fixed", "target_rate")[index % 3]
+    wanted = replace(
+        drafting(way.drafter, policy, 8, way.width),
+        verification=way.verification,
+        reference_token_ids=partly_right(plain) if way.drafter == "prediction" else (),
+    )
+    return request(str(index), circle_prompt(index), sampling, wanted)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SCHEMAS, NUM_AT_ONCE))
+def test_drafts_change_no_text_that_a_grammar_constrains(
+    target: EveryDrafterTarget, first: int
+) -> None:
+    ways = {index: WAYS[index % len(WAYS)] for index in range(first, first + NUM_AT_ONCE)}
+    plain = Driver(target.core(SETUP))
+    plain.run(*(subject(index, way) for index, way in ways.items()))
+    drafted = Driver(target.core(SETUP))
+    drafted.run(*(subject(index, way, plain.token_ids[str(index)]) for index, way in ways.items()))
+    for index, way in ways.items():
+        name = str(index)
+        assert drafted.finishes[name].reason == plain.finishes[name].reason == "stop", way
+        if way.verification == "match":
+            assert drafted.token_ids[name] == plain.token_ids[name], (index, way)
+        for each in (plain, drafted):
+            text = tiny_tokenizer().decode(each.token_ids[name])
+            jsonschema.validate(json.loads(text), random_schema(index))
+    if first == 0:
+        assert 0 < drafted.num_steps < plain.num_steps
