@@ -69,10 +69,13 @@ class GrammarCompiler:
             raise RequestError(
                 "grammar", "this model's tokenizer is not a fast one; grammars need one"
             )
-        if not self._eos_token_ids:
-            raise RequestError("grammar", "this model has no end-of-sequence token")
-        size = max(self._vocab_size, len(self._tokenizer))
-        return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._eos_token_ids)
+        size = len(self._tokenizer)
+        # A model's configuration may name some that its tokenizer does not have.
+        ends = [token_id for token_id in self._eos_token_ids if token_id < size]
+        if not ends:
+            raise RequestError("grammar", "this model's tokenizer has no end-of-sequence token")
+        wide = max(self._vocab_size, size)
+        return LLTokenizer(backend.to_str(), n_vocab=wide, eos_token=ends)
 
 
 def _first_line(matcher: Any) -> str:

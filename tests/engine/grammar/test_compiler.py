@@ -1,0 +1,66 @@
+"""From the text of a grammar to constraints."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from llguidance import LLMatcher
+
+from engine.errors import RequestError
+from engine.grammar.compiler import GrammarCompiler
+from worlds.engine_harness import TINY_VOCAB
+from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_tokenizer
+
+
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(tiny_tokenizer(), TINY_VOCAB, (EOS,))
+
+
+def test_a_grammar_that_cannot_be_used_is_refused_with_the_reason() -> None:
+    grammar = LLMatcher.grammar_from_regex("a(b")
+    with pytest.raises(RequestError, match="regex") as caught:
+        compiler().constraint(grammar)
+    assert caught.value.param == "grammar"
+
+
+def test_without_a_fast_tokenizer_there_are_no_grammars() -> None:
+    with pytest.raises(RequestError, match="tokenizer is not a fast one"):
+        GrammarCompiler(object(), TINY_VOCAB, (EOS,)).constraint('start: "a"')
+
+
+def test_without_a_token_that_ends_a_text_there_are_no_grammars() -> None:
+    with pytest.raises(RequestError, match="end-of-sequence"):
+        GrammarCompiler(tiny_tokenizer(), TINY_VOCAB, ()).constraint('start: "a"')
+
+
+def test_any_token_that_ends_a_text_may_end_it() -> None:
+    """Of those that the tokenizer has: it has 59."""
+    made = GrammarCompiler(tiny_tokenizer(), TINY_VOCAB, (EOS, 7, 63)).constraint('start: "a"')
+    made.append(tiny_tokenizer().encode("a"))
+    mask = made.allowed(())
+    assert mask is not None
+    assert mask.nonzero()[0].tolist() == [EOS, 7]
+
+
+def test_more_grammars_than_are_kept_compile_anew() -> None:
+    made = compiler()
+    for seed in range(70):
+        made.constraint(json_grammar(random_schema(seed)))
+    again = made.constraint(json_grammar(random_schema(0)))
+    assert again.forced() == compiler().constraint(json_grammar(random_schema(0))).forced()
+
+
+def test_threads_may_ask_at_once() -> None:
+    made, found = compiler(), []
+
+    def ask(seed: int) -> None:
+        found.append((seed % 3, made.constraint(json_grammar(random_schema(seed % 3))).forced()))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12
+    assert len(dict(found)) == len(set(found)) == 3

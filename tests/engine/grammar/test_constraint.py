@@ -1,0 +1,127 @@
+"""One request's walk through its grammar, from path to path."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.grammar.constraint import GrammarConstraint
+from worlds.engine_harness import TINY_VOCAB
+from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_compiler, tiny_tokenizer
+
+PAIR = {
+    "type": "object",
+    "properties": {"id": {"enum": [1, 2]}, "name": {"type": "string", "maxLength": 3}},
+    "required": ["id", "name"],
+    "additionalProperties": False,
+}
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(tiny_tokenizer().encode(text))
+
+
+def constraint(schema: object = PAIR) -> GrammarConstraint:
+    return tiny_compiler().constraint(json_grammar(schema))  # type: ignore[arg-type]
+
+
+def allowed(made: GrammarConstraint, path: tuple[int, ...] = ()) -> list[int] | None:
+    mask = made.allowed(path)
+    return None if mask is None else mask.nonzero()[0].tolist()
+
+
+def test_what_is_forced_is_all_that_is_allowed() -> None:
+    made = constraint()
+    forced = ids('{"id": ')
+    assert made.forced() == forced
+    for at in range(len(forced)):
+        assert allowed(made, forced[:at]) == [forced[at]]
+    assert made.forced(forced) == ()
+    assert allowed(made, forced) == sorted(ids("12"))
+
+
+def test_a_path_is_judged_as_if_it_were_text() -> None:
+    made = constraint()
+    path = ids('{"id": 2, "name": "')
+    assert made.accepts(path)
+    before = allowed(made, path)
+    made.append(path)
+    assert allowed(made) == before
+    assert not made.accepts(ids("nnnn"))
+    assert allowed(made, ids("nnnn")) is None
+    assert made.accepts(ids("ab"))
+
+
+def test_only_the_end_is_allowed_after_the_end() -> None:
+    made = constraint({"enum": [True]})
+    made.append(ids("true"))
+    assert allowed(made) == [EOS]
+    assert made.forced() == ()
+    assert not made.accepts((EOS,))
+
+
+def test_tokens_that_the_grammar_forbids_cannot_be_taken_in() -> None:
+    made = constraint()
+    with pytest.raises(ValueError, match="does not allow token"):
+        made.append(ids("{ab"))
+
+
+def test_copies_of_a_compiled_grammar_do_not_know_each_other() -> None:
+    first, second = constraint(), constraint()
+    first.append(ids('{"id": 1'))
+    assert second.forced() == ids('{"id": ')
+
+
+def test_tokens_beyond_the_tokenizers_are_never_allowed() -> None:
+    made = constraint({"type": "string"})
+    made.append(ids('"'))
+    mask = made.allowed(())
+    assert mask is not None
+    assert mask.shape == (TINY_VOCAB,)
+    assert not mask[len(tiny_tokenizer()) :].any()
+
+
+@pytest.mark.hypothesis
+@given(st.integers(0, 10_000), st.data())
+def test_a_mask_is_the_same_by_whatever_way_one_comes(seed: int, data: st.DataObject) -> None:
+    """Paths visited in any order, some of them forbidden, against a walk of nothing but the path."""
+    schema = random_schema(seed)
+    walked = constraint(schema)
+    text: list[int] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        wild = data.draw(
+            st.lists(st.lists(st.integers(0, TINY_VOCAB - 1), max_size=3).map(tuple), max_size=3)
+        )
+        forced = walked.forced()
+        paths = [*wild, *(forced[:at] for at in range(len(forced) + 1)), ()]
+        for path in data.draw(st.permutations(paths)):
+            fresh = constraint(schema)
+            fresh.append(text)
+            assert allowed(walked, path) == allowed(fresh, path)
+            assert walked.accepts(path) == (allowed(fresh, path) is not None)
+        possible = [each for each in allowed(walked) or [] if each != EOS]
+        if not possible:
+            return
+        chosen = data.draw(st.sampled_from(possible))
+        text.append(chosen)
+        walked.append([chosen])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_allowed_can_be_taken_in(seed: int) -> None:
+    made = constraint(random_schema(seed))
+    for first, second in product(allowed(made) or [], repeat=2):
+        if EOS not in (first, second):
+            assert made.accepts((first,))
+            assert made.accepts((first, second)) == (second in (allowed(made, (first,)) or []))
+
+
+def test_texts_of_the_schema_are_accepted() -> None:
+    made = constraint()
+    path = ids(json.dumps({"id": 1, "name": "abc"}))
+    assert all(made.accepts(path[:at]) for at in range(1, len(path) + 1))
+    assert allowed(made, path) == [EOS]
