@@ -90,7 +90,7 @@ class EngineHost:
     def _submit(self, client: _Client, request: GenerationRequest) -> None:
         try:
             prepared = self._runtime.admit(request)
-        except Exception as error:
+        except BaseException as error:  # whatever it is, the thread has other requests to read
             if not isinstance(error, EngineError):
                 logger.exception("a request could not be prepared")
                 error = RequestFailedError(f"{type(error).__name__}: {error}")
