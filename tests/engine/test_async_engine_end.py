@@ -24,6 +24,25 @@ from worlds.gated_engine import (
     until,
 )
 
+# --- steps that take long ---
+
+
+def test_how_long_a_step_takes_is_seen_while_it_does() -> None:
+    async def test() -> None:
+        engine = Engine(gated=True)
+        async with running(engine):
+            assert engine.step_seconds == 0
+            reading = asyncio.create_task(collect(engine.generate(asking("r"))))
+            await until(lambda: engine.runner.num_entered == 1)
+            first = engine.step_seconds
+            await until(lambda: engine.step_seconds > first > 0)
+            engine.runner.open_gate()
+            assert tokens_of(await reading) == text_of(asking("r"))
+            await until(lambda: engine.step_seconds == 0)
+
+    run(test)
+
+
 # --- aborts ---
 
 
