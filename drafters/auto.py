@@ -41,6 +41,7 @@ from drafters.base import (
     Registered,
     drafter,
 )
+from drafters.checks import count_of, is_interrupt
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
 from drafters.last_top import LastTopDrafter
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
@@ -177,14 +178,17 @@ class AutoDrafter(Drafter):
         """Raises KeyError for a request that is not open."""
         for member in self._states[request_id].members:
             if member.drafter.info.takes_prediction:
-                member.drafter.predict(request_id, prediction_token_ids)
+                self._tried(member, member.drafter.predict, request_id, prediction_token_ids)
 
     def read_prompt(self, request_id: str, num_tokens: int) -> int:
         """One member after the other; those that have read all are asked already."""
         num_read = 0
         for member in self._states[request_id].members:
             if member.is_asked and (num_read < num_tokens or not num_tokens):
-                num_read += member.drafter.read_prompt(request_id, num_tokens - num_read)
+                left = num_tokens - num_read
+                num_read += self._counted(
+                    member, left, member.drafter.read_prompt, request_id, left
+                )
         return num_read
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -243,7 +247,10 @@ class AutoDrafter(Drafter):
     def num_top_tokens(self, request_id: str) -> int:
         """As many as the member that wants most. Raises KeyError for a request that is not open."""
         asked = [each for each in self._states[request_id].members if each.is_asked]
-        return max((each.drafter.num_top_tokens(request_id) for each in asked), default=0)
+        wanted = (
+            self._counted(each, None, each.drafter.num_top_tokens, request_id) for each in asked
+        )
+        return max(wanted, default=0)
 
     def finish(self, request_id: str, state: _State) -> None:
         for member in state.members:
@@ -252,11 +259,21 @@ class AutoDrafter(Drafter):
     def _tried(self, member: _Member, call: Callable[..., None], *args: object) -> bool:
         try:
             call(*args)
-        except Exception:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             member.num_failures += 1
             logger.exception("auto: drafter %s failed", member.drafter.info.name)
             return False
         return True
+
+    def _counted(
+        self, member: _Member, most: int | None, call: Callable[..., object], *args: object
+    ) -> int:
+        """What ``call`` gives back, where that is a number up to ``most``; else it has failed, for 0."""
+        found = [0]
+        self._tried(member, lambda: found.append(count_of(call(*args), most)))
+        return found[-1]
 
 
 _charge = attrgetter("charge")

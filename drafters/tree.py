@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain as joined
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -111,7 +112,16 @@ class DraftTree:
         )
 
     def validate(self) -> None:
-        """Raises ValueError where the shape breaks the class's contract."""
+        """Raises ValueError where shape or types break the class's contract: lists, tuples or ranges of
+        Python's own integers (numpy's would come out as other types elsewhere), and a mapping."""
+        sequences = (self.token_ids, self.parents, self.features)
+        if not all(isinstance(each, list | tuple | range) for each in sequences):
+            raise ValueError("token_ids, parents and features are not lists, tuples or ranges")
+        given = joined.from_iterable(each for each in sequences if type(each) is not range)
+        if not {int}.issuperset(map(type, given)):
+            raise ValueError("the tree holds something else than integers")
+        if not isinstance(self.draft_probs, Mapping):
+            raise ValueError("draft_probs is no mapping")
         if not len(self.token_ids) == len(self.parents) == len(self.features):
             raise ValueError("token_ids, parents and features differ in length")
         if self.is_chain():

@@ -28,6 +28,7 @@ class AsyncEngine(EventStreams):
         super().__init__(info)
         self.core = core
         self.runtime = EngineRuntime(core, info, max_num_open)
+        self.pulse = self.runtime.pulse
         self._thread: threading.Thread | None = None
 
     async def start(self) -> None:

@@ -6,6 +6,7 @@ decoding is gamma 0 on this path.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
+from drafters.checks import is_interrupt
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
-from engine.events import StepResult, TokenEvent
+from engine.errors import RequestFailedError
+from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.grammar.constraint import GrammarConstraint
 from engine.outputs import Part, hidden_rows, observe_rows, read_logprobs
 from engine.params import GenerationRequest
@@ -32,9 +35,17 @@ from engine.stats import (
     StepStats,
     estimate_baseline,
 )
-from engine.verification.match import Outcome
 from engine.verification.verify import verify_step
 from kvpool.block_pool import BlockPool
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 5
+"""So many in a row that broke for nobody in particular, and the engine gives up."""
+_FATAL = (MemoryError, torch.AcceleratorError)
+"""The process's memory or the device's state is gone: every later step would break as well. A device or
+an allocator that has no room for one step's tensors (``OutOfMemoryError``, ``RuntimeError``) is not among
+them."""
 
 
 class Runner(Protocol):
@@ -83,6 +94,7 @@ class EngineCore:
         self._result = StepResult()
         self._prefix_counts = (0, 0)
         self._early = EarlyFinishers()
+        self._num_failed_steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -130,37 +142,96 @@ class EngineCore:
         return result
 
     def _remove(self, request: Request) -> None:
+        del self._requests[request.request_id]
         self.scheduler.remove(request)
         request.stats.num_failed_drafts = self.speculation.close(request)
-        del self._requests[request.request_id]
+
+    # --- faults ---
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        """End a request for which something broke; its blocks are free at once, and the others go on.
+        Raises what ends the engine."""
+        if is_interrupt(error) or isinstance(error, _FATAL):
+            raise error
+        logger.error("request %s failed", request.request_id, exc_info=error)
+        if request.request_id in self._requests:
+            self._remove(request)
+        failure = RequestFailedError(f"{type(error).__name__}: {error}")
+        self._result.events.append(ErrorEvent(request.request_id, failure))
+
+    def _each(self, parts: Sequence[Part], work: Callable[[Part], None]) -> list[Part]:
+        """Do a piece of the step request by request; those for which it raises fail. Returns the rest."""
+        left: list[Part] = []
+        for part in parts:
+            try:
+                work(part)
+            except BaseException as error:
+                self._fail(part.scheduled.request, error)
+            else:
+                left.append(part)
+        return left
+
+    def _together(
+        self, parts: Sequence[Part], work: Callable[[Sequence[Part]], None]
+    ) -> list[Part]:
+        """Do a piece of the step, which may be repeated, for all requests at once; one by one if that
+        goes wrong. Returns those for which it was done."""
+        try:
+            work(parts)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            return self._each(parts, lambda part: work([part]))
+        return [*parts]
+
+    def _fail_step(self, plan: Plan, error: BaseException) -> None:
+        """A step broke for nobody in particular, its forward, say: all requests in it fail, and the
+        engine goes on with those that wait. Raises ``error`` where that is of no use."""
+        self._num_failed_steps += 1
+        if self._num_failed_steps >= MAX_FAILED_STEPS or not isinstance(error, Exception):
+            raise error
+        for each in plan.scheduled:
+            if each.request.request_id in self._requests:
+                self._fail(each.request, error)
+        # Published blocks may lack what the step did not come to move; nobody else holds any.
+        self.pool.reset_prefix_cache()
+        self.pool.check_integrity()
 
     # --- one step ---
 
     def step(self) -> StepResult:
-        """Run one step. The result also holds the events of commands since the last."""
+        """Run one step. The result also holds the events of commands since the last. Raises what the
+        engine cannot survive; what breaks for one request ends that request."""
         clock = StepClock()
         plan = self.scheduler.plan()
         for _ in plan.admitted:
             self._early.start()
         if plan.scheduled:
-            with clock.measure("draft"):
-                round_ = self.speculation.draft(plan)
-            batch = self._build_batch(plan)
-            parts = [Part(*pair) for pair in zip(plan.scheduled, batch.requests, strict=True)]
-            with clock.measure("forward"):
-                output = self.runner.forward(batch)
-            with clock.measure("verify"):
-                _verify(parts, output.logits)
-            self._commit(plan)
-            with clock.measure("draft"):
-                self.speculation.observe_hidden(hidden_rows(parts, output.hidden), round_)
-                self.speculation.observe(observe_rows(parts, output.logits), round_)
-            read_logprobs(parts, output.logits)
-            clock.stop()
-            self._report(plan, batch, round_, clock)
+            try:
+                self._run(plan, clock)
+                self._num_failed_steps = 0
+            except BaseException as error:
+                self._fail_step(plan, error)
         if self._check_integrity:
             self.pool.check_integrity()
         return self.take_result()
+
+    def _run(self, plan: Plan, clock: StepClock) -> None:
+        with clock.measure("draft"):
+            round_ = self.speculation.draft(plan)
+        batch = self._build_batch(plan)
+        parts = [Part(*pair) for pair in zip(plan.scheduled, batch.requests, strict=True)]
+        with clock.measure("forward"):
+            output = self.runner.forward(batch)
+        with clock.measure("verify"):
+            parts = self._together(parts, lambda some: _verify(some, output.logits))
+        parts = self._commit(parts)
+        with clock.measure("draft"):
+            self.speculation.observe_hidden(hidden_rows(parts, output.hidden), round_)
+            self.speculation.observe(observe_rows(parts, output.logits), round_)
+        parts = self._together(parts, lambda some: read_logprobs(some, output.logits))
+        clock.stop()
+        self._report(plan, parts, batch, round_, clock)
 
     def _build_batch(self, plan: Plan) -> InputBatch:
         """All rows flat, in the order of the plan."""
@@ -184,27 +255,41 @@ class EngineCore:
             num_logits=num_logits,
         )
 
-    def _commit(self, plan: Plan) -> None:
-        """Accepted rows become committed keys and values; the rest of the leases go back."""
-        sources: list[int] = []
-        targets: list[int] = []
-        for each in plan.scheduled:
-            request, accepted = each.request, each.accepted_rows
-            table = self.pool.block_table(request.request_id)
-            anchor = each.base + each.num_known - 1
-            for depth, row in enumerate(accepted, start=1):
-                if row != depth:
-                    sources.append(slot_of(table, anchor + row, self.pool.block_size))
-                    targets.append(slot_of(table, anchor + depth, self.pool.block_size))
-            emitted = each.outcome.emitted_token_ids if each.outcome else ()
-            request.commit(each.num_known + len(accepted), emitted)
-            self.pool.promote(request.request_id, request.token_ids, request.num_computed_tokens)
-            self.pool.free_draft(request.request_id)
-        self.runner.move(sources, targets)
+    def _commit(self, parts: Sequence[Part]) -> list[Part]:
+        """Accepted rows become committed keys and values; the rest of the leases go back. Returns the
+        parts for which that was done."""
+        moves: list[tuple[int, int]] = []
+        left = self._each(parts, lambda part: moves.extend(self._commit_one(part.scheduled)))
+        self.runner.move([source for source, _ in moves], [target for _, target in moves])
+        return left
+
+    def _commit_one(self, each: ScheduledRequest) -> list[tuple[int, int]]:
+        """Returns from which slots to which rows have to move."""
+        request, accepted = each.request, each.accepted_rows
+        table = self.pool.block_table(request.request_id)
+        anchor = each.base + each.num_known - 1
+        size = self.pool.block_size
+        moves = [
+            (slot_of(table, anchor + row, size), slot_of(table, anchor + depth, size))
+            for depth, row in enumerate(accepted, start=1)
+            if row != depth
+        ]
+        emitted = each.outcome.emitted_token_ids if each.outcome else ()
+        request.commit(each.num_known + len(accepted), emitted)
+        self.pool.promote(request.request_id, request.token_ids, request.num_computed_tokens)
+        self.pool.free_draft(request.request_id)
+        return moves
 
     # --- what comes out ---
 
-    def _report(self, plan: Plan, batch: InputBatch, round_: DraftRound, clock: StepClock) -> None:
+    def _report(
+        self,
+        plan: Plan,
+        parts: Sequence[Part],
+        batch: InputBatch,
+        round_: DraftRound,
+        clock: StepClock,
+    ) -> None:
         """Teach the cost model, account for every request, and let the finished ones go."""
         shape = StepShape(
             num_rows=batch.num_rows,
@@ -225,10 +310,11 @@ class EngineCore:
         self.cost.observe_overhead(clock.other)
         baseline = estimate_baseline(self.cost, shape, clock.step, clock.draft)
         by_drafter: dict[str, SpeculativeStats] = defaultdict(SpeculativeStats)
-        for each in plan.scheduled:
+        sampling = [part for part in parts if part.scheduled.outcome is not None]
+        for part in sampling:
+            each = part.scheduled
             request, draft, outcome = each.request, each.draft, each.outcome
-            if outcome is None:
-                continue
+            assert outcome is not None
             gamma, num_emitted = len(draft.tree.token_ids), len(outcome.emitted_token_ids)
             draft_seconds = round_.share(request)
             verify_seconds = (1 + gamma) / shape.num_rows * target_seconds
@@ -245,7 +331,7 @@ class EngineCore:
                     step_seconds=clock.step,
                     baseline_seconds=baseline_seconds,
                 )
-            self._emit(each, outcome)
+        self._each(sampling, lambda part: self._emit(part.scheduled))
         num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
         self._early.step(clock.step, len(self.scheduler.running))
         self._result.stats = self.gauges(
@@ -262,8 +348,9 @@ class EngineCore:
             num_draft_failures=round_.num_failures,
         )
 
-    def _emit(self, scheduled: ScheduledRequest, outcome: Outcome) -> None:
-        request, finish = scheduled.request, None
+    def _emit(self, scheduled: ScheduledRequest) -> None:
+        request, outcome, finish = scheduled.request, scheduled.outcome, None
+        assert outcome is not None
         if outcome.finish_reason is not None:
             self._remove(request)
             self._early.finish(request.stats)

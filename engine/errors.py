@@ -1,7 +1,7 @@
 """The engine's errors.
 
 EngineError
-├── UnsupportedModelError   refused at start: the model cannot be served, and why
+├── UnsupportedModelError   refused at start: the model cannot be served, and why, in one line
 ├── RequestError            this request cannot be run; ``param`` names the field
 ├── QueueFullError          too many waiting; come back after ``retry_after_seconds``
 ├── RequestFailedError      an admitted request broke; others go on

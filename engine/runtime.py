@@ -19,6 +19,7 @@ from engine.events import StepResult
 from engine.info import EngineInfo
 from engine.machine import device_memory
 from engine.params import GenerationRequest
+from engine.pulse import Pulse
 from engine.schedule.request import Request
 from engine.speculation.gamma import gamma_policy_names
 
@@ -29,7 +30,8 @@ _MEMORY_SECONDS = 1.0
 
 
 class EngineRuntime:
-    """``core`` belongs to the thread that calls ``run``; everything else may be called from any."""
+    """``core`` belongs to the thread that calls ``run``; everything else may be called from any.
+    ``pulse`` shows how long a step has been under way."""
 
     def __init__(self, core: EngineCore, info: EngineInfo, max_num_open: int) -> None:
         self.core = core
@@ -39,6 +41,7 @@ class EngineRuntime:
         self._lock = threading.Lock()
         self._started: dict[str, float] = {}
         self._seconds_per_request = 0.0
+        self.pulse = Pulse()
 
     # --- requests ---
 
@@ -111,6 +114,7 @@ class EngineRuntime:
         """Step until ``stop``, and ``post`` what comes out. Raises what broke the core."""
         due = 0.0
         while self._obey(post):
+            self.pulse.beat()
             result = self.core.step()
             if result.stats is None and result.events:
                 # Aborts left nothing to run: no step follows that would tell the gauges.
@@ -131,11 +135,15 @@ class EngineRuntime:
         """Run the commands that have come in, waiting for one if there is nothing else to do.
         False: stop."""
         block = not self.core.has_work
+        if block:
+            self.pulse.rest()
         while True:
             try:
                 command = self._inbox.get(block=block)
             except queue.Empty:
                 return True
+            if block:
+                self.pulse.beat()
             if command is None:
                 post(self.core.take_result())
                 return False

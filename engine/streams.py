@@ -15,6 +15,7 @@ from engine.errors import EngineDeadError, EngineError, RequestError, RequestFai
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.info import EngineInfo
 from engine.params import GenerationRequest
+from engine.pulse import Pulse
 from engine.stats import StepStats
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class EventStreams(ABC):
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
+        self.pulse = Pulse()
         self._streams: dict[str, _Stream] = {}
         self._listeners: list[StepListener] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -39,6 +41,11 @@ class EventStreams(ABC):
     def is_alive(self) -> bool:
         """False before the start, once the engine has died, and once it was stopped."""
         return self._dead is None
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step under way has taken; 0 while there is none."""
+        return self.pulse.step_seconds
 
     @property
     def num_open(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from engine.config import EngineConfig
-from engine.errors import UnsupportedModelError
+from engine.errors import EngineError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -37,18 +37,45 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     with naming(model):
+        check_folder(model)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model, revision=revision, trust_remote_code=trust_remote_code
         )
     return tokenizer
 
 
+def check_folder(model: str, *files: str) -> None:
+    """Raises OSError where ``model`` can only be meant as a folder and there is none, or one without
+    these files. Names on a hub pass."""
+    folder = Path(model)
+    if folder.is_dir():
+        lacking = [name for name in files if not (folder / name).is_file()]
+        if lacking:
+            raise OSError(f"the folder holds no {lacking[0]}")
+    elif folder.is_file():
+        raise OSError("it is a file, not a model's folder")
+    elif folder.is_absolute() or model.startswith(".") or model.count("/") > 1:
+        raise OSError("there is no such folder")
+
+
 @contextmanager
 def naming(model: str) -> Iterator[None]:
-    """transformers' messages often leave out which model they are about."""
+    """Whatever is raised within becomes one line that names the model: files from outside are read here,
+    and those who read them for us raise what they happen to run into, mostly without its name."""
     try:
         yield
     except OSError as error:
-        raise OSError(f"cannot load {model!r}: {error}") from error
-    except (ValueError, ImportError) as error:  # a format may need a package of its own
-        raise UnsupportedModelError(f"cannot load {model!r}: {error}") from error
+        raise OSError(f"cannot load {model!r}: {_one_line(error)}") from error
+    except (
+        EngineError,
+        ValueError,
+        ImportError,
+    ) as error:  # a format may need a package of its own
+        raise UnsupportedModelError(f"cannot load {model!r}: {_one_line(error)}") from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {_one_line(error)}"
+        raise UnsupportedModelError(f"cannot load {model!r}: {said}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

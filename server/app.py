@@ -62,6 +62,7 @@ def build_app(
         model_name=model_name,
         fingerprint=_fingerprint(info, model_name),
         has_chat_template=bool(tokenizer.chat_template),
+        step_timeout=settings.step_timeout,
     )
 
     @asynccontextmanager

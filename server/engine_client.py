@@ -22,6 +22,10 @@ class EngineClient(Protocol):
     def is_alive(self) -> bool:
         """False once the engine thread has died or was stopped."""
 
+    @property
+    def step_seconds(self) -> float:
+        """How long the step under way has taken; 0 while there is none."""
+
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """The request's events; the last one carries ``finish``.
 

@@ -124,7 +124,7 @@ def from_engine(error: EngineError) -> ApiError:
         logger.error("engine is dead: %s", error)
         return ApiError(503, "The engine has stopped; no request is served.", code="engine_dead")
     logger.error("request failed in the engine", exc_info=error)
-    return ApiError(500, "The request failed in the engine.", code="internal_error")
+    return ApiError(500, "The request failed in the engine.", code="request_failed")
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -75,12 +75,12 @@ def uvicorn_arguments(settings: Settings) -> dict[str, Any]:
 
 def _serve_alone(process: EngineProcess, settings: Settings, config: EngineConfig) -> None:
     tokenizer = load_tokenizer(model_path(config), config.revision, config.trust_remote_code)
-    engine = RemoteEngine(process.ready(), process.connect())
+    engine = RemoteEngine(process.ready(), process.connect(), process.pulse)
 
     def replace(info: EngineInfo) -> None:
         engine.replace(info, process.connect())
 
-    process.watch(replace if settings.restart_engine else None)
+    process.watch(replace if settings.restart_engine else None, settings.step_timeout)
     _speak_http(engine, tokenizer, settings)
 
 
@@ -95,7 +95,7 @@ def _serve_with_workers(process: EngineProcess, settings: Settings, config: Engi
     listening = uvicorn.Config("", **uvicorn_arguments(settings))
     with listening.bind_socket() as listener:
         workers = Workers(settings.api_workers, first, listener, process, metrics)
-        workers.run(settings.drain_seconds, settings.restart_engine)
+        workers.run(settings.drain_seconds, settings.restart_engine, settings.step_timeout)
 
 
 def _speak_http(engine: EngineClient, tokenizer: Any, settings: Settings) -> None:

@@ -191,6 +191,12 @@ class Settings(BaseSettings):
         description="Launch the engine's process anew when it has died. Default: "
         "/health says so, and whoever runs the server restarts it.",
     )
+    step_timeout: float = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds that a step of the engine may take: longer, and /health says that "
+        "it hangs. With restart_engine its process is then ended and launched anew.",
+    )
     preload: bool = Field(
         default=True,
         description="Preload Intel's OpenMP (extra cpu) and a thread-caching malloc into "

@@ -22,6 +22,7 @@ from engine.errors import EngineError
 from engine.events import FinishInfo
 from engine.process.client import RemoteEngine
 from engine.process.link import Outbox
+from engine.pulse import Pulse
 from engine.tokenizer import load_tokenizer, model_path
 from server.app import build_app
 from server.serve import exit_at_sigterm, uvicorn_arguments
@@ -101,7 +102,8 @@ def main() -> int:
     control = Connection(int(sys.argv[1]))
     launch: Serve = control.recv()
     listener = socket.socket(fileno=recv_handle(control))
-    engine = RemoteEngine(launch.info, Connection(recv_handle(control)))
+    to_engine = Connection(recv_handle(control))
+    engine = RemoteEngine(launch.info, to_engine, Pulse(recv_handle(control)))
     logging.basicConfig(**launch.logging)
     outbox = Outbox(control)
     metrics = RemoteMetrics(outbox)

@@ -39,7 +39,8 @@ _END_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """To a worker: serve this. The handles of the listening socket and of a pipe to the engine follow.
+    """To a worker: serve this. The handles of the listening socket, of a pipe to the engine and of its
+    pulse follow.
     ``settings``: fields of ``Settings``."""
 
     settings: Mapping[str, Any]
@@ -124,7 +125,7 @@ class Workers:
         self._workers: list[_Worker] = []
         self._stopping = threading.Event()
 
-    def run(self, drain_seconds: float, restart_engine: bool) -> None:
+    def run(self, drain_seconds: float, restart_engine: bool, step_timeout: float) -> None:
         """Serve until SIGTERM or SIGINT. Raises EngineError where the workers cannot start."""
         before = {
             number: signal.signal(number, self._on_signal)
@@ -132,7 +133,7 @@ class Workers:
         }
         try:
             self._count_steps()
-            self._engine.watch(self._on_new_engine if restart_engine else None)
+            self._engine.watch(self._on_new_engine if restart_engine else None, step_timeout)
             self._workers = [self._launch() for _ in range(self._num_workers)]
             self._keep_up()
         finally:
@@ -186,7 +187,8 @@ class Workers:
         worker = _Worker(process, ours)
         with to_engine:
             serve = replace(self._serve, info=self._info)
-            worker.send(serve, self._listener.fileno(), to_engine.fileno())
+            handles = (self._listener.fileno(), to_engine.fileno(), self._engine.pulse_handle)
+            worker.send(serve, *handles)
         threading.Thread(target=self._read, args=(worker,), daemon=True).start()
         return worker
 

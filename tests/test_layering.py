@@ -78,10 +78,11 @@ BASE = {
         "machine",
         "noise_numbers",
         "params",
+        "pulse",
         "stats",
         "tokenizer",
     },
-    "drafters": {"base", "contexts", "estimator", "per_request", "tree"},
+    "drafters": {"base", "checks", "contexts", "estimator", "per_request", "tree"},
     "server": {"engine_client", "errors", "metrics", "middleware", "plan", "version"},
 }
 WEB = {"fastapi", "starlette", "pydantic", "pydantic_settings", "prometheus_client", "uvicorn"}

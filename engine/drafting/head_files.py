@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from engine.model.checkpoint import not_finite
+
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 _SAMPLES = 256
@@ -105,7 +107,7 @@ class HeadFolder:
         try:
             module.load_state_dict(dict(self.tensors))
         except RuntimeError as error:
-            raise HeadsRefusedError(f"{self.path}: {error}") from error
+            raise HeadsRefusedError(f"{self.path}: {' '.join(str(error).split())}") from error
 
 
 def read_heads(path: Path, kind: str, facts: TargetFacts) -> HeadFolder:
@@ -134,4 +136,6 @@ def read_heads(path: Path, kind: str, facts: TargetFacts) -> HeadFolder:
                     f"python -m training.heads ({name} is {found!r}, this model's is {wanted!r})"
                 )
             raise HeadsRefusedError(f"{path}: {name} is {found!r}, and this model needs {wanted!r}")
+    if faults := not_finite(tensors.items()):
+        raise HeadsRefusedError(f"{path}: {faults[0]}")
     return HeadFolder(path, facts, config, tensors)

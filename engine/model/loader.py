@@ -11,15 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
 from engine.errors import UnsupportedModelError
+from engine.model.checkpoint import load_weights
 from engine.model.stored_int8 import read_scheme
 from engine.tokenizer import BUNDLED as BUNDLED
 from engine.tokenizer import bundled_path as bundled_path
+from engine.tokenizer import check_folder, naming
 from engine.tokenizer import load_tokenizer as load_tokenizer
-from engine.tokenizer import naming
 
 # Layer kinds whose memory of the past is keys and values, the only kind the pool holds.
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
@@ -47,18 +48,19 @@ def load_model(
 ) -> PreTrainedModel:
     """The model in eval mode on ``device``, still on transformers' own attention.
 
-    Raises UnsupportedModelError for what the configuration already rules out, OSError if there is no
-    such folder or hub id.
+    Raises UnsupportedModelError for what the configuration already rules out and for weights that are
+    not those that it asks for, OSError if there is no such folder or hub id, or no model in it.
     """
     with naming(model):
+        check_folder(model, "config.json")
         config = AutoConfig.from_pretrained(
             model, revision=revision, trust_remote_code=trust_remote_code
         )
         refuse_unservable(config)
         read_scheme(config)
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded = load_weights(
             model,
-            config=config,
+            config,
             dtype=resolve_dtype(dtype, device),
             revision=revision,
             trust_remote_code=trust_remote_code,

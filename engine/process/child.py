@@ -1,8 +1,9 @@
 """The engine's process: builds an engine, runs it on the main thread, serves the pipes from others.
 
-    python -m engine.process.child HANDLE
+    python -m engine.process.child HANDLE PULSE
 
-HANDLE is the pipe from the process that launched it. When that pipe closes, whoever served requests is
+HANDLE is the pipe from the process that launched it, PULSE the memory in which that process sees how long
+a step takes. When that pipe closes, whoever served requests is
 gone, by whatever end, and so is this.
 """
 
@@ -25,6 +26,7 @@ from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.info import EngineInfo
 from engine.params import GenerationRequest
 from engine.process.link import Abort, Attach, Died, Launch, Outbox, Ready, Refused, Submit
+from engine.pulse import Pulse
 from engine.runtime import EngineRuntime
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ class EngineHost:
     def _submit(self, client: _Client, request: GenerationRequest) -> None:
         try:
             prepared = self._runtime.admit(request)
-        except Exception as error:
+        except BaseException as error:  # whatever it is, the thread has other requests to read
             if not isinstance(error, EngineError):
                 logger.exception("a request could not be prepared")
                 error = RequestFailedError(f"{type(error).__name__}: {error}")
@@ -137,6 +139,7 @@ def main() -> int:
     # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
     gc.collect()
     gc.freeze()
+    engine.runtime.pulse = Pulse(int(sys.argv[2]))
     host.append(EngineHost(engine.runtime))
     control.send(Ready(_sendable(engine.info)))
     try:

@@ -11,6 +11,7 @@ from engine.events import ErrorEvent, StepResult
 from engine.info import EngineInfo
 from engine.params import GenerationRequest
 from engine.process.link import Abort, Died, Outbox, Submit
+from engine.pulse import Pulse
 from engine.streams import EventStreams
 
 logger = logging.getLogger(__name__)
@@ -21,10 +22,14 @@ _LAST_EVENTS_SECONDS = 30.0
 
 class RemoteEngine(EventStreams):
     """Streams requests' events from the engine at the other end of a pipe. The event loop reads the pipe:
-    one message for each step, whoever's tokens it brings."""
+    one message for each step, whoever's tokens it brings. ``pulse``: the engine's; None: nobody looks
+    how long its steps take."""
 
-    def __init__(self, info: EngineInfo, connection: Connection) -> None:
+    def __init__(
+        self, info: EngineInfo, connection: Connection, pulse: Pulse | None = None
+    ) -> None:
         super().__init__(info)
+        self.pulse = pulse or self.pulse
         self._connection = connection
         self._outbox = Outbox(connection)
         self._unfinished: set[str] = set()

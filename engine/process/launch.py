@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.info import EngineInfo
 from engine.process.link import Attach, Launch, Ready, Stop
+from engine.pulse import Pulse, shared_handle
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +29,14 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 # A step that is under way at the end is let finish.
 _STOP_SECONDS = 30.0
+# How often a step's time is looked at.
+_LOOK_SECONDS = 1.0
 
 
 class EngineProcess:
     """One engine at a time. ``environment`` is added to this process's own; ``build`` and ``logging``
-    as in ``Launch``."""
+    as in ``Launch``. ``pulse`` shows how long a step has been under way, and ``pulse_handle`` lets other
+    processes see it."""
 
     def __init__(
         self,
@@ -48,6 +53,8 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._built = False
+        self.pulse_handle = shared_handle()
+        self.pulse = Pulse(self.pulse_handle)
 
     @property
     def is_alive(self) -> bool:
@@ -66,12 +73,14 @@ class EngineProcess:
     def begin(self) -> None:
         """Launch it; it is being built meanwhile."""
         self._built = False
+        self.pulse.rest()
         ours, theirs = Pipe()
-        command = [sys.executable, "-P", "-m", "engine.process.child", str(theirs.fileno())]
+        handles = [theirs.fileno(), self.pulse_handle]
+        command = [sys.executable, "-P", "-m", "engine.process.child", *map(str, handles)]
         with theirs:
             self._process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=handles,
                 stdin=subprocess.DEVNULL,
                 env=child_environment() | self._environment,
             )
@@ -104,27 +113,41 @@ class EngineProcess:
             send_handle(self._control, theirs.fileno(), self._process.pid)
         return ours
 
-    def watch(self, restarted: Callable[[EngineInfo], None] | None) -> None:
+    def watch(
+        self, restarted: Callable[[EngineInfo], None] | None, step_timeout: float = math.inf
+    ) -> None:
         """Say in the log when the engine ends by itself. With ``restarted`` it is launched anew, as often
-        as it takes, and ``restarted`` is called from a thread each time it is back."""
-        threading.Thread(
-            target=self._watch, args=(restarted,), name="engine-watch", daemon=True
-        ).start()
+        as it takes, and ``restarted`` is called from a thread each time it is back; one whose step takes
+        longer than ``step_timeout`` seconds is ended for that."""
+        _in_thread(self._watch, restarted)
+        if restarted is not None and step_timeout < math.inf:
+            _in_thread(self._end_hung, step_timeout)
 
     def stop(self) -> None:
         """End it, after the step under way; harmless where it is not there."""
         self._stopping.set()
         process, control = self._process, self._control
-        if process is None or control is None:
-            return
-        try:
-            with self._lock:
-                control.send(Stop())
-            process.wait(_STOP_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait()
-        control.close()
+        if process is not None and control is not None:
+            try:
+                with self._lock:
+                    control.send(Stop())
+                process.wait(_STOP_SECONDS)
+            except (OSError, subprocess.TimeoutExpired):
+                process.kill()
+                process.wait()
+            control.close()
+        self.pulse.close()
+        if self.pulse_handle >= 0:
+            os.close(self.pulse_handle)
+            self.pulse_handle = -1
+
+    def _end_hung(self, step_timeout: float) -> None:
+        while not self._stopping.wait(min(_LOOK_SECONDS, step_timeout)):
+            seconds = self.pulse.step_seconds
+            if seconds > step_timeout and self.is_alive:
+                assert self._process is not None
+                logger.error("a step has taken %.0f s: the engine's process is ended", seconds)
+                self._process.kill()
 
     def _watch(self, restarted: Callable[[EngineInfo], None] | None) -> None:
         pause = _FIRST_PAUSE
@@ -149,6 +172,10 @@ class EngineProcess:
                     logger.error("the engine does not come back: %s", error)
             else:
                 return
+
+
+def _in_thread(target: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=target, args=arguments, name="engine-watch", daemon=True).start()
 
 
 def child_environment() -> dict[str, str]:

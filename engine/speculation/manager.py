@@ -1,6 +1,7 @@
 """Between the drafters and the step: what is proposed, what is granted, what is learned from it.
 
-A drafter that raises costs its request the draft of that step, never the request or the engine.
+A drafter that raises, tries to end the program or gives back what it may not costs its request the draft
+of that step, never the request or the engine.
 
 A drafter that nobody asks in a step, since its kind of traffic rests, is not told of the step either: it
 gets all it has missed at once when it is asked again, as one long draft that was accepted, or when its
@@ -13,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain as joined
 from typing import Protocol, TypeVar
 
 from drafters.base import (
@@ -24,6 +24,7 @@ from drafters.base import (
     HiddenRows,
     Observation,
 )
+from drafters.checks import count_of, is_interrupt
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.params import SpeculativeParams
@@ -155,7 +156,9 @@ class Speculation:
             if wanted.reference_token_ids:
                 drafter.predict(request.request_id, wanted.reference_token_ids)
             drafter.read_prompt(request.request_id, 0)
-        except Exception:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             logger.exception("drafter %s could not start a request", wanted.drafter)
             drafting.num_failures += 1
             drafting.is_open = False
@@ -221,7 +224,8 @@ class Speculation:
             if num_tokens <= 0:
                 return
             read = drafting.drafter.read_prompt
-            num_tokens -= self._guarded(drafting, read, request_id, num_tokens) or 0
+            num_read = self._counted(drafting, num_tokens, read, request_id, num_tokens)
+            num_tokens -= num_read
             if num_tokens > 0:
                 del self._unread[request_id]
 
@@ -283,7 +287,7 @@ class Speculation:
         needs, num_top = drafting.info.needs, 0
         if scheduled.samples:
             ask = drafting.drafter.num_top_tokens
-            num_top = self._guarded(drafting, ask, scheduled.request.request_id) or 0
+            num_top = self._counted(drafting, None, ask, scheduled.request.request_id)
         if not num_top and not needs.hidden_rows:
             return NOTHING
         return Wants(needs.hidden_rows, min(num_top, self._vocab_size), needs.top_probs)
@@ -390,14 +394,18 @@ class Speculation:
         drafter = self.drafters[name]
         try:
             return self._checked(drafter.propose(asks), asks)
-        except Exception:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             if len(asks) == 1:
                 return [self._failed(asks[0], round_)]
         trees: list[DraftTree] = []
         for ask in asks:
             try:
                 trees += self._checked(drafter.propose([ask]), [ask])
-            except Exception:
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 trees.append(self._failed(ask, round_))
         return trees
 
@@ -410,14 +418,15 @@ class Speculation:
 
     def _checked(self, trees: list[DraftTree], asks: Sequence[DraftRequest]) -> list[DraftTree]:
         """Drafters may come from outside: a malformed tree must not reach the model."""
+        if not isinstance(trees, list | tuple):  # a generator would be used up here
+            raise TypeError(f"propose returned a {type(trees).__name__}, not a list of trees")
         for tree, ask in zip(trees, asks, strict=True):
+            if not isinstance(tree, DraftTree):
+                raise TypeError(f"a {type(tree).__name__} was proposed, not a DraftTree")
             tree.validate()
-            token_ids, parents = tree.token_ids, tree.parents
+            token_ids = tree.token_ids
             if not token_ids:
                 continue
-            computed = () if isinstance(parents, range) else parents
-            if not {int}.issuperset(map(type, joined(token_ids, tree.features, computed))):
-                raise ValueError("a proposed tree holds something else than integers")
             if len(token_ids) > ask.max_nodes:
                 raise ValueError(
                     f"{len(token_ids)} nodes proposed where {ask.max_nodes} were allowed"
@@ -436,7 +445,9 @@ class Speculation:
         """
         try:
             call(items)
-        except Exception:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             logger.exception("a drafter failed to observe")
             for item in items:
                 self._drafting[item.request_id].num_failures += 1
@@ -448,10 +459,18 @@ class Speculation:
     ) -> _Result | None:
         try:
             return call(*args)
-        except Exception:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             drafting.num_failures += 1
             logger.exception("drafter %s failed", drafting.info.name)
             return None
+
+    def _counted(
+        self, drafting: _Drafting, most: int | None, call: Callable[..., object], *args: object
+    ) -> int:
+        """What ``call`` gives back, where that is a number up to ``most``; else it has failed, for 0."""
+        return self._guarded(drafting, lambda: count_of(call(*args), most)) or 0
 
 
 def _constrain(turns: Sequence[_Turn]) -> None:
@@ -460,7 +479,13 @@ def _constrain(turns: Sequence[_Turn]) -> None:
         grammar = turn.request.sampling.grammar
         if grammar is not None and turn.max_nodes > 0:
             verification = turn.request.sampling.verification
-            turn.tree = constrained(turn.tree, grammar, turn.max_nodes, turn.depth, verification)
+            try:
+                turn.tree = constrained(
+                    turn.tree, grammar, turn.max_nodes, turn.depth, verification
+                )
+            except Exception:
+                # One that gave up does so again where rows are masked: for its request alone.
+                turn.tree = EMPTY
 
 
 def _most_nodes(wanted: SpeculativeParams) -> int:

@@ -22,7 +22,8 @@ from server.request.speculative import SpeculativeResolver
 @dataclass(slots=True)
 class Services:
     """What one application is made of. ``fingerprint``: equal for servers that write the same tokens
-    for the same seed. ``serving``: written by the app's lifespan, whether requests may be sent here.
+    for the same seed. ``step_timeout``: seconds after which the engine's step counts as hung.
+    ``serving``: written by the app's lifespan, whether requests may be sent here.
     """
 
     engine: EngineClient
@@ -34,8 +35,13 @@ class Services:
     model_name: str
     fingerprint: str
     has_chat_template: bool
+    step_timeout: float
     created: int = field(default_factory=lambda: int(time.time()))
     serving: bool = False
+
+    @property
+    def is_hung(self) -> bool:
+        return self.engine.step_seconds > self.step_timeout
 
 
 async def _services(request: Request) -> Services:

@@ -13,16 +13,18 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/health")
 async def health(served: Served) -> JSONResponse:
-    """200 while the event loop answers and the engine lives: restart the server if not."""
+    """200 while the event loop answers and the engine lives and steps: restart the server if not."""
     if not served.engine.is_alive:
         return JSONResponse({"status": "dead"}, 503)
+    if served.is_hung:
+        return JSONResponse({"status": "hung"}, 503)
     return JSONResponse({"status": "ok"})
 
 
 @router.get("/ready")
 async def ready(served: Served) -> JSONResponse:
     """200 while requests are taken: send no traffic if not."""
-    if not (served.serving and served.engine.is_alive):
+    if not (served.serving and served.engine.is_alive) or served.is_hung:
         return JSONResponse({"status": "not ready"}, 503)
     return JSONResponse({"status": "ready"})
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, RequestFailedError
 from worlds.gated_engine import (
     GREEDY,
     HANG,
@@ -23,6 +23,25 @@ from worlds.gated_engine import (
     tokens_of,
     until,
 )
+
+# --- steps that take long ---
+
+
+def test_how_long_a_step_takes_is_seen_while_it_does() -> None:
+    async def test() -> None:
+        engine = Engine(gated=True)
+        async with running(engine):
+            assert engine.step_seconds == 0
+            reading = asyncio.create_task(collect(engine.generate(asking("r"))))
+            await until(lambda: engine.runner.num_entered == 1)
+            first = engine.step_seconds
+            await until(lambda: engine.step_seconds > first > 0)
+            engine.runner.open_gate()
+            assert tokens_of(await reading) == text_of(asking("r"))
+            await until(lambda: engine.step_seconds == 0)
+
+    run(test)
+
 
 # --- aborts ---
 
@@ -135,13 +154,27 @@ def test_death_reaches_everyone_now_and_later() -> None:
     run(test)
 
 
-def test_a_command_that_breaks_the_engine_is_told_too() -> None:
+def test_a_command_that_breaks_the_engine_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        engine = Engine()
+        monkeypatch.setattr(engine.core.scheduler, "submit", None)
+        async with running(engine):
+            with pytest.raises(EngineDeadError, match="TypeError"):
+                await collect(engine.generate(asking("r")))
+
+    run(test)
+
+
+def test_a_request_that_fails_ends_its_stream_and_no_other() -> None:
     async def test() -> None:
         engine = Engine()
         del engine.core.speculation.drafters["ngram"]  # type: ignore[attr-defined]
         async with running(engine):
-            with pytest.raises(EngineDeadError, match="KeyError"):
+            with pytest.raises(RequestFailedError, match="KeyError"):
                 await collect(engine.generate(asking("r")))
+            other = asking("other", drafter="none")
+            assert tokens_of(await collect(engine.generate(other))) == text_of(other)
+            assert engine.num_open == engine.num_held_blocks == 0
 
     run(test)
 

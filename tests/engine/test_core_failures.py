@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from drafters.base import DraftRequest
 from drafters.registry import build_drafters
@@ -26,6 +31,7 @@ SILENCE_AFTER = 8
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """The tracebacks are expected."""
     caplog.set_level(logging.CRITICAL, logger="engine.speculation.manager")
+    caplog.set_level(logging.CRITICAL, logger="drafters.auto")
 
 
 def run(fake: FakeDrafter, *names: str) -> Driver:
@@ -123,6 +129,15 @@ GARBAGE = {
     "unhashable_feature": only(DraftTree([1], [-1], [[]])),  # type: ignore[list-item]
     "no_tree": only(None),
     "a_list": only([1, 2, 3]),
+    "numpy_tokens": only(DraftTree(np.array([1, 2]), [-1, 0], [0, 0])),  # type: ignore[arg-type]
+    "numpy_integers": only(chain([np.int64(1)])),  # type: ignore[list-item]
+    "tensors": only(DraftTree(torch.tensor([1]), [-1], [0])),  # type: ignore[arg-type]
+    "booleans": only(chain([True])),
+    "a_set_of_tokens": only(DraftTree({1, 2}, [-1, 0], [0, 0])),  # type: ignore[arg-type]
+    "a_deque": only(DraftTree(deque([1, 2]), [-1, 0], [0, 0])),
+    "text": only(DraftTree("ab", [-1, 0], [0, 0])),  # type: ignore[arg-type]
+    "no_probs": only(DraftTree([1], [-1], [0], None)),  # type: ignore[arg-type]
+    "parents_as_text": only(DraftTree([1], ["-1"], [0])),  # type: ignore[list-item]
 }
 
 
@@ -132,6 +147,146 @@ def test_garbage_is_refused(name: str) -> None:
     account = driver.finishes["r"].speculative
     assert account.num_failed_drafts == SILENCE_AFTER
     assert account.num_draft_tokens == 0
+
+
+class Answering(FakeDrafter):
+    """Gives back something else than trees."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def propose(self, requests: Any) -> Any:
+        self.asks.append(requests)
+        return self._answer(requests)
+
+
+ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "a_generator": lambda asks: (chain([1]) for _ in asks),
+    "an_endless_generator": lambda _: (chain([1]) for _ in iter(int, 1)),
+    "none": lambda _: None,
+    "too_many": lambda asks: [chain([1])] * (len(asks) + 1),
+    "too_few": lambda asks: [chain([1])] * (len(asks) - 1),
+    "a_mapping": lambda asks: {ask.request_id: chain([1]) for ask in asks},
+    "what_looks_like_a_tree": lambda _: [SimpleNamespace(token_ids=[99], validate=print)],
+    "a_class": lambda _: DraftTree,
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_that_are_no_list_of_trees_are_refused(name: str) -> None:
+    driver = run(Answering(ANSWERS[name]), "r", "s")
+    for each in "rs":
+        account = driver.finishes[each].speculative
+        assert account.num_failed_drafts == SILENCE_AFTER
+        assert account.num_draft_tokens == 0
+
+
+class Leaving(FakeDrafter):
+    """Ends the program where a test wants, or tries to."""
+
+    def __init__(self, method: str, error: type[BaseException]) -> None:
+        super().__init__(propose=foreseeing(TEXT), fails=method)
+        self._error = error
+
+    def _maybe_fail(self, method: str, request_id: str) -> None:
+        del request_id
+        if method == self.fails:
+            raise self._error
+
+    def read_prompt(self, request_id: str, num_tokens: int) -> int:
+        self._maybe_fail("read_prompt" if num_tokens else "announced", request_id)
+        return 0
+
+
+class Odd(BaseException):
+    """Of no kind that is usually caught."""
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, MemoryError, Odd])
+@pytest.mark.parametrize(
+    "method",
+    ["open", "announced", "read_prompt", "propose", "observe", "num_top_tokens", "close"],
+)
+def test_a_drafter_that_ends_the_program_fails_its_request(
+    method: str, error: type[BaseException]
+) -> None:
+    driver = run(Leaving(method, error), "r")
+    assert driver.finishes["r"].speculative.num_failed_drafts > 0
+
+
+def test_an_interrupt_is_the_user_s_or_the_drafter_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(Leaving("propose", KeyboardInterrupt), "r")
+    monkeypatch.setattr("signal.getsignal", lambda _: None)
+    driver = run(Leaving("propose", KeyboardInterrupt), "r")
+    assert driver.finishes["r"].speculative.num_failed_drafts == SILENCE_AFTER
+
+
+NO_COUNTS = {
+    "text": "12",
+    "negative": -1,
+    "boolean": True,
+    "fraction": 2.0,
+    "numpy": np.int64(2),
+    "none": None,
+    "endless": "x" * 10_000_000,
+}
+
+
+class Counting(FakeDrafter):
+    def __init__(self, method: str, value: Any) -> None:
+        super().__init__(propose=foreseeing(TEXT))
+        self._counts = {method: value}
+
+    def read_prompt(self, request_id: str, num_tokens: int) -> Any:  # noqa: ARG002
+        return self._counts.get("read_prompt", 0) if num_tokens else 0
+
+    def num_top_tokens(self, request_id: str) -> Any:  # noqa: ARG002
+        return self._counts.get("num_top_tokens", 0)
+
+
+@pytest.mark.parametrize("name", NO_COUNTS)
+@pytest.mark.parametrize("method", ["num_top_tokens", "read_prompt"])
+def test_what_is_no_count_is_a_failure(method: str, name: str) -> None:
+    fake = Counting(method, NO_COUNTS[name])
+    account = run(fake, "r").finishes["r"].speculative
+    assert account.num_failed_drafts == (len(fake.observed) if method == "num_top_tokens" else 1)
+    assert account.num_accepted_tokens > 0
+
+
+def test_counts_beyond_what_there_is() -> None:
+    """More top tokens than the vocabulary has come to all; more read than was asked for is a failure."""
+    fake = Counting("num_top_tokens", 1 << 80)
+    driver = run(fake, "r")
+    assert driver.finishes["r"].speculative.num_failed_drafts == 0
+    tops = [seen.top_token_ids for group in fake.observed for seen in group]
+    assert {len(row) for rows in tops for row in rows or ()} == {TARGET.vocab_size}
+    driver = run(Counting("read_prompt", 1 << 80), "r")
+    assert driver.finishes["r"].speculative.num_failed_drafts == 1
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Counting("num_top_tokens", "12"),
+        Counting("read_prompt", -5),
+        Leaving("propose", SystemExit),
+        Leaving("open", Odd),
+        Answering(lambda asks: (chain([1]) for _ in range(2 * len(asks)))),
+    ],
+    ids=["num_top_tokens", "read_prompt", "propose", "open", "answer"],
+)
+def test_a_broken_member_leaves_auto_its_others(broken: FakeDrafter) -> None:
+    auto = build_drafters()["auto"]
+    auto.meet({"fake": broken})
+    core = TARGET.core(Setup(drafters={"auto": auto}))
+    driver = Driver(core).run(request("r", PROMPT, GREEDY, drafting("auto")))
+    assert driver.token_ids["r"] == TEXT[len(PROMPT) :]
+    account = driver.finishes["r"].speculative
+    assert account.num_failed_drafts == 0
+    assert account.num_accepted_tokens > 0
+    assert traces_of(core, driver.finishes) == []
 
 
 class Miscounting(FakeDrafter):

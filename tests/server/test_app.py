@@ -211,3 +211,15 @@ def test_defaults_that_the_engine_cannot_serve_stop_the_start() -> None:
     caps = {"draft_strategies": ["eagle"]}
     with pytest.raises(ValueError, match="not loaded: eagle"):
         build_app(ScriptedEngine(), byte_tokenizer(), Settings(speculative_caps=caps))
+
+
+async def test_a_hung_step_is_seen_by_probes(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine, step_timeout=30) as client:
+        for seconds, status in ((29.0, 200), (31.0, 503), (0.0, 200)):
+            engine.step_seconds = seconds
+            for path in ("health", "ready"):
+                reply = await client.get(f"http://test/{path}")
+                assert reply.status_code == status
+            said = (await client.get("http://test/health")).json()["status"]
+            assert said == ("ok" if status == 200 else "hung")

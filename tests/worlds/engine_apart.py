@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -25,24 +26,29 @@ CHECKED = "ngram"
 
 
 class PacedRunner(GatedRunner):
-    """Takes its time, and dies at the forward that the environment names."""
+    """Takes its time, and never comes back from the forward of this number."""
+
+    hangs_at: int | None = None
 
     def forward(self, batch: InputBatch) -> ForwardOutput:
+        if self.num_forwards + 1 == self.hangs_at:
+            threading.Event().wait()
         time.sleep(STEP_SECONDS)
         return super().forward(batch)
 
 
 def build(config: EngineConfig) -> tuple[Engine, None]:
     """What the engine's process calls. ``config.model`` says what is to happen: ``refuse``, ``crash``,
-    ``die:N`` at the Nth forward, or nothing."""
+    ``die:N`` or ``hang:N`` at the Nth forward, or nothing."""
     if config.model == "refuse":
         raise UnsupportedModelError("it has wheels")
     if config.model == "crash":
         os._exit(7)
     engine = Engine(max_num_open=config.max_num_waiting, max_num_seqs=config.max_num_seqs)
     engine.runner.__class__ = PacedRunner
-    if config.model and config.model.startswith("die:"):
-        engine.runner.dies_at = int(config.model.removeprefix("die:"))
+    what, _, number = (config.model or "").partition(":")
+    if what in ("die", "hang"):
+        setattr(engine.runner, f"{what}s_at", int(number))
     drafters = dict(engine.info.drafters)
     drafters[CHECKED] = replace(drafters[CHECKED], check=lambda options: _fault(options))
     engine.info = engine.runtime.info = replace(engine.info, drafters=drafters)
@@ -70,7 +76,7 @@ async def connected(
 ) -> AsyncGenerator[RemoteEngine, None]:
     """A started client of an engine, which is launched unless its ``info`` is there."""
     info = info or await asyncio.to_thread(process.start)
-    engine = RemoteEngine(info, process.connect())
+    engine = RemoteEngine(info, process.connect(), process.pulse)
     await engine.start()
     try:
         yield engine

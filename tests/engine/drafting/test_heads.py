@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafters.base import Drafter, DraftRequest, DraftSampling, DraftShape
 from drafters.model.eagle import EagleDrafter
@@ -20,7 +23,13 @@ from drafters.tree import ROOT, DraftTree
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.drafting.eagle import FeatureLayer, load_layer
-from engine.drafting.head_files import read_heads
+from engine.drafting.head_files import (
+    CONFIG,
+    WEIGHTS,
+    HeadsRefusedError,
+    TargetFacts,
+    read_heads,
+)
 from engine.drafting.heads import prepare_heads
 from engine.drafting.medusa import MedusaHeads, ResidualHeads
 from engine.model.loader import BUNDLED, load_model
@@ -376,6 +385,29 @@ def test_heads_are_settings_and_refused_where_they_do_not_fit(
         prepare_heads(target, EngineConfig())
     assert "no eagle drafter" in caplog.text
     assert "hidden_size is 256" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_heads_that_lack_a_tensor_or_hold_no_numbers_are_refused_in_one_line(
+    tmp_path: Path, kind: str
+) -> None:
+    shutil.copytree(BUNDLED / kind, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    facts = TargetFacts(config["hidden_size"], config["vocab_size"], config["target_fingerprint"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    first = min(tensors)
+    module = torch.nn.Module()
+    save_file({name: each for name, each in tensors.items() if name != first}, tmp_path / WEIGHTS)
+    with pytest.raises(HeadsRefusedError, match=r"Unexpected key\(s\)") as refused:
+        read_heads(tmp_path, kind, facts).load_into(module)
+    assert "\n" not in str(refused.value)
+    tensors[first].view(-1)[-1] = float("nan")
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(HeadsRefusedError, match=f"{tmp_path}: .* not finite: {first}"):
+        read_heads(tmp_path, kind, facts)
+    (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:999])
+    with pytest.raises(HeadsRefusedError, match=f"{tmp_path} cannot be read"):
+        read_heads(tmp_path, kind, facts)
 
 
 @pytest.mark.slow

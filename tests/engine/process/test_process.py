@@ -194,6 +194,29 @@ def test_an_engine_that_breaks_says_how() -> None:
     run(test)
 
 
+def test_an_engine_whose_step_hangs_is_seen_ended_and_brought_back() -> None:
+    async def test() -> None:
+        with launched("hang:3") as process:
+            async with connected(process) as engine:
+                assert engine.step_seconds == 0
+                reading = asyncio.create_task(
+                    outcome_of(collect(engine.generate(asking("r", LONG, "none"))))
+                )
+                await until(lambda: engine.step_seconds > 0.5)
+                assert engine.is_alive
+                assert not reading.done()
+                before = process.pid
+                process.watch(lambda info: engine.replace(info, process.connect()), 0.5)
+                assert await reading == "EngineDeadError"
+                await until(lambda: engine.is_alive)
+                assert process.pid != before
+                short = asking("s", replace(GREEDY, max_tokens=2), "none")
+                assert tokens_of(await collect(engine.generate(short))) == text_of(short)
+                await until(lambda: engine.step_seconds == 0)
+
+    run(test)
+
+
 def test_what_cannot_be_built_says_why() -> None:
     with launched("refuse") as process, pytest.raises(EngineError, match="it has wheels"):
         process.start()

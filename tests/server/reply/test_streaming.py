@@ -134,16 +134,16 @@ async def test_a_dead_engine_is_a_503(connect: Connect, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "param"),
+    ("error", "status", "code", "param"),
     [
-        (EngineDeadError("boom at 0x1234"), 503, None),
-        (RequestFailedError("boom at 0x1234"), 500, None),
-        (RequestError("top_k", "boom"), 400, "top_k"),
-        (QueueFullError(1), 429, None),
+        (EngineDeadError("boom at 0x1234"), 503, "engine_dead", None),
+        (RequestFailedError("boom at 0x1234"), 500, "request_failed", None),
+        (RequestError("top_k", "boom"), 400, "invalid_value", "top_k"),
+        (QueueFullError(1), 429, "queue_full", None),
     ],
 )
 async def test_an_engine_error_before_the_first_token_has_its_status(
-    connect: Connect, error: Any, status: int, param: str | None
+    connect: Connect, error: Any, status: int, code: str, param: str | None
 ) -> None:
     engine = ScriptedEngine()
     engine.break_after, engine.error = 0, error
@@ -152,6 +152,7 @@ async def test_an_engine_error_before_the_first_token_has_its_status(
             reply = await client.post("/completions", json={"prompt": "x", "stream": stream})
             assert reply.status_code == status
             assert reply.json()["error"]["param"] == param
+            assert reply.json()["error"]["code"] == code
             assert "0x1234" not in reply.text
     assert engine.open == set()
 
