@@ -160,7 +160,7 @@ def sampling_table() -> str:
     lines = ["| field | type | default | |", "| --- | --- | --- | --- |"]
     for each in parameters():
         kind = _type(FieldInfo.from_annotation(each.type))
-        default = "" if each.default in ([], {}) else f"`{each.default:g}`"
+        default = "" if each.default in ([], {}, None) else f"`{each.default:g}`"
         lines.append(f"| `{each.name}` | {kind} | {default} | {_cell(each.description)} |")
     return "\n".join(lines) + "\n"
 

@@ -23,10 +23,11 @@ from server.middleware import (
     HttpMetricsMiddleware,
     RequestIdMiddleware,
 )
+from server.openapi import describe_as_it_is
 from server.reply.choices import ChoiceSource
 from server.reply.streaming import Responder
 from server.reply.token_texts import TokenTexts
-from server.request.large_bodies import BodyReader
+from server.request.large_bodies import BodyReader, default_body_bytes
 from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
 from server.settings import Settings
@@ -83,11 +84,13 @@ def build_app(
         lifespan=lifespan,
     )
     install_error_handlers(app, metrics.count_rejection)
+    describe_as_it_is(app)
     app.state.services = services
     for router in routers():
         app.include_router(router)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
+    limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
     if settings.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key.get_secret_value())
     app.add_middleware(HttpMetricsMiddleware, metrics=metrics)

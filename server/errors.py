@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
 
 from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 
@@ -40,6 +41,19 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+
+
+class ErrorDetails(TypedDict):
+    """``param``: the dotted path of the field to blame."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(TypedDict):
+    error: ErrorDetails
 
 
 class ApiError(Exception):
@@ -65,7 +79,7 @@ class ApiError(Exception):
         # Errors also come from processes that read bodies.
         return _rebuild, (self.status, self.message, self.param, self.code, self.headers)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorReply:
         return {
             "error": {
                 "message": self.message,

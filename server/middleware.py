@@ -16,6 +16,7 @@ from server.errors import body_too_large, unauthorized
 from server.metrics import RequestMetrics
 
 REQUEST_ID_KEY = "slipstream.request_id"
+_GUARDED = ("/v1", "/tokenize", "/detokenize")
 _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
 
 
@@ -94,14 +95,15 @@ class BodyLimitMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Guards ``/v1``; health, metrics and the rest stay open to probes and scrapers."""
+    """Guards ``/v1``, ``/tokenize`` and ``/detokenize``; health, metrics and the rest stay open to probes
+    and scrapers."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
         self._expected = f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
             given = Headers(scope=scope).get("authorization", "").encode()
             if not hmac.compare_digest(given, self._expected):
                 await unauthorized().response()(scope, receive, send)

@@ -37,7 +37,9 @@ class Prompt:
 class RequestPlan:
     """Everything about a request that its reply needs. Choice ``i`` belongs to prompt ``i // n``.
 
-    ``num_logprobs``: None for none, else the number of alternatives shown.
+    ``num_logprobs``: None for none, else the number of alternatives shown; ``num_prompt_logprobs``
+    likewise. ``echo``: replies begin with the prompt's text, or else with ``prefix``.
+    ``tokens_as_ids``: logprobs name tokens by their ids. ``continuous_usage``: every chunk counts.
     """
 
     request_id: str
@@ -54,6 +56,10 @@ class RequestPlan:
     stream: bool
     include_usage: bool
     user: str | None
+    prefix: str = ""
+    num_prompt_logprobs: int | None = None
+    tokens_as_ids: bool = False
+    continuous_usage: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -61,3 +67,7 @@ class RequestPlan:
 
     def prompt_of(self, choice_index: int) -> Prompt:
         return self.prompts[choice_index // self.n]
+
+    def echoed(self, choice_index: int) -> str:
+        """What the choice's text begins with, before anything was written."""
+        return self.prompt_of(choice_index).text if self.echo else self.prefix

@@ -202,7 +202,12 @@ class Settings(BaseSettings):
         description="Preload Intel's OpenMP (extra cpu) and a thread-caching malloc into "
         "the engine's process where they are installed and the model runs on a CPU.",
     )
-    max_body_bytes: int = Field(default=8 << 20, ge=1024, description="Larger requests get a 413.")
+    max_body_bytes: int | None = Field(
+        default=None,
+        ge=1024,
+        description="Larger requests get a 413. Default: 1 MiB, and room for a prompt and a "
+        "prediction of the longest tokens that fill the context.",
+    )
     body_processes: int = Field(
         default=1,
         ge=0,

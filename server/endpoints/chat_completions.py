@@ -8,14 +8,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from server.endpoints import Served
-from server.reply.writers import ChatCompletion, ChatWriter
-from server.request.large_bodies import LargeBodyRoute
+from server.openapi import generated
+from server.reply.writers import ChatChunk, ChatCompletion, ChatWriter
+from server.request.large_bodies import BodyRoute
 from server.request.protocol import ChatRequest
 
-router = APIRouter(tags=["openai"], route_class=LargeBodyRoute)
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 
-@router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}})
+@router.post("/v1/chat/completions", responses=generated(ChatCompletion, ChatChunk))
 async def create_chat_completion(body: ChatRequest, request: Request, served: Served) -> Response:
     """An answer to messages."""
     plan = await served.bodies.plan(body, time.perf_counter())

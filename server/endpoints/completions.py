@@ -8,14 +8,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from server.endpoints import Served
-from server.reply.writers import Completion, CompletionWriter
-from server.request.large_bodies import LargeBodyRoute
+from server.openapi import generated
+from server.reply.writers import Completion, CompletionChunk, CompletionWriter
+from server.request.large_bodies import BodyRoute
 from server.request.protocol import CompletionRequest
 
-router = APIRouter(tags=["openai"], route_class=LargeBodyRoute)
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 
-@router.post("/v1/completions", responses={200: {"model": Completion}})
+@router.post("/v1/completions", responses=generated(Completion, CompletionChunk))
 async def create_completion(body: CompletionRequest, request: Request, served: Served) -> Response:
     """Text after a prompt."""
     plan = await served.bodies.plan(body, time.perf_counter())

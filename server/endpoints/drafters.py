@@ -10,13 +10,14 @@ from fastapi import APIRouter
 from drafters.base import DrafterInfo
 from engine.speculation.gamma.policy import registered_policies
 from server.endpoints import Served
+from server.openapi import errors
 from server.request.speculative import fields_read_by
 from slipstream.options import SpeculativeOptions, about
 
 router = APIRouter(tags=["catalogue"])
 
 
-@router.get("/v1/drafters")
+@router.get("/v1/drafters", responses=errors(401))
 async def list_drafters(served: Served) -> dict[str, Any]:
     """Who can draft, within which limits."""
     resolver = served.resolver

@@ -9,17 +9,18 @@ from fastapi import APIRouter
 
 from server.endpoints import Served, Services
 from server.errors import unknown_model
+from server.openapi import errors
 
 router = APIRouter(tags=["catalogue"])
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=errors(401))
 async def list_models(served: Served) -> dict[str, Any]:
     """What is served."""
     return {"object": "list", "data": [_card(served)]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=errors(401, 404))
 async def retrieve_model(name: str, served: Served) -> dict[str, Any]:
     """The card of the model served."""
     if name != served.model_name:

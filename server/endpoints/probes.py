@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from server.endpoints import Served
 from server.version import server_version
@@ -11,7 +11,7 @@ from server.version import server_version
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/health")
+@router.get("/health", responses={503: {"description": "The engine is dead."}})
 async def health(served: Served) -> JSONResponse:
     """200 while the event loop answers and the engine lives and steps: restart the server if not."""
     if not served.engine.is_alive:
@@ -21,7 +21,7 @@ async def health(served: Served) -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/ready")
+@router.get("/ready", responses={503: {"description": "Not yet, or no more."}})
 async def ready(served: Served) -> JSONResponse:
     """200 while requests are taken: send no traffic if not."""
     if not (served.serving and served.engine.is_alive) or served.is_hung:
@@ -35,7 +35,7 @@ async def version() -> dict[str, str]:
     return {"version": server_version()}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def show_metrics(request: Request, served: Served) -> Response:
     """Figures for Prometheus."""
     content, content_type = await served.metrics.expose(request.headers.get("accept", ""))

@@ -51,6 +51,14 @@ class CompletionTokensDetails(TypedDict):
     rejected_prediction_tokens: int
 
 
+class RunningUsage(TypedDict):
+    """Of a request that goes on: the tokens of all its choices so far."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
 class Usage(TypedDict):
     """A prompt counts once however many choices it has; tokens a stop string cut off do not
     count. ``completion_tokens_details`` is there for requests with a ``prediction``.
@@ -62,6 +70,14 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: NotRequired[CompletionTokensDetails]
     speculative: SpeculativeUsage
+
+
+def running_usage(num_prompt_tokens: int, num_completion_tokens: int) -> RunningUsage:
+    return RunningUsage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_completion_tokens,
+        total_tokens=num_prompt_tokens + num_completion_tokens,
+    )
 
 
 def build_usage(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
@@ -18,7 +18,7 @@ from engine.events import TokenLogprobs
 from server.plan import RequestPlan
 from server.reply.choices import ChoiceDelta, FinishReason, ReplyToken
 from server.reply.token_texts import TokenTexts
-from server.reply.usage import Usage
+from server.reply.usage import RunningUsage, Usage, running_usage
 
 
 class DraftedToken(TypedDict):
@@ -29,6 +29,18 @@ class DraftedToken(TypedDict):
     drafted: bool
 
 
+class PromptLogprob(TypedDict):
+    """``rank``: 1 for the likeliest; null for a token of the prompt beyond those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt, by token id; null for the first, since nothing comes before it."""
+
+
 class Ending(TypedDict):
     """What the choices of all replies end with."""
 
@@ -36,6 +48,7 @@ class Ending(TypedDict):
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
     tokens: NotRequired[list[DraftedToken]]
     num_steps: NotRequired[int]
     num_draft_tokens: NotRequired[int]
@@ -117,26 +130,43 @@ class Envelope(TypedDict):
     seed: int
 
 
-class CompletionChunk(Envelope):
+class CompletionReply(Envelope):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
-class Completion(CompletionChunk):
-    """A whole reply; also a stream's chunk with the usage."""
+class CompletionChunk(CompletionReply):
+    """``usage``: in the last one, of those that were asked for; or in every one, so far."""
+
+    usage: NotRequired[Usage | RunningUsage]
+
+
+class Completion(CompletionReply):
+    """A whole reply."""
 
     usage: Usage
 
 
-class ChatCompletion(Envelope):
+class ChatReply(Envelope):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
 
 
-class ChatChunk(Envelope):
+class ChatCompletion(ChatReply):
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class ChatReplyChunk(Envelope):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+
+
+class ChatChunk(ChatReplyChunk):
+    """``usage``: in the last one, of those that were asked for; or in every one, so far."""
+
+    usage: NotRequired[Usage | RunningUsage]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 def fold(deltas: Iterable[ChoiceDelta], num_choices: int) -> list[ChoiceDelta]:
@@ -174,12 +204,17 @@ class Writer(ABC):
         self._shows_tokens = (
             plan.return_token_ids or plan.return_drafted or plan.num_logprobs is not None
         )
+        self._num_written = 0
 
     def chunk(self, delta: ChoiceDelta) -> Mapping[str, Any] | None:
         """A streamed chunk; None for a delta of tokens that add no text and were not asked for."""
-        if delta.first or delta.end or delta.text or (delta.tokens and self._shows_tokens):
-            return self._chunk([delta])
-        return None
+        self._num_written += len(delta.tokens)
+        if not (delta.first or delta.end or delta.text or (delta.tokens and self._shows_tokens)):
+            return None
+        chunk = self._chunk([delta])
+        if not self.plan.continuous_usage:
+            return chunk
+        return {**chunk, "usage": running_usage(self.plan.num_prompt_tokens, self._num_written)}
 
     def usage_chunk(self, usage: Usage) -> Mapping[str, Any]:
         return {**self._chunk([]), "usage": usage}
@@ -199,6 +234,35 @@ class Writer(ABC):
             "system_fingerprint": self._fingerprint,
             "seed": self.plan.seed,
         }
+
+    def _prompt_logprobs(self, delta: ChoiceDelta) -> PromptLogprobs | None:
+        """Those asked for, where the delta brings them."""
+        num = self.plan.num_prompt_logprobs
+        if num is None or delta.prompt_logprobs is None:
+            return None
+        return [
+            None if each is None else self._prompt_entries(each, num)
+            for each in delta.prompt_logprobs
+        ]
+
+    def _prompt_entries(self, found: TokenLogprobs, num: int) -> dict[str, PromptLogprob]:
+        ranked: list[tuple[int, float, int | None]] = [
+            (*each, rank) for rank, each in enumerate(found.top, 1)
+        ]
+        own = [each for each in ranked if each[0] == found.token_id]
+        shown = [*(own or [(found.token_id, found.logprob, None)]), *ranked[:num]]
+        return {
+            str(token_id): PromptLogprob(
+                logprob=logprob, rank=rank, decoded_token=self._texts.text(token_id)
+            )
+            for token_id, logprob, rank in shown
+        }
+
+    def _name(self, token_id: int) -> str:
+        """Of a token in logprobs."""
+        if self.plan.tokens_as_ids:
+            return f"token_id:{token_id}"
+        return self._texts.text(token_id)
 
     def _ending(self, delta: ChoiceDelta) -> Ending:
         """The fields of ``Ending`` that apply to this delta."""
@@ -223,7 +287,7 @@ class Writer(ABC):
 class CompletionWriter(Writer):
     """``/v1/completions``: a chunk has the shape of the whole."""
 
-    def _chunk(self, deltas: Sequence[ChoiceDelta]) -> CompletionChunk:
+    def _chunk(self, deltas: Sequence[ChoiceDelta]) -> CompletionReply:
         return {
             **self._envelope("cmpl"),
             "object": "text_completion",
@@ -234,21 +298,23 @@ class CompletionWriter(Writer):
         return {**self._chunk(choices), "usage": usage}
 
     def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
-        echoed = self.plan.prompt_of(delta.index).text if self.plan.echo and delta.first else ""
-        return {
+        choice: CompletionChoice = {
             "index": delta.index,
-            "text": echoed + delta.text,
+            "text": (self.plan.echoed(delta.index) if delta.first else "") + delta.text,
             "logprobs": self._logprobs(delta),
             **self._ending(delta),
         }
+        if (found := self._prompt_logprobs(delta)) is not None:
+            choice["prompt_logprobs"] = found
+        return choice
 
     def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs | None:
         if self.plan.num_logprobs is None:
             return None
         block = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        if delta.prompt_logprobs is not None:
+        if self.plan.echo and delta.prompt_logprobs is not None:
             self._add_prompt(block, delta)
-        start = len(self.plan.prompt_of(delta.index).text) if self.plan.echo else 0
+        start = len(self.plan.echoed(delta.index))
         for token in delta.tokens:
             self._add(block, token.token_id, token.logprobs, start + token.start)
         return block
@@ -276,32 +342,40 @@ class CompletionWriter(Writer):
         logprobs: TokenLogprobs | None,
         offset: int,
     ) -> None:
-        block["tokens"].append(self._texts.text(token_id))
+        block["tokens"].append(self._name(token_id))
         block["text_offset"].append(offset)
         block["token_logprobs"].append(None if logprobs is None else logprobs.logprob)
-        if logprobs is None or not self.plan.num_logprobs:
+        if logprobs is None:
             block["top_logprobs"].append(None)
             return
-        top = {self._texts.text(top_id): logprob for top_id, logprob in logprobs.top}
+        shown = logprobs.top[: self.plan.num_logprobs]
+        top = {self._name(top_id): logprob for top_id, logprob in shown}
         # OpenAI lists the chosen token too, so there may be one entry more than was asked for.
-        top.setdefault(self._texts.text(token_id), logprobs.logprob)
+        top.setdefault(self._name(token_id), logprobs.logprob)
         block["top_logprobs"].append(top)
 
 
 class ChatWriter(Writer):
     """``/v1/chat/completions``."""
 
-    def _chunk(self, deltas: Sequence[ChoiceDelta]) -> ChatChunk:
-        return {
+    def _chunk(self, deltas: Sequence[ChoiceDelta]) -> Mapping[str, Any]:
+        chunk: ChatReplyChunk = {
             **self._envelope("chatcmpl"),
             "object": "chat.completion.chunk",
             "choices": [self._chunk_choice(delta) for delta in deltas],
         }
+        return {**chunk, **self._prompt_logprobs_of(deltas)}
+
+    def _prompt_logprobs_of(self, deltas: Sequence[ChoiceDelta]) -> Mapping[str, Any]:
+        """As a field, if at all: all choices have one prompt, so they come once, with the first."""
+        is_first = bool(deltas) and deltas[0].index == 0
+        found = self._prompt_logprobs(deltas[0]) if is_first else None
+        return {} if found is None else {"prompt_logprobs": found}
 
     def _chunk_choice(self, delta: ChoiceDelta) -> ChatChunkChoice:
         shown: ChatDelta = {"role": "assistant"} if delta.first else {}
         if delta.text or delta.first:
-            shown["content"] = delta.text
+            shown["content"] = (self.plan.echoed(delta.index) if delta.first else "") + delta.text
         return {
             "index": delta.index,
             "delta": shown,
@@ -309,18 +383,22 @@ class ChatWriter(Writer):
             **self._ending(delta),
         }
 
-    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> ChatCompletion:
-        return {
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
+        reply: ChatReply = {
             **self._envelope("chatcmpl"),
             "object": "chat.completion",
             "choices": [self._choice(choice) for choice in choices],
             "usage": usage,
         }
+        return {**reply, **self._prompt_logprobs_of(choices)}
 
     def _choice(self, choice: ChoiceDelta) -> ChatChoice:
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text},
+            "message": {
+                "role": "assistant",
+                "content": self.plan.echoed(choice.index) + choice.text,
+            },
             "logprobs": self._logprobs(choice.tokens),
             **self._ending(choice),
         }
@@ -338,7 +416,7 @@ class ChatWriter(Writer):
 
     def _entry(self, token_id: int, logprob: float) -> TopLogprob:
         return TopLogprob(
-            token=self._texts.text(token_id),
+            token=self._name(token_id),
             logprob=logprob,
             bytes=list(self._texts.token_bytes(token_id)),
         )

@@ -6,21 +6,26 @@ gives a 400 with a reason and leaving it out (or null) is fine: nothing is accep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from annotated_types import MaxLen
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     PlainValidator,
     ValidationError,
     WithJsonSchema,
     create_model,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
@@ -31,7 +36,9 @@ Model = TypeVar("Model", bound=BaseModel)
 class Body(BaseModel):
     """``unsupported``: fields known from OpenAI or vLLM and refused, with the reason.
 
-    ``fixed``: fields of which only these values mean what this server does anyway.
+    ``fixed``: fields of which only these values mean what this server does anyway. Null is the same as
+    leaving a field out, for all that may be left out. How many items a list may have is looked at
+    before any of them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -41,27 +48,78 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
+    def _without_what_is_left_out(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        own = cls._fields_by_name()
+        kept: dict[Any, Any] = {}
         findings: list[InitErrorDetails] = []
-        kept = dict(data)
         for name, value in data.items():
-            if name in cls.unsupported and name not in cls.model_fields:
-                kept.pop(name)
-                if value is not None:
-                    findings.append(_detail(name, f"is not supported: {cls.unsupported[name]}"))
-            elif name in cls.fixed:
-                kept.pop(name)
-                # bool is an int to Python: ``0 in (False,)`` must not pass for false.
-                allowed = cls.fixed[name]
-                if value is not None and not any(
-                    type(value) is type(each) and value == each for each in allowed
-                ):
-                    findings.append(_detail(name, f"only {_either(allowed)} is supported"))
+            field = own.get(name)
+            is_known = field is not None or name in cls.unsupported or name in cls.fixed
+            if value is None and is_known and not (field is not None and field.is_required()):
+                continue
+            message = cls._refusal(field, name, value)
+            if message is not None:
+                findings.append(_detail(name, message))
+            elif name not in cls.fixed:
+                kept[name] = value
         if findings:
             raise ValidationError.from_exception_data(cls.__name__, findings)
         return kept
+
+    @classmethod
+    def _fields_by_name(cls) -> dict[str, FieldInfo]:
+        """As clients name them."""
+        return {each.alias or name: each for name, each in cls.model_fields.items()}
+
+    @classmethod
+    def _refusal(cls, field: FieldInfo | None, name: str, value: Any) -> str | None:
+        """What rules a value out before its type is looked at."""
+        if field is not None:
+            most = _most_items(field.annotation, field.metadata)
+            if most is not None and isinstance(value, list | dict) and len(value) > most:
+                return f"takes at most {most} items, not {len(value)}"
+        elif name in cls.unsupported:
+            return f"is not supported: {cls.unsupported[name]}"
+        elif name in cls.fixed:
+            # bool is an int to Python: ``0 in (False,)`` must not pass for false.
+            allowed = cls.fixed[name]
+            if not any(type(value) is type(each) and value == each for each in allowed):
+                return f"only {_either(allowed)} is supported"
+        return None
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described).get("properties", {})
+        for name, field in cls._fields_by_name().items():
+            if name in properties and not field.is_required():
+                properties[name] = _or_null(properties[name])
+        return described
+
+
+_NULL = {"type": "null"}
+_ABOUT_FIELDS = ("title", "description", "default")
+
+
+def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
+    """A field's schema in which null stands for its absence."""
+    if _NULL in schema.get("anyOf", []):
+        return schema
+    about = {name: schema[name] for name in _ABOUT_FIELDS if name in schema}
+    value = {name: each for name, each in schema.items() if name not in about}
+    return {"anyOf": [*(value["anyOf"] if value.keys() == {"anyOf"} else [value]), _NULL], **about}
+
+
+def _most_items(annotation: Any, metadata: Iterable[Any]) -> int | None:
+    """The ``MaxLen`` of a field that may be None."""
+    found = [each.max_length for each in metadata if isinstance(each, MaxLen)]
+    for part in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ():
+        found += [each for each in (_most_items(part, getattr(part, "__metadata__", ())),) if each]
+    return found[0] if found else None
 
 
 def described_by(
@@ -144,11 +202,11 @@ def _parse_prompt(value: object) -> list[str] | list[list[int]]:
 
 
 def _parse_stop(value: object) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else [] if value is None else value
+    stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"takes at most {MAX_STOP_STRINGS} strings")
     if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
         raise ValueError("must be a string or a list of strings")
-    if len(stops) > MAX_STOP_STRINGS:
-        raise ValueError(f"takes at most {MAX_STOP_STRINGS} strings")
     if any(not 1 <= len(item) <= MAX_STOP_CHARS for item in stops):
         raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARS} characters")
     return tuple(stops)
@@ -164,5 +222,5 @@ PromptField = Annotated[
 StopField = Annotated[
     Any,
     PlainValidator(_parse_stop),
-    WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]}),
 ]

@@ -1,4 +1,5 @@
-"""Large bodies are read in processes of their own: parsed, checked, templated and tokenized there.
+"""Bodies are read here: small ones on the event loop, large ones in processes of their own: parsed,
+checked, templated and tokenized there.
 
 Each of these may take seconds for a body of some megabytes, mostly under the interpreter's lock, and
 would keep every other request's tokens waiting. What comes back is what the event loop would have
@@ -8,7 +9,6 @@ made of the body: a plan, or the same refusal.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import multiprocessing
 import os
@@ -19,18 +19,20 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from server.errors import ApiError, from_validation
+from server.errors import ApiError
 from server.plan import RequestPlan
-from server.request.protocol import ChatRequest, CompletionRequest
+from server.request.body import Body
+from server.request.parsing import check_content_type, parse
+from server.request.protocol import SamplingFields
 from server.request.translate import Translator
 
 logger = logging.getLogger(__name__)
@@ -38,43 +40,54 @@ logger = logging.getLogger(__name__)
 LARGE = 16 << 10
 """Bytes. What is not larger takes the event loop a few milliseconds at worst."""
 _NICENESS = 10
+_ENVELOPE_BYTES = 1 << 20
 CLIENT_GONE_STATUS = 499
+
+
+def default_body_bytes(max_model_len: int, tokenizer: Any) -> int:
+    """Bytes that a body may have: what two texts can have that fill the context, the prompt and the
+    prediction, and room for all that stands around them."""
+    # At least the longest token's bytes, since vocabularies stand for bytes by characters.
+    longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+    return _ENVELOPE_BYTES + 2 * max_model_len * longest
 
 
 @dataclass(frozen=True, slots=True)
 class LargeBody:
     """JSON that nobody has looked at, to become a request of this kind."""
 
-    kind: type[CompletionRequest | ChatRequest]
+    kind: type[Body]
     content: bytes
 
 
-class LargeBodyRoute(APIRoute):
-    """Hands a large body of JSON to the endpoint unread, as ``LargeBody``."""
+class BodyRoute(APIRoute):
+    """Reads a body of JSON, and hands it to the endpoint as the model that its ``body`` is annotated
+    with; a large one unread, as ``LargeBody``. The endpoint's other parameters are the request and
+    ``Served``.
+
+    FastAPI's own reading knows neither where a body ceases to be JSON, nor large ones.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        usual = super().get_route_handler()
-        kind = get_type_hints(self.endpoint)["body"]
+        kind: type[Body] = get_type_hints(self.endpoint)["body"]
 
         async def handle(request: Request) -> Response:
             try:
                 content = await request.body()
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE_STATUS)
-            if len(content) <= LARGE or not _is_json(request):
-                return await usual(request)
-            body = LargeBody(kind, content)
+            check_content_type(request.headers.get("content-type", ""))
+            is_large = len(content) > LARGE
+            body = LargeBody(kind, content) if is_large else parse(kind, content)
             response: Response = await self.endpoint(body, request, request.app.state.services)
             return response
 
         return handle
 
 
-def _is_json(request: Request) -> bool:
-    """As FastAPI judges: other bodies it does not parse."""
-    main, _, sub = request.headers.get("content-type", "").partition(";")[0].partition("/")
-    sub = sub.strip().lower()
-    return main.strip().lower() == "application" and (sub == "json" or sub.endswith("+json"))
+Result = TypeVar("Result")
+Work = Callable[[Translator, Any], Result]
+"""What is to be made of a body that is a model by then; from a module's top, so that it can be sent."""
 
 
 class BodyReader:
@@ -91,18 +104,20 @@ class BodyReader:
         if pool := self._get_pool():
             pool.submit(os.getpid)
 
-    async def plan(
-        self, body: CompletionRequest | ChatRequest | LargeBody, arrival_time: float
-    ) -> RequestPlan:
+    async def plan(self, body: SamplingFields | LargeBody, arrival_time: float) -> RequestPlan:
         """Raises ApiError."""
+        return await self.read(body, partial(_plan, arrival_time=arrival_time))
+
+    async def read(self, body: Body | LargeBody, work: Work[Result]) -> Result:
+        """What ``work`` makes of the body. Raises ApiError."""
         if not isinstance(body, LargeBody):
-            return self._translator.plan(body, arrival_time)
+            return work(self._translator, body)
         pool = self._get_pool()
         if pool is None:
-            return read(self._translator, body, arrival_time)
+            return work(self._translator, parse(body.kind, body.content))
         try:
             loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(pool, _read_here, body, arrival_time)
+            found = await loop.run_in_executor(pool, _read_here, body, work)
         except BrokenProcessPool as error:
             # The next one gets a new pool. Which body broke it is not known: all that it had are refused.
             if self._pool is pool:
@@ -135,20 +150,8 @@ class BodyReader:
         return self._pool
 
 
-def read(translator: Translator, body: LargeBody, arrival_time: float) -> RequestPlan:
-    """What FastAPI and the endpoint do with a small one. Raises ApiError."""
-    try:
-        data = json.loads(body.content)
-    except json.JSONDecodeError as error:
-        found = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error"}
-        raise from_validation([found]) from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, "There was an error parsing the body") from error
-    try:
-        request = body.kind.model_validate(data)
-    except ValidationError as error:
-        raise from_validation(error.errors(include_url=False)) from error
-    return translator.plan(request, arrival_time)
+def _plan(translator: Translator, body: SamplingFields, *, arrival_time: float) -> RequestPlan:
+    return translator.plan(body, arrival_time)
 
 
 # --- in the pool ---
@@ -174,9 +177,9 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _read_here(body: LargeBody, arrival_time: float) -> RequestPlan | ApiError:
+def _read_here(body: LargeBody, work: Work[Result]) -> Result | ApiError:
     assert _translator is not None
     try:
-        return read(_translator, body, arrival_time)
+        return work(_translator, parse(body.kind, body.content))
     except ApiError as error:
         return error

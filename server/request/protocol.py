@@ -21,37 +21,49 @@ from server.request.speculative import SpeculativeField
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_COUNT = 2**31 - 1
+MAX_MESSAGES = 1 << 14
 
+_TEXT_ONLY = "text only"
+_NOT_MOVED = "keys and values stay in this server"
 _UNSUPPORTED = {
     "metadata": "nothing is stored here",
-    "service_tier": "use 'priority'",
     "stream_interval": "a chunk is sent for each step",
-    "prompt_logprobs": "use 'echo' with 'logprobs' on /v1/completions",
     "guided_json": "use 'structured_outputs'",
     "guided_regex": "use 'structured_outputs'",
     "guided_choice": "use 'structured_outputs'",
     "guided_grammar": "use 'structured_outputs'",
     "use_beam_search": "tokens are sampled",
     "length_penalty": "it belongs to beam search",
-    "truncate_prompt_tokens": "shorten the prompt before sending it",
-    "allowed_token_ids": "use 'logit_bias'",
+    "logprob_token_ids": "use 'logprobs', which reports the likeliest tokens",
+    "logits_processors": "the server runs no code of its clients",
+    "repetition_detection": "use 'frequency_penalty' or 'repetition_penalty'",
+    "thinking_token_budget": "use 'max_tokens'",
+    "request_id": "send it as the header 'X-Request-Id'",
+    "session_id": "use 'cache_salt' for whom, and 'user' for the log",
+    "return_weight_versions": "the weights are those loaded at start",
+    "vllm_xargs": "use 'speculative.options' for the drafter's",
+    "kv_transfer_params": _NOT_MOVED,
+    "ec_transfer_params": _NOT_MOVED,
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "media_io_kwargs": _TEXT_ONLY,
 }
 _FIXED: dict[str, tuple[Any, ...]] = {
     "store": (False,),
+    "service_tier": ("auto", "default"),
+    # What else there is concerns tokenizers written in Python.
+    "spaces_between_special_tokens": (True,),
 }
 
 
 class StreamOptions(Body):
     """``include_usage``: one more chunk before ``[DONE]``, without choices, with the request's
-    usage.
+    usage. ``continuous_usage_stats``: every chunk counts the tokens so far.
     """
 
-    unsupported: ClassVar[dict[str, str]] = {
-        "continuous_usage_stats": "usage comes once, in the last chunk",
-        "include_obfuscation": "chunks are not padded",
-    }
+    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 def _parse_content(value: object) -> str:
@@ -94,7 +106,7 @@ def _with_processors(model: type[_Model]) -> type[_Model]:
     return with_fields(
         model,
         {
-            each.name: (each.type | None, Field(default=each.default, description=each.description))
+            each.name: (each.type, Field(default=each.default, description=each.description))
             for each in parameters()
         },
     )
@@ -127,6 +139,27 @@ class SamplingFields(Body):
     )
     user: str | None = Field(
         default=None, max_length=256, description="Written to the request log."
+    )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Likeliest tokens reported for each place of the prompt.",
+    )
+    return_tokens_as_token_ids: bool = Field(
+        default=False, description="Name tokens 'token_id:ID' in logprobs."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        default=None,
+        ge=-1,
+        le=MAX_COUNT,
+        description="Keep so many of a prompt's tokens; -1: what there is room for.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="Where tokens are cut off; default left."
+    )
+    allow_special_tokens: bool = Field(
+        default=False, description="Special tokens that texts spell are such tokens."
     )
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -165,6 +198,9 @@ class CompletionRequest(SamplingFields):
         description="Likeliest tokens reported next to each token.",
     )
     add_special_tokens: bool = Field(default=True, description="Let the tokenizer add its BOS.")
+    allow_special_tokens: bool = Field(
+        default=True, description="Special tokens that the prompt spells are such tokens."
+    )
 
 
 _NO_TOOLS = "tool calls are not available"
@@ -178,9 +214,9 @@ class ChatMessage(Body):
         "tool_calls": _NO_TOOLS,
         "tool_call_id": _NO_TOOLS,
         "function_call": _NO_TOOLS,
-        "audio": "text only",
+        "audio": _TEXT_ONLY,
         "refusal": "send the text as 'content'",
-        "annotations": "text only",
+        "annotations": _TEXT_ONLY,
         "reasoning_content": "send the text as 'content'",
     }
 
@@ -188,7 +224,21 @@ class ChatMessage(Body):
     content: ContentField
 
 
-class ChatRequest(SamplingFields):
+class TemplateFields(Body):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool = Field(
+        default=True, description="Let the template begin the assistant's turn."
+    )
+    continue_final_message: bool = Field(
+        default=False, description="Go on in the last message; without a generation prompt."
+    )
+    chat_template_kwargs: dict[str, JsonValue] | None = Field(
+        default=None, description="Variables of the tokenizer's chat template."
+    )
+
+
+class ChatRequest(SamplingFields, TemplateFields):
     """``POST /v1/chat/completions``."""
 
     unsupported: ClassVar[dict[str, str]] = _UNSUPPORTED | {
@@ -196,28 +246,61 @@ class ChatRequest(SamplingFields):
         "functions": _NO_TOOLS,
         "function_call": _NO_TOOLS,
         "parallel_tool_calls": _NO_TOOLS,
-        "audio": "text only",
+        "audio": _TEXT_ONLY,
         "reasoning_effort": "the chat template decides; see 'chat_template_kwargs'",
         "verbosity": "say it in a message",
         "web_search_options": "the server reads nothing from the web",
         "prompt_cache_key": "use 'cache_salt'",
         "safety_identifier": "use 'user'",
         "chat_template": "the tokenizer's own template is used",
-        "documents": "use 'chat_template_kwargs'",
+        "documents": "write them into a message",
+        "return_prompt_text": "use 'return_token_ids' and /detokenize",
+        "prompt_cache_retention": "the prefix cache keeps what there is room for",
     }
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = _FIXED | {
         "modalities": (["text"],),
         "tool_choice": ("none",),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(
         default=None, ge=1, le=MAX_COUNT, description="Default: what the context has room for."
     )
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    echo: bool = Field(
+        default=False, description="Begin with the last message, the assistant's own."
+    )
     add_special_tokens: bool = Field(default=False, description="Templates write their own BOS.")
+
+
+class TokenizeRequest(TemplateFields):
+    """``POST /tokenize``: of a ``prompt`` as ``/v1/completions`` takes it, or of ``messages`` as
+    ``/v1/chat/completions`` does.
+    """
+
+    unsupported: ClassVar[dict[str, str]] = {
+        "chat_template": ChatRequest.unsupported["chat_template"],
+        "documents": ChatRequest.unsupported["documents"],
+        "tools": _NO_TOOLS,
+        "mm_processor_kwargs": _TEXT_ONLY,
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = Field(
+        default=None, description="Default: true for a prompt, false for messages."
+    )
+    allow_special_tokens: bool | None = Field(
+        default=None, description="Default: true for a prompt, false for messages."
+    )
+    return_token_strs: bool = Field(default=False, description="The tokens' texts, too.")
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]

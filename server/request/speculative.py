@@ -53,7 +53,7 @@ def _parse_adaptive(value: object) -> object:
 
 def _parse_verification(value: object) -> object:
     known = about("verification")["choices"]
-    if value in known:
+    if isinstance(value, str) and value in known:
         return value
     raise ValueError(f"must be one of: {', '.join(known)}")
 

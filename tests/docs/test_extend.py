@@ -176,8 +176,8 @@ def test_the_backend_serves_and_is_said(client: httpx.Client) -> None:
 
 
 def test_the_endpoint_is_part_of_the_application(client: httpx.Client) -> None:
-    assert "/v1/detokenize" in client.get("/openapi.json").json()["paths"]
-    reply = client.post("/v1/detokenize", json={"token_ids": []})
+    assert "/v1/pieces" in client.get("/openapi.json").json()["paths"]
+    reply = client.post("/v1/pieces", json={"token_ids": []})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "token_ids"
 
@@ -191,7 +191,7 @@ def test_help_and_the_generated_tables_name_them_all(project: Path) -> None:
     api = (project / "docs" / "api.md").read_text(encoding="utf-8")
     settings = (project / "docs" / "settings.md").read_text(encoding="utf-8")
     assert {
-        name for name in ("no_repeat_ngram_size", "aimd", "/v1/detokenize") if name not in api
+        name for name in ("no_repeat_ngram_size", "aimd", "/v1/pieces") if name not in api
     } == set()
     assert "--drafter.echo.most" in settings
 

@@ -8,6 +8,7 @@ from typing import Any
 from engine.params import GenerationRequest
 from server.request.body import Body
 from server.request.protocol import ChatRequest, CompletionRequest
+from worlds.scripted_engine import EOS, USER
 
 TEXT = "hello wörld. the end"
 
@@ -93,6 +94,33 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
     "priority": ({"priority": -2}, lambda o: o.request.priority == -2),
     "cache_salt": ({"cache_salt": "tenant"}, lambda o: o.request.cache_salt == "tenant"),
     "user": ({"user": "someone"}, lambda o: "user='someone'" in o.log),
+    "prompt_logprobs": (
+        {"prompt_logprobs": 1},
+        lambda o: (
+            (o.choice.get("prompt_logprobs") or o.reply["prompt_logprobs"])[1].keys()
+            == {str(o.request.prompt_token_ids[1])}
+        ),
+    ),
+    "truncate_prompt_tokens": (
+        {"truncate_prompt_tokens": 1},
+        lambda o: len(o.request.prompt_token_ids) == 1,
+    ),
+    "truncation_side": (
+        {"truncate_prompt_tokens": 1, "truncation_side": "right"},
+        lambda o: o.request.prompt_token_ids[0] in (97, USER),
+    ),
+    "allowed_token_ids": (
+        {"allowed_token_ids": [7, 5]},
+        lambda o: o.sampling.further.get("allowed_token_ids") == (7, 5),
+    ),
+    "response_format": (
+        {"response_format": {"type": "json_object"}},
+        lambda o: o.sampling.grammar != "",
+    ),
+    "structured_outputs": (
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        lambda o: o.sampling.grammar != "",
+    ),
     "stream": ({"stream": True}, lambda o: o.raw.startswith("data: ")),
     "stream_options": (
         {"stream": True, "stream_options": {"include_usage": True}},
@@ -115,6 +143,14 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
 
 
 COMPLETION_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
+    "return_tokens_as_token_ids": (
+        {"return_tokens_as_token_ids": True, "logprobs": 1},
+        lambda o: "token_id:104" in o.raw,
+    ),
+    "allow_special_tokens": (
+        {"prompt": "<|user|>", "allow_special_tokens": False},
+        lambda o: o.request.prompt_token_ids == tuple(b"<|user|>"),
+    ),
     "prompt": ({"prompt": [1, 2, 3]}, lambda o: o.request.prompt_token_ids == (1, 2, 3)),
     "echo": ({"echo": True}, lambda o: o.text == "ab" + TEXT),
     "logprobs": (
@@ -127,6 +163,18 @@ COMPLETION_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
 
 
 CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
+    "return_tokens_as_token_ids": (
+        {"return_tokens_as_token_ids": True, "logprobs": True},
+        lambda o: "token_id:104" in o.raw,
+    ),
+    "allow_special_tokens": (
+        {"messages": [{"role": "user", "content": "</s>"}], "allow_special_tokens": True},
+        lambda o: EOS in o.request.prompt_token_ids,
+    ),
+    "echo": (
+        {"messages": [{"role": "assistant", "content": "ab"}], "echo": True},
+        lambda o: o.text == "ab" + TEXT,
+    ),
     "messages": (
         {"messages": [{"role": "system", "content": "zz"}, {"role": "user", "content": "ab"}]},
         lambda o: (
@@ -164,19 +212,24 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
 
 # Accepted for their meaning, which the server has anyway; another value is a 400.
 WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "service_tier": ("auto", "flex"),
+    "spaces_between_special_tokens": (True, False),
     "model": ("test/scripted", "gpt-4"),
     "store": (False, True),
-    "response_format": ({"type": "text"}, {"type": "json_schema", "json_schema": {}}),
 }
 
 
 COMPLETION_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "service_tier": ("auto", "flex"),
+    "spaces_between_special_tokens": (True, False),
     "best_of": (1, 2),
     "add_special_tokens": (True, "yes"),
 }
 
 
 CHAT_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "service_tier": ("auto", "flex"),
+    "spaces_between_special_tokens": (True, False),
     "modalities": (["text"], ["text", "audio"]),
     "tool_choice": ("none", "auto"),
     "add_special_tokens": (False, "no"),

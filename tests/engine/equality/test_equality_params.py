@@ -38,6 +38,9 @@ PARAMS = {
     "top_k_top_p_min_p": replace(SAMPLED, temperature=1.3, top_k=9, top_p=0.8, min_p=0.02),
     "top_n_sigma": replace(SAMPLED, top_p=0.95, further={"top_n_sigma": 1.5}),
     "logit_bias": replace(GREEDY, logit_bias={13: -100.0, 46: 4.0, 35: -2.5}),
+    "allowed": replace(
+        SAMPLED, further={"allowed_token_ids": (9, 10, 11, 12, 14, 15, 35, 36, 40, 46)}
+    ),
     "bad_token": replace(GREEDY, bad_words_token_ids=((14,), (36,))),
     "bad_sequence": replace(GREEDY, bad_words_token_ids=((10, 11), (13, 14, 15), (36, 37))),
     "second_choice": replace(SAMPLED, choice_index=1),

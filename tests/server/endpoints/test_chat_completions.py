@@ -106,17 +106,6 @@ async def test_a_tokenizer_without_a_template_is_a_400(connect: Connect) -> None
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{{ raise_exception('roles must alternate') }}", "{{ messages[7].content }}"],
-)
-async def test_what_the_template_refuses_is_a_400(connect: Connect, template: str) -> None:
-    async with connect(ScriptedEngine(), byte_tokenizer(template)) as client:
-        refused = await client.post("/chat/completions", json={"messages": MESSAGES})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "messages"
-
-
-@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -197,3 +186,51 @@ async def test_predictions_without_effect_are_refused(
         reply = await client.post("/chat/completions", json={"messages": MESSAGES, **body})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == field
+
+
+async def test_prompt_logprobs_come_once_for_all_choices(connect: Connect) -> None:
+    body = {"messages": MESSAGES, "prompt_logprobs": 2, "n": 2}
+    engine = ScriptedEngine("ab")
+    async with connect(engine) as client:
+        reply = (await client.post("/chat/completions", json=body)).json()
+        *chunks, _ = events(
+            (await client.post("/chat/completions", json=body | {"stream": True})).text
+        )
+    first, second, *_ = reply["prompt_logprobs"]
+    token_id = engine.requests[0].prompt_token_ids[1]
+    assert first is None
+    assert second == {
+        str(token_id): {"logprob": -0.5, "rank": 1, "decoded_token": chr(token_id)},
+        str(token_id + 1): {"logprob": -1.5, "rank": 2, "decoded_token": chr(token_id + 1)},
+    }
+    assert len(reply["prompt_logprobs"]) == len(engine.requests[0].prompt_token_ids)
+    found = [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk]
+    assert found == [reply["prompt_logprobs"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_is_the_last_message(connect: Connect, stream: bool) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "so: "}]
+    body = {"messages": messages, "echo": True, "stream": stream}
+    fields = {"add_generation_prompt": False, "continue_final_message": True}
+    async with connect(ScriptedEngine(TEXT)) as client:
+        reply = await client.post("/chat/completions", json=body | fields)
+        refused = await client.post("/chat/completions", json=body | {"messages": MESSAGES})
+    if stream:
+        deltas = [each["choices"][0]["delta"] for each in events(reply.text)[:-1]]
+        assert "".join(each.get("content", "") for each in deltas) == "so: " + TEXT
+    else:
+        assert reply.json()["choices"][0]["message"]["content"] == "so: " + TEXT
+    assert refused.json()["error"]["param"] == "echo"
+
+
+async def test_tokens_may_be_named_by_their_ids(connect: Connect) -> None:
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
+    body["return_tokens_as_token_ids"] = True
+    async with connect(ScriptedEngine("a")) as client:
+        reply = (await client.post("/chat/completions", json=body)).json()
+        refused = await client.post("/chat/completions", json=body | {"logprobs": None})
+    (entry,) = reply["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["top_logprobs"][0]["token"]) == ("token_id:97", "token_id:97")
+    assert entry["bytes"] == [97]
+    assert refused.status_code == 400

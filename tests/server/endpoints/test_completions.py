@@ -333,3 +333,95 @@ async def test_an_immediate_eos_still_answers(connect: Connect) -> None:
     assert whole["choices"][0]["text"] == ""
     assert whole["usage"]["completion_tokens"] == 0
     assert streamed[0]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_every_chunk_counts_the_tokens_so_far(connect: Connect) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["ab", "cde"], "n": 2, "max_tokens": 99, "stream": True}
+    async with connect(ScriptedEngine(TEXT)) as client:
+        reply = await client.post("/completions", json=body | {"stream_options": options})
+        alone = {"stream_options": {"continuous_usage_stats": True}}
+        refused = await client.post("/completions", json=body | alone)
+    *chunks, last, _ = events(reply.text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == last["usage"]["completion_tokens"]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {5}
+    assert all(
+        u["total_tokens"] == 5 + u["completion_tokens"] for u in (c["usage"] for c in chunks)
+    )
+    assert refused.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+
+
+async def test_prompt_logprobs_and_an_echo_share_what_is_scored(connect: Connect) -> None:
+    """One shows what it was asked for, whatever the other wants."""
+    engine = ScriptedEngine("a")
+    body = {"prompt": "xy", "echo": True, "logprobs": 0, "prompt_logprobs": 2}
+    async with connect(engine) as client:
+        reply = (await client.post("/completions", json=body)).json()
+        silent = (await client.post("/completions", json=body | {"echo": False})).json()
+    assert engine.requests[0].sampling.prompt_logprobs == 2
+    choice = reply["choices"][0]
+    assert choice["prompt_logprobs"][0] is None
+    assert list(choice["prompt_logprobs"][1]) == ["121", "122"]
+    assert choice["logprobs"]["tokens"] == ["x", "y", "a"]
+    assert choice["logprobs"]["top_logprobs"] == [None, {"y": -0.5}, {"a": -0.5}]
+    assert silent["choices"][0]["logprobs"]["tokens"] == ["a"]
+    assert silent["choices"][0]["prompt_logprobs"] == choice["prompt_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, "789"),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, "123"),
+        ({"truncate_prompt_tokens": 9}, "123456789"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 505}, "3456789"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 512}, "9"),
+    ],
+)
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_a_prompt_is_cut_to_so_many_tokens(
+    connect: Connect, fields: dict[str, Any], kept: str, as_ids: bool
+) -> None:
+    engine = ScriptedEngine("a")
+    prompt = [*b"123456789"] if as_ids else "123456789"
+    body = {"prompt": prompt, "echo": True, "max_tokens": 5} | fields
+    async with connect(engine) as client:
+        reply = await client.post("/completions", json=body)
+    assert reply.json()["choices"][0]["text"] == kept + "a"
+    assert reply.json()["usage"]["prompt_tokens"] == len(kept)
+    assert engine.requests[0].prompt_token_ids == tuple(kept.encode())
+
+
+async def test_a_prompt_beyond_the_context_may_be_cut(connect: Connect) -> None:
+    engine = ScriptedEngine("a")
+    async with connect(engine) as client:
+        for prompt in ("x" * 9000, [120] * 9000):
+            body = {"prompt": prompt, "truncate_prompt_tokens": 511}
+            assert (await client.post("/completions", json=body)).status_code == 200
+    assert [len(each.prompt_token_ids) for each in engine.requests] == [511, 511]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncation_side": "left"}, "truncation_side"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [270]}, "allowed_token_ids"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+    ],
+)
+async def test_what_would_have_no_effect_is_refused(
+    connect: Connect, fields: dict[str, Any], param: str
+) -> None:
+    async with connect(ScriptedEngine("a")) as client:
+        refused = await client.post("/completions", json={"prompt": "ab"} | fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

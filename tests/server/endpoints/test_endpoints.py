@@ -24,22 +24,22 @@ async def test_the_documented_file_is_a_new_endpoint(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r'```python title="\S+detokenize.py"\n(.*?)```', page, re.DOTALL)
-    (tmp_path / "detokenize.py").write_text(source, encoding="utf-8")
+    (source,) = re.findall(r'```python title="\S+pieces.py"\n(.*?)```', page, re.DOTALL)
+    (tmp_path / "pieces.py").write_text(source, encoding="utf-8")
     monkeypatch.setattr(server.endpoints, "__path__", [*server.endpoints.__path__, str(tmp_path)])
     async with connect(ScriptedEngine()) as client:
-        reply = await client.post("/detokenize", json={"token_ids": [*b"ab"]})
+        reply = await client.post("/pieces", json={"token_ids": [*b"ab"]})
         assert reply.json() == {"texts": ["a", "b"]}
-        refused = await client.post("/detokenize", json={"token_ids": [1], "colour": 1})
+        refused = await client.post("/pieces", json={"token_ids": [1], "colour": 1})
         assert refused.json()["error"]["param"] == "colour"
-        assert "/v1/detokenize" in (await client.get("http://test/openapi.json")).json()["paths"]
+        assert "/v1/pieces" in (await client.get("http://test/openapi.json")).json()["paths"]
         assert (await client.get("/models")).status_code == 200
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
-    line = "| `POST /v1/detokenize` | What each token adds to the text of all. |"
+    line = "| `POST /v1/pieces` | What each token adds to the text of all. |"
     assert line in generate.endpoints_table()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -97,9 +98,28 @@ async def test_an_unsupported_field_is_a_400_that_names_it(
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_null_is_not_given(connect: Connect, path: str) -> None:
     model, base, *_ = ENDPOINTS[path]
-    body = base | dict.fromkeys([*model.unsupported, *model.fixed])
-    async with connect(ScriptedEngine(TEXT)) as client:
-        assert (await client.post(path, json=body)).status_code == 200
+    optional = [name for name, each in model.model_fields.items() if not each.is_required()]
+    engine = ScriptedEngine(TEXT)
+    async with connect(engine) as client:
+        body = base | dict.fromkeys([*model.unsupported, *model.fixed, *optional]) | {"seed": 1}
+        reply = await client.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        await client.post(
+            path, json={name: base[name] for name in base if base[name]} | {"seed": 1}
+        )
+        nested = {
+            "speculative": dict.fromkeys(SpeculativeField.model_fields),
+            "stream_options": dict.fromkeys(["include_usage", "include_obfuscation"]),
+        }
+        reply = await client.post(path, json=base | nested | {"stream": True})
+        assert reply.status_code == 200, reply.text
+        schemas = (await client.get("http://test/openapi.json")).json()["components"]["schemas"]
+    given, left_out = (
+        dataclasses.replace(each.sampling, max_tokens=1) for each in engine.requests[:2]
+    )
+    assert given == left_out
+    for name in optional:
+        assert {"type": "null"} in schemas[model.__name__]["properties"][name]["anyOf"], name
 
 
 NASD = {"draft_strategy": "nasd"}

@@ -41,7 +41,9 @@ async def test_a_large_body_has_the_outcome_of_a_small_one(connect: Connect) -> 
         ("completions", json.dumps(COMPLETION | {"prompt": [1, 5000]}).encode()),
         ("completions", json.dumps(COMPLETION | {"speculative": {"tree_depth": -1}}).encode()),
         ("completions", json.dumps(COMPLETION | {"logit_bias": {"x": 1}}).encode()),
-        ("completions", b'{"prompt": "a", oops}'),
+        ("completions", b'{"prompt": "a",\n oops}'),
+        ("completions", b'{"prompt": "a\\ud83d"}'),
+        ("completions", b'{"n": 1' + b"1" * 5000 + b"}"),
         ("completions", b'{"prompt": "\xff"}'),
         ("completions", b"[1, 2]"),
         ("completions", b"null"),
@@ -81,7 +83,7 @@ async def test_other_requests_go_on_while_a_body_is_read(connect: Connect, body:
     content = HOSTILE
     if body == "prompt":
         content = json.dumps({"prompt": ["a b " * 20] * 88_000}).encode()
-    async with connect(engine) as client:
+    async with connect(engine, max_body_bytes=8 << 20) as client:
         headers = {"content-type": "application/json"}
         # The pool is there when the time comes.
         await client.post("completions", content=json.dumps(COMPLETION) + PADDING, headers=headers)
@@ -100,7 +102,7 @@ async def test_other_requests_go_on_while_a_body_is_read(connect: Connect, body:
 
 
 async def test_a_pool_that_was_killed_costs_its_bodies_and_no_others(connect: Connect) -> None:
-    async with connect(ScriptedEngine()) as client:
+    async with connect(ScriptedEngine(), max_body_bytes=8 << 20) as client:
         headers = {"content-type": "application/json"}
         content = json.dumps(COMPLETION) + PADDING
         assert (await client.post("completions", content=content, headers=headers)).is_success

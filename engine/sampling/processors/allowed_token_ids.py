@@ -1,0 +1,77 @@
+"""``allowed_token_ids``: the only tokens that may be written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import MaxLen, MinLen
+
+from engine.errors import RequestError
+from engine.params import SamplingParams
+from engine.sampling.processor import (
+    Facts,
+    LogitsProcessor,
+    Parameter,
+    Path,
+    Stage,
+    Vocabulary,
+    check_token_ids,
+    register,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NAME = "allowed_token_ids"
+
+
+@register
+class AllowedTokenIds(LogitsProcessor):
+    """Rules out all others, the tokens that end a text included."""
+
+    stage = Stage.FORBID
+    parameters = (
+        Parameter(
+            _NAME,
+            Annotated[list[int], MinLen(1), MaxLen(1 << 18)],
+            None,
+            "The only tokens that may be written; the end-of-sequence token is not among them unless "
+            "named.",
+        ),
+    )
+
+    def __init__(self, facts: Facts, allowed_token_ids: Sequence[int]) -> None:
+        check_token_ids(_NAME, allowed_token_ids, facts.vocab_size)
+        # The server reads what is declared here, and does without torch.
+        import torch
+
+        self._is_forbidden = torch.ones(facts.vocab_size, dtype=torch.bool)
+        self._is_forbidden[list(allowed_token_ids)] = False
+
+    @classmethod
+    def resolve(cls, values: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
+        if values[_NAME] is None:
+            return {}
+        check_token_ids(_NAME, values[_NAME], vocabulary.size)
+        return {_NAME: tuple(values[_NAME])}
+
+    @classmethod
+    def of(cls, params: SamplingParams, facts: Facts) -> LogitsProcessor | None:
+        allowed = params.get(_NAME, None)
+        if allowed is None:
+            return None
+        if params.grammar:
+            raise RequestError(_NAME, f"{_NAME}: the constraint of the output names the tokens")
+        # Where there may come a row that leaves no token at all.
+        bad = {word[-1] for word in params.bad_words_token_ids if word}
+        ends = facts.stop_token_ids if params.min_tokens else frozenset()
+        for name, ruled_out in (("bad_words", bad), ("min_tokens", bad | ends)):
+            if ruled_out.issuperset(allowed):
+                raise RequestError(_NAME, f"{_NAME}: {name} may rule out all of them")
+        return cls(facts, allowed)
+
+    def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
+        del paths
+        mask = self._is_forbidden.to(logits.device)
+        logits.masked_fill_(mask[: logits.shape[1]], float("-inf"))

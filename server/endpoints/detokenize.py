@@ -1,0 +1,28 @@
+"""``/detokenize``, as vLLM has it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from typing_extensions import TypedDict
+
+from server.endpoints import Served
+from server.openapi import REFUSED_BODY, errors
+from server.request.large_bodies import BodyRoute
+from server.request.protocol import DetokenizeRequest
+from server.request.translate import Translator
+
+router = APIRouter(tags=["tokens"], route_class=BodyRoute)
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+@router.post(
+    "/detokenize", responses={200: {"model": Detokenized}, **errors(*REFUSED_BODY, 404, 500)}
+)
+async def detokenize(body: DetokenizeRequest, request: Request, served: Served) -> Response:
+    """The text of tokens."""
+    del request
+    return JSONResponse(Detokenized(prompt=await served.bodies.read(body, Translator.detokenize)))

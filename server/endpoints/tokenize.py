@@ -1,0 +1,43 @@
+"""``/tokenize``, as vLLM has it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from typing_extensions import TypedDict
+
+from server.endpoints import Served
+from server.openapi import REFUSED_BODY, errors
+from server.request.large_bodies import BodyRoute
+from server.request.protocol import TokenizeRequest
+from server.request.translate import Translator
+
+router = APIRouter(tags=["tokens"], route_class=BodyRoute)
+
+
+class Tokenized(TypedDict):
+    """``token_strs``: what each token stands for, where that was asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+@router.post("/tokenize", responses={200: {"model": Tokenized}, **errors(*REFUSED_BODY, 404, 500)})
+async def tokenize(body: TokenizeRequest, request: Request, served: Served) -> Response:
+    """The tokens of a prompt or of messages."""
+    del request
+    found = await served.bodies.read(body, _tokenize)
+    texts = [served.texts.text(each) for each in found[0]] if found[1] else None
+    reply = Tokenized(
+        count=len(found[0]),
+        max_model_len=served.engine.info.max_model_len,
+        tokens=found[0],
+        token_strs=texts,
+    )
+    return JSONResponse(reply)
+
+
+def _tokenize(translator: Translator, body: TokenizeRequest) -> tuple[list[int], bool]:
+    return translator.tokenize(body), body.return_token_strs

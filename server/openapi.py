@@ -1,0 +1,78 @@
+"""What the OpenAPI schema says of answers: every status that an endpoint has, with the shape of errors,
+and what the events of a stream hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+
+from server.errors import ErrorReply
+
+Answers = dict[int | str, dict[str, Any]]
+REFUSED_BODY = (400, 401, 413)
+_REFS = "#/components/schemas/{model}"
+_MEANINGS = {
+    400: "The request is at fault; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model, or nothing at this path.",
+    413: "The body is larger than the server accepts.",
+    429: "Too many requests wait; `Retry-After` says when to come back.",
+    500: "The server is at fault; its log says how.",
+    503: "The engine has stopped, or the server is shutting down.",
+}
+
+
+def errors(*statuses: int) -> Answers:
+    """Answers of an endpoint's ``responses``."""
+    return {each: {"model": ErrorReply, "description": _MEANINGS[each]} for each in statuses}
+
+
+def generated(whole: Any, chunk: Any) -> Answers:
+    """The answers of an endpoint that has the engine write: whole replies, streams, all errors."""
+    event = TypeAdapter(chunk | ErrorReply).json_schema(mode="serialization", ref_template=_REFS)
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": event}
+    stream = {
+        "itemSchema": {
+            "type": "object",
+            "description": "The last event's data is `[DONE]`.",
+            "properties": {"data": data},
+            "required": ["data"],
+        }
+    }
+    answer = {
+        "model": whole,
+        "description": "The whole reply; or with `stream` its events.",
+        "content": {"text/event-stream": stream},
+    }
+    return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503)}
+
+
+def describe_as_it_is(app: FastAPI) -> None:
+    """Has the application's schema leave out FastAPI's own 422, which is a 400 here, and hold what the
+    schemas of events refer to."""
+    usual = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _correct(usual())
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _correct(schema: dict[str, Any]) -> None:
+    known = schema["components"]["schemas"]
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            for answer in operation["responses"].values():
+                stream = answer.get("content", {}).get("text/event-stream", {})
+                data = stream.get("itemSchema", {}).get("properties", {}).get("data", {})
+                for name, each in data.get("contentSchema", {}).pop("$defs", {}).items():
+                    known.setdefault(name, each)
+    for name in ("HTTPValidationError", "ValidationError"):
+        known.pop(name, None)

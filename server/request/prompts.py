@@ -1,0 +1,168 @@
+"""Prompts of the model served: from texts, token ids and messages to token ids, and their lengths.
+
+Lengths follow vLLM: a prompt that leaves no room for a single token is a 400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.info import EngineInfo
+from server.errors import ApiError, bad_request
+from server.plan import Prompt
+from server.request.chat_template import ChatTemplate
+from server.request.protocol import ChatMessage, TemplateFields
+from server.request.special_tokens import TextEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """``add_special_tokens``: those that the tokenizer puts around every text;
+    ``allow_special_tokens``: those that users' texts spell. ``num_kept``: how many tokens are left of a
+    longer prompt, its last ones, or with ``keeps_first`` its first."""
+
+    add_special_tokens: bool
+    allow_special_tokens: bool
+    num_kept: int | None = None
+    keeps_first: bool = False
+
+    def cut(self, token_ids: Sequence[int]) -> Sequence[int]:
+        if self.num_kept is None or len(token_ids) <= self.num_kept:
+            return token_ids
+        return token_ids[: self.num_kept] if self.keeps_first else token_ids[-self.num_kept :]
+
+
+class Prompts:
+    """Knows the tokenizer, its template, and the lengths there are."""
+
+    def __init__(self, info: EngineInfo, tokenizer: Any) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._texts = TextEncoder(tokenizer)
+        self._template = ChatTemplate(tokenizer, self._texts.spellings)
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+
+    def of_text(self, field: str, text: str, options: PromptOptions) -> Prompt:
+        """Raises ApiError naming the field."""
+        if options.num_kept is None:
+            self._check_text(field, text)
+        return self._prompt(field, text, self.encode(field, text, options), options)
+
+    def of_token_ids(self, field: str, token_ids: Sequence[int], options: PromptOptions) -> Prompt:
+        """Raises ApiError naming the field."""
+        token_ids = options.cut(token_ids)
+        self._check_length(field, len(token_ids))
+        self.check_token_ids(field, token_ids)
+        return Prompt(self.decode(token_ids), tuple(token_ids))
+
+    def of_messages(
+        self, messages: Sequence[ChatMessage], fields: TemplateFields, options: PromptOptions
+    ) -> Prompt:
+        """Raises ApiError naming the field at fault."""
+        pieces = self._render(messages, fields, options)
+        text = "".join(piece for _, piece in pieces)
+        if options.num_kept is None:
+            self._check_text("messages", text)
+        return self._prompt("messages", text, self._encode_pieces(pieces, options), options)
+
+    def encode(self, field: str, text: str, options: PromptOptions) -> list[int]:
+        """A text's tokens, however many. Raises ApiError naming the field."""
+        if options.allow_special_tokens:
+            return self._texts.encode(text, options.add_special_tokens)
+        return self._texts.encode_text(field, text, options.add_special_tokens)
+
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], fields: TemplateFields, options: PromptOptions
+    ) -> list[int]:
+        """The tokens that the template makes of messages, however many. Raises ApiError."""
+        return self._encode_pieces(self._render(messages, fields, options), options)
+
+    def encode_prediction(
+        self, field: str, text: str, allow_special_tokens: bool
+    ) -> tuple[int, ...]:
+        """Raises ApiError naming the field."""
+        limit = self._info.max_model_len
+        too_long = bad_request(field, f"{field} exceeds the context of {limit}")
+        if self._at_least(text) >= limit:
+            raise too_long
+        token_ids = self.encode(field, text, PromptOptions(False, allow_special_tokens))
+        if not token_ids:
+            raise bad_request(field, f"{field}: the prediction has no tokens")
+        if len(token_ids) > limit:
+            raise too_long
+        return tuple(token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        return text
+
+    def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raises ApiError naming the field."""
+        for token_id in token_ids:
+            if not 0 <= token_id < self._info.vocab_size:
+                last = self._info.vocab_size - 1
+                raise bad_request(field, f"{field}: token id {token_id} is not in 0..{last}")
+
+    def _render(
+        self, messages: Sequence[ChatMessage], fields: TemplateFields, options: PromptOptions
+    ) -> list[tuple[bool, str]]:
+        """The chat template's text for the messages, in pieces."""
+        if fields.continue_final_message and fields.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message",
+                "continue_final_message needs 'add_generation_prompt': false",
+            )
+        return self._template.render(
+            [
+                {
+                    "role": "system" if message.role == "developer" else message.role,
+                    "content": message.content,
+                }
+                for message in messages
+            ],
+            fields.chat_template_kwargs or {},
+            allow_special_tokens=options.allow_special_tokens,
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+        )
+
+    def _encode_pieces(self, pieces: list[tuple[bool, str]], options: PromptOptions) -> list[int]:
+        if options.allow_special_tokens:
+            text = "".join(piece for _, piece in pieces)
+            return self._texts.encode(text, options.add_special_tokens)
+        return self._texts.encode_pieces("messages", pieces, options.add_special_tokens)
+
+    def _prompt(
+        self, field: str, text: str, token_ids: Sequence[int], options: PromptOptions
+    ) -> Prompt:
+        if not token_ids and self._tokenizer.bos_token_id is not None:
+            token_ids = [self._tokenizer.bos_token_id]
+        kept = options.cut(token_ids)
+        self._check_length(field, len(kept))
+        return Prompt(text if len(kept) == len(token_ids) else self.decode(kept), tuple(kept))
+
+    def _at_least(self, text: str) -> int:
+        """Tokens: none can hold more than the longest one's characters."""
+        return len(text) // self._longest_token
+
+    def _check_text(self, field: str, text: str) -> None:
+        at_least = self._at_least(text)
+        if at_least >= self._info.max_model_len:
+            # Not worth tokenizing.
+            raise self._too_long(field, f"at least {at_least}")
+
+    def _check_length(self, field: str, num_tokens: int) -> None:
+        if not num_tokens:
+            raise bad_request(field, f"{field}: the prompt has no tokens")
+        if num_tokens >= self._info.max_model_len:
+            raise self._too_long(field, str(num_tokens))
+
+    def _too_long(self, field: str, num_tokens: str) -> ApiError:
+        return bad_request(
+            field,
+            f"{field}: the prompt has {num_tokens} tokens; the context is "
+            f"{self._info.max_model_len}, and at least one has to be left to write",
+            code="context_length_exceeded",
+        )

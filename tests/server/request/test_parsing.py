@@ -1,0 +1,107 @@
+"""Bodies that are no JSON object, or hold half characters: a 400 that says what is wrong, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.errors import ApiError
+from server.request.parsing import check_content_type, parse
+from server.request.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from worlds.scripted_engine import ScriptedEngine
+from worlds.serving import Connect
+
+HALF = r"\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "The body is empty"),
+        (b'{"prompt": "a"', "line 1, column 15 (character 14): expecting ',' delimiter"),
+        (b'{\n "prompt": "a",\n}', "line 3, column 1 (character 18): expecting property name"),
+        (b'{"prompt": "a"} {}', "line 1, column 17 (character 16): extra data"),
+        (b'{"prompt": "a\nb"}', "line 1, column 14 (character 13): invalid control character."),
+        (b'{"prompt": "\xff"}', "not UTF-8: byte 12 (0xff): invalid start byte"),
+        (b'{"prompt": "\xed\xa0\xbd"}', "not UTF-8: byte 12 (0xed): invalid continuation byte"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"n": ' + b"1" * 5000 + b"}", "too many digits"),
+        (b"[1]", "must be a JSON object, not an array"),
+        (b"null", "must be a JSON object, not null"),
+        (b'"a"', "must be a JSON object, not a string"),
+        (b"1.5", "must be a JSON object, not a number"),
+        (b"true", "must be a JSON object, not a boolean"),
+    ],
+)
+def test_what_does_not_parse_says_why_and_where(content: bytes, message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse(CompletionRequest, content)
+    assert (refused.value.status, refused.value.code) == (400, "unreadable_body")
+    assert message in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("content_type", "part"),
+    [("text/plain; charset=utf-8", "not as 'text/plain'"), ("", "names none"), ("json", "'json'")],
+)
+def test_what_is_not_said_to_be_json_is_not_read(content_type: str, part: str) -> None:
+    with pytest.raises(ApiError, match=part):
+        check_content_type(content_type)
+    for known in ("application/json", "Application/JSON; charset=utf-8", "application/ld+json"):
+        check_content_type(known)
+
+
+def test_whole_characters_and_a_mark_at_the_begin_are_taken() -> None:
+    content = '\ufeff{"prompt": "\\ud83d\\ude00\\\\ud83d \U0001f600"}'.encode()
+    assert parse(CompletionRequest, content).prompt == ["\U0001f600\\ud83d \U0001f600"]
+
+
+HALVES: list[tuple[type[Any], str, str]] = [
+    (CompletionRequest, '{"prompt": "a %s"}', "prompt"),
+    (CompletionRequest, '{"prompt": ["a", "%s"]}', "prompt.1"),
+    (CompletionRequest, '{"prompt": "a", "model": "%s"}', "model"),
+    (CompletionRequest, '{"prompt": "a", "stop": ["a", "%s"]}', "stop.1"),
+    (CompletionRequest, '{"prompt": "a", "bad_words": ["%s"]}', "bad_words.0"),
+    (CompletionRequest, '{"prompt": "a", "user": "%s"}', "user"),
+    (CompletionRequest, '{"prompt": "a", "cache_salt": "%s"}', "cache_salt"),
+    (CompletionRequest, '{"prompt": "a", "logit_bias": {"%s": 1}}', "logit_bias"),
+    (CompletionRequest, '{"prompt": "a", "unheard_of": [{"a": "%s"}]}', "unheard_of.0.a"),
+    (
+        CompletionRequest,
+        '{"prompt": "a", "speculative": {"options": {"x": "%s"}}}',
+        "speculative.options.x",
+    ),
+    (CompletionRequest, '{"prompt": "a", "prediction": {"content": "%s"}}', "prediction.content"),
+    (ChatRequest, '{"messages": [{"role": "user", "content": "%s"}]}', "messages.0.content"),
+    (
+        ChatRequest,
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "%s"}]}]}',
+        "messages.0.content.0.text",
+    ),
+    (ChatRequest, '{"chat_template_kwargs": {"%s": 1}}', "chat_template_kwargs"),
+    (ChatRequest, '{"chat_template_kwargs": {"a": [{"b": "%s"}]}}', "chat_template_kwargs.a.0.b"),
+    (TokenizeRequest, '{"prompt": "%s"}', "prompt"),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "field"), HALVES)
+@pytest.mark.parametrize("half", [HALF, r"\uDe00x", r"\ude00\ud83d"])
+def test_half_a_character_is_a_400_that_names_the_field(
+    kind: type[Any], body: str, field: str, half: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse(kind, (body % half).encode())
+    assert refused.value.param == field
+    assert "half a character" in refused.value.message
+    refused.value.message.encode()  # can be sent
+
+
+@pytest.mark.anyio
+async def test_half_a_character_is_answered(connect: Connect) -> None:
+    headers = {"content-type": "application/json"}
+    async with connect(ScriptedEngine()) as client:
+        for content in ('{"prompt": "%s"}', '{"%s": 1}'):
+            reply = await client.post("/completions", content=content % HALF, headers=headers)
+            assert reply.status_code == 400
+            assert "half a character" in reply.json()["error"]["message"]
