@@ -277,6 +277,8 @@ class Metrics:
         up.set_function(lambda: float(is_alive()))
         self._gauge("kv_blocks_total", "KV blocks in the pool.").set(info.num_blocks)
         self._gauge("kv_block_size", "Tokens in a KV block.").set(info.block_size)
+        for state in ("free", "draft", "committed", "cached"):  # until the first step tells
+            self._blocks_in(state).set(info.num_blocks if state == "free" else 0)
         about = Info("slipstream_model", "What is served.", registry=self.registry)
         about.info(
             {
