@@ -8,12 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
-from worlds.live_server import Live, RawConnection, live
+from worlds.live_server import HANG, Live, RawConnection, live
 from worlds.scripted_engine import ScriptedEngine, engine_info
 from worlds.serving import endless, until
 
 pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 400}
+NUM_TOKENS = 4000
+VERBOSE: dict[str, Any] = {"prompt": "x", "max_tokens": NUM_TOKENS, "stream": True, "logprobs": 5}
 SOON = 0.2
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
@@ -25,19 +27,18 @@ async def figure(found: Live, name: str) -> float:
     return float(line.rsplit(" ", 1)[1])
 
 
-def verbose(num_tokens: int = 500_000) -> ScriptedEngine:
-    """Writes more than all buffers on the way hold."""
-    info = engine_info(max_model_len=10 * num_tokens)
-    return ScriptedEngine(script=lambda _: [97] * num_tokens, group_sizes=(500,), info=info)
+def verbose() -> ScriptedEngine:
+    """Writes more than all buffers on the way hold, asked for log-probabilities as ``VERBOSE`` does."""
+    info = engine_info(max_model_len=NUM_TOKENS + 10)
+    return ScriptedEngine(script=lambda _: [97] * NUM_TOKENS, group_sizes=(50,), info=info)
 
 
 async def test_readers_who_never_read_are_cut_off_and_aborted() -> None:
     engine = verbose()
     async with live(engine, write_timeout=SOON) as found:
-        body = {"prompt": "x", "max_tokens": 500_000, "stream": True}
         async with RawConnection(found, 4096) as one, RawConnection(found, 4096) as other:
-            await one.post("/v1/completions", body)
-            await other.post("/v1/completions", body)
+            await one.post("/v1/completions", VERBOSE)
+            await other.post("/v1/completions", VERBOSE)
             await until(lambda: len(engine.requests) == 2)
             await until(lambda: engine.open == set())
         assert len(engine.closed_early) == 2
@@ -47,14 +48,13 @@ async def test_readers_who_never_read_are_cut_off_and_aborted() -> None:
 
 
 async def test_who_reads_slowly_but_reads_gets_everything() -> None:
-    engine = verbose(50_000)
-    async with live(engine, write_timeout=5) as found:
+    engine = verbose()
+    async with live(engine, write_timeout=HANG) as found:
         async with RawConnection(found, 4096) as client:
-            body = {"prompt": "x", "max_tokens": 50_000, "stream": True}
-            await client.post("/v1/completions", body, "connection: close")
+            await client.post("/v1/completions", VERBOSE, "connection: close")
             text = await client.read_to_end()
-        assert text.count(b"a" * 500) == 100
-        assert b"[DONE]" in text
+        assert text.count(b'"finish_reason":"length"') == 1
+        assert text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert engine.closed_early == []
 
 
