@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState
 
+from server.connections.protocol import BoundedProtocol, HttpConfig, Patience
 from worlds.live_server import HANG, Live, RawConnection, live
 from worlds.scripted_engine import ScriptedEngine, engine_info
 from worlds.serving import endless, until
@@ -56,6 +60,45 @@ async def test_who_reads_slowly_but_reads_gets_everything() -> None:
         assert text.count(b'"finish_reason":"length"') == 1
         assert text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert engine.closed_early == []
+
+
+class Unread:
+    """A transport that holds what the test says, and a loop that calls when the test says so."""
+
+    def __init__(self) -> None:
+        self.num_unread = 0
+        self.aborted = False
+        self.calls: list[Callable[[], None]] = []
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def call_later(self, _: float, call: Callable[[], None]) -> asyncio.Future[None]:
+        self.calls.append(call)
+        return asyncio.get_running_loop().create_future()
+
+
+async def test_a_long_answer_may_take_several_times_as_long_as_it_is_being_read() -> None:
+    heard: list[str] = []
+    config = HttpConfig(None, Patience(write=60, cut_off=heard.append))
+    protocol = BoundedProtocol(config, ServerState(), {})
+    transport: Any = Unread()
+    protocol.transport = protocol.loop = transport
+    protocol.flow = FlowControl(transport)
+    transport.num_unread = 1_000_000
+    protocol.pause_writing()
+    for _ in range(10):
+        transport.num_unread -= 50_000
+        transport.calls.pop()()
+        assert not transport.aborted
+    transport.num_unread -= 1000
+    transport.calls.pop()()
+    assert transport.aborted
+    assert heard == ["write"]
+    assert transport.calls == []
 
 
 @pytest.mark.parametrize("sent", [b"", b"P", HEAD, HEAD + b"content-length: 9\r\n\r\n{"])
