@@ -168,6 +168,8 @@ class Workers:
                     worker.control.close()
 
     def _end(self, drain_seconds: float) -> None:
+        # The port is open for as long as a worker answers on it, and not a moment longer.
+        self._listener.close()
         for worker in self._workers:
             worker.process.terminate()
         deadline = time.monotonic() + drain_seconds + _END_SECONDS
