@@ -7,7 +7,6 @@ import logging
 import threading
 
 from engine.core import EngineCore
-from engine.errors import EngineDeadError
 from engine.events import StepResult
 from engine.info import EngineInfo
 from engine.params import GenerationRequest
@@ -62,7 +61,7 @@ class AsyncEngine(EventStreams):
             message = f"the engine died: {type(error).__name__}: {error}"
             # From here on nothing is admitted; then every open stream is told on the loop.
             self._dead = message
-            self._loop.call_soon_threadsafe(self._fail_open, EngineDeadError, message)
+            self._loop.call_soon_threadsafe(self._fail_open, message)
 
     def _post(self, result: StepResult) -> None:
         assert self._loop is not None

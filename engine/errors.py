@@ -5,7 +5,8 @@ EngineError
 ├── RequestError            this request cannot be run; ``param`` names the field
 ├── QueueFullError          too many waiting; come back after ``retry_after_seconds``
 ├── RequestFailedError      an admitted request broke; others go on
-└── EngineDeadError         the engine died or is being stopped
+└── EngineDeadError         the engine died
+    └── ShuttingDownError   it was told to end: nothing is admitted, and what is open ends
 
 All survive pickling: they also come from an engine in another process.
 """
@@ -44,4 +45,8 @@ class RequestFailedError(EngineError):
 
 
 class EngineDeadError(EngineError):
+    pass
+
+
+class ShuttingDownError(EngineDeadError):
     pass

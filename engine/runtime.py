@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from engine.backlog import Backlog
 from engine.core import EngineCore
 from engine.errors import QueueFullError, RequestError
 from engine.events import StepResult
@@ -23,7 +24,7 @@ from engine.pulse import Pulse
 from engine.schedule.request import Request
 from engine.speculation.gamma import gamma_policy_names
 
-# An overloaded client is told to come back after the queue ahead of it has drained, within these.
+# A client that is turned away is told to come back when what is ahead of it is done, within these.
 _RETRY_SECONDS = (1.0, 60.0)
 # How often a step tells of the device's memory.
 _MEMORY_SECONDS = 1.0
@@ -39,8 +40,8 @@ class EngineRuntime:
         self._max_num_open = max_num_open
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._started: dict[str, float] = {}
-        self._seconds_per_request = 0.0
+        self._open: dict[str, Request] = {}
+        self._backlog = Backlog()
         self.pulse = Pulse()
 
     # --- requests ---
@@ -51,13 +52,13 @@ class EngineRuntime:
         self.check(request)
         prepared = self.core.prepare(request)
         with self._lock:
-            if request.request_id in self._started:
+            if request.request_id in self._open:
                 raise RequestError("request_id", f"request id {request.request_id!r} is in use")
-            if len(self._started) >= self._max_num_open:
-                wait = self._seconds_per_request * len(self._started) / self.core.max_num_seqs
+            if len(self._open) >= self._max_num_open:
                 low, high = _RETRY_SECONDS
+                wait = self._backlog.seconds(self._open.values())
                 raise QueueFullError(float(math.ceil(min(high, max(low, wait)))))
-            self._started[request.request_id] = time.perf_counter()
+            self._open[request.request_id] = prepared
         return prepared
 
     def submit(self, prepared: Request) -> None:
@@ -70,11 +71,9 @@ class EngineRuntime:
     def release(self, request_id: str) -> None:
         """The request's place is free. Unknown ids are ignored."""
         with self._lock:
-            start = self._started.pop(request_id, None)
-            if start is not None:
-                seconds = time.perf_counter() - start
-                weight = 0.1 if self._seconds_per_request else 1.0
-                self._seconds_per_request += weight * (seconds - self._seconds_per_request)
+            request = self._open.pop(request_id, None)
+            if request is not None:
+                self._backlog.observe_end(request)
 
     def check(self, request: GenerationRequest) -> None:
         """The engine's own conditions on a request. Raises RequestError."""
@@ -119,6 +118,8 @@ class EngineRuntime:
             if result.stats is None and result.events:
                 # Aborts left nothing to run: no step follows that would tell the gauges.
                 result.stats = self.core.gauges()
+            if result.stats is not None:
+                self._backlog.observe_step(result.stats)
             if result.stats is not None and time.perf_counter() >= due:
                 memory = device_memory(self.info.device)
                 result.stats = replace(result.stats, device_memory=memory)

@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 
-from engine.errors import EngineDeadError, EngineError, RequestError, RequestFailedError
+from engine.errors import EngineDeadError, RequestError, ShuttingDownError
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.info import EngineInfo
 from engine.params import GenerationRequest
@@ -73,17 +73,19 @@ class EventStreams(ABC):
             logger.warning("aborting %d requests after the drain time", len(self._streams))
         await self._end()
         self._dead = self._dead or "the engine was stopped"
-        self._fail_open(RequestFailedError, "the server is shutting down")
+        self._fail_open("the server is shutting down")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Stream one request. Closing the iterator early aborts the request in the engine.
 
         Raises RequestError, QueueFullError, EngineDeadError before the first event; RequestFailedError
-        or EngineDeadError later.
+        or EngineDeadError later; ShuttingDownError, which is one, once ``stop`` was called.
         """
         request_id = request.request_id
-        if self._dead is not None or self._stopping:
-            raise EngineDeadError(self._dead or "the server is shutting down")
+        if self._stopping:
+            raise ShuttingDownError("the server is shutting down")
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
         if request_id in self._streams:
             raise RequestError("request_id", f"request id {request_id!r} is in use")
         stream: _Stream = asyncio.Queue()
@@ -141,6 +143,7 @@ class EventStreams(ABC):
             for listener in self._listeners:
                 listener(result.stats)
 
-    def _fail_open(self, kind: type[EngineError], message: str) -> None:
+    def _fail_open(self, message: str) -> None:
+        kind = ShuttingDownError if self._stopping else EngineDeadError
         for request_id, stream in self._streams.items():
             stream.put_nowait(ErrorEvent(request_id, kind(message)))

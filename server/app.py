@@ -20,6 +20,7 @@ from server.metrics import Metrics, RequestMetrics
 from server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
+    DrainMiddleware,
     HttpMetricsMiddleware,
     RequestIdMiddleware,
 )
@@ -64,17 +65,17 @@ def build_app(
         fingerprint=_fingerprint(info, model_name),
         has_chat_template=bool(tokenizer.chat_template),
         step_timeout=settings.step_timeout,
+        drain_seconds=settings.drain_seconds,
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start()
-        services.serving = True
+        services.state = "serving"
         try:
             yield
         finally:
-            services.serving = False
-            await engine.stop(settings.drain_seconds)
+            await services.drain()
             services.bodies.close()
 
     app = FastAPI(
@@ -91,6 +92,7 @@ def build_app(
     # The last one added is the outermost.
     limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
+    app.add_middleware(DrainMiddleware, is_draining=lambda: services.state == "draining")
     if settings.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key.get_secret_value())
     app.add_middleware(HttpMetricsMiddleware, metrics=metrics)

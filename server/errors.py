@@ -4,8 +4,11 @@ ApiError
 ├── bad_request(param, ...)   400, names the field
 ├── unauthorized()            401
 ├── unknown_model(name)       404
+├── request_timeout()         408
 ├── body_too_large()          413
-└── from_engine(error)        400 RequestError, 429 QueueFullError, 503 EngineDeadError, else 500
+├── shutting_down()           503
+└── from_engine(error)        400 RequestError, 429 QueueFullError, 503 EngineDeadError and
+                              ShuttingDownError, else 500
 
 Text a client sent is never echoed at length, and an unexpected exception's text never leaves the
 log.
@@ -24,19 +27,28 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
-from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from engine.errors import (
+    EngineDeadError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    ShuttingDownError,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_LISTED_ERRORS = 10
 MAX_MESSAGE_CHARS = 400
 MAX_PARAM_CHARS = 120
+# Where other servers stand behind the same name, a client finds one of them by then.
+SHUTDOWN_RETRY_SECONDS = 5
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -122,6 +134,16 @@ def body_too_large() -> ApiError:
     return ApiError(413, message, code="body_too_large")
 
 
+def request_timeout() -> ApiError:
+    message = "The request did not come whole in the time that this server waits for one."
+    return ApiError(408, message, code="request_timeout")
+
+
+def shutting_down() -> ApiError:
+    headers = {"Retry-After": str(SHUTDOWN_RETRY_SECONDS)}
+    return ApiError(503, "The server is shutting down.", code="shutting_down", headers=headers)
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     message = f"The model '{clip(name, 100)}' does not exist. This server serves '{served}'."
     return ApiError(404, message, param="model", code="model_not_found")
@@ -134,6 +156,8 @@ def from_engine(error: EngineError) -> ApiError:
     if isinstance(error, QueueFullError):
         seconds = max(1, math.ceil(error.retry_after_seconds))
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(seconds)})
+    if isinstance(error, ShuttingDownError):
+        return shutting_down()
     if isinstance(error, EngineDeadError):
         logger.error("engine is dead: %s", error)
         return ApiError(503, "The engine has stopped; no request is served.", code="engine_dead")

@@ -186,6 +186,8 @@ class RequestMetrics(Protocol):
 
     def count_http(self, method: str, path: str, status: int) -> None: ...
 
+    def count_cut_off(self, waiting_for: str) -> None: ...
+
     async def expose(self, accept: str) -> tuple[bytes, str]:
         """All figures for a client with this Accept header, and their content type."""
 
@@ -266,6 +268,11 @@ class Metrics:
             self._requests.labels(outcome)
         self._rejections.labels("queue_full")
         self._http = self._counter("http_requests", "Answers.", "method", "path", "status")
+        self._cut_off = self._counter(
+            "connections_cut_off", "Connections of clients that took too long.", "waiting_for"
+        )
+        for waiting_for in ("read", "write"):
+            self._cut_off.labels(waiting_for)
 
     def _make_static(
         self,
@@ -277,6 +284,8 @@ class Metrics:
         up.set_function(lambda: float(is_alive()))
         self._gauge("kv_blocks_total", "KV blocks in the pool.").set(info.num_blocks)
         self._gauge("kv_block_size", "Tokens in a KV block.").set(info.block_size)
+        for state in ("free", "draft", "committed", "cached"):  # until the first step tells
+            self._blocks_in(state).set(info.num_blocks if state == "free" else 0)
         about = Info("slipstream_model", "What is served.", registry=self.registry)
         about.info(
             {
@@ -362,3 +371,7 @@ class Metrics:
     def count_http(self, method: str, path: str, status: int) -> None:
         """``path`` is a route's template, never what a client made up."""
         self._http.labels(method, path, str(status)).inc()
+
+    def count_cut_off(self, waiting_for: str) -> None:
+        """A connection was cut off: the client took too long to send ("read") or to read ("write")."""
+        self._cut_off.labels(waiting_for).inc()

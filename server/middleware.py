@@ -7,12 +7,13 @@ from __future__ import annotations
 import hmac
 import re
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import body_too_large, unauthorized
+from server.errors import body_too_large, shutting_down, unauthorized
 from server.metrics import RequestMetrics
 
 REQUEST_ID_KEY = "slipstream.request_id"
@@ -94,18 +95,40 @@ class BodyLimitMiddleware:
         await self._app(scope, receive_counted, send)
 
 
+class DrainMiddleware:
+    """Refuses what a key guards while the server ends, before a body is read; probes and scrapers are answered to
+    the end."""
+
+    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
+        self._app = app
+        self._is_draining = is_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _is_api(scope) and self._is_draining():
+            await shutting_down().response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
 class ApiKeyMiddleware:
     """Guards ``/v1``, ``/tokenize`` and ``/detokenize``; health, metrics and the rest stay open to probes
-    and scrapers."""
+    and scrapers. ``api_key`` is ASCII."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._expected = api_key.encode("ascii")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
-            given = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
+        if _is_api(scope):
+            # Bytes, as they came: what is no ASCII is no key, and comparing text would fail over it.
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            is_known = hmac.compare_digest(key.strip(b" "), self._expected)
+            if scheme.lower() != b"bearer" or not is_known:
                 await unauthorized().response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _is_api(scope: Scope) -> bool:
+    return bool(scope["type"] == "http" and scope["path"].startswith(_GUARDED))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-import uvicorn
+from fastapi import FastAPI
 
 from drafters.registry import find_plugins
 from engine.config import EngineConfig
@@ -20,6 +21,9 @@ from engine.process.launch import EngineProcess
 from engine.process.preload import preload_environment
 from engine.tokenizer import load_tokenizer, model_path
 from server.app import build_app, public_name
+from server.connections.draining import DrainingServer
+from server.connections.listener import bind
+from server.connections.protocol import HttpConfig, Patience
 from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.request.speculative import SpeculativeResolver
@@ -37,17 +41,18 @@ def logging_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def serve(settings: Settings, config: EngineConfig) -> None:
-    """Serve until a signal says to end. Raises EngineError, ValueError or OSError where the model or the
-    settings rule it out."""
-    find_plugins(config.drafter_plugins)  # refused before anything is loaded
-    with exit_at_sigterm():
+    """Serve until a signal says to end. Raises EngineError, ValueError or OSError where the model, the
+    settings or the port rule it out."""
+    # Refused before anything is loaded.
+    find_plugins(config.drafter_plugins)
+    with exit_at_sigterm(), bind(settings.host, settings.port) as listener:
         if not settings.engine_process:
             if settings.api_workers > 1:
                 raise ValueError("api_workers: several need the engine in a process of its own")
             # Imported late: torch takes seconds to load, and a server in front of an engine needs none.
             from engine.build import build_engine
 
-            _speak_http(*build_engine(config), settings)
+            _speak_http(*build_engine(config), settings, listener)
             return
         process = EngineProcess(
             config, logging=logging_arguments(settings), environment=_preloads(settings, config)
@@ -55,25 +60,27 @@ def serve(settings: Settings, config: EngineConfig) -> None:
         try:
             process.begin()
             if settings.api_workers == 1:
-                _serve_alone(process, settings, config)
+                _serve_alone(process, settings, config, listener)
             else:
-                _serve_with_workers(process, settings, config)
+                _serve_with_workers(process, settings, config, listener)
         finally:
             process.stop()
 
 
-def uvicorn_arguments(settings: Settings) -> dict[str, Any]:
-    """How all processes that speak HTTP do so."""
-    return {
-        "host": settings.host,
-        "port": settings.port,
-        "log_config": None,
-        "access_log": False,
-        "timeout_graceful_shutdown": max(1, round(settings.drain_seconds)),
-    }
+def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
+    """How every process that speaks HTTP does so."""
+    patience = Patience(
+        read=settings.read_timeout,
+        write=settings.write_timeout,
+        keep_alive=settings.keep_alive_timeout,
+        cut_off=app.state.services.metrics.count_cut_off,
+    )
+    return HttpConfig(app, patience)
 
 
-def _serve_alone(process: EngineProcess, settings: Settings, config: EngineConfig) -> None:
+def _serve_alone(
+    process: EngineProcess, settings: Settings, config: EngineConfig, listener: socket.socket
+) -> None:
     tokenizer = load_tokenizer(model_path(config), config.revision, config.trust_remote_code)
     engine = RemoteEngine(process.ready(), process.connect(), process.pulse)
 
@@ -81,10 +88,12 @@ def _serve_alone(process: EngineProcess, settings: Settings, config: EngineConfi
         engine.replace(info, process.connect())
 
     process.watch(replace if settings.restart_engine else None, settings.step_timeout)
-    _speak_http(engine, tokenizer, settings)
+    _speak_http(engine, tokenizer, settings, listener)
 
 
-def _serve_with_workers(process: EngineProcess, settings: Settings, config: EngineConfig) -> None:
+def _serve_with_workers(
+    process: EngineProcess, settings: Settings, config: EngineConfig, listener: socket.socket
+) -> None:
     info = process.ready()
     # What the workers would refuse is refused here, once.
     SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
@@ -92,19 +101,21 @@ def _serve_with_workers(process: EngineProcess, settings: Settings, config: Engi
     # Drafters' own settings are the engine's business; their class is made anew in each process.
     values = {name: getattr(settings, name) for name in Settings.model_fields if name != "drafter"}
     first = Serve(values, config, info, logging_arguments(settings))
-    listening = uvicorn.Config("", **uvicorn_arguments(settings))
-    with listening.bind_socket() as listener:
-        workers = Workers(settings.api_workers, first, listener, process, metrics)
-        workers.run(settings.drain_seconds, settings.restart_engine, settings.step_timeout)
+    workers = Workers(settings.api_workers, first, listener, process, metrics)
+    workers.run(settings.drain_seconds, settings.restart_engine, settings.step_timeout)
 
 
-def _speak_http(engine: EngineClient, tokenizer: Any, settings: Settings) -> None:
+def _speak_http(
+    engine: EngineClient, tokenizer: Any, settings: Settings, listener: socket.socket
+) -> None:
     app = build_app(engine, tokenizer, settings)
     app.state.services.bodies.warm()
     # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
     gc.collect()
     gc.freeze()
-    uvicorn.run(app, **uvicorn_arguments(settings))
+    server = DrainingServer(http_config(app, settings), app.state.services.drain)
+    with suppress(KeyboardInterrupt):
+        server.run([listener])
 
 
 def _preloads(settings: Settings, config: EngineConfig) -> dict[str, str]:

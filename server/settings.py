@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, create_model
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, create_model, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -175,6 +175,23 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(
         default=30.0, ge=0, description="On shutdown: how long running requests may take to finish."
     )
+    read_timeout: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds in which a request has to come whole, headers and body; later it is a 408. "
+        "0: any time.",
+    )
+    write_timeout: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds that a client may leave unread what waits for it; then the connection is "
+        "cut and its requests are aborted. 0: any time.",
+    )
+    keep_alive_timeout: int = Field(
+        default=5,
+        ge=1,
+        description="Seconds that a connection stays open between requests.",
+    )
     api_workers: int = Field(
         default=1,
         ge=1,
@@ -226,6 +243,14 @@ class Settings(BaseSettings):
     drafter: DrafterSettings = DrafterSettings()
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: SpeculativeCaps = SpeculativeCaps()
+
+    @field_validator("api_key")
+    @classmethod
+    def _check_api_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not re.fullmatch("[!-~]+", key.get_secret_value()):
+            # HTTP has no encoding for others, and clients choose different ones.
+            raise ValueError("must be one or more visible ASCII characters")
+        return key
 
     @classmethod
     def settings_customise_sources(

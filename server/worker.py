@@ -15,8 +15,7 @@ import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-
-import uvicorn
+from types import FrameType
 
 from engine.errors import EngineError
 from engine.events import FinishInfo
@@ -25,7 +24,9 @@ from engine.process.link import Outbox
 from engine.pulse import Pulse
 from engine.tokenizer import load_tokenizer, model_path
 from server.app import build_app
-from server.serve import exit_at_sigterm, uvicorn_arguments
+from server.connections.draining import Drain, DrainingServer
+from server.connections.protocol import HttpConfig
+from server.serve import exit_at_sigterm, http_config
 from server.settings import Settings
 from server.workers import Count, Expose, Exposition, Failed, NewEngine, Serve, Started
 
@@ -50,6 +51,9 @@ class RemoteMetrics:
     def count_http(self, method: str, path: str, status: int) -> None:
         self._outbox.put(Count("count_http", (method, path, status)))
 
+    def count_cut_off(self, waiting_for: str) -> None:
+        self._outbox.put(Count("count_cut_off", (waiting_for,)))
+
     async def expose(self, accept: str) -> tuple[bytes, str]:
         number = next(self._numbers)
         found: asyncio.Future[tuple[bytes, str]] = asyncio.get_running_loop().create_future()
@@ -73,12 +77,17 @@ def _set(waiting: asyncio.Future[tuple[bytes, str]], value: tuple[bytes, str]) -
         waiting.set_result(value)
 
 
-class _Server(uvicorn.Server):
-    """Tells when it takes connections."""
+class _Server(DrainingServer):
+    """Tells when it takes connections. A signal may reach the whole group and come from the first process
+    as well, so further ones say nothing new: that process kills whom it wants to end at once."""
 
-    def __init__(self, config: uvicorn.Config, outbox: Outbox) -> None:
-        super().__init__(config)
+    def __init__(self, config: HttpConfig, drain: Drain, outbox: Outbox) -> None:
+        super().__init__(config, drain)
         self._outbox = outbox
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -118,7 +127,8 @@ def main() -> int:
         return 2
     app.state.services.bodies.warm()
     with suppress(KeyboardInterrupt), exit_at_sigterm():
-        _Server(uvicorn.Config(app, **uvicorn_arguments(settings)), outbox).run([listener])
+        http = http_config(app, settings)
+        _Server(http, app.state.services.drain, outbox).run([listener])
     return 0
 
 

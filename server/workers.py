@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -123,10 +124,11 @@ class Workers:
         self._metrics = metrics
         self._info = serve.info
         self._workers: list[_Worker] = []
-        self._stopping = threading.Event()
+        self._num_signals = 0
 
     def run(self, drain_seconds: float, restart_engine: bool, step_timeout: float) -> None:
-        """Serve until SIGTERM or SIGINT. Raises EngineError where the workers cannot start."""
+        """Serve until SIGTERM or SIGINT, and then let requests finish; a second signal ends them. Raises
+        EngineError where the workers cannot start."""
         before = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGTERM, signal.SIGINT)
@@ -143,10 +145,13 @@ class Workers:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        self._stopping.set()
+        self._num_signals += 1
 
     def _keep_up(self) -> None:
-        while not self._stopping.wait(_LOOK_SECONDS):
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            if self._num_signals:
+                return
             for place, worker in enumerate(self._workers):
                 if worker.process.poll() is None:
                     continue
@@ -163,14 +168,17 @@ class Workers:
                     worker.control.close()
 
     def _end(self, drain_seconds: float) -> None:
+        # The port is open for as long as a worker answers on it, and not a moment longer.
+        self._listener.close()
         for worker in self._workers:
             worker.process.terminate()
+        deadline = time.monotonic() + drain_seconds + _END_SECONDS
+        while any(worker.process.poll() is None for worker in self._workers):
+            if self._num_signals > 1 or time.monotonic() > deadline:
+                for worker in self._workers:
+                    worker.process.kill()
+            time.sleep(_LOOK_SECONDS)
         for worker in self._workers:
-            try:
-                worker.process.wait(drain_seconds + _END_SECONDS)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
             worker.control.close()
 
     def _launch(self) -> _Worker:

@@ -65,11 +65,13 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "request": {"base"},
         "reply": {"base", "request"},
         "endpoints": {"base", "request", "reply"},
-        "top": {"base", "request", "reply", "endpoints"},
+        "connections": {"base"},
+        "top": {"base", "request", "reply", "endpoints", "connections"},
     },
 }
 BASE = {
     "engine": {
+        "backlog",
         "batch",
         "config",
         "errors",

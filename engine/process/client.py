@@ -6,7 +6,6 @@ import asyncio
 import logging
 from multiprocessing.connection import Connection
 
-from engine.errors import EngineDeadError
 from engine.events import ErrorEvent, StepResult
 from engine.info import EngineInfo
 from engine.params import GenerationRequest
@@ -105,4 +104,4 @@ class RemoteEngine(EventStreams):
         self._dead = message
         self._unfinished.clear()
         self._all_finished.set()
-        self._fail_open(EngineDeadError, message)
+        self._fail_open(message)

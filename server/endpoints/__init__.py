@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Request
 
@@ -23,7 +23,7 @@ from server.request.speculative import SpeculativeResolver
 class Services:
     """What one application is made of. ``fingerprint``: equal for servers that write the same tokens
     for the same seed. ``step_timeout``: seconds after which the engine's step counts as hung.
-    ``serving``: written by the app's lifespan, whether requests may be sent here.
+    ``state``: "serving" between the app's start and the first word of its end.
     """
 
     engine: EngineClient
@@ -36,8 +36,14 @@ class Services:
     fingerprint: str
     has_chat_template: bool
     step_timeout: float
+    drain_seconds: float
     created: int = field(default_factory=lambda: int(time.time()))
-    serving: bool = False
+    state: Literal["starting", "serving", "draining"] = "starting"
+
+    async def drain(self) -> None:
+        """Take no more requests, and return when none goes on. Harmless when repeated."""
+        self.state = "draining"
+        await self.engine.stop(self.drain_seconds)
 
     @property
     def is_hung(self) -> bool:

@@ -13,8 +13,8 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/health", responses={503: {"description": "The engine is dead."}})
 async def health(served: Served) -> JSONResponse:
-    """200 while the event loop answers and the engine lives and steps: restart the server if not."""
-    if not served.engine.is_alive:
+    """200 while the event loop answers and the engine steps, or ends as it was told: restart if not."""
+    if not (served.engine.is_alive or served.state == "draining"):
         return JSONResponse({"status": "dead"}, 503)
     if served.is_hung:
         return JSONResponse({"status": "hung"}, 503)
@@ -24,7 +24,9 @@ async def health(served: Served) -> JSONResponse:
 @router.get("/ready", responses={503: {"description": "Not yet, or no more."}})
 async def ready(served: Served) -> JSONResponse:
     """200 while requests are taken: send no traffic if not."""
-    if not (served.serving and served.engine.is_alive) or served.is_hung:
+    if served.state == "draining":
+        return JSONResponse({"status": "draining"}, 503)
+    if served.state != "serving" or not served.engine.is_alive or served.is_hung:
         return JSONResponse({"status": "not ready"}, 503)
     return JSONResponse({"status": "ready"})
 

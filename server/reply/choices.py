@@ -16,7 +16,7 @@ from typing import Any, Literal
 from engine.errors import QueueFullError, RequestError
 from engine.events import FinishInfo, TokenEvent, TokenLogprobs
 from server.engine_client import EngineClient
-from server.errors import ApiError
+from server.errors import shutting_down
 from server.metrics import RequestMetrics
 from server.plan import ChoicePlan, TextOptions
 from server.reply.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher, decoder
@@ -222,7 +222,7 @@ def _end(plan: ChoicePlan, info: FinishInfo, match: StopMatch | None, num_tokens
     if match is not None:
         return ChoiceEnd("stop", match.stop, num_tokens, info)
     if info.reason == "abort":
-        raise ApiError(503, "The server is shutting down.", code="shutting_down")
+        raise shutting_down()
     stop_id = info.stop_token_id
     named = stop_id in plan.request.sampling.stop_token_ids
     return ChoiceEnd(info.reason, stop_id if named else None, num_tokens, info)

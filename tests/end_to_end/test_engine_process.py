@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -95,7 +96,8 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server"), "--restart-engine") as found:
+    flags = ("--restart-engine", "--drain-seconds", "2")
+    with serving(tmp_path_factory.mktemp("server"), *flags) as found:
         yield found
 
 
@@ -134,6 +136,55 @@ def test_a_killed_engine_is_told_shown_and_brought_back(server: Server) -> None:
     assert "signal SIGKILL" in server.log.read_text()
 
 
+async def drain(server: Server) -> list[httpx.Response]:
+    """Ends the server under long requests, half of them streams that have begun. Gives their answers,
+    and asserts that the port stays open until the last of them."""
+    body = {**LONG, **LONG["extra_body"], "max_tokens": 1900}
+    del body["extra_body"]
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=ONE_EACH) as client:
+
+        async def ask(stream: bool) -> httpx.Response:
+            request = client.build_request(
+                "POST", "/v1/completions", json=body | {"stream": stream}
+            )
+            return await client.send(request, stream=stream)
+
+        wholes = [asyncio.ensure_future(ask(stream=False)) for _ in range(8)]
+        streams = await asyncio.gather(*(ask(stream=True) for _ in range(8)))
+        server.process.terminate()
+        while (ready := await client.get("/ready")).status_code == 200:
+            await asyncio.sleep(0.01)
+        assert ready.json() == {"status": "draining"}
+        assert (await client.get("/health")).status_code == 200
+        refused = await client.post("/v1/completions", json=body)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutting_down"
+        await asyncio.gather(*(each.aread() for each in streams))
+        return [*streams, *await asyncio.gather(*wholes)]
+
+
+ONE_EACH = httpx.Limits(max_keepalive_connections=0)
+"""A connection for each request: it may reach any of several workers."""
+
+
+def assert_told(answers: list[httpx.Response]) -> None:
+    for each in answers:
+        if each.headers["content-type"].startswith("text/event-stream"):
+            *_, last, done, rest = each.text.split("\n\n")
+            assert (done, rest) == ("data: [DONE]", "")
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        else:
+            assert each.status_code == 503
+            assert each.json()["error"]["code"] == "shutting_down"
+
+
+def test_requests_that_outlast_the_drain_are_told_and_the_port_answers(server: Server) -> None:
+    """Ends the server that the tests before share."""
+    until(lambda: server.is_ready())
+    assert_told(asyncio.run(drain(server)))
+    assert server.process.wait(60) == 128 + signal.SIGTERM
+
+
 def test_sigterm_lets_requests_finish_and_leaves_nothing(tmp_path: Path) -> None:
     with serving(tmp_path, "--drain-seconds", "300") as server:
         pid = server.engine_pid()
@@ -160,7 +211,8 @@ def figure(server: Server, name: str) -> set[float]:
 
 
 def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
-    with serving(tmp_path, "--api-workers", "2", "--restart-engine") as server:
+    flags = ("--api-workers", "2", "--restart-engine", "--drain-seconds", "2")
+    with serving(tmp_path, *flags) as server:
         until(lambda: server.is_ready())
         asked = {"model": "slipstream-bundled", "prompt": "def f(x):\n", "temperature": 0}
         texts = set()
@@ -194,7 +246,7 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
             assert client.completions.create(max_tokens=6, **asked).choices[0].text in texts
 
         children = [*server.children(b"server.worker"), server.engine_pid()]
-        server.process.terminate()
+        assert_told(asyncio.run(drain(server)))
         server.process.wait(60)
         assert all(has_gone(pid) for pid in children)
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from engine.errors import EngineDeadError, RequestFailedError
+from engine.errors import EngineDeadError, RequestFailedError, ShuttingDownError
 from worlds.gated_engine import (
     GREEDY,
     HANG,
@@ -222,7 +222,7 @@ def test_stop_lets_open_requests_finish_and_admits_no_more() -> None:
             await until(lambda: engine.num_open == 4)
             stopping = asyncio.create_task(engine.stop(drain_seconds=HANG))
             await asyncio.sleep(0)
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(ShuttingDownError):
                 await anext(engine.generate(asking("late")))
             engine.runner.open_gate()
             await stopping

@@ -163,6 +163,23 @@ async def test_an_api_key_guards_v1_only(connect: Connect) -> None:
             assert (await client.get(f"http://test/{path}")).status_code == 200
 
 
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
+async def test_the_scheme_of_the_key_is_taken_in_any_case(connect: Connect, scheme: str) -> None:
+    async with connect(ScriptedEngine(), api_key="s3cret") as client:
+        reply = await client.get("/models", headers={"authorization": f"{scheme} s3cret"})
+    assert reply.status_code == 200
+
+
+NOT_ASCII = ["schlüssel".encode(), "s3creté".encode("latin-1"), bytes([255, 254]), b""]
+
+
+@pytest.mark.parametrize("key", NOT_ASCII)
+async def test_a_key_that_is_no_ascii_is_a_401(connect: Connect, key: bytes) -> None:
+    async with connect(ScriptedEngine(), api_key="s3cret") as client:
+        reply = await client.get("/models", headers={b"authorization": b"Bearer " + key})
+    assert reply.status_code == 401
+
+
 async def test_answers_carry_a_request_id(connect: Connect) -> None:
     async with connect(ScriptedEngine()) as client:
         own = await client.get("/models", headers={"x-request-id": "abc-1"})

@@ -36,6 +36,9 @@ def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]
         (["--port", "70000"], "port: "),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "max_num_batched_tokens"),
         (["--config", "no/such/file.yaml"], "cannot read"),
+        (["--api-key", ""], "api-key: "),
+        (["--api-key", "schlüssel"], "visible ASCII"),
+        (["--api-key", "two words"], "visible ASCII"),
     ],
 )
 def test_bad_settings_are_explained_in_one_line(

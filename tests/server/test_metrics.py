@@ -58,6 +58,13 @@ def value(samples: Any, name: str, **labels: str) -> float:
     return number
 
 
+async def test_blocks_are_told_before_the_first_request(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        text = (await client.get("http://test/metrics")).text
+    for state, number in (("free", 100.0), ("draft", 0.0), ("committed", 0.0), ("cached", 0.0)):
+        assert f'slipstream_kv_blocks{{state="{state}"}} {number}\n' in text
+
+
 async def test_steps_are_counted(connect: Connect) -> None:
     engine = ScriptedEngine()
     async with connect(engine) as client:

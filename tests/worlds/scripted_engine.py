@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafters.base import DrafterInfo, DrafterOption
-from engine.errors import EngineDeadError, EngineError, QueueFullError
+from engine.errors import EngineDeadError, EngineError, QueueFullError, ShuttingDownError
 from engine.events import (
     FinishInfo,
     FinishReason,
@@ -140,9 +140,9 @@ class ScriptedEngine:
     """Writes ``script(request)`` in steps of ``group_sizes`` tokens, all but a step's last drafted,
     and one draft in each step refused.
 
-    Ends like the engine: at EOS, at a stop id, at ``max_tokens``. ``gate`` holds back every event
-    while it is clear; ``break_after`` raises ``error`` after so many events; ``capacity`` bounds
-    open requests.
+    Ends like the engine: at EOS, at a stop id, at ``max_tokens``, when the drain time is over. ``gate``
+    holds back every event while it is clear; ``break_after`` raises ``error`` after so many events;
+    ``capacity`` bounds open requests.
     """
 
     def __init__(
@@ -169,6 +169,7 @@ class ScriptedEngine:
         self.closed_early: list[str] = []
         self.aborted: set[str] = set()
         self.num_events = 0
+        self.stopping = False
         self.stopped_with: float | None = None
         self._listeners: list[Callable[[StepStats], None]] = []
 
@@ -176,8 +177,15 @@ class ScriptedEngine:
         self.is_alive = True
 
     async def stop(self, drain_seconds: float) -> None:
-        self.is_alive = False
+        self.stopping = True
         self.stopped_with = drain_seconds
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_seconds):
+                while self.open:
+                    await asyncio.sleep(0.001)
+        self.aborted |= self.open
+        self.gate.set()
+        self.is_alive = False
 
     def add_step_listener(self, callback: Callable[[StepStats], None]) -> None:
         self._listeners.append(callback)
@@ -190,6 +198,8 @@ class ScriptedEngine:
             listener(stats)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        if self.stopping:
+            raise ShuttingDownError("the server is shutting down")
         if not self.is_alive:
             raise EngineDeadError("the engine died")
         if len(self.open) >= self.capacity:

@@ -1,0 +1,1 @@
+"""Sockets, what clients may do with them, and how they end."""
