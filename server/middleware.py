@@ -96,8 +96,8 @@ class BodyLimitMiddleware:
 
 
 class DrainMiddleware:
-    """Refuses what a key guards while the server ends, before a body is read; probes and scrapers are answered to
-    the end."""
+    """Refuses what a key guards while the server ends, before a body is read; probes and scrapers are
+    answered to the end."""
 
     def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
         self._app = app

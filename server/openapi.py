@@ -12,12 +12,13 @@ from pydantic import TypeAdapter
 from server.errors import ErrorReply
 
 Answers = dict[int | str, dict[str, Any]]
-REFUSED_BODY = (400, 401, 413)
+REFUSED_BODY = (400, 401, 408, 413)
 _REFS = "#/components/schemas/{model}"
 _MEANINGS = {
     400: "The request is at fault; `param` names the field.",
     401: "The API key is missing or wrong.",
     404: "There is no such model, or nothing at this path.",
+    408: "The request did not come whole in time; the connection is closed.",
     413: "The body is larger than the server accepts.",
     429: "Too many requests wait; `Retry-After` says when to come back.",
     500: "The server is at fault; its log says how.",
