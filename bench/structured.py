@@ -26,6 +26,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.grammar.constraint import GrammarConstraint
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.sampling.processors.grammar import Grammar
+from engine.speculation import manager
 
 GAMMA_0 = "none"
 TEMPERATURES = (0.0, 0.7)
@@ -95,7 +97,7 @@ class Account:
 
 
 class GrammarClock:
-    """Seconds spent in constraints of grammars."""
+    """Seconds spent on grammars: masks, forced tokens, what is left of proposals, and editing logits."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -115,11 +117,11 @@ class GrammarClock:
 def timed(constraint: GrammarConstraint, clock: GrammarClock) -> GrammarConstraint:
     """The same constraint, whose work is measured."""
     for name in ("append", "mask", "accepts", "forced"):
-        setattr(constraint, name, _timed(getattr(constraint, name), clock))
+        setattr(constraint, name, timed_call(getattr(constraint, name), clock))
     return constraint
 
 
-def _timed(method: Callable[..., Any], clock: GrammarClock) -> Callable[..., Any]:
+def timed_call(method: Callable[..., Any], clock: GrammarClock) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         with clock.measure():
             return method(*arguments)
@@ -128,13 +130,16 @@ def _timed(method: Callable[..., Any], clock: GrammarClock) -> Callable[..., Any
 
 
 class Bench:
-    """An engine whose constraints are timed."""
+    """An engine whose grammars are timed, as are those of all others in this process from then on."""
 
     def __init__(self, model: str | None, max_tokens: int) -> None:
         engine, self._tokenizer = build_engine(EngineConfig(model=model))
         self.core: EngineCore = engine.core
         self.clock = GrammarClock()
         self._max_tokens = max_tokens
+        processors = {Grammar: "process", manager: "_constrain"}
+        for owner, name in processors.items():
+            setattr(owner, name, timed_call(getattr(owner, name), self.clock))
         constrain = self.core.limits.constrain
         assert constrain is not None
         self.core.limits = replace(

@@ -1,0 +1,54 @@
+"""What ``bench.structured`` writes, and what it makes of it."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import pytest
+
+from bench.structured import GAMMA_0, Account, GrammarClock, random_call, rows_of, timed_call
+from server.request.grammars import json_grammar
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_calls_have_schemas_that_can_be_held_to(seed: int) -> None:
+    call = random_call(random.Random(seed))
+    jsonschema.Draft202012Validator.check_schema(call.schema)
+    assert json_grammar(call.schema, "schema")
+    name = call.schema["properties"]["name"]["const"]
+    assert name in call.prompt
+    assert json.loads(call.prompt.splitlines()[1]) == call.schema["properties"]["arguments"]
+
+
+def test_figures_are_against_gamma_0_at_the_same_temperature() -> None:
+    accounts = [
+        Account(GAMMA_0, 0.0, [(1, 2)], 10, 0, 0, 4.0, 0.1),
+        Account("grammar", 0.0, [(1, 2)], 4, 8, 6, 2.0, 0.1),
+        Account(GAMMA_0, 0.7, [(1, 2)], 20, 0, 0, 4.0, 0.1),
+        Account("grammar", 0.7, [(1, 3)], 5, 8, 8, 1.0, 0.1),
+    ]
+    assert rows_of(accounts) == [
+        ["0", GAMMA_0, "10", "0%", "-", "1.00x", "2.5%", "1/1"],
+        ["0", "grammar", "4", "60%", "75%", "2.00x", "5.0%", "1/1"],
+        ["0.7", GAMMA_0, "20", "0%", "-", "1.00x", "2.5%", "1/1"],
+        ["0.7", "grammar", "5", "75%", "100%", "4.00x", "10.0%", "0/1"],
+    ]
+
+
+def test_work_inside_of_work_is_counted_once() -> None:
+    clock = GrammarClock()
+    seen: list[float] = []
+
+    def inner() -> None:
+        seen.append(clock.seconds)
+
+    def outer() -> str:
+        timed_call(inner, clock)()
+        seen.append(clock.seconds)
+        return "done"
+
+    assert timed_call(outer, clock)() == "done"
+    assert seen == [0.0, 0.0]
+    assert clock.seconds > 0
