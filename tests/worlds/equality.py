@@ -42,6 +42,7 @@ DRAFTERS = (
     "jacobi",
     "lookahead",
     "prediction",
+    "grammar",
     "auto",
 )
 

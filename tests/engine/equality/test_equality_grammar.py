@@ -12,16 +12,24 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jsonschema
 import pytest
 import torch
 
 from drafters.registry import drafter_names
+from engine.core import EngineCore
 from engine.params import GenerationRequest, SamplingParams, VerificationName
-from worlds.engine_harness import Driver, Setup, circle_prompt, drafting, request
-from worlds.equality import partly_right
+from worlds.engine_harness import (
+    Driver,
+    Setup,
+    circle_prompt,
+    drafting,
+    request,
+    traces_of,
+)
+from worlds.equality import NUM_PROMPTS, SITUATIONS, partly_right, plain
 from worlds.every_drafter import EveryDrafterTarget
 from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_compiler, tiny_tokenizer
 
@@ -84,6 +92,46 @@ def subject(index: int, way: Way, plain: Sequence[int] | None = None) -> Generat
         reference_token_ids=partly_right(plain) if way.drafter == "prediction" else (),
     )
     return request(str(index), circle_prompt(index), sampling, wanted)
+
+
+class GrammarTarget:
+    """The target, with grammars in whatever situation."""
+
+    def __init__(self, target: EveryDrafterTarget) -> None:
+        self._target = target
+
+    def core(self, setup: Setup) -> EngineCore:
+        return self._target.core(
+            setup.but(eos_token_ids=SETUP.eos_token_ids, constrain=SETUP.constrain)
+        )
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_constrained_texts_are_equal_in_every_situation(
+    target: EveryDrafterTarget, situation: str
+) -> None:
+    """All drafters as chains and trees in one batch, each with a schema of its own."""
+    own: Any = GrammarTarget(target)
+    shift = list(SITUATIONS).index(situation)
+    texts, asked = {}, []
+    for index, drafter in enumerate(drafter_names()):
+        for width in (1, 3):
+            name, prompt = f"{drafter}-{width}", index % NUM_PROMPTS
+            way = Way(drafter, width, (index + shift + width) % 3 * 0.5)
+            schema = 100 * shift + 2 * index + width
+            bare = replace(subject(schema, way), prompt_token_ids=tuple(circle_prompt(prompt)))
+            texts[name] = plain(own, bare)
+            each = subject(schema, way, texts[name])
+            prompt_token_ids = bare.prompt_token_ids
+            asked.append(replace(each, request_id=name, prompt_token_ids=prompt_token_ids))
+    driver = SITUATIONS[situation](own, asked)
+    for each in asked:
+        name = each.request_id
+        # Where blocks are short, so is the longest text.
+        room = driver.core.limits.max_model_len - len(each.prompt_token_ids)
+        assert driver.token_ids[name] == texts[name][:room], each
+        assert driver.finishes[name].reason == ("stop" if len(texts[name]) < room else "length")
+    assert traces_of(driver.core, driver.finishes) == []
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SCHEMAS, NUM_AT_ONCE))
