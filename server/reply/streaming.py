@@ -195,25 +195,22 @@ class Responder:
         ends: dict[int, ChoiceEnd] = {}
         try:
             async with _pings(send) as send_and_note:
-                for content in writer.begin():
+                if content := b"".join(writer.begin()):
                     await send_and_note(content)
 
                 async def sink(delta: ChoiceDelta) -> None:
                     if delta.end is not None:
                         ends[delta.index] = delta.end
-                    for content in writer.events(delta):
+                    if content := b"".join(writer.events(delta)):
                         await send_and_note(content)
 
                 await feed.run(sink)
             usage = self._usage(writer, [ends[index] for index in sorted(ends)], sender)
-            for content in writer.finish(usage):
-                await send(content)
+            last = b"".join(writer.finish(usage))
         except Exception as error:
             # The status has been sent: the error can only go into the stream.
-            for content in writer.failure(to_api_error(error)):
-                await send(content)
-        if writer.ending:
-            await send(writer.ending)
+            last = b"".join(writer.failure(to_api_error(error)))
+        await send(last + writer.ending)
 
     def _usage(self, writer: Writer, ends: list[ChoiceEnd], sender: str | None) -> Usage:
         """The request's usage, which also goes to the log, next to who sent it."""
