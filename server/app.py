@@ -29,6 +29,7 @@ from server.reply.choices import ChoiceSource
 from server.reply.streaming import Responder
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader, default_body_bytes
+from server.request.message_formats import MessageFormats
 from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
 from server.settings import Settings
@@ -53,7 +54,13 @@ def build_app(
         engine.add_step_listener(own.observe_step)
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
     texts = TokenTexts(tokenizer)
-    translator = Translator(info, tokenizer, resolver, model_name, settings.max_choices)
+    formats = MessageFormats(
+        tokenizer,
+        str(tokenizer.chat_template or ""),
+        settings.tool_call_parser,
+        settings.reasoning_parser,
+    )
+    translator = Translator(info, tokenizer, resolver, model_name, settings.max_choices, formats)
     services = Services(
         engine=engine,
         metrics=metrics,

@@ -31,14 +31,15 @@ def errors(*statuses: int) -> Answers:
     return {each: {"model": ErrorReply, "description": _MEANINGS[each]} for each in statuses}
 
 
-def generated(whole: Any, chunk: Any) -> Answers:
-    """The answers of an endpoint that has the engine write: whole replies, streams, all errors."""
+def generated(whole: Any, chunk: Any, last: str = "The last event's data is `[DONE]`.") -> Answers:
+    """The answers of an endpoint that has the engine write: whole replies, streams, all errors. ``last``:
+    what there is to say of a stream's last event."""
     event = TypeAdapter(chunk | ErrorReply).json_schema(mode="serialization", ref_template=_REFS)
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": event}
     stream = {
         "itemSchema": {
             "type": "object",
-            "description": "The last event's data is `[DONE]`.",
+            "description": last,
             "properties": {"data": data},
             "required": ["data"],
         }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from engine.params import GenerationRequest
 
@@ -21,10 +23,28 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageOptions:
+    """How a choice's text is taken apart. ``tool_calls`` and ``reasoning`` are names of formats, "" for
+    none: then the text is content. ``reasoning_is_open``: the prompt ends inside the reasoning.
+    """
+
+    tool_calls: str = ""
+    tool_names: tuple[str, ...] = ()
+    reasoning: str = ""
+    reasoning_is_open: bool = False
+    include_reasoning: bool = True
+
+    @property
+    def parses(self) -> bool:
+        return bool(self.tool_calls or self.reasoning)
+
+
+@dataclass(frozen=True, slots=True)
 class ChoicePlan:
     index: int
     request: GenerationRequest
     text: TextOptions
+    message: MessageOptions = MessageOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +80,16 @@ class RequestPlan:
     num_prompt_logprobs: int | None = None
     tokens_as_ids: bool = False
     continuous_usage: bool = False
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """What the reply says of the request, by its names."""
 
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def splits_reasoning(self) -> bool:
+        return any(choice.message.reasoning for choice in self.choices)
 
     def prompt_of(self, choice_index: int) -> Prompt:
         return self.prompts[choice_index // self.n]

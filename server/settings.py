@@ -34,6 +34,8 @@ from pydantic_settings import (
 from drafters.registry import drafter_settings
 from engine.config import EngineConfig
 from engine.speculation.gamma import gamma_policy_names
+from server.formats.reasoning import reasoning_formats
+from server.formats.tool_calls import tool_call_formats
 from server.request.body import described_by
 from server.request.speculative import Names, SpeculativeCaps, SpeculativeField
 from slipstream.options import SpeculativeOptions, VerificationName
@@ -233,6 +235,16 @@ class Settings(BaseSettings):
     )
     max_choices: int = Field(
         default=128, ge=1, description="Most choices a request may ask for, over all its prompts."
+    )
+
+    tool_call_parser: Literal["auto", "none", *tool_call_formats()] = Field(  # type: ignore[valid-type]
+        default="auto",
+        description="How the model writes tool calls; auto: what its chat template says.",
+    )
+    reasoning_parser: Literal["auto", "none", *reasoning_formats()] = Field(  # type: ignore[valid-type]
+        default="auto",
+        description="How the model writes reasoning, which is split off; auto: what its chat "
+        "template says.",
     )
 
     drafters: Names = Field(default=None, description="Drafters to load; default: all.")

@@ -62,11 +62,12 @@ WINGS: dict[str, dict[str, set[str]]] = {
     },
     "server": {
         "base": set(),
-        "request": {"base"},
-        "reply": {"base", "request"},
-        "endpoints": {"base", "request", "reply"},
+        "formats": {"base"},
+        "request": {"base", "formats"},
+        "reply": {"base", "formats", "request"},
+        "endpoints": {"base", "formats", "request", "reply"},
         "connections": {"base"},
-        "top": {"base", "request", "reply", "endpoints", "connections"},
+        "top": {"base", "formats", "request", "reply", "endpoints", "connections"},
     },
 }
 BASE = {

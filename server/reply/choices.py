@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,12 +17,14 @@ from engine.errors import QueueFullError, RequestError
 from engine.events import FinishInfo, TokenEvent, TokenLogprobs
 from server.engine_client import EngineClient
 from server.errors import shutting_down
+from server.formats.message import MessageParser, markers_of
+from server.formats.parts import Part, content_of
 from server.metrics import RequestMetrics
 from server.plan import ChoicePlan, TextOptions
 from server.reply.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher, decoder
 from server.reply.token_texts import TokenTexts
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 _NUM_CONTEXT_TOKENS = 6
 
 
@@ -47,12 +49,14 @@ class ChoiceEnd:
     stop_reason: int | str | None
     num_tokens: int
     info: FinishInfo
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
     """What a step added to a choice, or several whose text was held back. ``first``: its first
     delta; ``end``: comes with the last. ``num_draft_tokens``: drafts verified in ``num_steps`` steps.
+    ``parts``: of text that is taken apart, all of it in order; ``text`` is then the content alone.
     """
 
     index: int
@@ -63,6 +67,7 @@ class ChoiceDelta:
     end: ChoiceEnd | None = None
     num_steps: int = 0
     num_draft_tokens: int = 0
+    parts: tuple[Part, ...] = ()
 
 
 class TextAssembler:
@@ -164,7 +169,9 @@ class ChoiceSource:
             async with aclosing(self._deltas(plan)) as deltas:
                 async for delta in deltas:
                     if delta.end is not None:
-                        outcome = delta.end.reason
+                        # To metrics a call is one of the ways in which the model stops.
+                        reason = delta.end.reason
+                        outcome = "stop" if reason == "tool_calls" else reason
                         self._metrics.observe_request(delta.end.info, delta.end.num_tokens)
                     yield delta
         except (QueueFullError, RequestError):
@@ -179,6 +186,7 @@ class ChoiceSource:
 
     async def _deltas(self, plan: ChoicePlan) -> AsyncGenerator[ChoiceDelta, None]:
         assembler = self._assembler(plan)
+        parser = _parser(plan)
         match: StopMatch | None = None
         first = True
         num_steps = num_draft_tokens = 0
@@ -191,22 +199,54 @@ class ChoiceSource:
                     if match is not None and event.finish is None:
                         self._engine.abort(plan.request.request_id)
                 text, tokens = assembler.take()
-                end = None
+                end: ChoiceEnd | None = None
+                parts: tuple[Part, ...] = ()
                 if event.finish is not None:
                     end = _end(plan, event.finish, match, assembler.num_kept)
-                if first or text or tokens or end:
+                if parser is not None:
+                    parts, end = _parse(parser, text, tokens, end)
+                    text = content_of(parts)
+                if first or text or tokens or parts or end:
                     prompt = event.prompt_logprobs
                     yield ChoiceDelta(
-                        plan.index, first, text, tokens, prompt, end, num_steps, num_draft_tokens
+                        plan.index,
+                        first,
+                        text,
+                        tokens,
+                        prompt,
+                        end,
+                        num_steps,
+                        num_draft_tokens,
+                        parts,
                     )
                     first, num_steps, num_draft_tokens = False, 0, 0
 
     def _assembler(self, plan: ChoicePlan) -> TextAssembler:
         skip = plan.text.skip_special_tokens
-        decode = decoder(self._tokenizer, skip_special_tokens=skip)
         context = plan.request.prompt_token_ids[-_NUM_CONTEXT_TOKENS:]
         skipped = self._texts.special_ids if skip else frozenset()
+        if skip and plan.message.parses:
+            # The parsers have to see markers, which the tokenizer would leave out with the others.
+            skip, skipped = False, self._texts.hidden_ids(markers_of(plan.message))
+        decode = decoder(self._tokenizer, skip_special_tokens=skip)
         return TextAssembler(IncrementalDetokenizer(decode, context, skipped), plan.text)
+
+
+def _parser(plan: ChoicePlan) -> MessageParser | None:
+    return MessageParser(plan.message, plan.request.request_id) if plan.message.parses else None
+
+
+def _parse(
+    parser: MessageParser, text: str, tokens: Sequence[ReplyToken], end: ChoiceEnd | None
+) -> tuple[tuple[Part, ...], ChoiceEnd | None]:
+    """The text in parts; the end as the parts make it."""
+    parts = parser.feed(text, [token.start for token in tokens])
+    if end is None:
+        return parts, None
+    parts += parser.finish()
+    if parser.num_calls and end.reason == "stop":
+        end = replace(end, reason="tool_calls")
+    return parts, replace(end, num_reasoning_tokens=parser.num_reasoning_tokens)
 
 
 def _take_tokens(assembler: TextAssembler, event: TokenEvent) -> StopMatch | None:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -32,7 +32,6 @@ logger = logging.getLogger("slipstream.requests")
 ADMISSION_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
 CLIENT_GONE_STATUS = 499
-DONE = b"data: [DONE]\n\n"
 
 
 T = TypeVar("T")
@@ -196,27 +195,29 @@ class Responder:
         ends: dict[int, ChoiceEnd] = {}
         try:
             async with _pings(send) as send_and_note:
+                if content := b"".join(writer.begin()):
+                    await send_and_note(content)
 
                 async def sink(delta: ChoiceDelta) -> None:
                     if delta.end is not None:
                         ends[delta.index] = delta.end
-                    chunk = writer.chunk(delta)
-                    if chunk is not None:
-                        await send_and_note(_event(chunk))
+                    if content := b"".join(writer.events(delta)):
+                        await send_and_note(content)
 
                 await feed.run(sink)
             usage = self._usage(writer, [ends[index] for index in sorted(ends)], sender)
-            if writer.plan.include_usage:
-                await send(_event(writer.usage_chunk(usage)))
+            last = b"".join(writer.finish(usage))
         except Exception as error:
             # The status has been sent: the error can only go into the stream.
-            await send(_event(to_api_error(error).body()))
-        await send(DONE)
+            last = b"".join(writer.failure(to_api_error(error)))
+        await send(last + writer.ending)
 
     def _usage(self, writer: Writer, ends: list[ChoiceEnd], sender: str | None) -> Usage:
         """The request's usage, which also goes to the log, next to who sent it."""
         plan = writer.plan
-        usage = build_usage(plan.num_prompt_tokens, ends, plan.n, plan.has_prediction)
+        usage = build_usage(
+            plan.num_prompt_tokens, ends, plan.n, plan.has_prediction, plan.splits_reasoning
+        )
         spec = usage["speculative"]
         logger.info(
             "%s x-request-id=%s user=%r prompt=%d completion=%d finish=%s drafter=%s accepted=%d/%d",
@@ -231,15 +232,6 @@ class Responder:
             spec["num_draft_tokens"],
         )
         return usage
-
-
-def _json(content: Any) -> bytes:
-    return to_json(content, inf_nan_mode="null")
-
-
-def _event(content: Any) -> bytes:
-    """JSON made here has no line breaks, so an event is one line."""
-    return b"data: %b\n\n" % _json(content)
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -43,10 +43,19 @@ class TokenTexts:
         self._added = {
             token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()
         }
+        # Those that decoders leave out; not all of them have a role.
+        self._flagged = {
+            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
         self._alphabet = byte_level_alphabet() if _is_byte_level(tokenizer) else None
         # Wrapped here and not by a decorator: the cache dies with this object.
         self.text: Callable[[int], str] = lru_cache(_CACHE_SIZE)(self._text)
         self.token_bytes: Callable[[int], bytes] = lru_cache(_CACHE_SIZE)(self._token_bytes)
+
+    def hidden_ids(self, shown: Collection[str]) -> frozenset[int]:
+        """Special tokens other than those with these texts."""
+        names = {each: self._added.get(each, "") for each in self.special_ids | self._flagged}
+        return frozenset(each for each, name in names.items() if name not in shown)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """What each token adds to the text of all; special tokens add nothing."""

@@ -45,10 +45,13 @@ class PromptTokensDetails(TypedDict):
 
 
 class CompletionTokensDetails(TypedDict):
-    """Of requests with a ``prediction``: its drafts that became output, and those that did not."""
+    """Of requests with a ``prediction``: its drafts that became output, and those that did not. Of
+    models whose reasoning is split off: the tokens before its end.
+    """
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
+    reasoning_tokens: NotRequired[int]
 
 
 class RunningUsage(TypedDict):
@@ -61,7 +64,7 @@ class RunningUsage(TypedDict):
 
 class Usage(TypedDict):
     """A prompt counts once however many choices it has; tokens a stop string cut off do not
-    count. ``completion_tokens_details`` is there for requests with a ``prediction``.
+    count. ``completion_tokens_details`` is there where it has something to say.
     """
 
     prompt_tokens: int
@@ -85,6 +88,7 @@ def build_usage(
     ends: Sequence[ChoiceEnd],
     choices_per_prompt: int,
     has_prediction: bool = False,
+    splits_reasoning: bool = False,
 ) -> Usage:
     """Usage over all choices of a request, in index order.
 
@@ -102,12 +106,15 @@ def build_usage(
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         speculative=speculative,
     )
+    details: CompletionTokensDetails = {}
     if has_prediction:
         accepted = speculative["num_accepted_tokens"]
-        usage["completion_tokens_details"] = CompletionTokensDetails(
-            accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=speculative["num_draft_tokens"] - accepted,
-        )
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = speculative["num_draft_tokens"] - accepted
+    if splits_reasoning:
+        details["reasoning_tokens"] = sum(end.num_reasoning_tokens for end in ends)
+    if details:
+        usage["completion_tokens_details"] = details
     return usage
 
 

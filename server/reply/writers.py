@@ -15,8 +15,12 @@ from typing import Any, Literal, NotRequired, TypeAlias
 from typing_extensions import TypedDict
 
 from engine.events import TokenLogprobs
+from server.errors import ApiError
+from server.formats.parts import joined
 from server.plan import RequestPlan
 from server.reply.choices import ChoiceDelta, FinishReason, ReplyToken
+from server.reply.messages import ChatDelta, ChatReplyMessage, message_delta, whole_message
+from server.reply.sse import DONE, event
 from server.reply.token_texts import TokenTexts
 from server.reply.usage import RunningUsage, Usage, running_usage
 
@@ -88,16 +92,6 @@ class ChatLogprob(TopLogprob):
 
 class ChatLogprobs(TypedDict):
     content: list[ChatLogprob]
-
-
-class ChatReplyMessage(TypedDict):
-    role: Literal["assistant"]
-    content: str
-
-
-class ChatDelta(TypedDict):
-    role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
 
 
 class ChatMessageText(TypedDict):
@@ -188,11 +182,16 @@ def _sum(index: int, deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
         end=deltas[-1].end if deltas else None,
         num_steps=sum(each.num_steps for each in deltas),
         num_draft_tokens=sum(each.num_draft_tokens for each in deltas),
+        parts=tuple(joined(part for each in deltas for part in each.parts)),
     )
 
 
 class Writer(ABC):
-    """Puts one request's deltas into an endpoint's shape: what both endpoints share."""
+    """Puts one request's deltas into an endpoint's shape. ``ending``: what its streams end with, however
+    they went.
+    """
+
+    ending = b""
 
     def __init__(
         self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
@@ -201,15 +200,57 @@ class Writer(ABC):
         self._texts = texts
         self._model_name = model_name
         self._fingerprint = fingerprint
+
+    def begin(self) -> Iterable[bytes]:
+        """Events before those of deltas."""
+        return ()
+
+    @abstractmethod
+    def events(self, delta: ChoiceDelta) -> Iterable[bytes]:
+        """Those that tell of a delta; none where there is nothing to tell."""
+
+    @abstractmethod
+    def finish(self, usage: Usage) -> Iterable[bytes]:
+        """Events after those of deltas."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> Iterable[bytes]:
+        """Instead of what else would have come: the status has been sent."""
+
+    @abstractmethod
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
+        """The whole reply, of folded choices."""
+
+
+class ChunkWriter(Writer):
+    """Streams as chunks that look like the whole: what completions and chats share."""
+
+    ending = DONE
+
+    def __init__(
+        self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
+    ) -> None:
+        super().__init__(plan, texts, model_name, fingerprint)
         self._shows_tokens = (
             plan.return_token_ids or plan.return_drafted or plan.num_logprobs is not None
         )
         self._num_written = 0
 
+    def events(self, delta: ChoiceDelta) -> Iterable[bytes]:
+        chunk = self.chunk(delta)
+        return () if chunk is None else (event(chunk),)
+
+    def finish(self, usage: Usage) -> Iterable[bytes]:
+        return (event(self.usage_chunk(usage)),) if self.plan.include_usage else ()
+
+    def failure(self, error: ApiError) -> Iterable[bytes]:
+        return (event(error.body()),)
+
     def chunk(self, delta: ChoiceDelta) -> Mapping[str, Any] | None:
         """A streamed chunk; None for a delta of tokens that add no text and were not asked for."""
         self._num_written += len(delta.tokens)
-        if not (delta.first or delta.end or delta.text or (delta.tokens and self._shows_tokens)):
+        is_shown = delta.first or delta.end or delta.text or delta.parts
+        if not (is_shown or (delta.tokens and self._shows_tokens)):
             return None
         chunk = self._chunk([delta])
         if not self.plan.continuous_usage:
@@ -221,10 +262,6 @@ class Writer(ABC):
 
     @abstractmethod
     def _chunk(self, deltas: Sequence[ChoiceDelta]) -> Mapping[str, Any]: ...
-
-    @abstractmethod
-    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
-        """The whole reply, of folded choices."""
 
     def _envelope(self, id_prefix: str) -> Envelope:
         return {
@@ -284,7 +321,7 @@ class Writer(ABC):
         return found
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChunkWriter):
     """``/v1/completions``: a chunk has the shape of the whole."""
 
     def _chunk(self, deltas: Sequence[ChoiceDelta]) -> CompletionReply:
@@ -355,7 +392,7 @@ class CompletionWriter(Writer):
         block["top_logprobs"].append(top)
 
 
-class ChatWriter(Writer):
+class ChatWriter(ChunkWriter):
     """``/v1/chat/completions``."""
 
     def _chunk(self, deltas: Sequence[ChoiceDelta]) -> Mapping[str, Any]:
@@ -373,12 +410,9 @@ class ChatWriter(Writer):
         return {} if found is None else {"prompt_logprobs": found}
 
     def _chunk_choice(self, delta: ChoiceDelta) -> ChatChunkChoice:
-        shown: ChatDelta = {"role": "assistant"} if delta.first else {}
-        if delta.text or delta.first:
-            shown["content"] = (self.plan.echoed(delta.index) if delta.first else "") + delta.text
         return {
             "index": delta.index,
-            "delta": shown,
+            "delta": message_delta(delta, self.plan.echoed(delta.index)),
             "logprobs": self._logprobs(delta.tokens),
             **self._ending(delta),
         }
@@ -395,10 +429,7 @@ class ChatWriter(Writer):
     def _choice(self, choice: ChoiceDelta) -> ChatChoice:
         return {
             "index": choice.index,
-            "message": {
-                "role": "assistant",
-                "content": self.plan.echoed(choice.index) + choice.text,
-            },
+            "message": whole_message(choice, self.plan.echoed(choice.index)),
             "logprobs": self._logprobs(choice.tokens),
             **self._ending(choice),
         }

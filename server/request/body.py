@@ -180,6 +180,11 @@ def _detail(name: str, message: str) -> InitErrorDetails:
     )
 
 
+def refusal(name: str, message: str) -> ValidationError:
+    """What a model's own check raises, so that the field at fault is named."""
+    return ValidationError.from_exception_data("body", [_detail(name, message)])
+
+
 def _either(values: tuple[Any, ...]) -> str:
     return " or ".join(repr(value) for value in values)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2.ext
@@ -40,6 +40,7 @@ class ChatTemplate:
         self._spellings = spellings
         self._source = str(tokenizer.chat_template) if tokenizer.chat_template else None
         self._variables = _variables(self._source or "")
+        self._takes_tools = "tools" in self._variables
         self._variables -= _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()
 
     def render(
@@ -47,6 +48,7 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         variables: Mapping[str, Any],
         *,
+        tools: Sequence[dict[str, Any]] = (),
         allow_special_tokens: bool,
         **arguments: Any,
     ) -> list[tuple[bool, str]]:
@@ -63,11 +65,15 @@ class ChatTemplate:
             if name not in self._variables:
                 field = f"chat_template_kwargs.{name}"
                 raise bad_request(field, f"{field}: the chat template has no such variable")
+        if tools and not self._takes_tools:
+            raise bad_request("tools", "tools: this model's chat template has no place for them")
         if allow_special_tokens:
+            arguments["tools"] = list(tools) or None
             return [(True, self._apply(messages, variables, arguments))]
-        given = [messages, dict(variables)]
+        given = [messages, dict(variables), list(tools)]
         disguise = Disguise(self._spellings, given, self._source)
-        messages, variables = disguise.put_on(given)
+        messages, variables, tools = disguise.put_on(given)
+        arguments["tools"] = tools or None
         return disguise.take_off(self._apply(messages, variables, arguments))
 
     def _apply(

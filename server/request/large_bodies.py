@@ -32,7 +32,6 @@ from server.errors import ApiError
 from server.plan import RequestPlan
 from server.request.body import Body
 from server.request.parsing import check_content_type, parse
-from server.request.protocol import SamplingFields
 from server.request.translate import Translator
 
 logger = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ class BodyReader:
         if pool := self._get_pool():
             pool.submit(os.getpid)
 
-    async def plan(self, body: SamplingFields | LargeBody, arrival_time: float) -> RequestPlan:
+    async def plan(self, body: Body | LargeBody, arrival_time: float) -> RequestPlan:
         """Raises ApiError."""
         return await self.read(body, partial(_plan, arrival_time=arrival_time))
 
@@ -150,7 +149,7 @@ class BodyReader:
         return self._pool
 
 
-def _plan(translator: Translator, body: SamplingFields, *, arrival_time: float) -> RequestPlan:
+def _plan(translator: Translator, body: Body, *, arrival_time: float) -> RequestPlan:
     return translator.plan(body, arrival_time)
 
 

@@ -13,8 +13,10 @@ from engine.info import EngineInfo
 from server.errors import ApiError, bad_request
 from server.plan import Prompt
 from server.request.chat_template import ChatTemplate
+from server.request.messages import template_messages
 from server.request.protocol import ChatMessage, TemplateFields
 from server.request.special_tokens import TextEncoder
+from server.request.tools import Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,14 @@ class Prompts:
         return Prompt(self.decode(token_ids), tuple(token_ids))
 
     def of_messages(
-        self, messages: Sequence[ChatMessage], fields: TemplateFields, options: PromptOptions
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        fields: TemplateFields,
+        options: PromptOptions,
     ) -> Prompt:
         """Raises ApiError naming the field at fault."""
-        pieces = self._render(messages, fields, options)
+        pieces = self._render(messages, tools, fields, options)
         text = "".join(piece for _, piece in pieces)
         if options.num_kept is None:
             self._check_text("messages", text)
@@ -74,10 +80,14 @@ class Prompts:
         return self._texts.encode_text(field, text, options.add_special_tokens)
 
     def encode_messages(
-        self, messages: Sequence[ChatMessage], fields: TemplateFields, options: PromptOptions
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        fields: TemplateFields,
+        options: PromptOptions,
     ) -> list[int]:
         """The tokens that the template makes of messages, however many. Raises ApiError."""
-        return self._encode_pieces(self._render(messages, fields, options), options)
+        return self._encode_pieces(self._render(messages, tools, fields, options), options)
 
     def encode_prediction(
         self, field: str, text: str, allow_special_tokens: bool
@@ -106,7 +116,11 @@ class Prompts:
                 raise bad_request(field, f"{field}: token id {token_id} is not in 0..{last}")
 
     def _render(
-        self, messages: Sequence[ChatMessage], fields: TemplateFields, options: PromptOptions
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        fields: TemplateFields,
+        options: PromptOptions,
     ) -> list[tuple[bool, str]]:
         """The chat template's text for the messages, in pieces."""
         if fields.continue_final_message and fields.add_generation_prompt:
@@ -115,14 +129,11 @@ class Prompts:
                 "continue_final_message needs 'add_generation_prompt': false",
             )
         return self._template.render(
-            [
-                {
-                    "role": "system" if message.role == "developer" else message.role,
-                    "content": message.content,
-                }
-                for message in messages
-            ],
+            template_messages(messages),
             fields.chat_template_kwargs or {},
+            tools=[
+                {"type": "function", "function": each.function.for_template()} for each in tools
+            ],
             allow_special_tokens=options.allow_special_tokens,
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,

@@ -9,14 +9,15 @@ checked when the request is translated.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema
+from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema, model_validator
 
 from engine.sampling.processor import parameters
-from server.request.body import MAX_SEED, Body, PromptField, StopField, with_fields
+from server.request.body import MAX_SEED, Body, PromptField, StopField, refusal, with_fields
 from server.request.grammars import ResponseFormat, StructuredOutputs
 from server.request.speculative import SpeculativeField
+from server.request.tools import MAX_TOOLS, MessageToolCall, ToolChoiceField, ToolsField
 
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
@@ -203,25 +204,49 @@ class CompletionRequest(SamplingFields):
     )
 
 
-_NO_TOOLS = "tool calls are not available"
-
-
 class ChatMessage(Body):
-    """``developer`` is handed to the chat template as ``system``."""
+    """``developer`` is handed to the chat template as ``system``. Only the assistant has tool calls and
+    reasoning, and then it needs no content; only a tool has ``tool_call_id``, and needs it.
+    """
 
     unsupported: ClassVar[dict[str, str]] = {
-        "name": "chat templates have no place for it",
-        "tool_calls": _NO_TOOLS,
-        "tool_call_id": _NO_TOOLS,
-        "function_call": _NO_TOOLS,
+        "function_call": "use 'tool_calls'",
         "audio": _TEXT_ONLY,
         "refusal": "send the text as 'content'",
         "annotations": _TEXT_ONLY,
-        "reasoning_content": "send the text as 'content'",
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: ContentField
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: ContentField | None = None
+    name: str | None = Field(default=None, description="Of a tool's message: its function.")
+    tool_calls: list[MessageToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = Field(default=None, max_length=256)
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="The same as 'reasoning_content'.")
+
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
+
+    @model_validator(mode="after")
+    def _suits_its_role(self) -> Self:
+        belongs = {
+            "name": self.role == "tool",
+            "tool_call_id": self.role == "tool",
+            "tool_calls": self.role == "assistant",
+            "reasoning_content": self.role == "assistant",
+            "reasoning": self.role == "assistant",
+        }
+        for name, is_right in belongs.items():
+            if getattr(self, name) and not is_right:
+                raise refusal(name, f"messages of {self.role!r} have no place for it")
+        if self.role == "tool" and not self.tool_call_id:
+            raise refusal("tool_call_id", "says which call this answers; it is missing")
+        if self.reasoning and self.reasoning_content not in (None, self.reasoning):
+            raise refusal("reasoning", "contradicts 'reasoning_content'")
+        if self.content is None and not (self.tool_calls or self.thoughts):
+            raise refusal("content", "is missing")
+        return self
 
 
 class TemplateFields(Body):
@@ -242,10 +267,8 @@ class ChatRequest(SamplingFields, TemplateFields):
     """``POST /v1/chat/completions``."""
 
     unsupported: ClassVar[dict[str, str]] = _UNSUPPORTED | {
-        "tools": _NO_TOOLS,
-        "functions": _NO_TOOLS,
-        "function_call": _NO_TOOLS,
-        "parallel_tool_calls": _NO_TOOLS,
+        "functions": "use 'tools'",
+        "function_call": "use 'tool_choice'",
         "audio": _TEXT_ONLY,
         "reasoning_effort": "the chat template decides; see 'chat_template_kwargs'",
         "verbosity": "say it in a message",
@@ -259,10 +282,22 @@ class ChatRequest(SamplingFields, TemplateFields):
     }
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = _FIXED | {
         "modalities": (["text"],),
-        "tool_choice": ("none",),
     }
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: ToolsField | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_TOOLS,
+        description="Functions that may be called.",
+    )
+    tool_choice: ToolChoiceField = Field(
+        default=None, description="auto (the default with tools), none, required, or a function."
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether a reply may have several calls; default: true."
+    )
+    include_reasoning: bool = Field(default=True, description="Show reasoning that is split off.")
     max_tokens: int | None = Field(
         default=None, ge=1, le=MAX_COUNT, description="Default: what the context has room for."
     )
@@ -283,13 +318,15 @@ class TokenizeRequest(TemplateFields):
     unsupported: ClassVar[dict[str, str]] = {
         "chat_template": ChatRequest.unsupported["chat_template"],
         "documents": ChatRequest.unsupported["documents"],
-        "tools": _NO_TOOLS,
         "mm_processor_kwargs": _TEXT_ONLY,
     }
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    tools: ToolsField | None = Field(
+        default=None, min_length=1, max_length=MAX_TOOLS, description="With messages."
+    )
     add_special_tokens: bool | None = Field(
         default=None, description="Default: true for a prompt, false for messages."
     )

@@ -16,10 +16,11 @@ from typing import Any
 from engine.info import EngineInfo
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
-from server.errors import bad_request, unknown_model
-from server.plan import ChoicePlan, Prompt, RequestPlan, TextOptions
-from server.request.body import MAX_SEED
+from server.errors import ApiError, bad_request, unknown_model
+from server.plan import ChoicePlan, MessageOptions, Prompt, RequestPlan, TextOptions
+from server.request.body import MAX_SEED, Body
 from server.request.grammars import grammar_of
+from server.request.message_formats import MessageFormats
 from server.request.prompts import PromptOptions, Prompts
 from server.request.protocol import (
     DEFAULT_COMPLETION_TOKENS,
@@ -30,6 +31,7 @@ from server.request.protocol import (
     TemplateFields,
     TokenizeRequest,
 )
+from server.request.responses import ResponsesRequest, in_own_words
 from server.request.speculative import SpeculativeResolver
 
 GRAMMAR_DRAFTER = "grammar"
@@ -45,20 +47,24 @@ class Translator:
         resolver: SpeculativeResolver,
         model_name: str,
         max_choices: int,
+        formats: MessageFormats,
     ) -> None:
         self._info = info
         self._prompts = Prompts(info, tokenizer)
         self._resolver = resolver
         self._model_name = model_name
         self._max_choices = max_choices
+        self._formats = formats
         self._vocabulary = Vocabulary(
             info.vocab_size, partial(tokenizer.encode, add_special_tokens=False)
         )
 
-    def plan(self, body: SamplingFields, arrival_time: float) -> RequestPlan:
+    def plan(self, body: Body, arrival_time: float) -> RequestPlan:
         """Raises ApiError."""
         if isinstance(body, ChatRequest):
             return self.chat(body, arrival_time)
+        if isinstance(body, ResponsesRequest):
+            return self.response(body, arrival_time)
         assert isinstance(body, CompletionRequest)
         return self.completion(body, arrival_time)
 
@@ -81,6 +87,8 @@ class Translator:
             max_tokens=max_tokens,
             num_logprobs=body.logprobs,
             echo=body.echo,
+            grammar=grammar_of(body.response_format, body.structured_outputs),
+            message=MessageOptions(),
             arrival_time=arrival_time,
         )
 
@@ -96,15 +104,30 @@ class Translator:
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self._check_common(body, limit, field, num_prompts=1)
         options = self._prompt_options(body, body.add_special_tokens, limit)
+        self._formats.check(body)
+        tools = self._formats.tools(body)
+        prompt = self._prompts.of_messages(body.messages, tools, body, options)
+        message = self._formats.options(body, prompt.text)
+        answer = grammar_of(body.response_format, body.structured_outputs)
         plan = self._plan(
             body,
-            [self._prompts.of_messages(body.messages, body, options)],
+            [prompt],
             max_tokens=limit,
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             echo=False,
+            grammar=self._formats.grammar(body, message, answer),
+            message=message,
             arrival_time=arrival_time,
         )
-        return replace(plan, prefix=body.messages[-1].content) if body.echo else plan
+        return replace(plan, prefix=body.messages[-1].content or "") if body.echo else plan
+
+    def response(self, body: ResponsesRequest, arrival_time: float) -> RequestPlan:
+        """Raises ApiError."""
+        try:
+            plan = self.chat(body.for_chat(), arrival_time)
+        except ApiError as error:
+            raise in_own_words(error) from error
+        return replace(plan, repeated=body.repeated())
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Raises ApiError."""
@@ -117,8 +140,8 @@ class Translator:
             is_prompt if body.allow_special_tokens is None else body.allow_special_tokens,
         )
         if body.messages is not None:
-            return self._prompts.encode_messages(body.messages, body, options)
-        for name in TemplateFields.model_fields:
+            return self._prompts.encode_messages(body.messages, body.tools or (), body, options)
+        for name in (*TemplateFields.model_fields, "tools"):
             if name in body.model_fields_set:
                 raise bad_request(name, f"{name} has no effect on a prompt")
         return self._prompts.encode("prompt", body.prompt or "", options)
@@ -183,6 +206,8 @@ class Translator:
         max_tokens: int | None,
         num_logprobs: int | None,
         echo: bool,
+        grammar: str,
+        message: MessageOptions,
         arrival_time: float,
     ) -> RequestPlan:
         num_prompt_logprobs = body.prompt_logprobs
@@ -193,6 +218,7 @@ class Translator:
         echoed = num_logprobs if echo else None
         # One list serves both; the writers show of it what was asked for.
         scored = [each for each in (echoed, num_prompt_logprobs) if each is not None]
+        _check_grammar(body, grammar)
         sampling = self._sampling(body, num_logprobs, max(scored, default=None))
         min_tokens = sampling.pop("min_tokens")
         # Sampled where not given, and sent with the reply, so that any completion can be had again.
@@ -209,6 +235,7 @@ class Translator:
                 prompt_token_ids=prompt.token_ids,
                 sampling=SamplingParams(
                     **sampling,
+                    grammar=grammar,
                     max_tokens=limit,
                     min_tokens=min(min_tokens, limit),
                     seed=seed,
@@ -225,7 +252,7 @@ class Translator:
                 skip_special_tokens=body.skip_special_tokens,
                 min_tokens=min_tokens,
             )
-            choices.append(ChoicePlan(index, request, text))
+            choices.append(ChoicePlan(index, request, text, message))
         return RequestPlan(
             request_id=request_id,
             created=int(time.time()),
@@ -267,16 +294,14 @@ class Translator:
             "ignore_eos": body.ignore_eos,
             "logprobs": num_logprobs,
             "prompt_logprobs": num_prompt_logprobs,
-            "grammar": _grammar(body),
         }
 
 
-def _grammar(body: SamplingFields) -> str:
-    grammar = grammar_of(body.response_format, body.structured_outputs)
+def _check_grammar(body: SamplingFields, grammar: str) -> None:
+    """Raises ApiError."""
     if grammar and body.ignore_eos:
         raise bad_request("ignore_eos", "ignore_eos: a text ends where its grammar ends")
     asked = None if body.speculative is None else body.speculative.given().get("draft_strategy")
     if asked == GRAMMAR_DRAFTER and not grammar:
         field = "speculative.draft_strategy"
         raise bad_request(field, f"{field} {asked!r} needs a constrained output")
-    return grammar

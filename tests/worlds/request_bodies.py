@@ -8,6 +8,7 @@ from typing import Any
 from engine.params import GenerationRequest
 from server.request.body import Body
 from server.request.protocol import ChatRequest, CompletionRequest
+from server.request.responses import ResponsesRequest
 from worlds.scripted_engine import EOS, USER
 
 TEXT = "hello wörld. the end"
@@ -17,6 +18,22 @@ COMPLETION = {"prompt": "ab", "max_tokens": 64}
 
 
 CHAT = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 64}
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a place.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
 
 
 class Outcome:
@@ -40,6 +57,11 @@ class Outcome:
     def text(self) -> str:
         message = self.choice.get("message")
         return str(self.choice["text"] if message is None else message["content"])
+
+
+def prompt_of(outcome: Outcome) -> bytes:
+    """The prompt's text, without special tokens."""
+    return bytes(each for each in outcome.request.prompt_token_ids if each < 256)
 
 
 Check = Callable[[Outcome], bool]
@@ -203,6 +225,15 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
         {"add_generation_prompt": False, "continue_final_message": True},
         lambda o: o.request.prompt_token_ids[-1] == ord("b"),
     ),
+    "tools": ({"tools": TOOLS}, lambda o: b"get_weather" in prompt_of(o)),
+    "tool_choice": (
+        {"tools": TOOLS, "tool_choice": "required"},
+        lambda o: "get_weather" in o.sampling.grammar,
+    ),
+    "parallel_tool_calls": (
+        {"tools": TOOLS, "parallel_tool_calls": False},
+        lambda o: "get_weather" in o.sampling.grammar,
+    ),
     "chat_template_kwargs": (
         {"chat_template_kwargs": {"shout": True}},
         lambda o: b"LOUD" in bytes(each for each in o.request.prompt_token_ids if each < 256),
@@ -231,8 +262,46 @@ CHAT_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
     "service_tier": ("auto", "flex"),
     "spaces_between_special_tokens": (True, False),
     "modalities": (["text"], ["text", "audio"]),
-    "tool_choice": ("none", "auto"),
+    # No reasoning is split off here.
+    "include_reasoning": (True, False),
     "add_special_tokens": (False, "no"),
+}
+
+
+RESPONSE = {"input": "ab", "max_output_tokens": 64}
+
+
+FLAT_TOOLS = [{"type": "function", **TOOLS[0]["function"]}]
+
+
+RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
+    **{name: SHARED[name] for name in ("temperature", "top_p", "seed", "priority", "cache_salt")},
+    **{name: SHARED[name] for name in ("user", "speculative")},
+    "stream": ({"stream": True}, lambda o: o.raw.startswith("event: ")),
+    "input": ({"input": "zz"}, lambda o: b"user: zz" in prompt_of(o)),
+    "instructions": ({"instructions": "zz"}, lambda o: b"system: zz" in prompt_of(o)),
+    "max_output_tokens": ({"max_output_tokens": 5}, lambda o: o.sampling.max_tokens == 5),
+    "tools": ({"tools": FLAT_TOOLS}, lambda o: b"get_weather" in prompt_of(o)),
+    "tool_choice": (
+        {"tools": FLAT_TOOLS, "tool_choice": "required"},
+        lambda o: "get_weather" in o.sampling.grammar,
+    ),
+    "parallel_tool_calls": (
+        {"tools": FLAT_TOOLS, "parallel_tool_calls": False},
+        lambda o: "get_weather" in o.sampling.grammar,
+    ),
+    "text": ({"text": {"format": {"type": "json_object"}}}, lambda o: o.sampling.grammar != ""),
+    "reasoning": ({"reasoning": {"effort": "low"}}, lambda o: b"effort low" in prompt_of(o)),
+    "metadata": ({"metadata": {"a": "b"}}, lambda o: o.reply["metadata"] == {"a": "b"}),
+}
+
+
+RESPONSE_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "model": ("test/scripted", "gpt-4"),
+    "store": (False, True),
+    "background": (False, True),
+    "truncation": ("disabled", "auto"),
+    "include": ([], ["reasoning.encrypted_content"]),
 }
 
 
@@ -249,4 +318,5 @@ ENDPOINTS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Any], dict[str,
         SHARED | CHAT_ONLY,
         WITHOUT_CHANGE | CHAT_WITHOUT_CHANGE,
     ),
+    "/responses": (ResponsesRequest, RESPONSE, RESPONSE_FIELDS, RESPONSE_WITHOUT_CHANGE),
 }

@@ -29,8 +29,12 @@ from server.reply.token_texts import byte_level_alphabet
 BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
 VOCAB_SIZE = 270
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|user|>{{ message['role'] }}: {{ message['content'] }}\n"
-    "{% endfor %}{% if shout %}LOUD {% endif %}"
+    # How models that write <tool_call> are told of functions, of their calls and of what came of them.
+    "{% for tool in tools or [] %}<tools>{{ tool | tojson }}</tools>{% endfor %}"
+    "{% for message in messages %}<|user|>{{ message['role'] }}: {{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}{{ '\n' }}{% endfor %}{% if shout %}LOUD {% endif %}"
+    "{% if reasoning_effort %}effort {{ reasoning_effort }} {% endif %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

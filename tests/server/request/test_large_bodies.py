@@ -36,7 +36,7 @@ async def test_a_large_body_has_the_outcome_of_a_small_one(connect: Connect) -> 
         ("completions", json.dumps(COMPLETION | {"n": 3, "stop": "w", "top_k": 3}).encode()),
         ("chat/completions", json.dumps(CHAT).encode()),
         ("chat/completions", json.dumps(CHAT | {"messages": []}).encode()),
-        ("chat/completions", json.dumps(CHAT | {"tools": [1], "n": 0}).encode()),
+        ("chat/completions", json.dumps(CHAT | {"functions": [1], "n": 0}).encode()),
         ("completions", json.dumps(COMPLETION | {"model": "other"}).encode()),
         ("completions", json.dumps(COMPLETION | {"prompt": [1, 5000]}).encode()),
         ("completions", json.dumps(COMPLETION | {"speculative": {"tree_depth": -1}}).encode()),

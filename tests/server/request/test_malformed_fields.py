@@ -99,7 +99,8 @@ async def test_an_empty_prompt_is_the_bos_token_where_there_is_one(connect: Conn
     ("message", "param"),
     [
         ({"role": "user"}, "messages.0.content"),
-        ({"role": "tool", "content": "x"}, "messages.0.role"),
+        ({"role": "tool", "content": "x"}, "messages.0.tool_call_id"),
+        ({"role": "function", "content": "x"}, "messages.0.role"),
         ({"role": "user", "content": 5}, "messages.0.content"),
         ({"role": "user", "content": []}, "messages.0.content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content"),

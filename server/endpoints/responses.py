@@ -1,0 +1,26 @@
+"""``/v1/responses``."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from server.endpoints import Served
+from server.openapi import generated
+from server.reply.responses import ModelResponse, ResponseEvent, ResponsesWriter
+from server.request.large_bodies import BodyRoute
+from server.request.responses import ResponsesRequest
+
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
+
+_ANSWERS = generated(ModelResponse, ResponseEvent, "The last event has the whole response.")
+
+
+@router.post("/v1/responses", responses=_ANSWERS)
+async def create_response(body: ResponsesRequest, request: Request, served: Served) -> Response:
+    """A response to a conversation that is sent whole; nothing is stored."""
+    plan = await served.bodies.plan(body, time.perf_counter())
+    writer = ResponsesWriter(plan, served.texts, served.model_name, served.fingerprint)
+    return await served.responder.answer(request, writer)

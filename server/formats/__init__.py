@@ -1,0 +1,1 @@
+"""How families of models write what is more than text: tool calls and reasoning."""

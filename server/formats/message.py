@@ -1,0 +1,75 @@
+"""A choice's text as a message: reasoning, content and tool calls in the order in which they came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from server.formats.parts import Content, Part, Reasoning
+from server.formats.reasoning import reasoning_formats
+from server.formats.reasoning.splitter import ReasoningSplitter
+from server.formats.tool_calls import tool_call_formats
+from server.formats.tool_calls.parser import CallParser
+from server.plan import MessageOptions
+
+
+def markers_of(options: MessageOptions) -> tuple[str, ...]:
+    """Texts that the parsers have to see, even where they are special tokens."""
+    found: tuple[str, ...] = ()
+    if options.reasoning:
+        reasoning = reasoning_formats()[options.reasoning]
+        found += (reasoning.begin, reasoning.end)
+    if options.tool_calls:
+        found += tool_call_formats()[options.tool_calls].markers
+    return found
+
+
+class MessageParser:
+    """Parses one choice. ``id_seed``: makes the ids of its calls."""
+
+    def __init__(self, options: MessageOptions, id_seed: str) -> None:
+        self._options = options
+        self._reasoning = self._calls = None
+        if options.reasoning:
+            form = reasoning_formats()[options.reasoning]
+            self._reasoning = ReasoningSplitter(form, options.reasoning_is_open)
+        if options.tool_calls:
+            calls = tool_call_formats()[options.tool_calls]
+            self._calls = CallParser(calls, options.tool_names, id_seed)
+        self._token_starts: list[int] = []
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.num_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens that began before the reasoning's end."""
+        if self._reasoning is None:
+            return 0
+        end = self._reasoning.num_chars
+        return sum(start < end for start in self._token_starts)
+
+    def feed(self, text: str, token_starts: Iterable[int] = ()) -> tuple[Part, ...]:
+        """What the text settles. ``token_starts``: where its tokens begin, in the choice's text."""
+        if self._reasoning is None:
+            return self._split_calls(text)
+        self._token_starts += token_starts
+        reasoning, content = self._reasoning.feed(text)
+        return (*self._shown(reasoning), *self._split_calls(content))
+
+    def finish(self) -> tuple[Part, ...]:
+        """What was held back, at the end of the choice."""
+        parts: tuple[Part, ...] = ()
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.finish()
+            parts = (*self._shown(reasoning), *self._split_calls(content))
+        return parts if self._calls is None else (*parts, *self._calls.finish())
+
+    def _shown(self, reasoning: str) -> Iterable[Part]:
+        if reasoning and self._options.include_reasoning:
+            yield Reasoning(reasoning)
+
+    def _split_calls(self, text: str) -> tuple[Part, ...]:
+        if self._calls is not None:
+            return tuple(self._calls.feed(text))
+        return (Content(text),) if text else ()

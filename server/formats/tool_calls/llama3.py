@@ -1,0 +1,25 @@
+"""``{"name": ..., "parameters": {...}}``, alone or after ``<|python_tag|>``: Llama 3.1 to 3.3."""
+
+from __future__ import annotations
+
+from regex import compile
+
+from server.formats.tool_calls.format import (
+    JSON_HEAD,
+    SPACE,
+    CallSyntax,
+    Spelling,
+    ToolCallFormat,
+)
+
+_SPELLING = Spelling(before='{"name": "NAME", "parameters": ', after="}", between="; ")
+
+FORMAT = ToolCallFormat(
+    name="llama3",
+    markers=("<|python_tag|>",),
+    opener=compile(r"<\|python_tag\|>"),
+    syntaxes=(CallSyntax(JSON_HEAD, tail=rf"{SPACE}\}}", following=rf"{SPACE}(?P<more>;)"),),
+    bare=compile(rf"{SPACE}(?=\{{)"),
+    spelling=lambda _: _SPELLING,
+    writes=lambda template: "<|python_tag|>" in template,
+)

@@ -1,0 +1,178 @@
+"""Takes tool calls out of a text that comes in pieces.
+
+What is found does not depend on the pieces: with speculation their size is chance. Every decision is
+taken at one character of the text, and until then the text waits. A call's arguments go out as they
+come; text that began like a call and is none comes out as content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+
+from regex import compile
+
+from server.formats.parts import CallArguments, CallStart, Content, Part
+from server.formats.tool_calls.format import SPACE, CallSyntax, ToolCallFormat
+from server.formats.tool_calls.json_span import JsonSpan, read_calls
+
+_JSON_START = compile(rf"{SPACE}[\[{{]")
+
+
+class CallParser:
+    """Parses the text of one choice. ``id_seed``: calls of different seeds have different ids."""
+
+    def __init__(self, form: ToolCallFormat, names: Collection[str], id_seed: str) -> None:
+        self._form = form
+        self._names = names
+        self._id_seed = id_seed
+        self._buffer = ""
+        self._state = self._begin
+        # White space that is content only if content follows.
+        self._space = ""
+        self._wrote_content = False
+        # What opened the call that is being read: content, if it is none.
+        self._opened = ""
+        self._is_bare = False
+        self._syntax: CallSyntax = form.syntaxes[0]
+        self._span = JsonSpan()
+        self._num_scanned = 0
+        self._parts: list[Part] = []
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Part]:
+        """What the text settles."""
+        self._buffer += text
+        return self._run(final=False)
+
+    def finish(self) -> list[Part]:
+        """What was held back, at the end of the choice."""
+        parts = self._run(final=True)
+        if self._space and not self.num_calls:
+            parts.append(Content(self._space))
+        return parts
+
+    def _run(self, final: bool) -> list[Part]:
+        while self._state(final):
+            pass
+        parts, self._parts = self._parts, []
+        return parts
+
+    # Each state returns whether the next one has something to do.
+
+    def _begin(self, final: bool) -> bool:
+        found = self._form.bare and self._form.bare.match(self._buffer, partial=not final)
+        if found and found.partial:
+            return False
+        self._state = self._content
+        if found:
+            self._open(found.end(), is_bare=True)
+        return True
+
+    def _content(self, final: bool) -> bool:
+        found = self._form.opener.search(self._buffer, partial=not final)
+        start = found.start() if found else len(self._buffer)
+        self._write(self._buffer[:start])
+        self._buffer = self._buffer[start:]
+        if not found or found.partial:
+            return False
+        self._open(found.end() - start)
+        return True
+
+    def _open(self, num_chars: int, *, is_bare: bool = False) -> None:
+        self._opened, self._buffer = self._buffer[:num_chars], self._buffer[num_chars:]
+        self._is_bare = is_bare
+        self._state = self._head
+
+    def _head(self, final: bool) -> bool:
+        may_come = False
+        for syntax in self._form.syntaxes:
+            found = syntax.head.match(self._buffer, partial=not final)
+            if found and not found.partial:
+                if self._is_bare and found["name"] not in self._names:
+                    return self._reject()
+                self._start(found["name"])
+                self._buffer = self._buffer[found.start("arguments") :]
+                self._syntax, self._span = syntax, JsonSpan()
+                self._state = self._arguments
+                return True
+            may_come = may_come or found is not None
+        if may_come:
+            return False
+        if self._is_bare or not _JSON_START.match(self._buffer):
+            return self._reject()
+        self._span, self._num_scanned = JsonSpan(), 0
+        self._state = self._other_order
+        return True
+
+    def _arguments(self, final: bool) -> bool:  # noqa: ARG002
+        num_chars = self._span.feed(self._buffer)
+        if num_chars:
+            self._parts.append(CallArguments(self.num_calls - 1, self._buffer[:num_chars]))
+        self._buffer = self._buffer[num_chars:]
+        self._state = self._tail if self._span.ended else self._arguments
+        return self._span.ended
+
+    def _tail(self, final: bool) -> bool:
+        found = self._syntax.tail.match(self._buffer, partial=True)
+        if found and found.partial:
+            # The end of the text may come before the end of the call.
+            self._buffer = "" if final else self._buffer
+            return False
+        self._state = self._content
+        if found:
+            self._buffer = self._buffer[found.end() :]
+            self._state = self._following if self._syntax.following else self._content
+        return True
+
+    def _following(self, final: bool) -> bool:
+        assert self._syntax.following is not None
+        found = self._syntax.following.match(self._buffer, partial=not final)
+        if found and found.partial:
+            return False
+        self._state = self._content
+        if found and found["more"]:
+            self._open(found.end(), is_bare=self._is_bare)
+        elif found:
+            self._buffer = self._buffer[found.end() :]
+        return True
+
+    def _other_order(self, final: bool) -> bool:
+        """JSON that does not begin with a name is read when all of it is there."""
+        self._num_scanned += self._span.feed(self._buffer[self._num_scanned :])
+        if not self._span.ended:
+            return final and self._reject()
+        found = self._form.ending.match(self._buffer, pos=self._num_scanned, partial=True)
+        if found and found.partial and not final:
+            return False
+        calls = read_calls(self._buffer[: self._num_scanned]) if found else None
+        if found is None or calls is None:
+            return self._reject()
+        for name, arguments in calls:
+            self._start(name)
+            self._parts.append(CallArguments(self.num_calls - 1, arguments))
+        self._buffer = self._buffer[found.end() :]
+        self._state = self._content
+        return True
+
+    def _start(self, name: str) -> None:
+        seed = f"{self._id_seed}-{self.num_calls}".encode()
+        digest = hashlib.sha256(seed).hexdigest()[: self._form.id_chars]
+        self._parts.append(CallStart(self.num_calls, self._form.id_prefix + digest, name))
+        self.num_calls += 1
+
+    def _reject(self) -> bool:
+        """No call: what opened it is content, and what came after it may hold another."""
+        self._write(self._opened)
+        self._state = self._content
+        return True
+
+    def _write(self, text: str) -> None:
+        text = self._space + text
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        if body and self.num_calls and not self._wrote_content:
+            body = body.lstrip()
+        if body:
+            self._wrote_content = True
+            self._parts.append(Content(body))

@@ -1,0 +1,108 @@
+"""A choice as a message of the chat API: content, reasoning and tool calls, in pieces and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from server.formats.parts import CallArguments, CallStart, Part, reasoning_of
+from server.reply.choices import ChoiceDelta
+
+
+class CalledFunction(TypedDict):
+    """``arguments``: JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """``id``, ``type`` and the name come with a call's first piece."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class ReasoningText(TypedDict):
+    """The same text by both names that clients look for."""
+
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+
+
+class ChatReplyMessage(ReasoningText):
+    """``content``: null where there are tool calls and no text."""
+
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatDelta(ReasoningText):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+def message_delta(delta: ChoiceDelta, echoed: str) -> ChatDelta:
+    """What a delta adds to the message, which begins with ``echoed``."""
+    shown: ChatDelta = {"role": "assistant"} if delta.first else {}
+    if delta.text or delta.first:
+        shown["content"] = (echoed if delta.first else "") + delta.text
+    if reasoning := reasoning_of(delta.parts):
+        shown["reasoning_content"] = shown["reasoning"] = reasoning
+    if calls := list(_call_deltas(delta.parts)):
+        shown["tool_calls"] = calls
+    return shown
+
+
+def whole_message(choice: ChoiceDelta, echoed: str) -> ChatReplyMessage:
+    """The message of a folded choice, which begins with ``echoed``."""
+    text = echoed + choice.text
+    message: ChatReplyMessage = {"role": "assistant", "content": text}
+    if reasoning := reasoning_of(choice.parts):
+        message["reasoning_content"] = message["reasoning"] = reasoning
+    if calls := whole_calls(choice.parts):
+        message["tool_calls"] = calls
+    if not text and (reasoning or calls):
+        message["content"] = None
+    return message
+
+
+def whole_calls(parts: Iterable[Part]) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    for part in parts:
+        if isinstance(part, CallStart):
+            function = CalledFunction(name=part.name, arguments="")
+            calls.append(ToolCall(id=part.call_id, type="function", function=function))
+        elif isinstance(part, CallArguments):
+            calls[part.index]["function"]["arguments"] += part.text
+    return calls
+
+
+def _call_deltas(parts: Iterable[Part]) -> Iterable[ToolCallDelta]:
+    for part in parts:
+        if isinstance(part, CallStart):
+            yield ToolCallDelta(
+                index=part.index,
+                id=part.call_id,
+                type="function",
+                function=FunctionDelta(name=part.name, arguments=""),
+            )
+        elif isinstance(part, CallArguments):
+            yield ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.text))

@@ -1,0 +1,147 @@
+"""Replies of ``/v1/responses``: one object of items, or the events in which it comes about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+from server.errors import ApiError
+from server.formats.parts import Content
+from server.plan import RequestPlan
+from server.reply.choices import ChoiceDelta, ChoiceEnd
+from server.reply.response_items import ItemEvent, OutputItems
+from server.reply.sse import event
+from server.reply.token_texts import TokenTexts
+from server.reply.usage import PromptTokensDetails, SpeculativeUsage, Usage
+from server.reply.writers import Writer
+
+
+class OutputTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    speculative: SpeculativeUsage
+
+
+class ResponseError(TypedDict):
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class ModelResponse(TypedDict):
+    """``output``: items of type ``reasoning``, ``message`` and ``function_call``, as written. What the
+    request said comes back beside these fields."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[dict[str, Any]]
+    usage: ResponseUsage | None
+    system_fingerprint: str
+    seed: int
+
+
+class ResponseEvent(TypedDict):
+    """``type`` says which further fields there are, as OpenAI has them."""
+
+    type: str
+    sequence_number: int
+
+
+class ResponsesWriter(Writer):
+    """``/v1/responses``. A stream's events are numbered from 0."""
+
+    def __init__(
+        self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
+    ) -> None:
+        super().__init__(plan, texts, model_name, fingerprint)
+        self._items = OutputItems(plan.request_id)
+        self._number = 0
+        self._end: ChoiceEnd | None = None
+
+    def begin(self) -> Iterator[bytes]:
+        for kind in ("created", "in_progress"):
+            yield self._event((f"response.{kind}", {"response": self._response("in_progress")}))
+
+    def events(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        self._end = delta.end
+        for change in self._changes(delta):
+            yield self._event(change)
+
+    def finish(self, usage: Usage) -> Iterator[bytes]:
+        response = self._ended(usage)
+        yield self._event((f"response.{response['status']}", {"response": response}))
+
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": error.message}
+        yield self._event(("response.failed", {"response": response}))
+
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
+        for _ in self.events(choices[0]):
+            pass
+        return self._ended(usage)
+
+    def _changes(self, delta: ChoiceDelta) -> Iterator[ItemEvent]:
+        for part in delta.parts or ((Content(delta.text),) if delta.text else ()):
+            yield from self._items.add(part)
+        if delta.end is not None:
+            yield from self._items.end(
+                "incomplete" if delta.end.reason == "length" else "completed"
+            )
+
+    def _event(self, change: ItemEvent) -> bytes:
+        kind, fields = change
+        number, self._number = self._number, self._number + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def _ended(self, usage: Usage) -> dict[str, Any]:
+        assert self._end is not None
+        is_cut = self._end.reason == "length"
+        response = self._response("incomplete" if is_cut else "completed")
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        response["usage"] = _usage(usage, self._end.num_reasoning_tokens)
+        return response
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return {
+            "id": f"resp_{self.plan.request_id}",
+            "object": "response",
+            "created_at": self.plan.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._model_name,
+            "output": self._items.items,
+            "usage": None,
+            "system_fingerprint": self._fingerprint,
+            "seed": self.plan.seed,
+            **self.plan.repeated,
+        }
+
+
+def _usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=usage["prompt_tokens"],
+        input_tokens_details=usage["prompt_tokens_details"],
+        output_tokens=usage["completion_tokens"],
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=num_reasoning_tokens),
+        total_tokens=usage["total_tokens"],
+        speculative=usage["speculative"],
+    )

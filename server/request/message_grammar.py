@@ -1,0 +1,181 @@
+"""What a message has to match: reasoning, then calls of tools or an answer, as one grammar of llguidance.
+
+Reasoning is free text up to its end; so is what comes before a call that need not come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from regex import compile, escape
+
+from server.errors import bad_request
+from server.formats.reasoning.format import ReasoningFormat
+from server.formats.tool_calls.format import Spelling
+
+# As ``json.dumps`` writes, which leaves fewer tokens to choose.
+_AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_WORDS = compile(r'"[^"]*"|[{}]|: |, |[^"{}:,]+|.')
+_ANYTHING = "(?s:.*)"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """``functions``: (name, schema of the arguments) of each that may be called; ``opener``: what begins
+    a call in free text, "" where nothing does and a text either is a call or is not. ``must``: there is
+    a call, and no text; ``parallel``: there may be several.
+    """
+
+    functions: Sequence[tuple[str, Mapping[str, Any]]]
+    spelling: Spelling
+    opener: str
+    must: bool
+    parallel: bool
+
+
+class MessageGrammar:
+    """Writes grammars for one tokenizer. ``special``: ids of markers that are special tokens."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+
+    def write(
+        self,
+        calls: CallRules | None,
+        answer: str,
+        reasoning: ReasoningFormat | None,
+        reasoning_is_open: bool,
+    ) -> str:
+        """``answer``: the grammar of text that is no call, "" for any text. One of ``calls`` and
+        ``answer`` is given, or both."""
+        body = _Body(self._special, calls, bool(answer))
+        lines = ["start: body"]
+        if reasoning is not None:
+            lines = ["start: thinking body", *body.thinking(reasoning, reasoning_is_open)]
+        lark = "\n".join([*lines, *body.rules()]) + "\n"
+        return _nested(lark, answer) if answer else lark
+
+
+class _Body:
+    """The rules of one grammar."""
+
+    def __init__(
+        self, special: Mapping[str, int], calls: CallRules | None, has_answer: bool
+    ) -> None:
+        self._special = special
+        self._calls = calls
+        self._has_answer = has_answer
+        # How free text must not begin.
+        self._not_first: list[str] = []
+
+    def thinking(self, form: ReasoningFormat, is_open: bool) -> Iterator[str]:
+        """Comes before ``rules``: text that begins like reasoning is reasoning."""
+        yield "gap: /\\s{0,4}/"
+        yield from self._up_to("thought", form.end)
+        # White space belongs to the gap, where there is one.
+        self._not_first = ["\\s"]
+        if is_open:
+            yield "thinking: thought gap"
+            return
+        yield f"thinking: ({self._text(form.begin)} thought gap)?"
+        if form.begin not in self._special:
+            self._not_first.append(_in_regex(form.begin))
+
+    def rules(self) -> Iterator[str]:
+        """``body`` and what it is made of."""
+        if self._has_answer:
+            yield "answer: @given"
+        if self._calls is None:
+            yield "body: answer"
+            return
+        calls = self._calls
+        if calls.must:
+            yield "body: calls"
+        elif self._has_answer:
+            yield "body: calls | answer"
+        elif calls.opener:
+            yield "body: text_before calls_opened | text"
+            yield from self._up_to("text_before", calls.opener)
+            yield f"text: TEXT\nTEXT: {self._any_text()}{self._without(calls.opener)}"
+        else:
+            yield "body: calls | text"
+            bare = '\\s*\\{\\s*"(name|type)"'
+            yield f"text: TEXT\nTEXT: {self._any_text()} & ~/{bare}{_ANYTHING}/"
+        yield from self._call_rules(calls)
+
+    def _call_rules(self, calls: CallRules) -> Iterator[str]:
+        spelling = calls.spelling
+        more = f"({self._text(spelling.between)} call)*" if calls.parallel else ""
+        end = self._text(spelling.end)
+        yield f"calls: {self._text(spelling.begin)} call {more} {end}"
+        yield from self._each_call("call", calls, "")
+        if calls.opener and not calls.must and not self._has_answer:
+            begin = self._text(spelling.begin.removeprefix(calls.opener))
+            first = f"{begin} call" if spelling.begin else "first_call"
+            yield f"calls_opened: {first} {more} {end}"
+            yield from self._each_call("first_call", calls, calls.opener)
+        for number, (_, schema) in enumerate(calls.functions):
+            yield f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': _AS_WRITTEN})}"
+
+    def _each_call(self, rule: str, calls: CallRules, opener: str) -> Iterator[str]:
+        """A call of any function, without ``opener`` where that has been written."""
+        yield f"{rule}: {' | '.join(f'{rule}_{n}' for n in range(len(calls.functions)))}"
+        after = self._text(calls.spelling.after)
+        for number, (name, _) in enumerate(calls.functions):
+            before = calls.spelling.before.replace("NAME", name).removeprefix(opener)
+            yield f"{rule}_{number}: {self._text(before)} arguments_{number} {after}"
+
+    def _any_text(self) -> str:
+        return f"/{_ANYTHING}/" + "".join(f" & ~/{each}{_ANYTHING}/" for each in self._not_first)
+
+    def _up_to(self, rule: str, marker: str) -> Iterator[str]:
+        """A rule for any text up to and with the first ``marker``."""
+        name = rule.upper()
+        if marker in self._special:
+            yield f"{rule}: {name} {self._text(marker)}\n{name}: {self._any_text()}"
+            return
+        not_first = self._any_text().removeprefix(f"/{_ANYTHING}/")
+        yield f"{rule}[lazy]: {name}\n{name}: /{_ANYTHING}{_in_regex(marker)}/{not_first}"
+
+    def _without(self, marker: str) -> str:
+        # A regular expression matches no special token.
+        if marker in self._special:
+            return ""
+        return f" & ~/{_ANYTHING}{_in_regex(marker)}{_ANYTHING}/"
+
+    def _text(self, text: str) -> str:
+        """A text that is to be written as it is. Beside an answer it is cut into the words of JSON, since
+        the longest match wins: a longer word would hide those of the answer. Beside free text it is one
+        word, which wins against that."""
+        for marker, token_id in self._special.items():
+            if marker in text:
+                before, _, after = text.partition(marker)
+                return f"{self._text(before)} <[{token_id}]> {self._text(after)}".strip()
+        words = _WORDS.findall(text) if self._has_answer else [text] if text else []
+        return " ".join(json.dumps(word, ensure_ascii=False) for word in words)
+
+
+def _in_regex(text: str) -> str:
+    return str(escape(text)).replace("/", "\\/")
+
+
+def _nested(lark: str, answer: str) -> str:
+    """The grammar, with ``answer`` as its rule ``@given``."""
+    given = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
+    first = {"name": "message", "lark_grammar": lark}
+    return json.dumps({"grammars": [first, {**given[0], "name": "given"}, *given[1:]]})
+
+
+def check_schema(schema: Mapping[str, Any], field: str) -> None:
+    """Raises ApiError 400 where arguments cannot be held to it."""
+    from llguidance import LLMatcher
+
+    try:
+        fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    except (ValueError, RecursionError) as error:
+        fault = str(error)
+    if fault:
+        raise bad_request(field, f"{field} cannot be used: {fault.strip()}")

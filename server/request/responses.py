@@ -1,0 +1,375 @@
+"""``POST /v1/responses``: its fields, and the chat request that says the same.
+
+Nothing is stored, so a conversation is sent whole: what came out of one request goes into the next as
+it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    Field,
+    JsonValue,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from server.errors import ApiError
+from server.request.body import MAX_SEED, Body, refusal
+from server.request.grammars import Schema
+from server.request.protocol import MAX_COUNT, ChatRequest
+from server.request.speculative import SpeculativeField
+from server.request.tools import MAX_TOOLS, NAME_PATTERN, FunctionDefinition, Tool
+
+MAX_ITEMS = 1 << 14
+_STATELESS = "nothing is stored here; send the items themselves"
+
+
+class _TextPart(Body):
+    """Text; ``annotations`` and ``logprobs`` come with parts of replies and say nothing to the model."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[JsonValue] | None = Field(default=None, max_length=0)
+    logprobs: list[JsonValue] | None = Field(default=None, max_length=0)
+
+
+class _ReasoningPart(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _Item(Body):
+    """What items of replies have besides, and is taken back."""
+
+    unsupported: ClassVar[dict[str, str]] = {"phase": "the model is not told of it"}
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class _Message(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_TextPart]
+
+
+class _FunctionCall(_Item):
+    type: Literal["function_call"]
+    call_id: str = Field(min_length=1, max_length=256)
+    name: str = Field(min_length=1, max_length=128)
+    arguments: str
+
+
+class _FunctionCallOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: str = Field(min_length=1, max_length=256)
+    output: str | list[_TextPart]
+
+
+class _ReasoningItem(_Item):
+    unsupported: ClassVar[dict[str, str]] = {"encrypted_content": "send it as 'content'"}
+
+    type: Literal["reasoning"]
+    summary: list[JsonValue] | None = Field(default=None, max_length=0)
+    content: list[_ReasoningPart] | None = None
+
+
+_ITEMS: dict[object, type[_Item]] = {
+    "message": _Message,
+    "function_call": _FunctionCall,
+    "function_call_output": _FunctionCallOutput,
+    "reasoning": _ReasoningItem,
+}
+
+
+def _parse_input(value: object) -> list[_Item]:
+    """A text is a message of the user."""
+    if isinstance(value, str):
+        return [_Message(role="user", content=value)]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a text or a non-empty list of items")
+    if len(value) > MAX_ITEMS:
+        raise ValueError(f"takes at most {MAX_ITEMS} items")
+    return [_parse_item(index, item) for index, item in enumerate(value)]
+
+
+def _parse_item(index: int, item: object) -> _Item:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        message = f"must be an object of type {', '.join(str(each) for each in _ITEMS)}"
+        if kind == "item_reference":
+            message = f"is not supported: {_STATELESS}"
+        raise _at((index, "type"), message)
+    try:
+        return _ITEMS[kind].model_validate(item)
+    except ValidationError as error:
+        # Where a text or parts may stand, what is wrong with the parts says more.
+        found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
+        place = [each for each in found["loc"] if each != "str" and "list[" not in str(each)]
+        raise _at((index, *place), str(found["msg"])) from error
+
+
+def _at(place: tuple[int | str, ...], message: str) -> ValidationError:
+    kind = PydanticCustomError("item", "{message}", {"message": message})
+    return ValidationError.from_exception_data(
+        "input", [InitErrorDetails(type=kind, loc=place, input=None)]
+    )
+
+
+InputField = Annotated[
+    Any,
+    PlainValidator(_parse_input),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
+
+
+class FunctionTool(FunctionDefinition):
+    """A function that may be called."""
+
+    type: Literal["function"]
+
+
+class _NamedFunction(Body):
+    type: Literal["function"]
+    name: str = Field(pattern=NAME_PATTERN)
+
+
+class TextFormat(Body):
+    """``name``, ``schema``, ``strict`` and ``description`` belong to ``json_schema``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(default=None, pattern=NAME_PATTERN)
+    description: str | None = Field(default=None, max_length=4096)
+    schema_: Schema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _suits_its_type(self) -> Self:
+        for name in ("name", "schema", "description", "strict"):
+            value = getattr(self, "schema_" if name == "schema" else name)
+            is_needed = self.type == "json_schema" and name in ("name", "schema")
+            if value is None and is_needed:
+                raise refusal(name, "is missing")
+            if value is not None and self.type != "json_schema":
+                raise refusal(name, f"has no effect with type {self.type!r}")
+        return self
+
+    def for_chat(self) -> dict[str, Any]:
+        given = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        return {"type": self.type, "json_schema": given} if given else {"type": self.type}
+
+
+class TextConfig(Body):
+    unsupported: ClassVar[dict[str, str]] = {"verbosity": "say it in a message"}
+
+    format: TextFormat | None = None
+
+
+class ReasoningConfig(Body):
+    """``effort`` is handed to the chat template as ``reasoning_effort``."""
+
+    unsupported: ClassVar[dict[str, str]] = {
+        "summary": "reasoning is shown as the model writes it",
+        "generate_summary": "reasoning is shown as the model writes it",
+    }
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
+class ResponsesRequest(Body):
+    """``POST /v1/responses``."""
+
+    unsupported: ClassVar[dict[str, str]] = {
+        "previous_response_id": _STATELESS,
+        "conversation": _STATELESS,
+        "prompt": _STATELESS,
+        "max_tool_calls": "no tool runs here",
+        "top_logprobs": "use /v1/chat/completions",
+        "stream_options": "the last event has the usage, and events are not padded",
+        "service_tier": "use 'priority'",
+        "prompt_cache_key": "use 'cache_salt'",
+        "prompt_cache_retention": "blocks are kept as long as there is room",
+        "safety_identifier": "use 'user'",
+        "context_management": "shorten the input before sending it",
+    }
+    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "store": (False,),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "include": ([],),
+    }
+
+    model: str | None = Field(default=None, description="The served model's name; may be left out.")
+    input: InputField = Field(description="A text, or the items of a conversation.")
+    instructions: str | None = Field(default=None, description="A system message before the input.")
+    max_output_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_COUNT, description="Default: what the context has room for."
+    )
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, description="0 is greedy; default 1."
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Default 1.")
+    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | _NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = Field(
+        default=None, description="'format': what the text has to match."
+    )
+    reasoning: ReasoningConfig | None = None
+    metadata: dict[str, str] | None = Field(
+        default=None, max_length=16, description="Comes back with the response."
+    )
+    user: str | None = Field(
+        default=None, max_length=256, description="Written to the request log."
+    )
+    stream: bool = False
+    seed: int | None = Field(
+        default=None, ge=0, le=MAX_SEED, description="Default: drawn, and reported."
+    )
+    priority: int = Field(default=0, ge=-MAX_COUNT, le=MAX_COUNT, description="Lower runs first.")
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="Caches are shared within one cache_salt only.",
+    )
+    speculative: SpeculativeField | None = None
+
+    def for_chat(self) -> ChatRequest:
+        """The chat request that says the same."""
+        given: dict[str, Any] = {
+            "model": self.model,
+            "messages": _messages(self.instructions, self.input),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "tools": [_for_chat(tool) for tool in self.tools or []],
+            "tool_choice": self._tool_choice(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "user": self.user,
+            "stream": self.stream,
+            "seed": self.seed,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+            "speculative": self.speculative,
+        }
+        if self.top_p is not None:
+            given["top_p"] = self.top_p
+        if self.text is not None and self.text.format is not None:
+            given["response_format"] = self.text.format.for_chat()
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            given["chat_template_kwargs"] = {"reasoning_effort": self.reasoning.effort}
+        return ChatRequest(
+            **{name: value for name, value in given.items() if value not in (None, [])}
+        )
+
+    def repeated(self) -> dict[str, JsonValue]:
+        """What a response says of its request."""
+        text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text else {}
+        reasoning = self.reasoning.model_dump() if self.reasoning else {"effort": None}
+        tools = [tool.model_dump() for tool in self.tools or []]
+        choice = self.tool_choice or "auto"
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": dict(self.metadata or {}),
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {**reasoning, "summary": None},
+            "store": False,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": tools,  # type: ignore[dict-item]
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+            "user": self.user,
+        }
+
+    def _tool_choice(self) -> Any:
+        if isinstance(self.tool_choice, _NamedFunction):
+            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        return self.tool_choice if self.tools or self.tool_choice != "auto" else None
+
+
+def _for_chat(tool: FunctionTool) -> Tool:
+    return Tool(type="function", function=FunctionDefinition(**tool.model_dump(exclude={"type"})))
+
+
+def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str, Any]]:
+    """Reasoning, text and calls of one turn are one message of the assistant."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for message in (_WRITERS[type(item)](item) for item in items):
+        last = messages[-1] if messages else {}
+        both = last.keys() & message.keys() - {"role", "tool_calls"}
+        begins_turn = "reasoning_content" in message
+        if message["role"] == last.get("role") == "assistant" and not (both or begins_turn):
+            calls = last.get("tool_calls", []) + message.get("tool_calls", [])
+            last |= message | ({"tool_calls": calls} if calls else {})
+        elif any(message.keys() - {"role"}):
+            messages.append(message)
+    return messages
+
+
+def _of_message(item: Any) -> dict[str, Any]:
+    return {"role": item.role, "content": _text(item.content)}
+
+
+def _of_call(item: Any) -> dict[str, Any]:
+    function = {"name": item.name, "arguments": item.arguments}
+    call = {"id": item.call_id, "type": "function", "function": function}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def _of_output(item: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+
+
+def _of_reasoning(item: Any) -> dict[str, Any]:
+    text = "\n".join(part.text for part in item.content or [])
+    return {"role": "assistant", "reasoning_content": text} if text else {"role": "assistant"}
+
+
+_WRITERS: dict[type[_Item], Callable[[Any], dict[str, Any]]] = {
+    _Message: _of_message,
+    _FunctionCall: _of_call,
+    _FunctionCallOutput: _of_output,
+    _ReasoningItem: _of_reasoning,
+}
+
+
+def _text(content: str | list[_TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+_RENAMED = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "tool_choice.function": "tool_choice",
+    "chat_template_kwargs.reasoning_effort": "reasoning.effort",
+}
+
+
+def in_own_words(error: ApiError) -> ApiError:
+    """A refusal of the chat request, with the field of this one that is at fault."""
+    param = error.param or ""
+    own = param.replace(".function.", ".") if param.startswith("tools.") else param
+    for name, new in _RENAMED.items():
+        if param == name or param.startswith(f"{name}."):
+            # Messages and items are not the same in number.
+            own = new if name == "messages" else new + param.removeprefix(name)
+            break
+    message = error.message.replace(param, own) if param else error.message
+    return ApiError(
+        error.status, message, param=own or None, code=error.code, headers=error.headers
+    )

@@ -1,0 +1,392 @@
+"""Tools over HTTP: what the model is told, what it is held to, and what comes back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+
+from worlds.request_bodies import TOOLS
+from worlds.scripted_engine import (
+    CHAT_TEMPLATE,
+    EOS,
+    VOCAB_SIZE,
+    ScriptedEngine,
+    byte_tokenizer,
+    engine_info,
+)
+from worlds.serving import Connect, events, openai_client
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+ARGUMENTS = '{"city": "Köln"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+TEXT = f"I look.\n{CALL}\n{CALL}"
+THINKING = CHAT_TEMPLATE + "{% if false %}</think>{% endif %}"
+
+
+def prompt_text(engine: ScriptedEngine, index: int = 0) -> str:
+    ids = engine.requests[index].prompt_token_ids
+    return bytes(each for each in ids if each < 256).decode()
+
+
+async def test_the_openai_client_gets_calls(connect: Connect) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with openai_client(connect, engine) as client:
+        reply = await client.chat.completions.create(
+            model="test/scripted", messages=MESSAGES, tools=TOOLS
+        )
+    (choice,) = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert choice.message.tool_calls is not None
+    assert [each.function.arguments for each in choice.message.tool_calls] == [ARGUMENTS] * 2
+    assert {each.function.name for each in choice.message.tool_calls} == {"get_weather"}
+    assert len({each.id for each in choice.message.tool_calls}) == 2
+    assert json.dumps(TOOLS[0]["function"]["name"]) in prompt_text(engine)
+    assert engine.requests[0].sampling.grammar == ""
+
+
+@pytest.mark.parametrize("group_sizes", [(1,), (7, 2, 11), (500,)])
+async def test_streamed_calls_add_up_to_the_same(
+    connect: Connect, group_sizes: tuple[int, ...]
+) -> None:
+    engine = ScriptedEngine(TEXT, group_sizes=group_sizes)
+    async with (
+        openai_client(connect, engine) as client,
+        client.chat.completions.stream(
+            model="test/scripted", messages=MESSAGES, tools=TOOLS
+        ) as stream,
+    ):
+        async for _ in stream:
+            pass
+        final = await stream.get_final_completion()
+    (choice,) = final.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert choice.message.tool_calls is not None
+    assert [each.function.arguments for each in choice.message.tool_calls] == [ARGUMENTS] * 2
+    assert [each.function.name for each in choice.message.tool_calls] == ["get_weather"] * 2
+
+
+async def test_chunks_of_calls_have_openai_shape(connect: Connect) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, "stream": True}
+    async with connect(ScriptedEngine(CALL, group_sizes=(9,))) as client:
+        *chunks, done = events((await client.post("/chat/completions", json=body)).text)
+    assert done == "[DONE]"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert calls[0].keys() == {"index", "id", "type", "function"}
+    assert calls[0]["function"] == {"name": "get_weather", "arguments": ""}
+    assert all(call.keys() == {"index", "function"} for call in calls[1:])
+    assert len(calls) > 2
+    assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert all(not delta.get("content") for delta in deltas)
+
+
+async def test_a_conversation_with_calls_goes_back_through_the_template(connect: Connect) -> None:
+    engine = ScriptedEngine(CALL)
+    async with openai_client(connect, engine) as client:
+        reply = await client.chat.completions.create(
+            model="test/scripted", messages=MESSAGES, tools=TOOLS
+        )
+        message = reply.choices[0].message
+        assert message.content is None
+        assert message.tool_calls is not None
+        answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+        await client.chat.completions.create(
+            model="test/scripted", messages=[*MESSAGES, message.model_dump(), answer], tools=TOOLS
+        )
+    written = prompt_text(engine, 1)
+    assert '"arguments": {"city": "Köln"}' in written
+    assert written.endswith("tool: rain\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "max_tokens", "reason"),
+    [("plain", 64, "stop"), (CALL, 60, "length"), ("<tool_call>{oh}", 64, "stop")],
+)
+async def test_the_finish_reason_says_whether_there_is_a_call(
+    connect: Connect, text: str, max_tokens: int, reason: str
+) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": max_tokens}
+    async with connect(ScriptedEngine(text)) as client:
+        choice = (await client.post("/chat/completions", json=body)).json()["choices"][0]
+    assert choice["finish_reason"] == reason
+    assert choice["message"]["content"] == (text if reason == "stop" else None)
+
+
+async def test_markers_are_seen_though_special_tokens_are_left_out(connect: Connect) -> None:
+    tokenizer = byte_tokenizer(CHAT_TEMPLATE + "{# [TOOL_CALLS] #}".replace("<tool_call>", ""))
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", "[TOOL_CALLS]")
+    tokenizer.add_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    (marker,) = tokenizer.encode("[TOOL_CALLS]", add_special_tokens=False)
+    script = [258, *b"Hm.", marker, *b'[{"name": "get_weather", "arguments": {}}]', EOS]
+    engine = ScriptedEngine(script=lambda _: script, info=engine_info(vocab_size=VOCAB_SIZE + 1))
+    async with connect(engine, tokenizer) as client:
+        body = {"messages": MESSAGES, "tools": TOOLS}
+        message = (await client.post("/chat/completions", json=body)).json()["choices"][0][
+            "message"
+        ]
+        plain = (await client.post("/chat/completions", json={"messages": MESSAGES})).json()
+    assert message["content"] == "Hm."
+    assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
+    assert len(message["tool_calls"][0]["id"]) == 9
+    # Without tools nothing is parsed, and the marker is a special token like others.
+    text = plain["choices"][0]["message"]["content"]
+    assert text == 'Hm.[{"name": "get_weather", "arguments": {}}]'
+
+
+async def test_without_calls_nothing_is_told_and_nothing_parsed(connect: Connect) -> None:
+    engine = ScriptedEngine(CALL)
+    async with connect(engine) as client:
+        body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}
+        reply = (await client.post("/chat/completions", json=body)).json()
+    assert reply["choices"][0]["message"] == {"role": "assistant", "content": CALL}
+    assert "get_weather" not in prompt_text(engine)
+
+
+# --- what the model is held to ---
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+OTHER = {"type": "function", "function": {"name": "other"}}
+
+
+def allows(grammar: str, text: str) -> bool:
+    """Whether a text matches."""
+    tokenizer = byte_tokenizer()
+    vocabulary = LLTokenizer(
+        tokenizer.backend_tokenizer.to_str(), n_vocab=VOCAB_SIZE, eos_token=[EOS]
+    )
+    matcher = LLMatcher(vocabulary, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and bool(matcher.is_accepting())
+
+
+BAD_CALL = CALL.replace('"Köln"', "7")
+OTHER_CALL = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed", "refused"),
+    [
+        (
+            {"tools": [*TOOLS, OTHER], "tool_choice": "required"},
+            [CALL, OTHER_CALL, f"{CALL}\n{OTHER_CALL}"],
+            ["text", BAD_CALL, f"text {CALL}"],
+        ),
+        (
+            {"tools": [*TOOLS, OTHER], "tool_choice": NAMED},
+            [CALL],
+            ["text", OTHER_CALL, f"{CALL}\n{CALL}"],
+        ),
+        (
+            {"tools": TOOLS, "parallel_tool_calls": False},
+            ["text", CALL, f"text {CALL}", BAD_CALL],
+            [f"{CALL}\n{CALL}", OTHER_CALL],
+        ),
+        (
+            {"tools": STRICT},
+            ["text", "text <tool", f"text {CALL}\n{CALL}"],
+            [BAD_CALL, OTHER_CALL, "<tool_call>"],
+        ),
+        (
+            {"tools": TOOLS, "response_format": {"type": "json_object"}},
+            ['{"a": 1}', CALL],
+            ["text", f"text {CALL}", OTHER_CALL],
+        ),
+    ],
+)
+async def test_calls_are_valid_by_construction(
+    connect: Connect, fields: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    engine = ScriptedEngine(CALL)
+    async with connect(engine) as client:
+        reply = await client.post("/chat/completions", json={"messages": MESSAGES, **fields})
+    assert reply.status_code == 200, reply.text
+    grammar = engine.requests[0].sampling.grammar
+    assert [text for text in allowed if not allows(grammar, text)] == []
+    assert [text for text in refused if allows(grammar, text)] == []
+
+
+async def test_a_required_call_comes_after_the_reasoning(connect: Connect) -> None:
+    engine = ScriptedEngine(CALL)
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+    async with connect(engine, byte_tokenizer(THINKING)) as client:
+        await client.post("/chat/completions", json=body)
+    grammar = engine.requests[0].sampling.grammar
+    assert allows(grammar, CALL)
+    assert allows(grammar, f"<think>hm <tool_call> </think>\n\n{CALL}")
+    assert not allows(grammar, "<think>hm</think> no")
+
+
+# --- refusals ---
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+def called(arguments: str = "{}") -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+UNUSABLE = {"type": "object", "properties": {"a": {"type": "colour"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tools": [function(name="a b")]}, "tools.0.function.name"),
+        ({"tools": [function(), function()]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [function(parameters={"type": "array"})]}, "tools.0.function.parameters"),
+        ({"tools": [function(parameters={"properties": 1})]}, "tools.0.function.parameters"),
+        ({"tools": [function(parameters={"required": "a"})]}, "tools.0.function.parameters"),
+        (
+            {"tools": [function(parameters=UNUSABLE)], "tool_choice": "required"},
+            "tools.0.function.parameters",
+        ),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+        ({"tools": TOOLS, "tool_choice": OTHER}, "tool_choice.function.name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": STRICT, "ignore_eos": True}, "ignore_eos"),
+        ({"messages": [called("oh")]}, "messages.0.tool_calls.0.function.arguments"),
+        ({"messages": [called("[]")]}, "messages.0.tool_calls.0.function.arguments"),
+        (
+            {"messages": [{"role": "tool", "tool_call_id": "2", "content": "x"}]},
+            "messages.0.tool_call_id",
+        ),
+        (
+            {"messages": [called(), {"role": "tool", "tool_call_id": "2", "content": "x"}]},
+            "messages.1.tool_call_id",
+        ),
+        (
+            {
+                "messages": [
+                    called(),
+                    {"role": "tool", "tool_call_id": "1", "content": "x", "name": "g"},
+                ]
+            },
+            "messages.1.name",
+        ),
+        ({"messages": [called() | {"role": "user"}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
+        (
+            {"messages": [{"role": "assistant", "reasoning": "x", "reasoning_content": "y"}]},
+            "messages.0.reasoning",
+        ),
+        ({"include_reasoning": False}, "include_reasoning"),
+    ],
+)
+async def test_what_cannot_be_is_a_400_that_names_it(
+    connect: Connect, body: dict[str, Any], param: str
+) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        refused = await client.post("/chat/completions", json={"messages": MESSAGES} | body)
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == param
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("template", "settings"),
+    [
+        ("{{ messages[0].content }} {{ tools }}", {}),
+        ("{{ messages[0].content }}", {"tool_call_parser": "hermes"}),
+        (CHAT_TEMPLATE, {"tool_call_parser": "none"}),
+    ],
+)
+async def test_a_model_without_tools_says_so(
+    connect: Connect, template: str, settings: dict[str, Any]
+) -> None:
+    async with connect(ScriptedEngine(), byte_tokenizer(template), **settings) as client:
+        refused = await client.post(
+            "/chat/completions", json={"messages": MESSAGES, "tools": TOOLS}
+        )
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tools"
+
+
+async def test_the_operator_may_name_the_format(connect: Connect) -> None:
+    text = '{"name": "get_weather", "parameters": {}}'
+    async with connect(ScriptedEngine(text), tool_call_parser="llama3") as client:
+        body = {"messages": MESSAGES, "tools": TOOLS}
+        choice = (await client.post("/chat/completions", json=body)).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+# --- reasoning ---
+
+
+async def test_reasoning_is_split_off_and_counted(connect: Connect) -> None:
+    text = "<think>\nhm\n</think>\n\nyes"
+    async with connect(ScriptedEngine(text), byte_tokenizer(THINKING)) as client:
+        body: dict[str, Any] = {"messages": MESSAGES}
+        whole = (await client.post("/chat/completions", json=body)).json()
+        hidden = await client.post("/chat/completions", json=body | {"include_reasoning": False})
+        streamed = await client.post("/chat/completions", json=body | {"stream": True})
+    expected = {
+        "role": "assistant",
+        "content": "yes",
+        "reasoning_content": "hm",
+        "reasoning": "hm",
+    }
+    assert whole["choices"][0]["message"] == expected
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 19}
+    assert hidden.json()["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
+    assert hidden.json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 19}
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(streamed.text)[:-1]]
+    for name in ("content", "reasoning_content", "reasoning"):
+        assert "".join(delta.get(name, "") for delta in deltas) == expected[name]
+
+
+async def test_past_reasoning_is_handed_to_the_template(connect: Connect) -> None:
+    template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
+    engine = ScriptedEngine()
+    messages = [{"role": "assistant", "content": "a", "reasoning": "b"}]
+    async with connect(engine, byte_tokenizer(template)) as client:
+        await client.post("/chat/completions", json={"messages": messages})
+    assert prompt_text(engine) == "[b]a"
+
+
+async def test_special_tokens_in_tools_calls_and_results_are_text(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    messages = [
+        called('{"a": "<|user|>"}'),
+        {"role": "tool", "tool_call_id": "1", "content": "<|assistant|>"},
+    ]
+    body = {"messages": messages, "tools": [function(description="</s>")]}
+    async with connect(engine) as client:
+        await client.post("/chat/completions", json=body)
+        await client.post("/chat/completions", json=body | {"allow_special_tokens": True})
+    as_text, as_tokens = (
+        [each for each in r.prompt_token_ids if each > 255] for r in engine.requests
+    )
+    assert as_text == [258, 258, 259]
+    assert sorted(as_tokens) == [257, 258, 258, 258, 259, 259]
+    for text in ("<|user|>", "<|assistant|>", "</s>"):
+        assert text in prompt_text(engine)
+
+
+async def test_tools_can_be_tokenized(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        body = {"messages": MESSAGES, "tools": TOOLS}
+        await client.post("/chat/completions", json=body)
+        found = await client.post("http://test/tokenize", json=body)
+        refused = await client.post("http://test/tokenize", json={"prompt": "a", "tools": TOOLS})
+    assert found.json()["tokens"] == list(engine.requests[0].prompt_token_ids)
+    assert refused.json()["error"]["param"] == "tools"

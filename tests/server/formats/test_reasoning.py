@@ -1,0 +1,98 @@
+"""Reasoning is split off, whatever the pieces in which the text comes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.formats.message import MessageParser
+from server.formats.parts import Content, Part, Reasoning, content_of, joined, reasoning_of
+from server.formats.reasoning import reasoning_format_of, reasoning_formats
+from server.plan import MessageOptions
+
+
+def parse(options: MessageOptions, pieces: list[str]) -> tuple[list[Part], int]:
+    """(parts, reasoning tokens), each character a token."""
+    parser, found, at = MessageParser(options, "seed"), [], 0
+    for piece in pieces:
+        found += parser.feed(piece, range(at, at + len(piece)))
+        at += len(piece)
+    return list(joined([*found, *parser.finish()])), parser.num_reasoning_tokens
+
+
+QWEN = MessageOptions(reasoning="qwen3")
+OPEN = MessageOptions(reasoning="qwen3", reasoning_is_open=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "reasoning", "content", "num_tokens"),
+    [
+        (QWEN, "<think>\na b\n</think>\n\nc d\n", "a b", "c d\n", 20),
+        (QWEN, "c d", "", "c d", 0),
+        (QWEN, "\n c <think>x</think>", "", "\n c <think>x</think>", 0),
+        (QWEN, "<think>\n\n</think>\n\nc", "", "c", 17),
+        (QWEN, "<think> a", "a", "", 9),
+        (QWEN, "<thin", "", "<thin", 0),
+        (OPEN, "a\n</think>\nc", "a", "c", 10),
+        (OPEN, "<think>a</think>c", "a", "c", 16),
+        (OPEN, "a </thin", "a </thin", "", 8),
+    ],
+)
+def test_reasoning_is_split_off(
+    options: MessageOptions, text: str, reasoning: str, content: str, num_tokens: int
+) -> None:
+    parts, found = parse(options, [text])
+    assert (reasoning_of(parts), content_of(parts), found) == (reasoning, content, num_tokens)
+
+
+def test_reasoning_may_be_left_out_and_still_counts() -> None:
+    options = MessageOptions(reasoning="qwen3", include_reasoning=False)
+    assert parse(options, ["<think>a</think>b"]) == ([Content("b")], 16)
+
+
+def test_calls_are_looked_for_behind_the_reasoning_only() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    options = MessageOptions("hermes", ("f",), "qwen3")
+    parts, _ = parse(options, [f"<think>{call}</think>{call}"])
+    assert parts[0] == Reasoning(call)
+    assert [type(part).__name__ for part in parts[1:]] == ["CallStart", "CallArguments"]
+
+
+fragments = st.sampled_from(["<think>", "</think>", "<think", "</", "a", " ", "\n", "b c"])
+
+
+@given(st.lists(fragments, max_size=8), st.booleans(), st.lists(st.integers(0, 40)))
+def test_how_the_text_comes_changes_nothing(
+    words: list[str], is_open: bool, cuts: list[int]
+) -> None:
+    text = "".join(words)
+    options = MessageOptions(reasoning="qwen3", reasoning_is_open=is_open)
+    places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    pieces = [text[start:end] for start, end in pairwise(places)]
+    assert parse(options, pieces) == parse(options, list(text)) == parse(options, [text])
+
+
+R1 = "{{ '<\uff5cAssistant\uff5c>' }}{{ content.split('</think>')[-1] }}"
+
+
+def test_the_template_says_which_format() -> None:
+    assert reasoning_format_of(R1) == "deepseek_r1"
+    assert reasoning_format_of("<think> ... </think>") == "qwen3"
+    assert reasoning_format_of("{{ messages }}") == ""
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "is_open"),
+    [
+        ("qwen3", "<|assistant|>", False),
+        ("qwen3", "<|assistant|><think>\n", True),
+        ("qwen3", "<think>\n\n</think>\n\n", False),
+        ("deepseek_r1", "<|assistant|>", True),
+        ("deepseek_r1", "<think>\n\n</think>\n\n", False),
+    ],
+)
+def test_the_prompt_says_where_the_text_begins(form: str, prompt: str, is_open: bool) -> None:
+    assert reasoning_formats()[form].is_open_after(prompt) is is_open

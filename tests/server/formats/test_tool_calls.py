@@ -1,0 +1,218 @@
+"""Tool calls are found in texts, whatever the pieces in which the texts come."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.formats.parts import CallArguments, CallStart, Content, Part, content_of, joined
+from server.formats.tool_calls import tool_call_format_of, tool_call_formats
+from server.formats.tool_calls.parser import CallParser
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = ("get_weather", "add")
+
+
+def parse(form: str, text: str, cuts: list[int] | None = None) -> list[Part]:
+    """The parts of a text that comes in pieces which begin at ``cuts``; None: each character alone."""
+    parser = CallParser(tool_call_formats()[form], NAMES, "seed")
+    places = sorted({min(cut, len(text)) for cut in cuts or []})
+    ends = range(1, len(text)) if cuts is None else places
+    found: list[Part] = []
+    for start, end in pairwise([0, *ends, len(text)]):
+        found += parser.feed(text[start:end])
+    return list(joined([*found, *parser.finish()]))
+
+
+def read(form: str, text: str) -> tuple[str, list[tuple[str, object]]]:
+    """Content and calls of a text, read in one piece."""
+    parts = parse(form, text, [])
+    calls = []
+    for part in parts:
+        if isinstance(part, CallStart):
+            calls.append([part.name, ""])
+        elif isinstance(part, CallArguments):
+            calls[part.index][1] += part.text
+    return content_of(parts), [(name, json.loads(text)) for name, text in calls]
+
+
+WEATHER = ("get_weather", {"city": 'Köln "}{]'})
+ADD = ("add", {"a": 1, "b": [2, {"c": None}]})
+
+
+def told(text: str) -> str:
+    """A text with the calls' arguments in their places."""
+    for place, (_, arguments) in {"$weather": WEATHER, "$add": ADD}.items():
+        text = text.replace(place, json.dumps(arguments, ensure_ascii=False))
+    return text
+
+
+CASES = {
+    "hermes": (
+        '<tool_call>\n{"name": "get_weather", "arguments": $weather}\n</tool_call>',
+        'I look.\n<tool_call>\n{"name": "get_weather", "arguments": $weather}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": $add}\n</tool_call>\n',
+    ),
+    "llama3": (
+        '{"name": "get_weather", "parameters": $weather}',
+        'I look. <|python_tag|>{"type": "function", "name": "get_weather", "parameters": $weather}; '
+        '{"name": "add", "parameters": $add}',
+    ),
+    "mistral": (
+        "[TOOL_CALLS]get_weather[ARGS]$weather",
+        'I look. [TOOL_CALLS] [{"name": "get_weather", "arguments": $weather, "id": "abcdefghi"}, '
+        '{"name": "add", "arguments": $add}]',
+    ),
+}
+CASES = {form: (told(one), told(two)) for form, (one, two) in CASES.items()}
+
+
+@pytest.mark.parametrize("form", CASES)
+def test_calls_are_read(form: str) -> None:
+    one, two = CASES[form]
+    assert read(form, one) == ("", [WEATHER])
+    assert read(form, two) == ("I look.", [WEATHER, ADD])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("mistral", "[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]$weather"),
+        ("mistral", "[TOOL_CALLS]get_weather$weather"),
+        ("mistral", '[TOOL_CALLS][{"arguments": $weather, "name": "get_weather"}]'),
+        ("hermes", '<tool_call>{"arguments": $weather, "name": "get_weather"}</tool_call>'),
+        # The end of the text closes what is open.
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": $weather}'),
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": $weather'),
+        ("llama3", '<|python_tag|>{"parameters": $weather, "name": "get_weather"}'),
+    ],
+)
+def test_other_spellings_are_read(form: str, text: str) -> None:
+    assert read(form, told(text)) == ("", [WEATHER])
+
+
+def test_arguments_may_be_json_in_json() -> None:
+    text = json.dumps({"name": "add", "arguments": json.dumps(ADD[1])})
+    assert read("hermes", f"<tool_call>{text}</tool_call>") == ("", [ADD])
+
+
+def test_calls_without_arguments_have_empty_ones() -> None:
+    assert read("hermes", '<tool_call>{"name": "f"}</tool_call>') == ("", [("f", {})])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", "just text, \n\n with spaces \n"),
+        ("hermes", "<tool_call> is how it begins"),
+        ("hermes", "<tool_call>{'name': 'f'}</tool_call> after"),
+        ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": 7}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "argum'),
+        ("hermes", "<tool_ca"),
+        ("hermes", "<tool_call>" + "[" * 100_000),
+        ("hermes", "<tool_call>" + " " * 70 + '{"name": "f", "arguments": {}}</tool_call>'),
+        # Any JSON may be an answer: without a mark it has to name a function.
+        ("llama3", '{"name": "Bob", "parameters": {"age": 7}}'),
+        ("llama3", '{"answer": 42}'),
+        ("llama3", 'so: {"name": "add", "parameters": {}}'),
+        ("llama3", "<|python_tag|>print(1)"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS][1, 2]"),
+        ("mistral", "[TOOL_CALLS]name without brackets"),
+        ("mistral", '{"name": "add", "arguments": {}}'),
+    ],
+)
+def test_what_is_no_call_is_content_to_the_letter(form: str, text: str) -> None:
+    assert read(form, text) == (text, [])
+
+
+def test_what_follows_a_call_is_content() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert read("hermes", f"{text}\n\nDone.") == ("Done.", [("add", {})])
+    assert read("hermes", f"A\n{text}\nB ") == ("A\n\nB", [("add", {})])
+    broken = '<tool_call>{"name": "add", "arguments": {}, "x": 1}</tool_call>'
+    assert read("hermes", broken) == (', "x": 1}</tool_call>', [("add", {})])
+    assert read("hermes", f"<tool_call>oh {text}") == ("<tool_call>oh", [("add", {})])
+
+
+FRAGMENTS = [
+    *(text for pair in CASES.values() for text in pair),
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "add", "arguments": {',
+    '{"name": "add", "parameters": {"a": "',
+    '{"arguments": {}, "name": "f"}',
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "add",
+    "<|python_tag|>",
+    *'{}[]",;: \n\\aé',
+]
+texts = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("form", tool_call_formats())
+@given(text=texts, cuts=st.lists(st.integers(0, 300), max_size=12), data=st.data())
+def test_how_the_text_comes_changes_nothing(
+    form: str, text: str, cuts: list[int], data: st.DataObject
+) -> None:
+    text = text[: data.draw(st.integers(0, len(text)))]
+    alone = parse(form, text)
+    assert parse(form, text, cuts) == alone
+    assert parse(form, text, []) == alone
+    if not any(isinstance(part, CallStart) for part in alone):
+        assert content_of(alone) == text
+
+
+def test_arguments_go_out_as_they_come() -> None:
+    parser = CallParser(tool_call_formats()["hermes"], NAMES, "seed")
+    assert parser.feed("Hm <tool") == [Content("Hm")]
+    start, piece = parser.feed('_call>{"name": "add", "arguments": {"a"')
+    assert isinstance(start, CallStart)
+    assert piece == CallArguments(0, '{"a"')
+    assert parser.feed(": 1") == [CallArguments(0, ": 1")]
+    assert parser.feed("}}</tool_call>") == [CallArguments(0, "}")]
+
+
+def test_ids_differ_between_calls_and_requests_and_suit_the_templates() -> None:
+    text = CASES["mistral"][1]
+    ids = [part.call_id for part in parse("mistral", text) if isinstance(part, CallStart)]
+    other = CallParser(tool_call_formats()["mistral"], NAMES, "other").feed(text)
+    ids += [part.call_id for part in other if isinstance(part, CallStart)]
+    assert len(set(ids)) == 4
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("... <tool_call></tool_call> ...", "hermes"),
+        ("<tool_call>\n<function=example>", ""),
+        ("<|python_tag|>", "llama3"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("{{ messages }}", ""),
+    ],
+)
+def test_the_template_says_which_format(template: str, form: str) -> None:
+    assert tool_call_format_of(template) == form
+
+
+def test_the_documented_file_is_a_new_format() -> None:
+    page = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r'```python title="arrow.py"\n(.*?)```', page, re.DOTALL)
+    module: dict[str, Any] = {}
+    exec(source, module)
+    form = module["FORMAT"]
+    parser = CallParser(form, (), "seed")
+    parts = [*parser.feed('Look.\n=> add {"a": 1}\n=> f {}'), *parser.finish()]
+    assert [part.name for part in parts if isinstance(part, CallStart)] == ["add", "f"]
+    assert content_of(parts) == "Look."
