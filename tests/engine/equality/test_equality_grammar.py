@@ -29,7 +29,7 @@ from worlds.engine_harness import (
     request,
     traces_of,
 )
-from worlds.equality import NUM_PROMPTS, SITUATIONS, partly_right, plain
+from worlds.equality import NUM_PROMPTS, SITUATIONS, partly_right
 from worlds.every_drafter import EveryDrafterTarget
 from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_compiler, tiny_tokenizer
 
@@ -106,6 +106,12 @@ class GrammarTarget:
         )
 
 
+def of_few_prompts(each: GenerationRequest) -> GenerationRequest:
+    """With one of the prompts that situations share."""
+    prompt = circle_prompt(int(each.request_id) % NUM_PROMPTS)
+    return replace(each, prompt_token_ids=tuple(prompt))
+
+
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_constrained_texts_are_equal_in_every_situation(
     target: EveryDrafterTarget, situation: str
@@ -113,17 +119,18 @@ def test_constrained_texts_are_equal_in_every_situation(
     """All drafters as chains and trees in one batch, each with a schema of its own."""
     own: Any = GrammarTarget(target)
     shift = list(SITUATIONS).index(situation)
-    texts, asked = {}, []
-    for index, drafter in enumerate(drafter_names()):
-        for width in (1, 3):
-            name, prompt = f"{drafter}-{width}", index % NUM_PROMPTS
-            way = Way(drafter, width, (index + shift + width) % 3 * 0.5)
-            schema = 100 * shift + 2 * index + width
-            bare = replace(subject(schema, way), prompt_token_ids=tuple(circle_prompt(prompt)))
-            texts[name] = plain(own, bare)
-            each = subject(schema, way, texts[name])
-            prompt_token_ids = bare.prompt_token_ids
-            asked.append(replace(each, request_id=name, prompt_token_ids=prompt_token_ids))
+    ways = [
+        Way(drafter, width, (index + shift + width) % 3 * 0.5)
+        for index, drafter in enumerate(drafter_names())
+        for width in (1, 3)
+    ]
+    numbers = range(100 * shift, 100 * shift + len(ways))
+    bare = [of_few_prompts(subject(*each)) for each in zip(numbers, ways, strict=True)]
+    texts = Driver(own.core(Setup(max_num_seqs=8))).run(*bare).token_ids
+    asked = [
+        of_few_prompts(subject(number, way, texts[str(number)]))
+        for number, way in zip(numbers, ways, strict=True)
+    ]
     driver = SITUATIONS[situation](own, asked)
     for each in asked:
         name = each.request_id
