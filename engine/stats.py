@@ -226,6 +226,11 @@ class StepStats:
         return sum(each.num_emitted_tokens for each in self.by_drafter.values())
 
 
+def idle_stats(num_blocks: int) -> StepStats:
+    """The gauges of an engine that has not begun to work."""
+    return StepStats(blocks={"free": num_blocks, "draft": 0, "committed": 0, "cached": 0})
+
+
 class Baseline(NamedTuple):
     """Gamma-0 steps that would have replaced one step: the first with its prompt rows, the others
     without. ``num_requests`` would have written a token in each."""

@@ -159,7 +159,8 @@ def from_engine(error: EngineError) -> ApiError:
     if isinstance(error, ShuttingDownError):
         return shutting_down()
     if isinstance(error, EngineDeadError):
-        logger.error("engine is dead: %s", error)
+        # Once for each request that is turned away: the death itself stands in the log already.
+        logger.debug("engine is dead: %s", error)
         return ApiError(503, "The engine has stopped; no request is served.", code="engine_dead")
     logger.error("request failed in the engine", exc_info=error)
     return ApiError(500, "The request failed in the engine.", code="request_failed")

@@ -42,7 +42,7 @@ from prometheus_client.exposition import choose_encoder
 
 from engine.events import FinishInfo
 from engine.info import EngineInfo
-from engine.stats import SpeculativeStats, StepStats
+from engine.stats import SpeculativeStats, StepStats, idle_stats
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -284,8 +284,10 @@ class Metrics:
         up.set_function(lambda: float(is_alive()))
         self._gauge("kv_blocks_total", "KV blocks in the pool.").set(info.num_blocks)
         self._gauge("kv_block_size", "Tokens in a KV block.").set(info.block_size)
-        for state in ("free", "draft", "committed", "cached"):  # until the first step tells
-            self._blocks_in(state).set(info.num_blocks if state == "free" else 0)
+        for state, count in idle_stats(
+            info.num_blocks
+        ).blocks.items():  # until the first step tells
+            self._blocks_in(state).set(count)
         about = Info("slipstream_model", "What is served.", registry=self.registry)
         about.info(
             {

@@ -29,6 +29,7 @@ from engine.errors import EngineError
 from engine.events import StepResult
 from engine.info import EngineInfo
 from engine.process.launch import EngineProcess, child_environment, describe
+from engine.stats import idle_stats
 from server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -218,6 +219,7 @@ class Workers:
 
     def _on_new_engine(self, info: EngineInfo) -> None:
         self._info = info
+        self._metrics.observe_step(idle_stats(info.num_blocks))
         self._count_steps()
         for worker in self._workers:
             with self._engine.connect(wants_steps=False) as to_engine:

@@ -11,6 +11,7 @@ from engine.info import EngineInfo
 from engine.params import GenerationRequest
 from engine.process.link import Abort, Died, Outbox, Submit
 from engine.pulse import Pulse
+from engine.stats import idle_stats
 from engine.streams import EventStreams
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class RemoteEngine(EventStreams):
         self.info = info
         self._connection, self._outbox = connection, Outbox(connection)
         self._dead = None
+        # The gauges told what the last engine had come to.
+        self._deliver(StepResult([], idle_stats(info.num_blocks)))
         self._listen()
 
     def _read(self) -> None:

@@ -132,6 +132,7 @@ def test_a_killed_engine_is_told_shown_and_brought_back(server: Server) -> None:
     until(lambda: server.status("health") == 200)
     assert server.status("ready") == 200
     assert server.engine_pid() != pid
+    assert 'slipstream_kv_blocks{state="committed"} 0.0' in httpx.get(f"{server.url}/metrics").text
     assert client.completions.create(model="slipstream-bundled", prompt="x").choices
     assert "signal SIGKILL" in server.log.read_text()
 
