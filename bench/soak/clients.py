@@ -106,7 +106,7 @@ class Crowd:
         reply = await self.client.post(f"{self.server.url}/v1/completions", json=body | changes)
         if reply.status_code == 200:
             return Told(kind, "complete", 0, reply.json()["choices"][0]["text"], key)
-        return _refusal(kind, reply.status_code, reply.text)
+        return refusal(kind, reply.status_code, reply.text)
 
     async def faulty(self, rng: random.Random) -> Told:
         """Drafts by a drafter that breaks: the text is the same all the same."""
@@ -121,7 +121,7 @@ class Crowd:
             "POST", f"{self.server.url}/v1/completions", json=body
         ) as reply:
             if reply.status_code != 200:
-                return _refusal(kind, reply.status_code, (await reply.aread()).decode())
+                return refusal(kind, reply.status_code, (await reply.aread()).decode())
             error = ""
             async for line in reply.aiter_lines():
                 data = line.removeprefix("data: ")
@@ -154,7 +154,7 @@ class Crowd:
         )
         if reply.status_code in (400, 408, 413):
             return Told("hostile", "rejected", 0)
-        return _refusal("hostile", reply.status_code, reply.text)
+        return refusal("hostile", reply.status_code, reply.text)
 
     async def stalled(self, rng: random.Random) -> Told:
         """Asks for many streams in one, and reads nothing until the server has ended it."""
@@ -174,7 +174,8 @@ class Crowd:
         return Told("stalled", "cut off", 0)
 
 
-def _refusal(kind: str, status: int, text: str) -> Told:
+def refusal(kind: str, status: int, text: str) -> Told:
+    """What an answer other than 200 comes to."""
     try:
         code = str(json.loads(text)["error"]["code"])
     except (ValueError, KeyError, TypeError):

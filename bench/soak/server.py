@@ -76,7 +76,7 @@ class Server:
 def serving(folder: Path, flags: Mapping[str, str]) -> Iterator[Server]:
     """``slipstream serve`` with these flags, from when it is ready; a flag without a value is a switch.
     Raises RuntimeError with its log where it does not start."""
-    _install_plugin(folder)
+    install_plugin(folder)
     log = folder / "log"
     command = [sys.executable, "-m", "server.cli", "serve", "--port", "0"]
     for name, value in flags.items():
@@ -95,7 +95,8 @@ def serving(folder: Path, flags: Mapping[str, str]) -> Iterator[Server]:
         process.wait()
 
 
-def _install_plugin(folder: Path) -> None:
+def install_plugin(folder: Path) -> None:
+    """Makes the folder a place of ``sys.path`` in which the faulty drafter seems to be installed."""
     info = folder / "faulty_drafter-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-drafter\nVersion: 1.0\n")
