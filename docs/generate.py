@@ -25,6 +25,7 @@ from engine.speculation.gamma import gamma_policy_names
 from server.endpoints import routers
 from server.metrics import Metrics
 from server.settings import all_settings, flag_name, with_drafters
+from server.tenants.file import TenantEntry
 from slipstream.options import SpeculativeOptions
 
 DOCS = Path(__file__).resolve().parent
@@ -165,12 +166,21 @@ def sampling_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def tenants_table() -> str:
+    lines = ["| field | type | default | |", "| --- | --- | --- | --- |"]
+    for name, field in TenantEntry.model_fields.items():
+        default = "" if field.is_required() else _default(field)
+        lines.append(f"| `{name}` | {_type(field)} | {default} | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
     "settings": settings_table,
     "metrics": metrics_table,
     "endpoints": endpoints_table,
     "speculative": speculative_table,
     "sampling": sampling_table,
+    "tenants": tenants_table,
 }
 
 

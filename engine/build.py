@@ -47,6 +47,7 @@ from engine.sampling.warm_up import warm_up
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
+from engine.speculation.shedding import Shedding
 from engine.tokenizer import load_tokenizer, model_path
 from kvpool.block_pool import BlockPool
 
@@ -223,5 +224,9 @@ def _build_core(
         config.max_num_batched_tokens,
         config.prefill_chunk,
     )
-    speculation = Speculation(drafters, cost, limits.vocab_size, config.max_num_nodes, pool)
+    shed_queue = config.shed_queue or max(1, config.max_num_waiting // 2)
+    shedding = Shedding(config.shed_speculation, shed_queue)
+    speculation = Speculation(
+        drafters, cost, limits.vocab_size, config.max_num_nodes, pool, shedding
+    )
     return EngineCore(runner, pool, scheduler, speculation, cost, limits, config.check_integrity)

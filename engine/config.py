@@ -9,6 +9,7 @@ from typing import Any, Literal
 from slipstream.options import check_ranges, described
 
 Determinism = Literal["exact", "fast"]
+ShedSpeculation = Literal["never", "unpaid", "all"]
 Quantization = Literal["int8", "int4", "fp8"]
 
 
@@ -44,6 +45,14 @@ class EngineConfig:
     )
     max_model_len: int | None = described(None, "Prompt plus output; default: the model's.", ge=1)
     max_num_waiting: int = described(256, "Longest queue; more requests get a 429.", ge=1)
+    shed_speculation: ShedSpeculation = described(
+        "unpaid",
+        "Whose drafts yield while many requests wait: unpaid: those that would be granted whatever they "
+        "cost (fixed, target_rate, min_speculative_tokens); all: also those that pay; never.",
+    )
+    shed_queue: int | None = described(
+        None, "So many have to wait for that; default: half of max_num_waiting.", ge=1
+    )
     prefill_chunk: int = described(512, "Most prompt tokens of a request in a step.", ge=1)
     determinism: Determinism | None = described(
         None,

@@ -7,6 +7,7 @@ decoding is gamma 0 on this path.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 
 from drafters.checks import is_interrupt
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
-from engine.errors import RequestFailedError
+from engine.errors import DeadlineExceededError, RequestFailedError
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.grammar.constraint import GrammarConstraint
 from engine.outputs import Part, hidden_rows, observe_rows, read_logprobs
@@ -81,7 +82,9 @@ class EngineCore:
         cost: CostModel,
         limits: ModelLimits,
         check_integrity: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """``clock``: the one of requests' deadlines; seconds."""
         self.runner = runner
         self.pool = pool
         self.scheduler = scheduler
@@ -89,6 +92,7 @@ class EngineCore:
         self.cost = cost
         self.limits = limits
         self._check_integrity = check_integrity
+        self._clock = clock
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._result = StepResult()
@@ -203,6 +207,7 @@ class EngineCore:
         """Run one step. The result also holds the events of commands since the last. Raises what the
         engine cannot survive; what breaks for one request ends that request."""
         clock = StepClock()
+        self._expire()
         plan = self.scheduler.plan()
         for _ in plan.admitted:
             self._early.start()
@@ -215,6 +220,13 @@ class EngineCore:
         if self._check_integrity:
             self.pool.check_integrity()
         return self.take_result()
+
+    def _expire(self) -> None:
+        """End what is past its deadline, whether it waits or runs."""
+        for request in self.scheduler.overdue(self._clock()):
+            self._remove(request)
+            error = DeadlineExceededError(request.num_output_tokens)
+            self._result.events.append(ErrorEvent(request.request_id, error))
 
     def _run(self, plan: Plan, clock: StepClock) -> None:
         with clock.measure("draft"):

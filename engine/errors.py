@@ -3,7 +3,10 @@
 EngineError
 ├── UnsupportedModelError   refused at start: the model cannot be served, and why, in one line
 ├── RequestError            this request cannot be run; ``param`` names the field
-├── QueueFullError          too many waiting; come back after ``retry_after_seconds``
+├── TryLaterError           not now; come back after ``retry_after_seconds``. ``code`` names the limit
+│   ├── QueueFullError      too many waiting
+│   └── TenantLimitError    the tenant's own limit
+├── DeadlineExceededError   the request was not done by its deadline
 ├── RequestFailedError      an admitted request broke; others go on
 └── EngineDeadError         the engine died
     └── ShuttingDownError   it was told to end: nothing is admitted, and what is open ends
@@ -31,13 +34,41 @@ class RequestError(EngineError):
         return str(self.args[1])
 
 
-class QueueFullError(EngineError):
+class TryLaterError(EngineError):
+    code: str
+    retry_after_seconds: float
+
+
+class QueueFullError(TryLaterError):
+    code = "queue_full"
+
     def __init__(self, retry_after_seconds: float) -> None:
         super().__init__(retry_after_seconds)
         self.retry_after_seconds = retry_after_seconds
 
     def __str__(self) -> str:
         return "The engine's queue is full; try again later."
+
+
+class TenantLimitError(TryLaterError):
+    def __init__(self, code: str, message: str, retry_after_seconds: float) -> None:
+        super().__init__(code, message, retry_after_seconds)
+        self.code = code
+        self.retry_after_seconds = retry_after_seconds
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+class DeadlineExceededError(EngineError):
+    def __init__(self, num_output_tokens: int) -> None:
+        super().__init__(num_output_tokens)
+        self.num_output_tokens = num_output_tokens
+
+    def __str__(self) -> str:
+        return (
+            f"The request was not done in its time; {self.num_output_tokens} tokens were written."
+        )
 
 
 class RequestFailedError(EngineError):

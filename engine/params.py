@@ -85,8 +85,25 @@ class SpeculativeParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose requests they are, and on what terms: of all tenants that wait, each is written tokens in
+    proportion to its ``weight``. None: no limit. Limits hold over everybody who sends its requests; the
+    terms that came with the newest request count.
+
+    ``requests_per_minute`` counts prompts, ``tokens_per_minute`` their tokens and those written.
+    """
+
+    name: str = ""
+    weight: float = 1.0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One completion to write. ``priority``: lower runs first. ``cache_salt`` names the tenant."""
+    """One completion to write. ``priority``: lower runs first. ``cache_salt``: what is cached or learned
+    under one serves no other."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -96,3 +113,6 @@ class GenerationRequest:
     cache_salt: str = ""
     arrival_time: float = 0.0
     """``time.perf_counter()`` at arrival; seconds."""
+    deadline: float | None = None
+    """On the same clock: what is not done by then ends with ``DeadlineExceededError``."""
+    tenant: Tenant = Tenant()

@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.errors import QueueFullError, RequestError
 from engine.events import StepResult
 from engine.info import EngineInfo
+from engine.limits import TenantLimits
 from engine.machine import device_memory
 from engine.params import GenerationRequest
 from engine.pulse import Pulse
@@ -42,13 +43,14 @@ class EngineRuntime:
         self._lock = threading.Lock()
         self._open: dict[str, Request] = {}
         self._backlog = Backlog()
+        self._limits = TenantLimits()
         self.pulse = Pulse()
 
     # --- requests ---
 
     def admit(self, request: GenerationRequest) -> Request:
-        """A place for the request, until ``release``, and what ``submit`` takes. Raises RequestError
-        and QueueFullError."""
+        """A place for the request, until ``release``, and what ``submit`` takes. Raises RequestError,
+        QueueFullError and TenantLimitError."""
         self.check(request)
         prepared = self.core.prepare(request)
         with self._lock:
@@ -58,6 +60,7 @@ class EngineRuntime:
                 low, high = _RETRY_SECONDS
                 wait = self._backlog.seconds(self._open.values())
                 raise QueueFullError(float(math.ceil(min(high, max(low, wait)))))
+            self._limits.admit(prepared)
             self._open[request.request_id] = prepared
         return prepared
 
@@ -74,6 +77,7 @@ class EngineRuntime:
             request = self._open.pop(request_id, None)
             if request is not None:
                 self._backlog.observe_end(request)
+                self._limits.release(request)
 
     def check(self, request: GenerationRequest) -> None:
         """The engine's own conditions on a request. Raises RequestError."""

@@ -30,13 +30,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple, Protocol
 
-Reason = Literal["", "no_match", "client_cap", "no_kv", "policy", "low_acceptance", "overload"]
+Reason = Literal[
+    "", "no_match", "client_cap", "no_kv", "policy", "low_acceptance", "overload", "shed"
+]
 """Why a grant is smaller than what could have been drafted.
 
 ``""``: it is not. ``no_match``: the drafter had nothing to offer. ``client_cap``: a bound the
 client set (nodes, or tokens left to write). ``no_kv``: no room in the cache. ``policy``: the
 policy's own gamma. ``low_acceptance``: would not pay even alone on the engine. ``overload``: would
-pay alone, not now.
+pay alone, not now. ``shed``: drafts yield to the requests that wait.
 """
 Phase = Literal["draft", "forward", "verify"]
 _MAX_GAMMA_CHANGES = 64

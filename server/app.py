@@ -33,6 +33,7 @@ from server.request.message_formats import MessageFormats
 from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
 from server.settings import Settings
+from server.tenants.keys import keys_of
 from server.version import server_version
 
 
@@ -45,7 +46,8 @@ def build_app(
     """The application; its lifespan starts and stops the engine. ``metrics``: kept elsewhere, steps
     included; None: the application keeps its own.
 
-    Raises ValueError where the settings' speculative defaults or caps do not fit the engine.
+    Raises ValueError where the settings' speculative defaults or caps do not fit the engine, or the file
+    of API keys cannot be used.
     """
     info = engine.info
     model_name = public_name(info, settings)
@@ -60,7 +62,15 @@ def build_app(
         settings.tool_call_parser,
         settings.reasoning_parser,
     )
-    translator = Translator(info, tokenizer, resolver, model_name, settings.max_choices, formats)
+    translator = Translator(
+        info,
+        tokenizer,
+        resolver,
+        model_name,
+        settings.max_choices,
+        settings.max_request_seconds,
+        formats,
+    )
     services = Services(
         engine=engine,
         metrics=metrics,
@@ -100,8 +110,8 @@ def build_app(
     limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
     app.add_middleware(DrainMiddleware, is_draining=lambda: services.state == "draining")
-    if settings.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key.get_secret_value())
+    if (find := keys_of(settings.api_key, settings.api_keys_file)) is not None:
+        app.add_middleware(ApiKeyMiddleware, find=find)
     app.add_middleware(HttpMetricsMiddleware, metrics=metrics)
     app.add_middleware(RequestIdMiddleware)
     return app

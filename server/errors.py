@@ -7,8 +7,8 @@ ApiError
 ├── request_timeout()         408
 ├── body_too_large()          413
 ├── shutting_down()           503
-└── from_engine(error)        400 RequestError, 429 QueueFullError, 503 EngineDeadError and
-                              ShuttingDownError, else 500
+└── from_engine(error)        400 RequestError, 429 TryLaterError, 503 EngineDeadError and
+                              ShuttingDownError, 504 DeadlineExceededError, else 500
 
 Text a client sent is never echoed at length, and an unexpected exception's text never leaves the
 log.
@@ -28,11 +28,12 @@ from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
 from engine.errors import (
+    DeadlineExceededError,
     EngineDeadError,
     EngineError,
-    QueueFullError,
     RequestError,
     ShuttingDownError,
+    TryLaterError,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 
@@ -153,9 +155,11 @@ def from_engine(error: EngineError) -> ApiError:
     """The answer when the engine refuses or breaks."""
     if isinstance(error, RequestError):
         return bad_request(error.param, str(error))
-    if isinstance(error, QueueFullError):
+    if isinstance(error, TryLaterError):
         seconds = max(1, math.ceil(error.retry_after_seconds))
-        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(seconds)})
+        return ApiError(429, str(error), code=error.code, headers={"Retry-After": str(seconds)})
+    if isinstance(error, DeadlineExceededError):
+        return ApiError(504, str(error), code="deadline_exceeded")
     if isinstance(error, ShuttingDownError):
         return shutting_down()
     if isinstance(error, EngineDeadError):

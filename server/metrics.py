@@ -1,8 +1,8 @@
 """Prometheus metrics, in a registry of their own: two servers in one process do not mix.
 
 Fed by the engine's ``StepStats`` (once per step) and each request's ``FinishInfo``. No label names
-a request or a tenant. Speculation is counted before stop strings trim: it is work done. Useful
-queries:
+a request; those that name tenants have the names of the file of API keys. Speculation is counted before
+stop strings trim: it is work done. Useful queries:
 
     # acceptance rate, and by depth
     rate(slipstream_spec_accepted_tokens_total[5m])
@@ -178,9 +178,11 @@ class RequestMetrics(Protocol):
     """What answering requests counts, and what ``/metrics`` asks: ``Metrics`` itself, or the way to it
     from another process."""
 
-    def observe_request(self, info: FinishInfo, num_tokens: int) -> None: ...
+    def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None: ...
 
-    def count_request(self, outcome: str) -> None: ...
+    def count_request(self, outcome: str, tenant: str) -> None: ...
+
+    def count_turned_away(self, reason: str, tenant: str) -> None: ...
 
     def count_rejection(self, reason: str) -> None: ...
 
@@ -264,8 +266,17 @@ class Metrics:
         self._requests = self._counter("requests", "Choices by how they ended.", "finish_reason")
         self._rejections = self._counter("rejections", "Requests turned away.", "reason")
         # A rate sees a first event only if the series was there before it; alerts watch these.
-        for outcome in ("stop", "length", "abort", "error", "rejected"):
+        for outcome in ("stop", "length", "abort", "error", "deadline", "rejected"):
             self._requests.labels(outcome)
+        self._tenant_requests = self._counter(
+            "tenant_requests", "Choices of a tenant by how they ended.", "tenant", "finish_reason"
+        )
+        self._tenant_tokens = self._counter(
+            "tenant_tokens", "Tokens of a tenant's choices that were done.", "tenant", "kind"
+        )
+        self._tenant_rejections = self._counter(
+            "tenant_rejections", "Choices of a tenant turned away by a limit.", "tenant", "reason"
+        )
         self._rejections.labels("queue_full")
         self._http = self._counter("http_requests", "Answers.", "method", "path", "status")
         self._cut_off = self._counter(
@@ -342,8 +353,11 @@ class Metrics:
             self._speculation.of(drafter).observe(each)
         self._speculation.failures.inc(stats.num_draft_failures)
 
-    def observe_request(self, info: FinishInfo, num_tokens: int) -> None:
-        """A choice ended; ``num_tokens`` were returned."""
+    def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None:
+        """A choice ended; ``num_tokens`` were returned. ``tenant``: "" where there are none."""
+        if tenant:
+            self._tenant_tokens.labels(tenant, "prompt").inc(info.num_prompt_tokens)
+            self._tenant_tokens.labels(tenant, "written").inc(info.num_output_tokens)
         times = info.timings
         self._queue.observe(times.queue_seconds)
         self._e2e.observe(times.e2e_seconds)
@@ -362,9 +376,16 @@ class Metrics:
         self._speculation.draft_seconds.labels(stats.drafter).inc(stats.draft_seconds)
         self._speculation.verify_seconds.labels(stats.drafter).inc(stats.verify_seconds)
 
-    def count_request(self, outcome: str) -> None:
-        """stop, length, abort (the client left), error or rejected."""
+    def count_request(self, outcome: str, tenant: str) -> None:
+        """stop, length, abort (the client left), error, deadline or rejected."""
         self._requests.labels(outcome).inc()
+        if tenant:
+            self._tenant_requests.labels(tenant, outcome).inc()
+
+    def count_turned_away(self, reason: str, tenant: str) -> None:
+        """``reason``: the code of the limit."""
+        if tenant:
+            self._tenant_rejections.labels(tenant, reason).inc()
 
     def count_rejection(self, reason: str) -> None:
         """``reason`` is an error code, of which there are few."""

@@ -4,7 +4,6 @@ through.
 
 from __future__ import annotations
 
-import hmac
 import re
 import uuid
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from server.errors import body_too_large, shutting_down, unauthorized
 from server.metrics import RequestMetrics
 
 REQUEST_ID_KEY = "slipstream.request_id"
+KEY_OF = "slipstream.key_of"
 _GUARDED = ("/v1", "/tokenize", "/detokenize")
 _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
 
@@ -112,21 +112,23 @@ class DrainMiddleware:
 
 class ApiKeyMiddleware:
     """Guards ``/v1``, ``/tokenize`` and ``/detokenize``; health, metrics and the rest stay open to probes
-    and scrapers. ``api_key`` is ASCII."""
+    and scrapers. ``find`` is given a key, as it came, and has None for one that nobody has; what else it
+    finds goes on with the request, as ``scope[KEY_OF]``."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, find: Callable[[bytes], object | None]) -> None:
         self._app = app
-        self._expected = api_key.encode("ascii")
+        self._find = find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _is_api(scope):
-            # Bytes, as they came: what is no ASCII is no key, and comparing text would fail over it.
+            # Bytes: what is no ASCII is no key, and comparing text would fail over it.
             given = dict(scope["headers"]).get(b"authorization", b"")
             scheme, _, key = given.partition(b" ")
-            is_known = hmac.compare_digest(key.strip(b" "), self._expected)
-            if scheme.lower() != b"bearer" or not is_known:
+            found = self._find(key.strip(b" ")) if scheme.lower() == b"bearer" else None
+            if found is None:
                 await unauthorized().response()(scope, receive, send)
                 return
+            scope[KEY_OF] = found
         await self._app(scope, receive, send)
 
 

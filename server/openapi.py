@@ -20,9 +20,10 @@ _MEANINGS = {
     404: "There is no such model, or nothing at this path.",
     408: "The request did not come whole in time; the connection is closed.",
     413: "The body is larger than the server accepts.",
-    429: "Too many requests wait; `Retry-After` says when to come back.",
+    429: "Too many requests wait, or the key's limits are reached; `Retry-After` says when to come back.",
     500: "The server is at fault; its log says how.",
     503: "The engine has stopped, or the server is shutting down.",
+    504: "The request was not done by its deadline.",
 }
 
 
@@ -49,7 +50,7 @@ def generated(whole: Any, chunk: Any, last: str = "The last event's data is `[DO
         "description": "The whole reply; or with `stream` its events.",
         "content": {"text/event-stream": stream},
     }
-    return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503)}
+    return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504)}
 
 
 def describe_as_it_is(app: FastAPI) -> None:

@@ -28,6 +28,7 @@ from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.request.speculative import SpeculativeResolver
 from server.settings import Settings
+from server.tenants.keys import keys_of
 from server.workers import Serve, Workers
 
 logger = logging.getLogger("slipstream")
@@ -45,6 +46,7 @@ def serve(settings: Settings, config: EngineConfig) -> None:
     settings or the port rule it out."""
     # Refused before anything is loaded.
     find_plugins(config.drafter_plugins)
+    keys_of(settings.api_key, settings.api_keys_file)
     with exit_at_sigterm(), bind(settings.host, settings.port) as listener:
         if not settings.engine_process:
             if settings.api_workers > 1:

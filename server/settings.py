@@ -171,6 +171,17 @@ class Settings(BaseSettings):
         default=None,
         description="Clients must send it as a bearer token to /v1. Prefer the variable.",
     )
+    api_keys_file: str | None = Field(
+        default=None,
+        description="YAML or JSON file of tenants, a key and limits for each; read again when changed. "
+        "Not beside api_key.",
+    )
+    max_request_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds from arrival in which a request has to be done, and the most that it may "
+        "give as its timeout; default: any time.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="info writes a line per request."
     )

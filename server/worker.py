@@ -39,11 +39,14 @@ class RemoteMetrics:
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[tuple[bytes, str]]] = {}
 
-    def observe_request(self, info: FinishInfo, num_tokens: int) -> None:
-        self._outbox.put(Count("observe_request", (info, num_tokens)))
+    def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None:
+        self._outbox.put(Count("observe_request", (info, num_tokens, tenant)))
 
-    def count_request(self, outcome: str) -> None:
-        self._outbox.put(Count("count_request", (outcome,)))
+    def count_request(self, outcome: str, tenant: str) -> None:
+        self._outbox.put(Count("count_request", (outcome, tenant)))
+
+    def count_turned_away(self, reason: str, tenant: str) -> None:
+        self._outbox.put(Count("count_turned_away", (reason, tenant)))
 
     def count_rejection(self, reason: str) -> None:
         self._outbox.put(Count("count_rejection", (reason,)))

@@ -176,7 +176,7 @@ def _granted(dashboard: Dashboard) -> None:
             "Drafts cut to nothing, by reason",
             "no_match: the drafter found nothing. low_acceptance: not worth a row. overload: rows "
             "were needed elsewhere. no_kv: no block was free. client_cap: the request's own bound. "
-            "policy: the gamma policy said 0.",
+            "policy: the gamma policy said 0. shed: drafts yielded to requests that wait.",
             "cps",
             [(_spec("disabled", "reason"), "{{reason}}")],
             stacked=True,

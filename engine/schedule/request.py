@@ -4,6 +4,7 @@ thread."""
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ class Request:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position in the prompt, gathered chunk by chunk."""
     sent_prompt_logprobs: bool = False
+    num_charged_tokens: int = 0
+    """Of ``token_ids``, those that the tenant's share was charged for."""
 
     def __post_init__(self) -> None:
         self.request_id = self.params.request_id
@@ -67,6 +70,11 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Orders requests: lower priority value first, then earlier arrival."""
         return (self.params.priority, self.arrival_order)
+
+    @property
+    def deadline(self) -> float:
+        """On ``time.perf_counter``'s clock; infinite where there is none."""
+        return math.inf if self.params.deadline is None else self.params.deadline
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -3,16 +3,18 @@
 There are no phases. Every request has known tokens whose keys and values are not computed; each step
 gives it rows until they are. A decoding request is one that lacks a single token. Plain Python, no clock,
 no tensors; blocks come from the pool, and on shortage the lowest-ranked request is preempted and later
-recomputed.
+recomputed. Whose turn it is to start, ``fair_queue`` says.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.schedule.fair_queue import FairQueue
 from engine.schedule.request import Request, RequestStatus, ScheduledRequest
 
 
@@ -37,10 +39,12 @@ class Plan:
     """Rows of the budget left for draft nodes."""
     admitted: list[Request] = field(default_factory=list)
     """Started for the first time; they may have been preempted at once."""
+    num_waiting: int = 0
+    """Requests for which there was no place."""
 
 
 class Scheduler:
-    """Owns the waiting and the running requests, both in rank order."""
+    """Owns the waiting and the running requests, these in rank order."""
 
     def __init__(
         self,
@@ -55,11 +59,13 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefill_chunk = prefill_chunk
-        self.waiting: list[Request] = []
+        self.waiting = FairQueue()
         self.running: list[Request] = []
+        self._next_deadline = math.inf
 
     def submit(self, request: Request) -> None:
-        _insert(self.waiting, request)
+        self.waiting.push(request)
+        self._next_deadline = min(self._next_deadline, request.deadline)
 
     def remove(self, request: Request) -> None:
         """Take out a request for good, wherever it is, and free its blocks."""
@@ -68,7 +74,19 @@ class Scheduler:
         elif request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self.pool.free(request.request_id)
+            self.waiting.charge(request)
         request.status = RequestStatus.FINISHED
+        if not self.running and not len(self.waiting):
+            self.waiting.forget()
+
+    def overdue(self, now: float) -> list[Request]:
+        """Those whose deadline has passed, waiting or running; to be removed before the next plan."""
+        if now < self._next_deadline:
+            return []
+        due = [request for request in self.requests() if request.deadline <= now]
+        left = (each.deadline for each in self.requests() if each.deadline > now)
+        self._next_deadline = min(left, default=math.inf)
+        return due
 
     def requests(self) -> Iterable[Request]:
         yield from self.running
@@ -77,6 +95,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """Rows for this step; every scheduled row has its slot allocated."""
         plan = Plan()
+        for request in self.running:
+            self.waiting.charge(request)
         self._admit(plan)
         budget = self.max_num_batched_tokens
         index = 0
@@ -92,6 +112,7 @@ class Scheduler:
             index += 1
         plan.num_rows = self.max_num_batched_tokens - budget
         plan.spare_rows = budget
+        plan.num_waiting = len(self.waiting)
         return plan
 
     def _allocate(self, request: Request, num_known: int, plan: Plan) -> bool:
@@ -107,20 +128,19 @@ class Scheduler:
         self.running.remove(victim)
         self.pool.free(victim.request_id)
         victim.preempt()
-        _insert(self.waiting, victim)
+        self.waiting.push(victim)
         plan.preempted.append(victim)
 
     def _admit(self, plan: Plan) -> None:
-        """Start waiting requests in rank order while seats and blocks last. A better-ranked priority
-        takes the seat or the blocks of a worse one."""
-        while self.waiting:
-            request = self.waiting[0]
+        """Start waiting requests in turn while seats and blocks last; nobody overtakes the one whose turn
+        it is. A better priority takes the seat or the blocks of a worse one."""
+        while (request := self.waiting.first()) is not None:
             if not self._has_room(request):
                 if not self._outranks_last(request):
                     return
                 self._preempt(self.running[-1], plan)
                 continue
-            del self.waiting[0]
+            self.waiting.start(request)
             if request.first_scheduled_time is None:
                 plan.admitted.append(request)
             num_cached = self.pool.open(
@@ -130,7 +150,7 @@ class Scheduler:
                 request.max_cached_tokens(),
             )
             request.start(num_cached)
-            _insert(self.running, request)
+            bisect.insort(self.running, request, key=lambda each: each.rank)
 
     def _has_room(self, request: Request) -> bool:
         """Admission asks for blocks for all known tokens, lest a prompt be preempted half-way."""
@@ -144,7 +164,3 @@ class Scheduler:
 
     def _outranks_last(self, request: Request) -> bool:
         return bool(self.running) and request.params.priority < self.running[-1].params.priority
-
-
-def _insert(requests: list[Request], request: Request) -> None:
-    bisect.insort(requests, request, key=lambda each: each.rank)

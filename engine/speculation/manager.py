@@ -35,6 +35,7 @@ from engine.speculation.constrained import constrained, num_forced
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.controller import GammaController
 from engine.speculation.gamma.policy import DraftCandidate, Traffic
+from engine.speculation.shedding import Shedding
 from engine.stats import Reason
 
 logger = logging.getLogger(__name__)
@@ -86,13 +87,16 @@ class _Drafting:
 @dataclass(slots=True)
 class _Turn:
     """A request's turn to draft: how many nodes and how much depth make sense, and what is proposed.
-    ``num_asked``: of these nodes, how many its drafter is asked for."""
+    ``num_asked``: of these nodes, how many its drafter is asked for. ``params``: the request's own, or
+    what is left of them while others wait; ``is_shed``: then it does without its drafter."""
 
     scheduled: ScheduledRequest
     drafting: _Drafting
     max_nodes: int
     depth: int
     num_asked: int
+    params: SpeculativeParams
+    is_shed: bool = False
     tree: DraftTree = EMPTY
 
     @property
@@ -127,10 +131,12 @@ class Speculation:
         vocab_size: int,
         max_num_nodes: int,
         slots: DraftSlots,
+        shedding: Shedding = Shedding(),  # noqa: B008  (frozen)
     ) -> None:
         self.drafters = drafters
         self._slots = slots
         self._cost = cost
+        self._shedding = shedding
         self._vocab_size = vocab_size
         self.max_num_nodes = max_num_nodes
         self._estimator = AcceptanceEstimator()
@@ -184,7 +190,8 @@ class Speculation:
         if self._unread:
             self._read_prompts(max(_TOKENS_READ_PER_STEP, plan.num_rows))
         round_ = DraftRound()
-        turns = [turn for each in plan.scheduled if (turn := self._turn(each)) is not None]
+        found = [self._turn(each, plan.num_waiting) for each in plan.scheduled]
+        turns = [turn for turn in found if turn is not None]
         if turns:
             self._draft(turns, plan, round_)
         for each in plan.scheduled:
@@ -229,7 +236,7 @@ class Speculation:
             if num_tokens > 0:
                 del self._unread[request_id]
 
-    def _turn(self, scheduled: ScheduledRequest) -> _Turn | None:
+    def _turn(self, scheduled: ScheduledRequest, num_waiting: int) -> _Turn | None:
         """The target writes the last token itself, so the depth stays below the tokens left."""
         request = scheduled.request
         drafting = self._drafting.get(request.request_id)
@@ -238,15 +245,18 @@ class Speculation:
         wanted = request.params.speculative
         depth = min(wanted.shape.depth, request.num_tokens_left - 1)
         num_nodes = self._gamma.num_to_propose(request.request_id, wanted)
+        params = self._shedding.params(wanted, num_waiting)
         if depth <= 0:
-            return _Turn(scheduled, drafting, 0, 0, 0)
-        num_asked = min(num_nodes, self.max_num_nodes)
+            return _Turn(scheduled, drafting, 0, 0, 0, params)
+        weighs_cost = self._gamma.weighs_cost(wanted)
+        is_shed = num_nodes > 0 and self._shedding.is_shed(num_waiting, weighs_cost)
+        num_asked = 0 if is_shed else min(num_nodes, self.max_num_nodes)
         if request.sampling.grammar is None:
-            return _Turn(scheduled, drafting, num_asked, depth, num_asked)
-        # What is forced is worth its rows whether or not the drafter rests.
+            return _Turn(scheduled, drafting, num_asked, depth, num_asked, params, is_shed)
+        # What is forced is worth its rows whether or not the drafter rests or yields.
         num_free = min(len(request.sampling.grammar.forced()), _most_nodes(wanted))
         max_nodes = min(max(num_asked, num_free), self.max_num_nodes)
-        return _Turn(scheduled, drafting, max_nodes, depth, num_asked)
+        return _Turn(scheduled, drafting, max_nodes, depth, num_asked, params, is_shed)
 
     def _draft(self, turns: Sequence[_Turn], plan: Plan, round_: DraftRound) -> None:
         num_kv_tokens = sum(each.base for each in plan.scheduled)
@@ -270,6 +280,8 @@ class Speculation:
             if nodes and nodes[-1] >= num_offered:  # policies may see more than there is
                 nodes = [node for node in nodes if node < num_offered]
             reason: Reason = "" if 0 < num_offered == len(nodes) else grant.reason
+            if turn.is_shed:
+                reason = "shed"
             room = self._lease(request, len(nodes))
             if room < len(nodes):
                 nodes, reason = nodes[:room], "no_kv"
@@ -344,7 +356,7 @@ class Speculation:
         return DraftCandidate(
             request.request_id,
             drafting.info.name,
-            request.params.speculative,
+            turn.params,
             tree,
             drafting.acceptance.survivals(tree) if tree.token_ids else (),
             turn.max_nodes,

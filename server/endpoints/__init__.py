@@ -7,16 +7,19 @@ import time
 from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 
 from server.engine_client import EngineClient
 from server.metrics import RequestMetrics
+from server.middleware import KEY_OF
+from server.plan import RequestPlan
 from server.reply.streaming import Responder
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader
 from server.request.speculative import SpeculativeResolver
+from server.tenants.terms import Terms
 
 
 @dataclass(slots=True)
@@ -39,6 +42,12 @@ class Services:
     drain_seconds: float
     created: int = field(default_factory=lambda: int(time.time()))
     state: Literal["starting", "serving", "draining"] = "starting"
+
+    async def plan(self, body: Any, request: Request) -> RequestPlan:
+        """What the engine is to write, on the terms of whose key it is. Raises ApiError."""
+        plan = await self.bodies.plan(body, time.perf_counter())
+        terms: Terms | None = request.scope.get(KEY_OF)
+        return terms.on(plan) if terms and terms.tenant.name else plan
 
     async def drain(self) -> None:
         """Take no more requests, and return when none goes on. Harmless when repeated."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -19,6 +17,6 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 @router.post("/v1/chat/completions", responses=generated(ChatCompletion, ChatChunk))
 async def create_chat_completion(body: ChatRequest, request: Request, served: Served) -> Response:
     """An answer to messages."""
-    plan = await served.bodies.plan(body, time.perf_counter())
+    plan = await served.plan(body, request)
     writer = ChatWriter(plan, served.texts, served.model_name, served.fingerprint)
     return await served.responder.answer(request, writer)

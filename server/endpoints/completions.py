@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -19,6 +17,6 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 @router.post("/v1/completions", responses=generated(Completion, CompletionChunk))
 async def create_completion(body: CompletionRequest, request: Request, served: Served) -> Response:
     """Text after a prompt."""
-    plan = await served.bodies.plan(body, time.perf_counter())
+    plan = await served.plan(body, request)
     writer = CompletionWriter(plan, served.texts, served.model_name, served.fingerprint)
     return await served.responder.answer(request, writer)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -21,6 +19,6 @@ _ANSWERS = generated(ModelResponse, ResponseEvent, "The last event has the whole
 @router.post("/v1/responses", responses=_ANSWERS)
 async def create_response(body: ResponsesRequest, request: Request, served: Served) -> Response:
     """A response to a conversation that is sent whole; nothing is stored."""
-    plan = await served.bodies.plan(body, time.perf_counter())
+    plan = await served.plan(body, request)
     writer = ResponsesWriter(plan, served.texts, served.model_name, served.fingerprint)
     return await served.responder.answer(request, writer)

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from engine.errors import QueueFullError, RequestError
+from engine.errors import DeadlineExceededError, RequestError, TryLaterError
 from engine.events import FinishInfo, TokenEvent, TokenLogprobs
 from server.engine_client import EngineClient
 from server.errors import shutting_down
@@ -165,6 +165,7 @@ class ChoiceSource:
         first.
         """
         outcome = "error"
+        tenant = plan.request.tenant.name
         try:
             async with aclosing(self._deltas(plan)) as deltas:
                 async for delta in deltas:
@@ -172,17 +173,22 @@ class ChoiceSource:
                         # To metrics a call is one of the ways in which the model stops.
                         reason = delta.end.reason
                         outcome = "stop" if reason == "tool_calls" else reason
-                        self._metrics.observe_request(delta.end.info, delta.end.num_tokens)
+                        self._metrics.observe_request(delta.end.info, delta.end.num_tokens, tenant)
                     yield delta
-        except (QueueFullError, RequestError):
+        except (TryLaterError, RequestError) as error:
             outcome = "rejected"
+            if isinstance(error, TryLaterError):
+                self._metrics.count_turned_away(error.code, tenant)
+            raise
+        except DeadlineExceededError:
+            outcome = "deadline"
             raise
         except (GeneratorExit, asyncio.CancelledError):
             if outcome == "error":
                 outcome = "abort"
             raise
         finally:
-            self._metrics.count_request(outcome)
+            self._metrics.count_request(outcome, tenant)
 
     async def _deltas(self, plan: ChoicePlan) -> AsyncGenerator[ChoiceDelta, None]:
         assembler = self._assembler(plan)

@@ -132,6 +132,12 @@ class SamplingFields(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     priority: int = Field(default=0, ge=-MAX_COUNT, le=MAX_COUNT, description="Lower runs first.")
+    timeout: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds from arrival in which the reply has to be done; later it is an error.",
+    )
     cache_salt: str | None = Field(
         default=None,
         min_length=1,

@@ -233,6 +233,12 @@ class ResponsesRequest(Body):
         default=None, ge=0, le=MAX_SEED, description="Default: drawn, and reported."
     )
     priority: int = Field(default=0, ge=-MAX_COUNT, le=MAX_COUNT, description="Lower runs first.")
+    timeout: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds from arrival in which the reply has to be done; later it is an error.",
+    )
     cache_salt: str | None = Field(
         default=None,
         min_length=1,
@@ -255,6 +261,7 @@ class ResponsesRequest(Body):
             "stream": self.stream,
             "seed": self.seed,
             "priority": self.priority,
+            "timeout": self.timeout,
             "cache_salt": self.cache_salt,
             "speculative": self.speculative,
         }

@@ -47,14 +47,17 @@ class Translator:
         resolver: SpeculativeResolver,
         model_name: str,
         max_choices: int,
+        max_seconds: float | None,
         formats: MessageFormats,
     ) -> None:
+        """``max_seconds``: from a request's arrival to its deadline, where it names no earlier one."""
         self._info = info
         self._prompts = Prompts(info, tokenizer)
         self._resolver = resolver
         self._model_name = model_name
         self._max_choices = max_choices
         self._formats = formats
+        self._max_seconds = max_seconds
         self._vocabulary = Vocabulary(
             info.vocab_size, partial(tokenizer.encode, add_special_tokens=False)
         )
@@ -168,6 +171,9 @@ class Translator:
                 name = "stream_options.continuous_usage_stats"
                 raise bad_request(name, f"{name} needs 'include_usage': true")
         self._prompts.check_token_ids("stop_token_ids", body.stop_token_ids or ())
+        most = self._max_seconds
+        if body.timeout is not None and most is not None and body.timeout > most:
+            raise bad_request("timeout", f"timeout: this server gives a request {most:g} seconds")
         if num_prompts * body.n > self._max_choices:
             name = "n" if num_prompts == 1 else "prompt"
             message = f"{name}: {num_prompts * body.n} choices; this server writes at most"
@@ -215,6 +221,7 @@ class Translator:
             name = "return_tokens_as_token_ids"
             raise bad_request(name, f"{name} needs 'logprobs'")
         num_choices = len(prompts) * body.n
+        seconds = body.timeout or self._max_seconds
         echoed = num_logprobs if echo else None
         # One list serves both; the writers show of it what was asked for.
         scored = [each for each in (echoed, num_prompt_logprobs) if each is not None]
@@ -245,6 +252,7 @@ class Translator:
                 priority=body.priority,
                 cache_salt=body.cache_salt or "",
                 arrival_time=arrival_time,
+                deadline=None if seconds is None else arrival_time + seconds,
             )
             text = TextOptions(
                 stops=body.stop,

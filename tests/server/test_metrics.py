@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,27 @@ async def test_steps_are_counted(connect: Connect) -> None:
     assert value(seen, "slipstream_prefix_cache_queries_total") == 32
     assert value(seen, "slipstream_prefix_cache_hits_total") == 16
     assert value(seen, "slipstream_engine_up") == 1
+
+
+async def test_what_tenants_did_is_counted_under_their_names_in_the_file(
+    connect: Connect, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("tenants: [{name: a, key: ka}, {name: b, key: kb}]")
+    engine = ScriptedEngine("hello")
+    async with connect(engine, api_keys_file=str(file)) as client:
+        body = {"prompt": "abc", "user": "b"}
+        await client.post("/completions", json=body, headers={"Authorization": "Bearer ka"})
+        engine.capacity = 0
+        await client.post("/completions", json=body, headers={"Authorization": "Bearer kb"})
+        seen = await scrape(client)
+    requests = "slipstream_tenant_requests_total"
+    assert value(seen, requests, tenant="a", finish_reason="stop") == 1
+    assert value(seen, requests, tenant="b", finish_reason="rejected") == 1
+    assert value(seen, "slipstream_tenant_tokens_total", tenant="a", kind="prompt") == 3
+    assert value(seen, "slipstream_tenant_tokens_total", tenant="a", kind="written") == 11
+    rejections = "slipstream_tenant_rejections_total"
+    assert value(seen, rejections, tenant="b", reason="queue_full") == 1
 
 
 async def test_the_vllm_names_repeat_the_counts(connect: Connect) -> None:

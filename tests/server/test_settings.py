@@ -213,6 +213,8 @@ CHANGED = {
     "max_model_len": 123,
     "max_num_waiting": 6,
     "prefill_chunk": 64,
+    "shed_speculation": "all",
+    "shed_queue": 5,
     "determinism": "fast",
     "attention_backend": "sdpa",
     "max_num_nodes": 9,

@@ -7,6 +7,7 @@ steps the core by hand and checks at every step what has to hold at every step.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +28,7 @@ from engine.sampling.state import RowGroup, SamplingState
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
+from engine.speculation.shedding import Shedding
 from engine.stats import StepStats
 from kvpool.block_pool import BlockPool
 
@@ -85,6 +87,8 @@ class Setup:
     drafters: Mapping[str, Drafter] | None = None
     check_integrity: bool = False
     constrain: Callable[[str], GrammarConstraint] | None = None
+    clock: Callable[[], float] = time.perf_counter
+    shedding: Shedding = Shedding()
 
     def but(self, **changes: object) -> Setup:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -100,11 +104,20 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
         setup.prefill_chunk,
     )
     drafters = build_drafters() if setup.drafters is None else setup.drafters
-    speculation = Speculation(drafters, setup.cost, vocab_size, setup.max_num_nodes, pool)
+    speculation = Speculation(
+        drafters, setup.cost, vocab_size, setup.max_num_nodes, pool, setup.shedding
+    )
     longest = min(setup.max_model_len, setup.num_blocks * setup.block_size)
     limits = ModelLimits(vocab_size, longest, setup.eos_token_ids, setup.constrain)
     return EngineCore(
-        runner, pool, scheduler, speculation, setup.cost, limits, setup.check_integrity
+        runner,
+        pool,
+        scheduler,
+        speculation,
+        setup.cost,
+        limits,
+        setup.check_integrity,
+        setup.clock,
     )
 
 

@@ -59,7 +59,7 @@ class GatedRunner(ScriptedRunner):
 class Engine(AsyncEngine):
     """An engine on a gated target, and what a test wants to see of it."""
 
-    def __init__(self, gated: bool = False, max_num_open: int = 100, **setup: int) -> None:
+    def __init__(self, gated: bool = False, max_num_open: int = 100, **setup: Any) -> None:
         sizes = Setup().but(**setup)
         self.runner = GatedRunner(sizes, gated)
         self.core = build_core(self.runner, TARGET.vocab_size, sizes)

@@ -114,6 +114,10 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
         ),
     ),
     "priority": ({"priority": -2}, lambda o: o.request.priority == -2),
+    "timeout": (
+        {"timeout": 2.5},
+        lambda o: o.request.deadline == o.request.arrival_time + 2.5,
+    ),
     "cache_salt": ({"cache_salt": "tenant"}, lambda o: o.request.cache_salt == "tenant"),
     "user": ({"user": "someone"}, lambda o: "user='someone'" in o.log),
     "prompt_logprobs": (
@@ -275,7 +279,10 @@ FLAT_TOOLS = [{"type": "function", **TOOLS[0]["function"]}]
 
 
 RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
-    **{name: SHARED[name] for name in ("temperature", "top_p", "seed", "priority", "cache_salt")},
+    **{
+        name: SHARED[name]
+        for name in ("temperature", "top_p", "seed", "priority", "timeout", "cache_salt")
+    },
     **{name: SHARED[name] for name in ("user", "speculative")},
     "stream": ({"stream": True}, lambda o: o.raw.startswith("event: ")),
     "input": ({"input": "zz"}, lambda o: b"user: zz" in prompt_of(o)),

@@ -15,9 +15,15 @@ from typing import Any
 
 import pytest
 
-from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from engine.errors import (
+    EngineDeadError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    TenantLimitError,
+)
 from engine.info import EngineInfo
-from engine.params import SpeculativeParams
+from engine.params import SpeculativeParams, Tenant
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.stats import StepStats
@@ -114,6 +120,28 @@ def test_a_reader_that_leaves_ends_its_request_in_the_engine(apart: Apart) -> No
             held = heard[-1].blocks
             assert held["committed"] == held["draft"] == 0
             assert sum(each.num_emitted_tokens for each in heard) < 230
+
+    run(test)
+
+
+def test_a_tenants_limits_hold_over_all_clients(apart: Apart) -> None:
+    async def test() -> None:
+        async with connected(*apart) as one, connected(*apart) as other:
+            tenant = Tenant("a", max_concurrent_requests=1)
+            stream = one.generate(replace(asking("r", LONG), tenant=tenant))
+            await anext(stream)
+            with pytest.raises(TenantLimitError) as error:
+                await anext(other.generate(replace(asking("s"), tenant=tenant)))
+            assert error.value.code == "too_many_concurrent"
+            assert tokens_of(await collect(other.generate(asking("t")))) == text_of(asking("t"))
+            await stream.aclose()
+            while True:  # until the engine has heard of it
+                try:
+                    events = await collect(other.generate(replace(asking("s"), tenant=tenant)))
+                except TenantLimitError:
+                    continue
+                assert tokens_of(events) == text_of(asking("s"))
+                return
 
     run(test)
 

@@ -15,6 +15,7 @@ from engine.schedule.request import NO_DRAFT, NOTHING, Request, ScheduledRequest
 from engine.schedule.scheduler import Plan
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import DraftRound, Speculation
+from engine.speculation.shedding import Shedding
 from engine.stats import RequestStats
 from engine.verification.match import Outcome
 from kvpool.block_pool import BlockPool
@@ -47,12 +48,18 @@ class World:
     round_: DraftRound
 
     def __init__(
-        self, *drafters: FakeDrafter, cost: CostModel | None = None, max_num_nodes: int = 64
+        self,
+        *drafters: FakeDrafter,
+        cost: CostModel | None = None,
+        max_num_nodes: int = 64,
+        shedding: Shedding = Shedding(),  # noqa: B008  (frozen)
     ) -> None:
         self.cost = cost or TimedCost()
         self.pool = BlockPool(num_blocks=8, block_size=4)
         by_name = {drafter.info.name: drafter for drafter in drafters}
-        self.speculation = Speculation(by_name, self.cost, VOCAB, max_num_nodes, self.pool)
+        self.speculation = Speculation(
+            by_name, self.cost, VOCAB, max_num_nodes, self.pool, shedding
+        )
 
     def open(
         self, request_id: str, speculative: SpeculativeParams = FIXED, max_tokens: int = 50
@@ -70,10 +77,14 @@ class World:
         self.speculation.open(request)
         return request
 
-    def draft(self, *requests: Request, spare_rows: int = 100) -> list[ScheduledRequest]:
+    def draft(
+        self, *requests: Request, spare_rows: int = 100, num_waiting: int = 0
+    ) -> list[ScheduledRequest]:
         """The requests' parts in a step of one row each; ``round_`` is what drafting took."""
         scheduled = [ScheduledRequest(request, 1) for request in requests]
-        plan = Plan(scheduled, num_rows=len(scheduled), spare_rows=spare_rows)
+        plan = Plan(
+            scheduled, num_rows=len(scheduled), spare_rows=spare_rows, num_waiting=num_waiting
+        )
         self.round_ = self.speculation.draft(plan)
         return scheduled
 
@@ -376,3 +387,45 @@ def test_failing_to_hear_what_was_missed_costs_nobody_anything() -> None:
     written(world, request, 7)
     assert world.speculation.close(request) == 1
     assert drafter.closed == ["r"]
+
+
+GOODPUT = SpeculativeParams("fake", "goodput", num_draft_tokens=4, max_draft_tokens=4)
+TARGET_RATE = replace(GOODPUT, policy="target_rate")
+
+
+@pytest.mark.parametrize("params", [FIXED, TARGET_RATE], ids=["fixed", "target_rate"])
+def test_unpaid_drafts_yield_while_many_wait(params: SpeculativeParams) -> None:
+    drafter = fake()
+    world = World(drafter, shedding=Shedding("unpaid", 3))
+    request = world.open("r", params)
+    (before,) = world.draft(request, num_waiting=2)
+    assert (len(before.draft.tree), before.draft.reason) == (4, "")
+    num_asks = len(drafter.asks)
+    (shed,) = world.draft(request, num_waiting=3)
+    assert (len(shed.draft.tree), shed.draft.reason) == (0, "shed")
+    assert len(drafter.asks) == num_asks
+    world.pool.free_draft("r")
+    (after,) = world.draft(request, num_waiting=0)
+    assert len(after.draft.tree) == 4
+
+
+def test_drafts_that_pay_yield_only_where_all_do() -> None:
+    for which, num_granted in (("unpaid", 4), ("all", 0), ("never", 4)):
+        world = World(fake(), cost=TimedCost(0.0), shedding=Shedding(which, 3))
+        (scheduled,) = world.draft(world.open("r", GOODPUT), num_waiting=3)
+        assert len(scheduled.draft.tree) == num_granted
+        assert scheduled.draft.reason == ("" if num_granted else "shed")
+
+
+def test_drafts_granted_for_certain_are_so_only_while_few_wait() -> None:
+    params = replace(GOODPUT, min_draft_tokens=2)
+    world = World(fake(), cost=TimedCost(10.0), shedding=Shedding("unpaid", 3))
+    request = world.open("r", params)
+    gammas = [len(world.draft(request, num_waiting=number)[0].draft.tree) for number in (0, 3, 0)]
+    assert gammas == [2, 0, 2]
+
+
+def test_a_request_that_never_drafts_is_not_shed() -> None:
+    world = World(fake(), shedding=Shedding("all", 1))
+    (scheduled,) = world.draft(world.open("r", replace(FIXED, num_draft_tokens=0)), num_waiting=9)
+    assert scheduled.draft.reason == "client_cap"

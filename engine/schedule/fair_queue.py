@@ -1,0 +1,90 @@
+"""Who waits, and whose turn it is: priorities first, then tenants by what they were served.
+
+Each tenant has a counter of tokens served, prompts and what was written, over its weight; of those that
+wait in the best priority, the one with the smallest goes first (virtual token counters, arXiv
+2401.00588). Within a tenant and a priority, first come is first served.
+
+Between two tenants that wait all along, tokens over weight differ by no more than what one tenant can
+have running at a time, over its weight: whoever was started last had the smallest counter then. A
+tenant that comes back is put level with those that wait, so that nobody saves up time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+from engine.schedule.request import Request
+
+_Level = dict[str, list[Request]]
+
+
+class FairQueue:
+    """``charge`` keeps the counters; the queue itself looks at no clock and no blocks."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level] = {}
+        self._served: dict[str, float] = {}
+        self._last_started = ""
+
+    def __len__(self) -> int:
+        return sum(len(each) for level in self._levels.values() for each in level.values())
+
+    def __iter__(self) -> Iterator[Request]:
+        """By priority and tenant; the first is the one whose turn it is."""
+        for _, level in sorted(self._levels.items()):
+            for requests in sorted(level.values(), key=self._turn):
+                yield from requests
+
+    def push(self, request: Request) -> None:
+        """A request that came in, or lost its blocks."""
+        self._level_with_others(request.params.tenant.name)
+        level = self._levels.setdefault(request.params.priority, {})
+        requests = level.setdefault(request.params.tenant.name, [])
+        bisect.insort(requests, request, key=lambda each: each.rank)
+
+    def first(self) -> Request | None:
+        if not self._levels:
+            return None
+        level = self._levels[min(self._levels)]
+        return min(level.values(), key=self._turn)[0]
+
+    def start(self, request: Request) -> None:
+        """The request waits no more, since it runs."""
+        self.remove(request)
+        self._last_started = request.params.tenant.name
+        self.charge(request)
+
+    def remove(self, request: Request) -> None:
+        level = self._levels[request.params.priority]
+        requests = level[request.params.tenant.name]
+        requests.remove(request)
+        if not requests:
+            del level[request.params.tenant.name]
+        if not level:
+            del self._levels[request.params.priority]
+
+    def charge(self, request: Request) -> None:
+        """The tenant for those of the request's tokens that it was not charged for yet: its prompt once
+        it starts, then what is written. What is recomputed costs nobody."""
+        num_new = len(request.token_ids) - request.num_charged_tokens
+        if num_new:
+            tenant = request.params.tenant
+            self._served[tenant.name] = self._of(tenant.name) + num_new / tenant.weight
+            request.num_charged_tokens += num_new
+
+    def forget(self) -> None:
+        """Nobody waits or runs: all begin anew as equals."""
+        self._served.clear()
+
+    def _of(self, tenant: str) -> float:
+        return self._served.get(tenant, 0.0)
+
+    def _turn(self, requests: list[Request]) -> tuple[float, int]:
+        return self._of(requests[0].params.tenant.name), requests[0].arrival_order
+
+    def _level_with_others(self, tenant: str) -> None:
+        waiting = {name for level in self._levels.values() for name in level}
+        if tenant not in waiting:
+            least = min(map(self._of, waiting), default=self._of(self._last_started))
+            self._served[tenant] = max(self._of(tenant), least)

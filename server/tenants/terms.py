@@ -1,0 +1,50 @@
+"""What a tenant's terms make of a request."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+from engine.params import GenerationRequest, Tenant
+from server.errors import bad_request
+from server.plan import RequestPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """``salt`` is part of all salts of the tenant's requests, ``priority`` what theirs is added to, and
+    ``max_tokens`` the longest output of a choice."""
+
+    tenant: Tenant
+    salt: str
+    priority: int = 0
+    max_tokens: int | None = None
+
+    def on(self, plan: RequestPlan) -> RequestPlan:
+        """The request on these terms. Raises ApiError."""
+        most = self.tenant.max_concurrent_requests
+        if most is not None and len(plan.choices) > most:
+            field = "n" if plan.n > 1 else "prompt"
+            raise bad_request(field, f"{field}: this API key may have {most} choices at a time")
+        choices = tuple(
+            replace(choice, request=self._request(choice.request)) for choice in plan.choices
+        )
+        return replace(plan, choices=choices)
+
+    def _request(self, request: GenerationRequest) -> GenerationRequest:
+        if request.priority < 0:
+            raise bad_request("priority", "priority: with this API key it must be 0 or more")
+        sampling = request.sampling
+        if self.max_tokens is not None:
+            sampling = replace(
+                sampling,
+                max_tokens=min(sampling.max_tokens, self.max_tokens),
+                min_tokens=min(sampling.min_tokens, self.max_tokens),
+            )
+        return replace(
+            request,
+            sampling=sampling,
+            priority=self.priority + request.priority,
+            cache_salt=json.dumps([self.salt, request.cache_salt]),
+            tenant=self.tenant,
+        )

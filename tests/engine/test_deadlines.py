@@ -1,0 +1,109 @@
+"""Requests past their deadline end, wherever they are, and hold nothing."""
+
+from __future__ import annotations
+
+import pickle
+
+from engine.core import EngineCore
+from engine.errors import DeadlineExceededError
+from engine.events import ErrorEvent, TokenEvent
+from engine.params import GenerationRequest, SamplingParams
+from worlds.engine_harness import Driver, Setup, drafting, request, traces_of
+from worlds.scripted_target import ScriptedTarget
+
+TARGET = ScriptedTarget(8)
+PROMPT = [3, 1, 4, 1, 5, 2, 6, 5]
+
+
+class Expiring(Driver):
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core)
+        self.num_written: dict[str, int] = {}
+
+    def _take(self, event: TokenEvent | ErrorEvent) -> None:
+        assert event.request_id not in self.num_written, "it speaks after its last event"
+        if isinstance(event, TokenEvent):
+            super()._take(event)
+            return
+        assert isinstance(event.error, DeadlineExceededError)
+        self.num_written[event.request_id] = event.error.num_output_tokens
+
+
+class World:
+    def __init__(self, max_num_seqs: int) -> None:
+        self.now = 100.0
+        setup = Setup(max_num_seqs=max_num_seqs, check_integrity=True, clock=lambda: self.now)
+        self.core = TARGET.core(setup)
+        self.driver = Expiring(self.core)
+
+    def submit(self, name: str, deadline: float | None, num_tokens: int = 40) -> GenerationRequest:
+        made = request(
+            name, PROMPT, SamplingParams(max_tokens=num_tokens), drafting("ngram", num_tokens=4)
+        )
+        made = GenerationRequest(
+            made.request_id,
+            made.prompt_token_ids,
+            made.sampling,
+            made.speculative,
+            deadline=deadline,
+        )
+        self.driver.submit(made)
+        return made
+
+
+def test_a_running_request_ends_at_its_deadline_and_its_blocks_are_free() -> None:
+    world = World(max_num_seqs=2)
+    world.submit("late", deadline=110.0)
+    world.submit("other", deadline=None)
+    for _ in range(3):
+        world.driver.step()
+    written = len(world.driver.token_ids["late"])
+    assert written
+    world.now = 109.9
+    world.driver.step()
+    assert not world.driver.num_written
+    written = len(world.driver.token_ids["late"])
+    world.now = 110.0
+    world.driver.step()
+    assert world.driver.num_written == {"late": written}
+    assert traces_of(world.core, ["late"]) == []
+    world.driver.run()
+    assert len(world.driver.token_ids["other"]) == 40
+    assert world.core.pool.counts()["committed"] == 0
+
+
+def test_a_waiting_request_past_its_deadline_is_never_scheduled() -> None:
+    world = World(max_num_seqs=1)
+    world.submit("first", deadline=None)
+    world.submit("late", deadline=105.0)
+    world.submit("patient", deadline=500.0)
+    world.driver.step()
+    world.now = 106.0
+    world.driver.run()
+    assert world.driver.num_written == {"late": 0}
+    assert "late" not in world.driver.first_step
+    assert set(world.driver.finishes) == {"first", "patient"}
+
+
+def test_who_comes_in_too_late_is_told_so() -> None:
+    world = World(max_num_seqs=1)
+    world.submit("late", deadline=99.0)
+    world.driver.run()
+    assert world.driver.num_written == {"late": 0}
+    assert not world.core.has_work
+
+
+def test_who_is_done_in_time_hears_nothing_of_it() -> None:
+    world = World(max_num_seqs=1)
+    world.submit("quick", deadline=101.0)
+    world.driver.run()
+    world.now = 200.0
+    world.driver.run(request("next", PROMPT))
+    assert world.driver.num_written == {}
+    assert set(world.driver.finishes) == {"quick", "next"}
+
+
+def test_the_error_survives_the_way_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(DeadlineExceededError(7)))
+    assert error.num_output_tokens == 7
+    assert "7 tokens" in str(error)

@@ -1,0 +1,179 @@
+"""Tenants and deadlines from outside: over HTTP, in front of an engine that keeps the limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.errors import DeadlineExceededError
+from server.app import build_app
+from server.settings import Settings
+from worlds.gated_engine import Engine
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
+from worlds.serving import Connect, events, until
+
+pytestmark = pytest.mark.anyio
+
+FILE = """
+tenants:
+  - {name: few, key: k-few, requests_per_minute: 2}
+  - {name: short, key: k-short, tokens_per_minute: 60, max_tokens: 5}
+  - {name: two, key: k-two, max_concurrent_requests: 2}
+  - {name: late, key: k-late, priority: 7}
+  - {name: free, key: k-free}
+"""
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    file = tmp_path / "keys.yaml"
+    file.write_text(FILE)
+    return str(file)
+
+
+def by(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer k-{name}"}
+
+
+async def ask(
+    client: httpx.AsyncClient, name: str, prompt: Sequence[int] = (1, 2, 3), **body: Any
+) -> httpx.Response:
+    body = {"prompt": list(prompt), "max_tokens": 4, **body}
+    return await client.post("/completions", json=body, headers=by(name))
+
+
+def refusal(reply: httpx.Response) -> tuple[int, str, int]:
+    """Status, code and seconds to wait."""
+    return (
+        reply.status_code,
+        reply.json()["error"]["code"],
+        int(reply.headers.get("retry-after", 0)),
+    )
+
+
+async def test_only_keys_of_the_file_are_served(connect: Connect, keys: str) -> None:
+    async with connect(ScriptedEngine(), api_keys_file=keys) as client:
+        assert (await ask(client, "free")).status_code == 200
+        for headers in ({}, by("nobody"), {"Authorization": "k-free"}):
+            reply = await client.post("/completions", json={"prompt": "a"}, headers=headers)
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_terms_go_with_the_request_and_no_two_tenants_share_caches(
+    connect: Connect, keys: str
+) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine, api_keys_file=keys) as client:
+        for name, more in (
+            ("late", {"priority": 2}),
+            ("short", {"max_tokens": 9, "min_tokens": 8}),
+            ("free", {}),
+            ("free", {"cache_salt": "x"}),
+            ("few", {"cache_salt": "x"}),
+        ):
+            assert (await ask(client, name, **more)).status_code == 200
+    late, short, *rest = engine.requests
+    assert (late.tenant.name, late.priority) == ("late", 9)
+    assert (short.sampling.max_tokens, short.sampling.min_tokens) == (5, 5)
+    assert short.tenant.tokens_per_minute == 60
+    assert len({each.cache_salt for each in (late, *rest)}) == 4
+
+
+async def test_nobody_may_go_before_its_priority(connect: Connect, keys: str) -> None:
+    async with connect(ScriptedEngine(), api_keys_file=keys) as client:
+        reply = await ask(client, "free", priority=-1)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "priority"
+
+
+async def test_limits_are_refusals_with_their_code_and_time(connect: Connect, keys: str) -> None:
+    async with connect(Engine(), api_keys_file=keys) as client:
+        for _ in range(2):
+            assert (await ask(client, "few")).status_code == 200
+        status, code, seconds = refusal(await ask(client, "few"))
+        assert (status, code) == (429, "rate_limited")
+        assert 1 <= seconds <= 30
+        assert (await ask(client, "short", [1] * 40, max_tokens=50)).status_code == 200
+        status, code, seconds = refusal(await ask(client, "short", [1] * 40))
+        assert (status, code) == (429, "token_limit")
+        assert 20 <= seconds <= 25
+        # Others are not concerned.
+        assert (await ask(client, "free", [1] * 40)).status_code == 200
+        text = (await client.get("http://test/metrics")).text
+    reason = 'slipstream_tenant_rejections_total{reason="%s",tenant="%s"} 1.0'
+    assert reason % ("rate_limited", "few") in text
+    assert reason % ("token_limit", "short") in text
+
+
+async def test_choices_at_a_time(connect: Connect, keys: str) -> None:
+    engine = Engine(gated=True)
+    async with connect(engine, api_keys_file=keys) as client:
+        first = asyncio.ensure_future(ask(client, "two"))
+        await until(lambda: engine.num_open == 1)
+        # One of its choices is admitted, and given back when the other is not.
+        assert refusal(await ask(client, "two", n=2))[:2] == (429, "too_many_concurrent")
+        await until(lambda: engine.num_open == 1)
+        second = asyncio.ensure_future(ask(client, "two"))
+        await until(lambda: engine.num_open == 2)
+        assert refusal(await ask(client, "two"))[:2] == (429, "too_many_concurrent")
+        engine.runner.open_gate()
+        assert [(await each).status_code for each in (first, second)] == [200, 200]
+        assert (await ask(client, "two", n=2)).status_code == 200
+    assert engine.num_held_blocks == 0
+
+
+async def test_more_choices_than_there_may_ever_be_are_no_matter_of_time(
+    connect: Connect, keys: str
+) -> None:
+    async with connect(ScriptedEngine(), api_keys_file=keys) as client:
+        for field, body in (("n", {"n": 3}), ("prompt", {"prompt": ["a", "b", "c"]})):
+            reply = await client.post(
+                "/completions", json={"prompt": "a", **body}, headers=by("two")
+            )
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+async def test_a_reply_that_is_late_is_a_504(connect: Connect) -> None:
+    engine = Engine()
+    async with connect(engine, max_request_seconds=60) as client:
+        reply = await ask(client, "", timeout=1e-6)
+        assert reply.status_code == 504
+        error = reply.json()["error"]
+        assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
+        assert (await ask(client, "", timeout=60)).status_code == 200
+        too_long = await ask(client, "", timeout=61)
+        assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "timeout")
+        text = (await client.get("http://test/metrics")).text
+        assert 'slipstream_requests_total{finish_reason="deadline"} 1.0' in text
+        assert engine.num_held_blocks == 0
+
+
+async def test_a_stream_that_is_late_ends_with_the_error(connect: Connect) -> None:
+    engine = ScriptedEngine(group_sizes=(1,))
+    engine.break_after, engine.error = 2, DeadlineExceededError(2)
+    async with connect(engine, max_request_seconds=60) as client:
+        reply = await client.post("/completions", json={"prompt": "a", "stream": True})
+    *chunks, error, done = events(reply.text)
+    assert len(chunks) == 2
+    assert error["error"]["code"] == "deadline_exceeded"
+    assert done == "[DONE]"
+
+
+async def test_the_servers_time_is_every_requests(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine, max_request_seconds=60) as client:
+        await client.post("/completions", json={"prompt": "a"})
+        await client.post("/completions", json={"prompt": "a", "timeout": 5})
+    seconds = [round((each.deadline or 0) - each.arrival_time, 6) for each in engine.requests]
+    assert seconds == [60, 5]
+
+
+def test_a_file_that_cannot_be_used_is_refused_at_start(tmp_path: Path) -> None:
+    settings = Settings(api_keys_file=str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="api-keys-file"):
+        build_app(ScriptedEngine(), byte_tokenizer(), settings)
