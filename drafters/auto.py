@@ -48,8 +48,8 @@ from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
 
 logger = logging.getLogger(__name__)
 
-_NO_MEMBERS = ("none", "auto")
-"""Proposes nothing; asks all others."""
+_NO_MEMBERS = ("none", "grammar", "auto")
+"""Two propose nothing, one asks all others."""
 _FAILURES_BEFORE_SILENCE = 4
 _ASKED_EVERY = 8
 _CERTAIN = 0.8

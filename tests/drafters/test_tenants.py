@@ -77,7 +77,7 @@ def test_no_draft_carries_another_tenants_tokens(name: str) -> None:
     for tenant in (0, 0, 1, 0, 2, 1):
         drafted = serve(drafter, tenant)
         expect_own(drafted, tenant)
-        assert bool(drafted) == (name != "none")
+        assert bool(drafted) == (name not in ("none", "grammar"))
 
 
 @pytest.mark.parametrize("name", sorted(REMEMBERS))
