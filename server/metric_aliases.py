@@ -1,8 +1,8 @@
 """vLLM's names for figures that ``server.metrics`` has: benchmarks, dashboards and schedulers read these.
 
 An alias counts nothing. It is worked out of our own series when ``/metrics`` is read, so a step
-pays nothing for it, and the two cannot disagree. What vLLM has and we have no figure of (latencies between
-tokens as the engine sees them, caches of images, blocks' lifetimes) has no alias: a zero would be a lie.
+pays nothing for it, and the two cannot disagree. What vLLM has and we have no figure of (times between
+tokens as the engine sees them, caches of images, lives of blocks) has no alias: a zero would be a lie.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Figures:
 
 @dataclass(frozen=True)
 class _Sum:
-    """Of the counters ``sources`` (names without prefix and ``_total``), by ``label`` if there is one, which vLLM
-    calls ``shown_as``. ``leave_out``: a value of it that vLLM does not know."""
+    """Of the counters ``sources`` (names without prefix and ``_total``), by ``label`` if there is one,
+    which vLLM calls ``shown_as``. ``leave_out``: a value of it that vLLM does not know."""
 
     name: str
     text: str
@@ -197,7 +197,7 @@ _ALIASES: tuple[_Alias, ...] = (
 
 
 class WithVllmNames(Collector):
-    """All that ``own`` collects, and then the same figures under vLLM's names, labelled with the model's."""
+    """All that ``own`` collects, and the same figures under vLLM's names, labelled with the model's."""
 
     def __init__(self, own: Collector, model_name: str) -> None:
         self._own = own
