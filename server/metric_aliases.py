@@ -166,7 +166,11 @@ _ALIASES: tuple[_Alias, ...] = (
     _Gauge("num_requests_waiting", "Requests in the queue.", "requests_waiting"),
     _KvUsage(),
     _CacheConfig(),
-    _Histogram("time_to_first_token_seconds", "As slipstream's.", "time_to_first_token_seconds"),
+    _Histogram(
+        "time_to_first_token_seconds",
+        "From arrival to the first token.",
+        "time_to_first_token_seconds",
+    ),
     _Histogram(
         "request_time_per_output_token_seconds",
         "Per request: mean after the first token.",

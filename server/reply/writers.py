@@ -1,9 +1,9 @@
 """The replies of both endpoints, in OpenAI's shape plus our own fields, and what writes them.
 
-Own fields: ``usage.speculative``, ``seed`` (the one used: sending it again reproduces the reply),
-and per choice ``stop_reason``, ``token_ids``, ``prompt_token_ids`` and ``tokens``. With ``tokens`` come
-``num_steps``, the steps that a chunk tells of, and ``num_draft_tokens``, the drafts they verified. A
-field that was not asked for is left out.
+Own fields: ``usage.speculative``, ``metrics`` (the same account in vLLM's words), ``seed`` (the one used:
+sending it again reproduces the reply), and per choice ``stop_reason``, ``token_ids``,
+``prompt_token_ids`` and ``tokens``. With ``tokens`` come ``num_steps``, the steps that a chunk tells of,
+and ``num_draft_tokens``, the drafts they verified. A field that was not asked for is left out.
 """
 
 from __future__ import annotations
