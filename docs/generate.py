@@ -23,6 +23,7 @@ from engine.info import EngineInfo
 from engine.sampling.processor import parameters
 from engine.speculation.gamma import gamma_policy_names
 from server.endpoints import routers
+from server.metric_aliases import aliases
 from server.metrics import Metrics
 from server.settings import all_settings, flag_name, with_drafters
 from server.tenants.file import TenantEntry
@@ -97,13 +98,19 @@ def metrics_table() -> str:
 
 def exported_metrics() -> list[tuple[str, str, tuple[str, ...], str]]:
     """(name as scraped, type, labels, help) of all that a server on a GPU exports, sorted."""
+    own = make_metrics().registry
+    families = [
+        (family, tuple(getattr(collector, "_labelnames", ())))
+        for collector in own._collector_to_names
+        for family in collector.collect()
+    ]
+    # What the prometheus client makes families of outside a registry knows its labels itself.
+    families += [(each, each._labelnames) for each in aliases(own.collect(), "model")]  # type: ignore[attr-defined]
     found = []
-    for collector in make_metrics().registry._collector_to_names:
-        labels = tuple(getattr(collector, "_labelnames", ()))
-        for family in collector.collect():
-            suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
-            names = labels or _info_labels(family)
-            found.append((f"{family.name}{suffix}", family.type, names, family.documentation))
+    for family, labels in families:
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        names = labels or _info_labels(family)
+        found.append((f"{family.name}{suffix}", family.type, names, family.documentation))
     return sorted(found)
 
 

@@ -26,8 +26,7 @@ stop strings trim: it is work done. Useful queries:
     1 - slipstream_kv_blocks{state="free"} / ignoring(state) slipstream_kv_blocks_total
     sum by (reason) (rate(slipstream_rejections_total[5m]))
 
-The ``vllm:spec_decode_*`` counters repeat four of them under the names that existing benchmarks
-scrape.
+``metric_aliases.py`` shows many of them a second time, under the names that existing tools scrape.
 """
 
 from __future__ import annotations
@@ -39,10 +38,12 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from engine.events import FinishInfo
 from engine.info import EngineInfo
 from engine.stats import SpeculativeStats, StepStats, idle_stats
+from server.metric_aliases import WithVllmNames
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -151,29 +152,6 @@ class _DrafterFigures:
             self._disabled(reason).inc(count)
 
 
-class _VllmAliases:
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            labelled = ["model_name", *labels]
-            return Counter(f"vllm:spec_decode_{name}", text, labelled, registry=registry)
-
-        self._drafts = counter("num_drafts", "Drafts that were verified.").labels(model_name)
-        self._drafted = counter("num_draft_tokens", "Draft tokens verified.").labels(model_name)
-        self._accepted = counter("num_accepted_tokens", "Accepted.").labels(model_name)
-        accepted_at = counter(
-            "num_accepted_tokens_per_pos", "Accepted, by depth from 0.", "position"
-        )
-        self._accepted_at = lru_cache(None)(partial(accepted_at.labels, model_name))
-
-    def observe(self, stats: StepStats) -> None:
-        for each in stats.by_drafter.values():
-            self._drafts.inc(each.num_drafts)
-            self._drafted.inc(each.num_draft_tokens)
-            self._accepted.inc(each.num_accepted_tokens)
-            for position, count in enumerate(each.accepted_per_position):
-                self._accepted_at(position).inc(count)
-
-
 class RequestMetrics(Protocol):
     """What answering requests counts, and what ``/metrics`` asks: ``Metrics`` itself, or the way to it
     from another process."""
@@ -195,7 +173,7 @@ class RequestMetrics(Protocol):
 
 
 class Metrics:
-    """All collectors of one server. ``registry`` is what ``/metrics`` prints."""
+    """All collectors of one server, in ``registry``; ``/metrics`` prints these, and aliases."""
 
     def __init__(
         self,
@@ -206,7 +184,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._speculation = _SpeculationFigures(self.registry)
-        self._vllm = _VllmAliases(self.registry, model_name)
+        self._shown = WithVllmNames(self.registry, model_name)
         self._recent = _RecentRatio(_SPEEDUP_WINDOW_STEPS)
         self._make_serving()
         self._make_requests()
@@ -257,6 +235,15 @@ class Metrics:
         )
         self._e2e = self._histogram("e2e_seconds", "From arrival to the last token.", _LATENCY)
         self._queue = self._histogram("queue_seconds", "From arrival into the batch.", _LATENCY)
+        self._inference = self._histogram(
+            "request_inference_seconds", "From the batch to the last token.", _LATENCY
+        )
+        self._prefill = self._histogram(
+            "request_prefill_seconds", "From the batch to the first token.", _LATENCY
+        )
+        self._decode = self._histogram(
+            "request_decode_seconds", "From the first token to the last.", _LATENCY
+        )
         self._request_prompt = self._histogram(
             "request_prompt_tokens", "Prompt tokens per choice.", _TOKENS
         )
@@ -318,7 +305,8 @@ class Metrics:
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All figures for a client with this Accept header, and their content type."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        # All names are valid as they are. Other ways to escape write "vllm_" for "vllm:" in OpenMetrics.
+        return encode(self._shown, escaping=ALLOWUTF8), content_type  # type: ignore[call-arg]
 
     def observe_step(self, stats: StepStats) -> None:
         """The engine's step listener."""
@@ -340,7 +328,6 @@ class Metrics:
         self._cache_queries.inc(stats.prefix_cache_queries)
         self._cache_hits.inc(stats.prefix_cache_hits)
         self._observe_speculation(stats)
-        self._vllm.observe(stats)
 
     def _observe_speedup(self, stats: StepStats) -> None:
         if stats.baseline_seconds > 0 and stats.step_seconds > 0:
@@ -361,13 +348,17 @@ class Metrics:
         times = info.timings
         self._queue.observe(times.queue_seconds)
         self._e2e.observe(times.e2e_seconds)
+        self._inference.observe(times.e2e_seconds - times.queue_seconds)
         self._request_prompt.observe(info.num_prompt_tokens)
         self._request_output.observe(num_tokens)
         if info.num_output_tokens > 0:
-            self._ttft.observe(times.time_to_first_token_seconds)
-        if info.num_output_tokens > 1:
-            rest = times.e2e_seconds - times.time_to_first_token_seconds
-            self._per_token.observe(rest / (info.num_output_tokens - 1))
+            first = times.time_to_first_token_seconds
+            rest = times.e2e_seconds - first
+            self._ttft.observe(first)
+            self._prefill.observe(first - times.queue_seconds)
+            self._decode.observe(rest)
+            if info.num_output_tokens > 1:
+                self._per_token.observe(rest / (info.num_output_tokens - 1))
         stats = info.speculative
         if stats.acceptance_rate is not None:
             self._speculation.acceptance_rate.labels(stats.drafter).observe(stats.acceptance_rate)

@@ -88,7 +88,16 @@ BASE = {
         "tokenizer",
     },
     "drafters": {"base", "checks", "contexts", "estimator", "per_request", "tree"},
-    "server": {"engine_client", "errors", "metrics", "middleware", "openapi", "plan", "version"},
+    "server": {
+        "engine_client",
+        "errors",
+        "metric_aliases",
+        "metrics",
+        "middleware",
+        "openapi",
+        "plan",
+        "version",
+    },
 }
 WEB = {"fastapi", "starlette", "pydantic", "pydantic_settings", "prometheus_client", "uvicorn"}
 MODEL = {"torch", "transformers", "safetensors"}

@@ -27,6 +27,7 @@ class SpeculativeUsage(TypedDict):
 
     drafter: str
     num_steps: int
+    num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
     acceptance_rate: float | None
@@ -73,6 +74,46 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: NotRequired[CompletionTokensDetails]
     speculative: SpeculativeUsage
+
+
+class DraftMetrics(TypedDict):
+    """Of the steps that verified drafts, ``num_spec_steps`` of them: ``acceptance_histogram[k]`` is
+    how many accepted k; ``mean_acceptance_length`` counts the target's own token, too.
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+
+
+class ReplyMetrics(TypedDict):
+    """The account of speculation as vLLM words it, for clients that read it there."""
+
+    speculative_decoding: DraftMetrics
+
+
+def reply_metrics(usage: Usage) -> ReplyMetrics | None:
+    """None where no draft was verified."""
+    account = usage["speculative"]
+    num_drafts = account["num_drafts"]
+    if not num_drafts:
+        return None
+    accepted, drafted = account["num_accepted_tokens"], account["num_draft_tokens"]
+    none_accepted, *rest = account["acceptance_histogram"]
+    return ReplyMetrics(
+        speculative_decoding=DraftMetrics(
+            mean_acceptance_length=1 + accepted / num_drafts,
+            draft_acceptance_rate=accepted / drafted,
+            # Steps without a draft accepted none.
+            acceptance_histogram=[none_accepted - (account["num_steps"] - num_drafts), *rest],
+            num_spec_steps=num_drafts,
+            num_accepted_draft_tokens=accepted,
+            num_draft_tokens=drafted,
+        )
+    )
 
 
 def running_usage(num_prompt_tokens: int, num_completion_tokens: int) -> RunningUsage:
@@ -129,6 +170,7 @@ def merge(stats: Sequence[RequestStats]) -> SpeculativeUsage:
     return SpeculativeUsage(
         drafter=stats[0].drafter,
         num_steps=total.num_steps,
+        num_drafts=total.num_drafts,
         num_draft_tokens=total.num_draft_tokens,
         num_accepted_tokens=total.num_accepted_tokens,
         acceptance_rate=total.acceptance_rate,

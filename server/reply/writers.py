@@ -1,9 +1,9 @@
 """The replies of both endpoints, in OpenAI's shape plus our own fields, and what writes them.
 
-Own fields: ``usage.speculative``, ``seed`` (the one used: sending it again reproduces the reply),
-and per choice ``stop_reason``, ``token_ids``, ``prompt_token_ids`` and ``tokens``. With ``tokens`` come
-``num_steps``, the steps that a chunk tells of, and ``num_draft_tokens``, the drafts they verified. A
-field that was not asked for is left out.
+Own fields: ``usage.speculative``, ``metrics`` (the same account in vLLM's words), ``seed`` (the one used:
+sending it again reproduces the reply), and per choice ``stop_reason``, ``token_ids``,
+``prompt_token_ids`` and ``tokens``. With ``tokens`` come ``num_steps``, the steps that a chunk tells of,
+and ``num_draft_tokens``, the drafts they verified. A field that was not asked for is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from server.reply.choices import ChoiceDelta, FinishReason, ReplyToken
 from server.reply.messages import ChatDelta, ChatReplyMessage, message_delta, whole_message
 from server.reply.sse import DONE, event
 from server.reply.token_texts import TokenTexts
-from server.reply.usage import RunningUsage, Usage, running_usage
+from server.reply.usage import ReplyMetrics, RunningUsage, Usage, reply_metrics, running_usage
 
 
 class DraftedToken(TypedDict):
@@ -133,21 +133,24 @@ class CompletionChunk(CompletionReply):
     """``usage``: in the last one, of those that were asked for; or in every one, so far."""
 
     usage: NotRequired[Usage | RunningUsage]
+    metrics: NotRequired[ReplyMetrics]
 
 
 class Completion(CompletionReply):
     """A whole reply."""
 
     usage: Usage
+    metrics: NotRequired[ReplyMetrics]
 
 
 class ChatReply(Envelope):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
 
 
 class ChatCompletion(ChatReply):
+    usage: Usage
+    metrics: NotRequired[ReplyMetrics]
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
@@ -160,7 +163,18 @@ class ChatChunk(ChatReplyChunk):
     """``usage``: in the last one, of those that were asked for; or in every one, so far."""
 
     usage: NotRequired[Usage | RunningUsage]
+    metrics: NotRequired[ReplyMetrics]
     prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class _Account(TypedDict):
+    usage: Usage
+    metrics: NotRequired[ReplyMetrics]
+
+
+def _account(usage: Usage) -> _Account:
+    metrics = reply_metrics(usage)
+    return {"usage": usage} if metrics is None else {"usage": usage, "metrics": metrics}
 
 
 def fold(deltas: Iterable[ChoiceDelta], num_choices: int) -> list[ChoiceDelta]:
@@ -258,10 +272,17 @@ class ChunkWriter(Writer):
         return {**chunk, "usage": running_usage(self.plan.num_prompt_tokens, self._num_written)}
 
     def usage_chunk(self, usage: Usage) -> Mapping[str, Any]:
-        return {**self._chunk([]), "usage": usage}
+        return {**self._chunk([]), **_account(usage)}
+
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
+        return {**self._reply(choices), **_account(usage)}
 
     @abstractmethod
     def _chunk(self, deltas: Sequence[ChoiceDelta]) -> Mapping[str, Any]: ...
+
+    @abstractmethod
+    def _reply(self, choices: Sequence[ChoiceDelta]) -> Mapping[str, Any]:
+        """The whole reply but for what it used."""
 
     def _envelope(self, id_prefix: str) -> Envelope:
         return {
@@ -331,8 +352,8 @@ class CompletionWriter(ChunkWriter):
             "choices": [self._choice(delta) for delta in deltas],
         }
 
-    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Completion:
-        return {**self._chunk(choices), "usage": usage}
+    def _reply(self, choices: Sequence[ChoiceDelta]) -> CompletionReply:
+        return self._chunk(choices)
 
     def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
         choice: CompletionChoice = {
@@ -417,12 +438,11 @@ class ChatWriter(ChunkWriter):
             **self._ending(delta),
         }
 
-    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
+    def _reply(self, choices: Sequence[ChoiceDelta]) -> Mapping[str, Any]:
         reply: ChatReply = {
             **self._envelope("chatcmpl"),
             "object": "chat.completion",
             "choices": [self._choice(choice) for choice in choices],
-            "usage": usage,
         }
         return {**reply, **self._prompt_logprobs_of(choices)}
 

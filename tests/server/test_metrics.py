@@ -1,62 +1,17 @@
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from engine.stats import SpeculativeStats, StepStats
+from engine.stats import StepStats
 from server.metrics import Metrics
+from worlds.scraping import STEP, scrape, value
 from worlds.scripted_engine import ScriptedEngine, engine_info
 from worlds.serving import Connect
 
 pytestmark = pytest.mark.anyio
-
-STEP = StepStats(
-    num_rows=20,
-    num_prompt_tokens=9,
-    by_drafter={
-        "ngram": SpeculativeStats(
-            gammas=Counter({4: 1, 3: 1, 0: 1}),
-            accepted=Counter({3: 1, 1: 1, 0: 1}),
-            disabled=Counter({"too expensive": 1}),
-            num_emitted_tokens=5,
-        ),
-        "nasd": SpeculativeStats(
-            gammas=Counter({3: 1}), accepted=Counter({0: 1}), num_emitted_tokens=1
-        ),
-    },
-    draft_seconds=0.25,
-    forward_seconds=1.0,
-    verify_seconds=0.5,
-    other_seconds=0.25,
-    step_seconds=2.0,
-    baseline_seconds=3.0,
-    num_preemptions=2,
-    num_running=4,
-    num_waiting=1,
-    blocks={"free": 60, "draft": 10, "committed": 25, "cached": 5},
-    prefix_cache_queries=16,
-    prefix_cache_hits=8,
-    num_draft_failures=1,
-)
-
-
-async def scrape(client: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    reply = await client.get("http://test/metrics")
-    assert reply.status_code == 200
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(reply.text)
-        for sample in family.samples
-    }
-
-
-def value(samples: Any, name: str, **labels: str) -> float:
-    number: float = samples[name, frozenset(labels.items())]
-    return number
 
 
 async def test_blocks_are_told_before_the_first_request(connect: Connect) -> None:
@@ -127,20 +82,6 @@ async def test_what_tenants_did_is_counted_under_their_names_in_the_file(
     assert value(seen, rejections, tenant="b", reason="queue_full") == 1
 
 
-async def test_the_vllm_names_repeat_the_counts(connect: Connect) -> None:
-    engine = ScriptedEngine()
-    async with connect(engine) as client:
-        engine.emit(STEP)
-        seen = await scrape(client)
-    model = {"model_name": "test/scripted"}
-    # A draft is a request's step with gamma above 0: two of ngram's three, one of nasd's.
-    assert value(seen, "vllm:spec_decode_num_drafts_total", **model) == 3
-    assert value(seen, "vllm:spec_decode_num_draft_tokens_total", **model) == 10
-    assert value(seen, "vllm:spec_decode_num_accepted_tokens_total", **model) == 4
-    at = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    assert [value(seen, at, **model, position=str(each)) for each in range(3)] == [2, 1, 1]
-
-
 async def test_requests_are_observed(connect: Connect) -> None:
     engine = ScriptedEngine("hello")
     async with connect(engine) as client:
@@ -151,6 +92,9 @@ async def test_requests_are_observed(connect: Connect) -> None:
         ("time_per_output_token_seconds_sum", 2 * 0.01),
         ("e2e_seconds_sum", 2 * 0.12),
         ("queue_seconds_sum", 2 * 0.01),
+        ("request_inference_seconds_sum", 2 * 0.11),
+        ("request_prefill_seconds_sum", 2 * 0.01),
+        ("request_decode_seconds_sum", 2 * 0.1),
         ("request_prompt_tokens_sum", 6),
         ("request_generation_tokens_sum", 10),
     ):

@@ -14,7 +14,7 @@ DEPLOY = ROOT / "deploy"
 REQUIRED = "REQUIRE_PROMETHEUS"
 
 
-def _find(name: str) -> str | None:
+def find_tool(name: str) -> str | None:
     """Beside this Python first, where extras and scripts/prometheus put it."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else shutil.which(name)
@@ -23,7 +23,7 @@ def _find(name: str) -> str | None:
 def debian_tool(name: str) -> str:
     """Path of a program of Debian's package prometheus. Without it the test is skipped, or fails
     where ``REQUIRE_PROMETHEUS`` is set."""
-    found = _find(name)
+    found = find_tool(name)
     if found is None:
         missing = f"no {name} here: scripts/prometheus or Debian's package prometheus brings it"
         if os.environ.get(REQUIRED):
@@ -34,6 +34,6 @@ def debian_tool(name: str) -> str:
 
 def python_tool(name: str) -> str:
     """Path of a program that the extra ``dev`` installs; it has to be there."""
-    found = _find(name)
+    found = find_tool(name)
     assert found is not None, f"no {name} here: pip install -e .[dev]"
     return found

@@ -58,12 +58,12 @@ class LiveServer:
 
 
 @contextmanager
-def live_server() -> Iterator[LiveServer]:
+def live_server(**settings: Any) -> Iterator[LiveServer]:
     """The bundled model behind uvicorn, with room for two requests and a queue of one."""
     drafters = ("none", "ngram", "nasd", "prediction")
     config = EngineConfig(max_num_seqs=2, max_num_waiting=1, drafters=drafters)
     engine, tokenizer = build_engine(config)
-    app = build_app(engine, tokenizer, Settings(drain_seconds=1))
+    app = build_app(engine, tokenizer, Settings(drain_seconds=1, **settings))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
@@ -107,6 +107,10 @@ class Prometheus:
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
+
+    @property
+    def url(self) -> str:
+        return str(self._client.base_url)
 
     def ready(self) -> bool:
         try:

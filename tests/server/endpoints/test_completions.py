@@ -213,6 +213,7 @@ async def test_usage_accounts_for_speculation(connect: Connect) -> None:
     assert usage["speculative"] == {
         "drafter": "ngram",
         "num_steps": 4,
+        "num_drafts": 4,
         "num_draft_tokens": 10,
         "num_accepted_tokens": 7,
         "acceptance_rate": 0.7,
@@ -425,3 +426,22 @@ async def test_what_would_have_no_effect_is_refused(
     async with connect(ScriptedEngine("a")) as client:
         refused = await client.post("/completions", json={"prompt": "ab"} | fields)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+async def test_a_reply_has_its_account_in_vllms_words_too(connect: Connect, path: str) -> None:
+    """Where aiperf and guidellm look: at the root, in streams on the last chunk before the end."""
+    messages = [{"role": "user", "content": "a"}]
+    asked: dict[str, Any] = {"prompt": "a"} if path == "/completions" else {"messages": messages}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    async with connect(ScriptedEngine(TEXT)) as client:
+        whole = (await client.post(path, json=asked)).json()
+        *chunks, last, done = events((await client.post(path, json=asked | streamed)).text)
+    assert done == "[DONE]"
+    assert last["metrics"] == whole["metrics"]
+    assert not any("metrics" in chunk for chunk in chunks)
+    account, own = whole["metrics"]["speculative_decoding"], whole["usage"]["speculative"]
+    assert account["num_spec_steps"] == own["num_drafts"] == sum(account["acceptance_histogram"])
+    assert account["num_draft_tokens"] == own["num_draft_tokens"]
+    weighed = sum(k * count for k, count in enumerate(account["acceptance_histogram"]))
+    assert account["num_accepted_draft_tokens"] == weighed == own["num_accepted_tokens"]

@@ -5,7 +5,7 @@ from collections import Counter, deque
 import pytest
 
 from engine.stats import GammaChange, RequestStats
-from server.reply.usage import merge
+from server.reply.usage import PromptTokensDetails, Usage, merge, reply_metrics
 
 
 def stats(
@@ -37,6 +37,7 @@ def test_counts_add_up_and_rates_are_of_the_sums() -> None:
     both = merge([stats(), other])
     assert both["drafter"] == "ngram"
     assert both["num_steps"] == 10
+    assert both["num_drafts"] == 8
     assert both["num_draft_tokens"] == 10
     assert both["num_accepted_tokens"] == 7
     assert both["acceptance_rate"] == 0.7
@@ -71,3 +72,32 @@ def test_nothing_drafted_has_no_rates() -> None:
     assert merged["estimated_speedup"] is None
     assert merged["mean_gamma"] == 0.0
     assert merged["acceptance_histogram"] == []
+
+
+def used(account: RequestStats) -> Usage:
+    return Usage(
+        prompt_tokens=1,
+        completion_tokens=1,
+        total_tokens=2,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
+        speculative=merge([account]),
+    )
+
+
+def test_vllms_account_is_of_the_steps_that_had_drafts() -> None:
+    """Two steps drafted nothing, and so accepted nothing; of the others one did not, either."""
+    metrics = reply_metrics(used(stats({0: 2, 4: 2, 1: 1}, {0: 3, 1: 1, 4: 1}, 10)))
+    assert metrics is not None
+    assert metrics["speculative_decoding"] == {
+        "mean_acceptance_length": pytest.approx(1 + 5 / 3),
+        "draft_acceptance_rate": pytest.approx(5 / 9),
+        "acceptance_histogram": [1, 1, 0, 0, 1],
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 5,
+        "num_draft_tokens": 9,
+    }
+
+
+@pytest.mark.parametrize("gammas", [{}, {0: 3}])
+def test_without_drafts_there_is_no_such_account(gammas: dict[int, int]) -> None:
+    assert reply_metrics(used(stats(gammas, {0: sum(gammas.values())}, 3))) is None
