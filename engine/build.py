@@ -30,6 +30,7 @@ from engine.drafting.models import prepare_drafts, with_bundled_draft
 from engine.errors import UnsupportedModelError
 from engine.grammar.compiler import GrammarCompiler
 from engine.info import EngineInfo, QuantizationInfo
+from engine.logs import log_through_root
 from engine.machine import can_pack, free_bytes
 from engine.model.fusing import fuse
 from engine.model.int8 import find_agreeing_kernel
@@ -63,6 +64,7 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     Raises UnsupportedModelError with the reason if the model cannot be served, OSError if there is
     none, DrafterPluginError if an installed drafter plugin is at fault.
     """
+    log_through_root("torch")
     # Wrong names are refused before a model is loaded.
     find_plugins(config.drafter_plugins)
     check_backend_name(config.attention_backend)

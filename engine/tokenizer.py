@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engine.config import EngineConfig
 from engine.errors import EngineError, UnsupportedModelError
+from engine.logs import log_through_root
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -35,6 +36,8 @@ def load_tokenizer(
     """Raises UnsupportedModelError for what cannot be loaded, OSError if there is no such folder or hub
     id."""
     from transformers import AutoTokenizer
+
+    log_through_root("transformers")
 
     with naming(model):
         check_folder(model)

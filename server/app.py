@@ -4,9 +4,11 @@ process.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.metrics import Metrics, RequestMetrics
 from server.middleware import (
+    AdminKeyMiddleware,
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     DrainMiddleware,
@@ -29,31 +32,38 @@ from server.reply.choices import ChoiceSource
 from server.reply.streaming import Responder
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader, default_body_bytes
+from server.request.live_speculation import ChangeSpeculation, OwnSpeculation
 from server.request.message_formats import MessageFormats
 from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
 from server.settings import Settings
+from server.telemetry.begin import begin_telemetry
 from server.tenants.keys import keys_of
 from server.version import server_version
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What several applications in front of one engine have in common. ``metrics``: steps included."""
+
+    metrics: RequestMetrics
+    change_speculation: ChangeSpeculation
 
 
 def build_app(
     engine: EngineClient,
     tokenizer: Any,
     settings: Settings,
-    metrics: RequestMetrics | None = None,
+    shared: Shared | None = None,
 ) -> FastAPI:
-    """The application; its lifespan starts and stops the engine. ``metrics``: kept elsewhere, steps
-    included; None: the application keeps its own.
+    """The application; its lifespan starts and stops the engine. ``shared``: what it has in common with
+    others in front of the same engine; None: it is alone.
 
     Raises ValueError where the settings' speculative defaults or caps do not fit the engine, or the file
     of API keys cannot be used.
     """
     info = engine.info
     model_name = public_name(info, settings)
-    if metrics is None:
-        metrics = own = Metrics(info, model_name, lambda: engine.is_alive)
-        engine.add_step_listener(own.observe_step)
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
     texts = TokenTexts(tokenizer)
     formats = MessageFormats(
@@ -71,11 +81,18 @@ def build_app(
         settings.max_request_seconds,
         formats,
     )
+    bodies = BodyReader(translator, settings.body_processes, settings.log_options())
+    if shared is None:
+        own = Metrics(info, model_name, lambda: engine.is_alive)
+        engine.add_step_listener(own.observe_step)
+        own.show_speculation(resolver.defaults)
+        shared = Shared(own, OwnSpeculation(bodies, own.show_speculation))
+    metrics = shared.metrics
     services = Services(
         engine=engine,
         metrics=metrics,
-        resolver=resolver,
-        bodies=BodyReader(translator, settings.body_processes),
+        bodies=bodies,
+        change_speculation=shared.change_speculation,
         responder=Responder(ChoiceSource(engine, tokenizer, texts, metrics)),
         texts=texts,
         model_name=model_name,
@@ -84,6 +101,8 @@ def build_app(
         step_timeout=settings.step_timeout,
         drain_seconds=settings.drain_seconds,
     )
+
+    telemetry = begin_telemetry(settings.otlp_endpoint, model_name)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -94,6 +113,8 @@ def build_app(
         finally:
             await services.drain()
             services.bodies.close()
+            if telemetry is not None:
+                await asyncio.to_thread(telemetry.close)
 
     app = FastAPI(
         title="Slipstream",
@@ -112,7 +133,14 @@ def build_app(
     app.add_middleware(DrainMiddleware, is_draining=lambda: services.state == "draining")
     if (find := keys_of(settings.api_key, settings.api_keys_file)) is not None:
         app.add_middleware(ApiKeyMiddleware, find=find)
+    admin_key = None if settings.admin_key is None else settings.admin_key.get_secret_value()
+    app.add_middleware(AdminKeyMiddleware, admin_key=admin_key)
     app.add_middleware(HttpMetricsMiddleware, metrics=metrics)
+    if telemetry is not None:
+        # Imported late: what it builds on is an extra.
+        from server.telemetry.watch import WatchMiddleware
+
+        app.add_middleware(WatchMiddleware, telemetry=telemetry)
     app.add_middleware(RequestIdMiddleware)
     return app
 

@@ -71,9 +71,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     except (ValidationError, SettingsError, ValueError) as error:
         return _refuse(_explain(error))
     # Imported late: --help and the client's commands need no web framework.
-    from server.serve import logging_arguments, serve
+    from server.serve import serve
 
-    logging.basicConfig(**logging_arguments(settings))
+    settings.log_options().begin()
     try:
         serve(settings, config)
     except (EngineError, ValueError, OSError) as error:

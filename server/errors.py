@@ -3,6 +3,7 @@
 ApiError
 ├── bad_request(param, ...)   400, names the field
 ├── unauthorized()            401
+├── not_found()               404
 ├── unknown_model(name)       404
 ├── request_timeout()         408
 ├── body_too_large()          413
@@ -122,10 +123,14 @@ def bad_request(param: str | None, message: str, code: str = "invalid_value") ->
     return ApiError(400, message, param=param, code=code)
 
 
-def unauthorized() -> ApiError:
+def not_found() -> ApiError:
+    return ApiError(404, "There is nothing at this path.", code="not_found")
+
+
+def unauthorized(which: str = "API") -> ApiError:
     return ApiError(
         401,
-        "Give this server's API key as 'Authorization: Bearer KEY'.",
+        f"Give this server's {which} key as 'Authorization: Bearer KEY'.",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
@@ -220,8 +225,9 @@ def install_error_handlers(app: FastAPI, count_rejection: Callable[[str], None])
         assert isinstance(error, HTTPException)
         if error.status_code == 413:
             return answer(body_too_large())
+        if error.status_code == 404:
+            return not_found().response()
         known = {
-            404: ("not_found", "There is nothing at this path."),
             405: ("method_not_allowed", "This path does not take this method."),
         }
         code, message = known.get(error.status_code, (None, str(error.detail)))

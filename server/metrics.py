@@ -44,6 +44,7 @@ from engine.events import FinishInfo
 from engine.info import EngineInfo
 from engine.stats import SpeculativeStats, StepStats, idle_stats
 from server.metric_aliases import WithVllmNames
+from slipstream.options import SpeculativeOptions
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -52,6 +53,15 @@ _GAMMA = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _RATE = tuple(step / 10 for step in range(1, 11))
 _SPEEDUP = (0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
 _SPEEDUP_WINDOW_STEPS = 512
+_SHOWN_DEFAULTS = (
+    "draft_strategy",
+    "adaptive_depth",
+    "num_speculative_tokens",
+    "min_speculative_tokens",
+    "max_speculative_tokens",
+    "tree_strategy",
+    "verification",
+)
 
 
 class _RecentRatio:
@@ -297,7 +307,22 @@ class Metrics:
                 "num_parameters": str(info.num_parameters),
             }
         )
+        self._defaults = Info(
+            "slipstream_speculative_defaults",
+            "Speculation of requests that do not say otherwise.",
+            registry=self.registry,
+        )
+        self.show_speculation(SpeculativeOptions())
+        self._changes = self._counter(
+            "speculative_changes", "Changes of speculative defaults and caps while serving."
+        )
         self._device_memory = self._gauge("gpu_memory_bytes", "Device memory.", "kind")
+
+    def show_speculation(self, defaults: SpeculativeOptions, is_change: bool = False) -> None:
+        """What requests that say nothing get; ``is_change``: while serving."""
+        self._defaults.info({name: str(getattr(defaults, name)) for name in _SHOWN_DEFAULTS})
+        if is_change:
+            self._changes.inc()
 
     async def expose(self, accept: str) -> tuple[bytes, str]:
         return self.exposition(accept)

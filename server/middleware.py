@@ -4,6 +4,7 @@ through.
 
 from __future__ import annotations
 
+import hmac
 import re
 import uuid
 from collections.abc import Callable
@@ -12,12 +13,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import body_too_large, shutting_down, unauthorized
+from engine.logs import add_log_fields
+from server.errors import body_too_large, not_found, shutting_down, unauthorized
 from server.metrics import RequestMetrics
 
 REQUEST_ID_KEY = "slipstream.request_id"
 KEY_OF = "slipstream.key_of"
 _GUARDED = ("/v1", "/tokenize", "/detokenize")
+_ADMIN = "/admin"
 _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
 
 
@@ -34,6 +37,8 @@ class RequestIdMiddleware:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope[REQUEST_ID_KEY] = request_id
+        # The task is this request's own, so nothing has to take it back.
+        add_log_fields(x_request_id=request_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -121,15 +126,38 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _is_api(scope):
-            # Bytes: what is no ASCII is no key, and comparing text would fail over it.
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, key = given.partition(b" ")
-            found = self._find(key.strip(b" ")) if scheme.lower() == b"bearer" else None
+            found = self._find(key) if (key := _given_key(scope)) is not None else None
             if found is None:
                 await unauthorized().response()(scope, receive, send)
                 return
             scope[KEY_OF] = found
         await self._app(scope, receive, send)
+
+
+class AdminKeyMiddleware:
+    """Guards ``/admin`` with a key of its own, ASCII too; without one there is nothing at those paths."""
+
+    def __init__(self, app: ASGIApp, admin_key: str | None) -> None:
+        self._app = app
+        self._expected = None if admin_key is None else admin_key.encode("ascii")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(_ADMIN):
+            if self._expected is None:
+                await not_found().response()(scope, receive, send)
+                return
+            key = _given_key(scope)
+            if key is None or not hmac.compare_digest(key, self._expected):
+                await unauthorized("admin").response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _given_key(scope: Scope) -> bytes | None:
+    """In bytes, as it came: what is no ASCII is no key, and comparing text would fail over it."""
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    scheme, _, key = given.partition(b" ")
+    return key.strip(b" ") if scheme.lower() == b"bearer" else None
 
 
 def _is_api(scope: Scope) -> bool:

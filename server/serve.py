@@ -28,17 +28,12 @@ from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.request.speculative import SpeculativeResolver
 from server.settings import Settings
+from server.speculation_changes import SpeculationChanges
+from server.telemetry.begin import check_telemetry
 from server.tenants.keys import keys_of
 from server.workers import Serve, Workers
 
 logger = logging.getLogger("slipstream")
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-def logging_arguments(settings: Settings) -> dict[str, Any]:
-    """For ``basicConfig``, in all processes of the server."""
-    return {"level": settings.log_level.upper(), "format": LOG_FORMAT}
 
 
 def serve(settings: Settings, config: EngineConfig) -> None:
@@ -47,6 +42,7 @@ def serve(settings: Settings, config: EngineConfig) -> None:
     # Refused before anything is loaded.
     find_plugins(config.drafter_plugins)
     keys_of(settings.api_key, settings.api_keys_file)
+    check_telemetry(settings.otlp_endpoint)
     with exit_at_sigterm(), bind(settings.host, settings.port) as listener:
         if not settings.engine_process:
             if settings.api_workers > 1:
@@ -57,7 +53,7 @@ def serve(settings: Settings, config: EngineConfig) -> None:
             _speak_http(*build_engine(config), settings, listener)
             return
         process = EngineProcess(
-            config, logging=logging_arguments(settings), environment=_preloads(settings, config)
+            config, logs=settings.log_options(), environment=_preloads(settings, config)
         )
         try:
             process.begin()
@@ -98,12 +94,14 @@ def _serve_with_workers(
 ) -> None:
     info = process.ready()
     # What the workers would refuse is refused here, once.
-    SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
+    resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
     metrics = Metrics(info, public_name(info, settings), lambda: process.is_alive)
+    metrics.show_speculation(resolver.defaults)
     # Drafters' own settings are the engine's business; their class is made anew in each process.
     values = {name: getattr(settings, name) for name in Settings.model_fields if name != "drafter"}
-    first = Serve(values, config, info, logging_arguments(settings))
-    workers = Workers(settings.api_workers, first, listener, process, metrics)
+    first = Serve(values, config, info, settings.log_options())
+    speculation = SpeculationChanges(resolver, metrics.show_speculation)
+    workers = Workers(settings.api_workers, first, listener, process, metrics, speculation)
     workers.run(settings.drain_seconds, settings.restart_engine, settings.step_timeout)
 
 

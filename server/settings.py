@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, create_model, field_validator
@@ -33,6 +34,7 @@ from pydantic_settings import (
 
 from drafters.registry import drafter_settings
 from engine.config import EngineConfig
+from engine.logs import LogFormat, LogLevel, LogOptions
 from engine.speculation.gamma import gamma_policy_names
 from server.formats.reasoning import reasoning_formats
 from server.formats.tool_calls import tool_call_formats
@@ -182,8 +184,21 @@ class Settings(BaseSettings):
         description="Seconds from arrival in which a request has to be done, and the most that it may "
         "give as its timeout; default: any time.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="info writes a line per request."
+    admin_key: SecretStr | None = Field(
+        default=None,
+        description="Opens /admin to those who send it as a bearer token; default: there is no /admin. "
+        "Prefer the variable.",
+    )
+    log_level: LogLevel = Field(default="info", description="info writes a line per request.")
+    log_format: LogFormat = Field(
+        default="text",
+        description="json writes each line of the log as an object, with the ids of the request that it "
+        "belongs to.",
+    )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        description="URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics of "
+        "requests; needs the extra otel. Default: what OTEL_EXPORTER_OTLP_ENDPOINT says.",
     )
     drain_seconds: float = Field(
         default=30.0, ge=0, description="On shutdown: how long running requests may take to finish."
@@ -267,13 +282,21 @@ class Settings(BaseSettings):
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: SpeculativeCaps = SpeculativeCaps()
 
-    @field_validator("api_key")
+    @field_validator("api_key", "admin_key")
     @classmethod
-    def _check_api_key(cls, key: SecretStr | None) -> SecretStr | None:
+    def _check_key(cls, key: SecretStr | None) -> SecretStr | None:
         if key is not None and not re.fullmatch("[!-~]+", key.get_secret_value()):
             # HTTP has no encoding for others, and clients choose different ones.
             raise ValueError("must be one or more visible ASCII characters")
         return key
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_endpoint(cls, endpoint: str | None) -> str | None:
+        parts = urlsplit(endpoint or "http://none")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("must be a URL: http://HOST:PORT, or https")
+        return endpoint
 
     @classmethod
     def settings_customise_sources(
@@ -286,6 +309,10 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Highest rank first; a source of flags, where there is one, comes before all."""
         return init_settings, VariablesSource(settings_cls), ConfigFileSource(settings_cls)
+
+    def log_options(self) -> LogOptions:
+        """For all processes of the server."""
+        return LogOptions(self.log_level, self.log_format)
 
     def engine_config(self) -> EngineConfig:
         """Raises ValueError where the engine's settings contradict each other."""

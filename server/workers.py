@@ -28,9 +28,12 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.events import StepResult
 from engine.info import EngineInfo
+from engine.logs import LogOptions
 from engine.process.launch import EngineProcess, child_environment, describe
 from engine.stats import idle_stats
 from server.metrics import Metrics
+from server.request.speculative import SpeculativeField
+from server.speculation_changes import Adopted, Change, SpeculationChanges
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class Serve:
     settings: Mapping[str, Any]
     config: EngineConfig
     info: EngineInfo
-    logging: Mapping[str, Any]
+    logs: LogOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +119,14 @@ class Workers:
 
     def __init__(
         self, num_workers: int, serve: Serve, listener: socket.socket, engine: EngineProcess,
-        metrics: Metrics,
+        metrics: Metrics, speculation: SpeculationChanges,
     ) -> None:  # fmt: skip
         self._num_workers = num_workers
         self._serve = serve
         self._listener = listener
         self._engine = engine
         self._metrics = metrics
+        self._speculation = speculation
         self._info = serve.info
         self._workers: list[_Worker] = []
         self._num_signals = 0
@@ -137,7 +141,8 @@ class Workers:
         try:
             self._count_steps()
             self._engine.watch(self._on_new_engine if restart_engine else None, step_timeout)
-            self._workers = [self._launch() for _ in range(self._num_workers)]
+            with self._speculation.lock:
+                self._workers = [self._launch() for _ in range(self._num_workers)]
             self._keep_up()
         finally:
             self._end(drain_seconds)
@@ -164,7 +169,7 @@ class Workers:
                     )
                     logger.error(worker.failure)
                 # Where the engine has died too, there is one to connect to a little later.
-                with suppress(OSError):
+                with suppress(OSError), self._speculation.lock:
                     self._workers[place] = self._launch()
                     worker.control.close()
 
@@ -195,7 +200,13 @@ class Workers:
             )
         worker = _Worker(process, ours)
         with to_engine:
-            serve = replace(self._serve, info=self._info)
+            speculation = self._speculation.resolver
+            wished = {
+                "speculative": SpeculativeField(**speculation.wished),
+                "speculative_caps": speculation.caps,
+            }
+            settings = {**self._serve.settings, **wished}
+            serve = replace(self._serve, info=self._info, settings=settings)
             handles = (self._listener.fileno(), to_engine.fileno(), self._engine.pulse_handle)
             worker.send(serve, *handles)
         threading.Thread(target=self._read, args=(worker,), daemon=True).start()
@@ -210,12 +221,16 @@ class Workers:
                 elif isinstance(message, Expose):
                     found = self._metrics.exposition(message.accept)
                     worker.send(Exposition(message.number, *found))
+                elif isinstance(message, Change):
+                    self._speculation.change(worker, message, list(self._workers))
+                elif isinstance(message, Adopted):
+                    self._speculation.adopted(worker, message.version)
                 elif isinstance(message, Started):
                     worker.started.set()
                 elif isinstance(message, Failed):
                     worker.failure = message.reason
         except (EOFError, OSError):
-            return
+            self._speculation.gone(worker)
 
     def _on_new_engine(self, info: EngineInfo) -> None:
         self._info = info

@@ -68,7 +68,17 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "tenants": {"base"},
         "endpoints": {"base", "formats", "request", "reply", "tenants"},
         "connections": {"base"},
-        "top": {"base", "formats", "request", "reply", "endpoints", "connections", "tenants"},
+        "telemetry": {"base"},
+        "top": {
+            "base",
+            "formats",
+            "request",
+            "reply",
+            "endpoints",
+            "connections",
+            "tenants",
+            "telemetry",
+        },
     },
 }
 BASE = {
@@ -80,6 +90,7 @@ BASE = {
         "events",
         "info",
         "limits",
+        "logs",
         "machine",
         "noise_numbers",
         "params",
@@ -96,6 +107,7 @@ BASE = {
         "middleware",
         "openapi",
         "plan",
+        "record",
         "version",
     },
 }

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 from dataclasses import replace
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler, recv_handle
 from pkgutil import resolve_name
@@ -24,6 +25,7 @@ from pkgutil import resolve_name
 from engine.errors import EngineError, RequestFailedError
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.info import EngineInfo
+from engine.logs import log_through_root
 from engine.params import GenerationRequest
 from engine.process.link import Abort, Attach, Died, Launch, Outbox, Ready, Refused, Submit
 from engine.pulse import Pulse
@@ -127,7 +129,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = Connection(int(sys.argv[1]))
     launch: Launch = control.recv()
-    logging.basicConfig(**launch.logging)
+    launch.logs.begin()
+    if launch.logs.format == "json":
+        # It speaks while what builds on it is loaded, so its handlers have to go before.
+        import_module("torch")
+        log_through_root("torch")
     host: list[EngineHost] = []
     waiting = threading.Thread(target=_obey_when_built, args=(control, host), daemon=True)
     waiting.start()

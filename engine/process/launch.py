@@ -15,11 +15,11 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.info import EngineInfo
+from engine.logs import LogOptions
 from engine.process.link import Attach, Launch, Ready, Stop
 from engine.pulse import Pulse, shared_handle
 
@@ -34,7 +34,7 @@ _LOOK_SECONDS = 1.0
 
 
 class EngineProcess:
-    """One engine at a time. ``environment`` is added to this process's own; ``build`` and ``logging``
+    """One engine at a time. ``environment`` is added to this process's own; ``build`` and ``logs``
     as in ``Launch``. ``pulse`` shows how long a step has been under way, and ``pulse_handle`` lets other
     processes see it."""
 
@@ -43,10 +43,10 @@ class EngineProcess:
         config: EngineConfig,
         *,
         build: str = "engine.build:build_engine",
-        logging: Mapping[str, Any] | None = None,
+        logs: LogOptions | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._launch = Launch(build, config, dict(logging or {}))
+        self._launch = Launch(build, config, logs or LogOptions())
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import select
 import threading
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -17,6 +16,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.info import EngineInfo
+from engine.logs import LogOptions
 from engine.params import GenerationRequest
 
 # A pipe that is writable at all takes this much without waiting: the kernel calls one writable while a
@@ -30,11 +30,11 @@ _AT_ONCE = 32 << 10
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Build an engine. ``build`` names the function, as in ``engine.build:build_engine``: who asks need
-    not load what it needs. ``logging``: arguments of ``basicConfig``."""
+    not load what it needs. ``logs``: how it logs."""
 
     build: str
     config: EngineConfig
-    logging: Mapping[str, Any]
+    logs: LogOptions
 
 
 @dataclass(frozen=True, slots=True)

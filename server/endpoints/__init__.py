@@ -18,6 +18,7 @@ from server.plan import RequestPlan
 from server.reply.streaming import Responder
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader
+from server.request.live_speculation import ChangeSpeculation
 from server.request.speculative import SpeculativeResolver
 from server.tenants.terms import Terms
 
@@ -31,8 +32,8 @@ class Services:
 
     engine: EngineClient
     metrics: RequestMetrics
-    resolver: SpeculativeResolver
     bodies: BodyReader
+    change_speculation: ChangeSpeculation
     responder: Responder
     texts: TokenTexts
     model_name: str
@@ -53,6 +54,11 @@ class Services:
         """Take no more requests, and return when none goes on. Harmless when repeated."""
         self.state = "draining"
         await self.engine.stop(self.drain_seconds)
+
+    @property
+    def resolver(self) -> SpeculativeResolver:
+        """As it is for requests that come now."""
+        return self.bodies.resolver
 
     @property
     def is_hung(self) -> bool:

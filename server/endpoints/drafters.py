@@ -11,7 +11,7 @@ from drafters.base import DrafterInfo
 from engine.speculation.gamma.policy import registered_policies
 from server.endpoints import Served
 from server.openapi import errors
-from server.request.speculative import fields_read_by
+from server.request.speculative import SpeculativeResolver, fields_read_by
 from slipstream.options import SpeculativeOptions, about
 
 router = APIRouter(tags=["catalogue"])
@@ -22,21 +22,35 @@ async def list_drafters(served: Served) -> dict[str, Any]:
     """Who can draft, within which limits."""
     resolver = served.resolver
     known = served.engine.info.drafters
-    caps = {
+    caps = caps_of(resolver)
+    return {
+        "object": "list",
+        "data": [_drafter(known[name]) for name in resolver.allowed],
+        "policies": policy_names(),
+        "tree_strategies": list(about("tree_strategy")["choices"]),
+        "verifications": list(about("verification")["choices"]),
+        "fields": described_fields(caps),
+        "defaults": asdict(resolver.defaults),
+        "caps": caps,
+    }
+
+
+def caps_of(resolver: SpeculativeResolver) -> dict[str, int]:
+    """The numbers that requests may not exceed."""
+    return {
         "max_speculative_tokens": resolver.max_tokens,
         "max_tree_width": resolver.caps.max_tree_width,
         "max_tree_depth": resolver.caps.max_tree_depth,
     }
-    return {
-        "object": "list",
-        "data": [_drafter(known[name]) for name in resolver.allowed],
-        "policies": [policy.name for policy in registered_policies()],
-        "tree_strategies": list(about("tree_strategy")["choices"]),
-        "verifications": list(about("verification")["choices"]),
-        "fields": [_field(each.name, caps) for each in fields(SpeculativeOptions)],
-        "defaults": asdict(resolver.defaults),
-        "caps": caps,
-    }
+
+
+def policy_names() -> list[str]:
+    return [policy.name for policy in registered_policies()]
+
+
+def described_fields(caps: dict[str, int]) -> list[dict[str, Any]]:
+    """Each field of ``speculative``, with the bounds that it has here."""
+    return [_field(each.name, caps) for each in fields(SpeculativeOptions)]
 
 
 def _drafter(info: DrafterInfo) -> dict[str, Any]:

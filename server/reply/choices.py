@@ -21,6 +21,7 @@ from server.formats.message import MessageParser, markers_of
 from server.formats.parts import Part, content_of
 from server.metrics import RequestMetrics
 from server.plan import ChoicePlan, TextOptions
+from server.record import ChoiceRecord
 from server.reply.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher, decoder
 from server.reply.token_texts import TokenTexts
 
@@ -158,8 +159,11 @@ class ChoiceSource:
         self._texts = texts
         self._metrics = metrics
 
-    async def stream(self, plan: ChoicePlan) -> AsyncGenerator[ChoiceDelta, None]:
-        """The choice's deltas; the last one carries ``end``. Closing it aborts the request.
+    async def stream(
+        self, plan: ChoicePlan, record: ChoiceRecord | None = None
+    ) -> AsyncGenerator[ChoiceDelta, None]:
+        """The choice's deltas; the last one carries ``end``. Closing it aborts the request. ``record``:
+        where to write down how it goes.
 
         Raises what ``EngineClient.generate`` raises, and ApiError 503 if the server shuts down
         first.
@@ -167,12 +171,15 @@ class ChoiceSource:
         outcome = "error"
         tenant = plan.request.tenant.name
         try:
-            async with aclosing(self._deltas(plan)) as deltas:
+            async with aclosing(self._deltas(plan, record)) as deltas:
                 async for delta in deltas:
                     if delta.end is not None:
                         # To metrics a call is one of the ways in which the model stops.
                         reason = delta.end.reason
                         outcome = "stop" if reason == "tool_calls" else reason
+                        if record is not None:
+                            record.finish_reason = reason
+                            record.num_tokens = delta.end.num_tokens
                         self._metrics.observe_request(delta.end.info, delta.end.num_tokens, tenant)
                     yield delta
         except (TryLaterError, RequestError) as error:
@@ -189,8 +196,12 @@ class ChoiceSource:
             raise
         finally:
             self._metrics.count_request(outcome, tenant)
+            if record is not None:
+                record.outcome = outcome
 
-    async def _deltas(self, plan: ChoicePlan) -> AsyncGenerator[ChoiceDelta, None]:
+    async def _deltas(
+        self, plan: ChoicePlan, record: ChoiceRecord | None
+    ) -> AsyncGenerator[ChoiceDelta, None]:
         assembler = self._assembler(plan)
         parser = _parser(plan)
         match: StopMatch | None = None
@@ -198,6 +209,8 @@ class ChoiceSource:
         num_steps = num_draft_tokens = 0
         async with aclosing(self._engine.generate(plan.request)) as events:
             async for event in events:
+                if record is not None:
+                    record.add(event)
                 if match is None:
                     num_steps += 1
                     num_draft_tokens += event.num_draft_tokens

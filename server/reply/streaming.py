@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -21,8 +21,10 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
+from engine.logs import add_log_fields
 from server.errors import to_api_error
 from server.middleware import REQUEST_ID_KEY
+from server.record import RECORD_KEY
 from server.reply.choices import ChoiceDelta, ChoiceEnd, ChoiceSource
 from server.reply.usage import Usage, build_usage
 from server.reply.writers import Writer, fold
@@ -168,7 +170,13 @@ class Responder:
         """Raises ApiError or EngineError if the request fails before the reply has begun."""
         plan = writer.plan
         sender = request.scope.get(REQUEST_ID_KEY)
-        feed = DeltaFeed([self._source.stream(choice) for choice in plan.choices])
+        tenant = plan.choices[0].request.tenant.name or None
+        add_log_fields(request_id=plan.request_id, user=plan.user, tenant=tenant)
+        record = request.scope.get(RECORD_KEY)
+        if record is not None:
+            record.begin(plan)
+        records = [None] * len(plan.choices) if record is None else record.choices
+        feed = DeltaFeed(list(map(self._source.stream, plan.choices, records)))
         try:
             if plan.stream:
                 await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
@@ -230,8 +238,27 @@ class Responder:
             spec["drafter"],
             spec["num_accepted_tokens"],
             spec["num_draft_tokens"],
+            extra={"fields": _figures(usage, ends)},
         )
         return usage
+
+
+def _figures(usage: Usage, ends: Sequence[ChoiceEnd]) -> dict[str, Any]:
+    """What the log says of a request. Times are its slowest choice's, in seconds."""
+    spec = usage["speculative"]
+    timings = [end.info.timings for end in ends]
+    return {
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "finish_reasons": [end.reason for end in ends],
+        "drafter": spec["drafter"],
+        "num_draft_tokens": spec["num_draft_tokens"],
+        "num_accepted_tokens": spec["num_accepted_tokens"],
+        "queue_seconds": max(each.queue_seconds for each in timings),
+        "time_to_first_token_seconds": max(each.time_to_first_token_seconds for each in timings),
+        "e2e_seconds": max(each.e2e_seconds for each in timings),
+    }
 
 
 @asynccontextmanager

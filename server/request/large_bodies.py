@@ -28,10 +28,12 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
+from engine.logs import LogOptions
 from server.errors import ApiError
 from server.plan import RequestPlan
 from server.request.body import Body
 from server.request.parsing import check_content_type, parse
+from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
 
 logger = logging.getLogger(__name__)
@@ -91,12 +93,24 @@ Work = Callable[[Translator, Any], Result]
 
 class BodyReader:
     """Makes plans of bodies: of small ones here, of large ones in a pool of ``num_processes``, which
-    begins with the first of them or with ``warm``. 0: all here."""
+    begins with the first of them or with ``warm``. 0: all here. ``logs``: how they log."""
 
-    def __init__(self, translator: Translator, num_processes: int) -> None:
+    def __init__(
+        self, translator: Translator, num_processes: int, logs: LogOptions | None = None
+    ) -> None:
         self._translator = translator
         self._num_processes = num_processes
+        self._logs = logs or LogOptions()
         self._pool: ProcessPoolExecutor | None = None
+
+    @property
+    def resolver(self) -> SpeculativeResolver:
+        """What bodies that come now ask of speculation goes through it; it may be set at any time."""
+        return self._translator.resolver
+
+    @resolver.setter
+    def resolver(self, resolver: SpeculativeResolver) -> None:
+        self._translator.resolver = resolver
 
     def warm(self) -> None:
         """Begin now, so that the first large body need not wait for it."""
@@ -116,7 +130,7 @@ class BodyReader:
             return work(self._translator, parse(body.kind, body.content))
         try:
             loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(pool, _read_here, body, work)
+            found = await loop.run_in_executor(pool, _read_here, body, work, self.resolver)
         except BrokenProcessPool as error:
             # The next one gets a new pool. Which body broke it is not known: all that it had are refused.
             if self._pool is pool:
@@ -144,7 +158,7 @@ class BodyReader:
                 # A copy of this process would copy its threads' locks.
                 multiprocessing.get_context("spawn"),
                 _begin,
-                (translator,),
+                (translator, self._logs),
             )
         return self._pool
 
@@ -158,8 +172,9 @@ def _plan(translator: Translator, body: Body, *, arrival_time: float) -> Request
 _translator: Translator | None = None
 
 
-def _begin(translator: bytes) -> None:
+def _begin(translator: bytes, logs: LogOptions) -> None:
     global _translator
+    logs.begin()
     # Tokens of running requests come first.
     os.nice(_NICENESS)
     # Ctrl-C reaches the whole group; the server says when to end.
@@ -176,8 +191,12 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _read_here(body: LargeBody, work: Work[Result]) -> Result | ApiError:
+def _read_here(
+    body: LargeBody, work: Work[Result], resolver: SpeculativeResolver
+) -> Result | ApiError:
     assert _translator is not None
+    # With each body: the pool began with another one if it was changed since.
+    _translator.resolver = resolver
     try:
         return work(_translator, parse(body.kind, body.content))
     except ApiError as error:

@@ -116,22 +116,37 @@ class SpeculativeCaps(BaseModel):
     max_tree_depth: int = Field(default=32, ge=1, description="Deepest draft tree.")
 
 
+class UnfitSpeculationError(ValueError):
+    """An operator's wish that the engine or the caps rule out. ``group``: "speculative" or
+    "speculative_caps"; ``name``: the field in it; ``reason``: without its name."""
+
+    def __init__(self, message: str, group: str, name: str, reason: str) -> None:
+        super().__init__(message)
+        self.group = group
+        self.name = name
+        self.reason = reason
+
+
 class SpeculativeResolver:
     """Turns ``speculative`` objects into the engine's parameters, for one engine and one
     operator's wishes.
 
-    ``defaults``: what a request that says nothing gets. Raises ValueError where the server's own
-    default does not fit the engine or the caps.
+    ``defaults``: what a request that says nothing gets; ``wished``: what the operator said of it.
+    Raises UnfitSpeculationError where the server's own default does not fit the engine or the caps.
     """
 
     def __init__(self, info: EngineInfo, default: SpeculativeField, caps: SpeculativeCaps) -> None:
+        self.info = info
         self._drafters = info.drafters
         self.caps = caps
+        self.wished = default.given()
         cap = caps.max_speculative_tokens
         self.max_tokens = info.max_num_nodes if cap is None else min(info.max_num_nodes, cap)
         unknown = sorted(set(caps.draft_strategies or ()) - set(info.drafters))
         if unknown:
-            raise ValueError(f"speculative caps name a drafter that is not loaded: {unknown[0]}")
+            reason = f"name a drafter that is not loaded: {unknown[0]}"
+            message = f"speculative caps {reason}"
+            raise UnfitSpeculationError(message, "speculative_caps", "draft_strategies", reason)
         self.allowed = [
             name
             for name in info.drafters
@@ -148,9 +163,12 @@ class SpeculativeResolver:
         )
         self._adaptive_policy = self.defaults.adaptive_depth
         try:
-            self._overlay(default.given())
+            self._overlay(self.wished)
         except ApiError as error:
-            raise ValueError(f"{error.param}: {error.message}") from error
+            group, _, name = (error.param or "").partition(".")
+            reason = error.message.removeprefix(f"{error.param} ")
+            message = f"{error.param}: {error.message}"
+            raise UnfitSpeculationError(message, group, name, reason) from error
 
     def resolve(
         self, asked: SpeculativeField | None, has_prediction: bool = False

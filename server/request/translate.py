@@ -38,7 +38,8 @@ GRAMMAR_DRAFTER = "grammar"
 
 
 class Translator:
-    """Knows the model served: its tokenizer, vocabulary and lengths."""
+    """Knows the model served: its tokenizer, vocabulary and lengths. ``resolver`` may be replaced between
+    requests."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Translator:
         """``max_seconds``: from a request's arrival to its deadline, where it names no earlier one."""
         self._info = info
         self._prompts = Prompts(info, tokenizer)
-        self._resolver = resolver
+        self.resolver = resolver
         self._model_name = model_name
         self._max_choices = max_choices
         self._formats = formats
@@ -271,7 +272,7 @@ class Translator:
             num_logprobs=num_logprobs,
             echo=echo,
             return_token_ids=body.return_token_ids,
-            return_drafted=self._resolver.returns_drafted(body.speculative),
+            return_drafted=self.resolver.returns_drafted(body.speculative),
             has_prediction=body.prediction is not None,
             stream=body.stream,
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
@@ -285,8 +286,8 @@ class Translator:
 
     def _speculative(self, body: SamplingFields) -> SpeculativeParams:
         if body.prediction is None:
-            return self._resolver.resolve(body.speculative)
-        params = self._resolver.resolve(body.speculative, has_prediction=True)
+            return self.resolver.resolve(body.speculative)
+        params = self.resolver.resolve(body.speculative, has_prediction=True)
         token_ids = self._prompts.encode_prediction(
             "prediction.content", body.prediction.content, body.allow_special_tokens
         )

@@ -213,7 +213,7 @@ def figure(server: Server, name: str) -> set[float]:
 
 def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
     flags = ("--api-workers", "2", "--restart-engine", "--drain-seconds", "2")
-    with serving(tmp_path, *flags) as server:
+    with serving(tmp_path, *flags, "--admin-key", "adm1n", "--log-format", "json") as server:
         until(lambda: server.is_ready())
         asked = {"model": "slipstream-bundled", "prompt": "def f(x):\n", "temperature": 0}
         texts = set()
@@ -236,9 +236,22 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
         assert figure(server, answered) == {12.0}
         assert figure(server, "slipstream_engine_up") == {1.0}
 
+        assert default_depths(server) == {8}
+        change = {"defaults": {"num_speculative_tokens": 3}}
+        changed = ask_admin(server, "PATCH", change)
+        assert changed.status_code == 200
+        # At once: the answer came when all had taken it.
+        assert default_depths(server) == {3}
+        assert figure(server, "slipstream_speculative_changes_total") == {1.0}
+        refused = ask_admin(server, "PATCH", {"caps": {"draft_strategies": ["nobody"]}})
+        assert refused.json()["error"]["param"] == "caps.draft_strategies"
+
         os.kill(workers[0], signal.SIGKILL)
         until(lambda: len({*server.children(b"server.worker")} - {workers[0]}) == 2)
         assert figure(server, ended) == {12.0}
+        os.kill(workers[1], signal.SIGKILL)
+        until(lambda: not {*server.children(b"server.worker")} & {*workers})
+        assert default_depths(server) == {3}
 
         os.kill(server.engine_pid(), signal.SIGKILL)
         until(lambda: "the engine is back" in server.log.read_text())
@@ -250,6 +263,27 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
         assert_told(asyncio.run(drain(server)))
         server.process.wait(60)
         assert all(has_gone(pid) for pid in children)
+        text = server.log.read_text().splitlines()
+        # What interpreters say when they end, and helpers of multiprocessing, is nobody's log line;
+        # nothing is written in this server's own form for text, or in torch's.
+        others = [line for line in text if not line.startswith("{")]
+        assert not any(re.match(r"[DIWEC]\d{4} |\d{4}-\d\d-\d\d ", line) for line in others)
+        lines = [json.loads(line) for line in text if line.startswith("{")]
+        (line,) = [each for each in lines if each["logger"] == "slipstream.admin"]
+        assert line["x_request_id"] == changed.headers["x-request-id"]
+        assert len({each["process"] for each in lines}) > 3
+
+
+def ask_admin(server: Server, method: str, body: Any) -> httpx.Response:
+    """Over a connection of its own."""
+    url, headers = f"{server.url}/admin/speculative", {"authorization": "Bearer adm1n"}
+    return httpx.request(method, url, json=body, headers=headers, timeout=60)
+
+
+def default_depths(server: Server) -> set[int]:
+    """What the processes say that requests get."""
+    found = (ask_admin(server, "GET", None).json() for _ in range(8))
+    return {each["defaults"]["num_speculative_tokens"] for each in found}
 
 
 def test_workers_end_with_the_process_that_launched_them(tmp_path: Path) -> None:

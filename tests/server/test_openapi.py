@@ -41,7 +41,9 @@ async def test_every_status_is_told_and_422_is_none(connect: Connect) -> None:
         for operation in methods.values():
             answers = operation["responses"]
             assert "422" not in answers
-            assert ("401" in answers) == path.startswith(("/v1", "/tokenize", "/detokenize"))
+            assert ("401" in answers) == path.startswith(
+                ("/v1", "/tokenize", "/detokenize", "/admin")
+            )
             assert ({"400", "413"} <= answers.keys()) == ("requestBody" in operation)
             for status, answer in answers.items():
                 if int(status) >= 400 and path not in ("/health", "/ready"):

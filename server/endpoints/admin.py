@@ -1,0 +1,94 @@
+"""``/admin``: what whoever runs the server may change while it serves. It has a key of its own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from server.endpoints import Served, Services
+from server.endpoints.drafters import caps_of, described_fields, policy_names
+from server.errors import bad_request
+from server.openapi import REFUSED_BODY, errors
+from server.request.large_bodies import BodyRoute, LargeBody
+from server.request.live_speculation import SpeculativeChange
+from server.request.speculative import SpeculativeResolver
+from server.request.translate import Translator
+
+logger = logging.getLogger("slipstream.admin")
+router = APIRouter(tags=["operations"])
+_PATH = "/admin/speculative"
+_CHANGED = errors(*REFUSED_BODY, 404, 503)
+
+
+@router.get(_PATH, responses=errors(401, 404))
+async def show_speculation(served: Served) -> dict[str, Any]:
+    """Speculation of requests that do not say otherwise, its caps, and what may be set."""
+    return _shown(served.resolver)
+
+
+async def change_speculation(body: SpeculativeChange, request: Request, served: Served) -> Response:
+    """Change the fields given, for requests that come from now on."""
+    return await _change(body, request, served, from_built_in=False)
+
+
+async def replace_speculation(
+    body: SpeculativeChange, request: Request, served: Served
+) -> Response:
+    """The same from the built-in values: what is not given is as if it had never been set."""
+    return await _change(body, request, served, from_built_in=True)
+
+
+async def _change(
+    body: SpeculativeChange | LargeBody, request: Request, served: Services, *, from_built_in: bool
+) -> Response:
+    del request
+    change = await served.bodies.read(body, _as_it_is)
+    if not from_built_in and change.defaults is None and change.caps is None:
+        raise bad_request("defaults", "defaults: give 'defaults' or 'caps', or both")
+    found = await served.change_speculation(change, from_built_in=from_built_in)
+    fields = {
+        "defaults": found.wished,
+        "caps": found.caps.model_dump(exclude_unset=True),
+        "from_built_in": from_built_in,
+    }
+    # A log that leaves out requests still says who changed what they get.
+    logger.warning("speculation was changed: %s", fields, extra={"fields": fields})
+    return JSONResponse(_shown(found))
+
+
+def _as_it_is(translator: Translator, body: SpeculativeChange) -> SpeculativeChange:
+    del translator
+    return body
+
+
+def _shown(resolver: SpeculativeResolver) -> dict[str, Any]:
+    caps = caps_of(resolver)
+    return {
+        "object": "speculation",
+        "defaults": asdict(resolver.defaults),
+        "caps": {"draft_strategies": resolver.allowed, **caps},
+        "set": {
+            "defaults": resolver.wished,
+            "caps": resolver.caps.model_dump(exclude_unset=True),
+        },
+        "may_be_set": {
+            "draft_strategies": list(resolver.info.drafters),
+            "policies": policy_names(),
+            "max_speculative_tokens": resolver.info.max_num_nodes,
+            "fields": described_fields(caps),
+        },
+    }
+
+
+for _method, _endpoint in (("PATCH", change_speculation), ("PUT", replace_speculation)):
+    router.add_api_route(
+        _PATH,
+        _endpoint,
+        methods=[_method],
+        responses=_CHANGED,
+        route_class_override=BodyRoute,
+    )

@@ -1,0 +1,120 @@
+"""What the log says of requests, and what it must not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import RequestFailedError
+from engine.logs import JsonLines
+from worlds.scripted_engine import ScriptedEngine
+from worlds.serving import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+class Lines(logging.Handler):
+    """Takes lines down as they would be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(JsonLines())
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+    def of(self, logger: str) -> list[dict[str, Any]]:
+        found = [json.loads(text) for text in self.texts]
+        return [each for each in found if each["logger"] == logger]
+
+
+@pytest.fixture
+def lines() -> Any:
+    handler, root = Lines(), logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    yield handler
+    root.removeHandler(handler)
+    root.setLevel(before)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_requests_line_has_its_ids_and_figures(
+    connect: Connect, lines: Lines, stream: bool
+) -> None:
+    async with connect(ScriptedEngine("abc")) as client:
+        body = {"prompt": "a", "user": "line\nbreak", "stream": stream, "n": 2}
+        headers = {"x-request-id": "abc-1"}
+        await client.post("/completions", json=body, headers=headers)
+    (line,) = lines.of("slipstream.requests")
+    assert line["x_request_id"] == "abc-1"
+    assert line["user"] == "line\nbreak"
+    assert line["message"].startswith(line["request_id"])
+    expected = {
+        "prompt_tokens": 1,
+        "completion_tokens": 6,
+        "cached_tokens": 3,
+        "finish_reasons": ["stop", "stop"],
+        "drafter": "ngram",
+        "num_draft_tokens": 20,
+        "num_accepted_tokens": 14,
+        "queue_seconds": 0.01,
+        "time_to_first_token_seconds": 0.02,
+        "e2e_seconds": 0.12,
+    }
+    assert {name: line[name] for name in expected} == expected
+
+
+async def test_an_id_that_would_forge_a_line_is_replaced(connect: Connect, lines: Lines) -> None:
+    async with connect(ScriptedEngine("abc")) as client:
+        headers = {"x-request-id": 'x" level="error'}
+        await client.post("/completions", json={"prompt": "a"}, headers=headers)
+    (line,) = lines.of("slipstream.requests")
+    assert line["x_request_id"].isalnum()
+
+
+async def test_a_fault_is_logged_under_its_request(connect: Connect, lines: Lines) -> None:
+    engine = ScriptedEngine("abc")
+    engine.break_after, engine.error = 0, RequestFailedError("it broke")
+    async with connect(engine) as client:
+        for number in ("one", "two"):
+            headers = {"x-request-id": number}
+            reply = await client.post("/completions", json={"prompt": "a"}, headers=headers)
+            assert reply.status_code == 500
+    assert [each["x_request_id"] for each in lines.of("server.errors")] == ["one", "two"]
+    assert all("request_id" in each for each in lines.of("server.errors"))
+
+
+async def test_no_text_and_no_key_is_logged_at_any_level(connect: Connect, lines: Lines) -> None:
+    keys = {"api_key": "the-api-key", "admin_key": "the-admin-key"}
+    async with connect(ScriptedEngine("the-written-text"), **keys) as client:
+        for key in (*keys.values(), "the-wrong-key"):
+            client.headers["authorization"] = f"Bearer {key}"
+            for body in ({"prompt": "the-prompt-text"}, {"prompt": "the-prompt-text", "n": -1}):
+                await client.post("/completions", json=body)
+            change = {"defaults": {"num_speculative_tokens": 3}}
+            await client.patch("http://test/admin/speculative", json=change)
+    said = "\n".join(lines.texts)
+    assert lines.of("slipstream.requests")
+    assert lines.of("slipstream.admin")
+    for secret in ("the-api", "the-admin", "the-wrong", "the-prompt", "the-written"):
+        assert secret not in said
+
+
+async def test_a_line_names_the_tenant_and_not_its_key(
+    connect: Connect, lines: Lines, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("tenants: [{name: somebody, key: the-tenants-key}]")
+    async with connect(ScriptedEngine("abc"), api_keys_file=str(file)) as client:
+        client.headers["authorization"] = "Bearer the-tenants-key"
+        await client.post("/completions", json={"prompt": "a"})
+    (line,) = lines.of("slipstream.requests")
+    assert line["tenant"] == "somebody"
+    assert "the-tenants-key" not in "".join(lines.texts)
