@@ -102,6 +102,8 @@ class RemoteEngine(EventStreams):
     def _lose(self, message: str) -> None:
         """From here on nothing is admitted, and every open stream is told."""
         assert self._loop is not None
+        if not self._stopping:
+            logger.error("no engine: %s", message)
         self._loop.remove_reader(self._connection.fileno())
         self._connection.close()
         self._dead = message

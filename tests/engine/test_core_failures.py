@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -216,6 +217,8 @@ def test_a_drafter_that_ends_the_program_fails_its_request(
 
 
 def test_an_interrupt_is_the_user_s_or_the_drafter_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a terminal; in the background it may be ignored.
+    monkeypatch.setattr("signal.getsignal", lambda _: signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
         run(Leaving("propose", KeyboardInterrupt), "r")
     monkeypatch.setattr("signal.getsignal", lambda _: None)

@@ -4,6 +4,7 @@ requests. The others get the tokens they would have got, and nothing is left beh
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -209,7 +210,9 @@ def test_what_breaks_while_an_event_is_made_still_ends_in_one_event() -> None:
     left_nothing(driver)
 
 
-def test_a_user_s_interrupt_passes() -> None:
+def test_a_user_s_interrupt_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a terminal; in the background it may be ignored.
+    monkeypatch.setattr("signal.getsignal", lambda _: signal.default_int_handler)
     core = core_with()
     odd = core.prepare(request("odd", PROMPT, GREEDY))
     odd.sampling.processors.append(Breaking("process", 0, KeyboardInterrupt()))

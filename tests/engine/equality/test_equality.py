@@ -92,7 +92,7 @@ def test_streams_differ_between_prompts_seeds_and_temperatures(
     assert len({tuple(stream) for stream in plain_streams.values()}) == len(plain_streams)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [each for each in DRAFTERS if each != "grammar"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_drafting_changes_no_token(
