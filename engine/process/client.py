@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from multiprocessing.connection import Connection
 
 from engine.events import ErrorEvent, StepResult
@@ -70,6 +71,9 @@ class RemoteEngine(EventStreams):
     def _listen(self) -> None:
         assert self._loop is not None
         self._loop.add_reader(self._connection.fileno(), self._read)
+        # uvloop has made it non-blocking: then a message that is not all there yet would look like an
+        # engine that has gone, and one for which the pipe has no room like a reader that has.
+        os.set_blocking(self._connection.fileno(), True)
 
     def _replace(self, info: EngineInfo, connection: Connection) -> None:
         if self._dead is None:

@@ -1,0 +1,70 @@
+"""The server's end of the pipe, on the event loops that servers run on."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import uvloop
+
+from engine.events import StepResult
+from engine.process.client import RemoteEngine
+from engine.process.link import Submit
+from engine.stats import StepStats, idle_stats
+from worlds.gated_engine import HANG, asking, until
+from worlds.scripted_engine import ScriptedEngine
+
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_message_may_come_in_pieces(loop: str) -> None:
+    """uvloop makes what it watches non-blocking, and half a message is no end of the engine."""
+
+    async def check() -> None:
+        ours, theirs = Pipe()
+        engine = RemoteEngine(ScriptedEngine("").info, ours)
+        seen: list[StepStats] = []
+        engine.add_step_listener(seen.append)
+        await engine.start()
+        data = ForkingPickler.dumps(StepResult([], idle_stats(7)))
+        frame = struct.pack("!i", len(data)) + bytes(data)
+        rest = threading.Timer(0.1, theirs._send, [frame[9:]])  # type: ignore[attr-defined]
+        theirs._send(frame[:9])  # type: ignore[attr-defined]
+        rest.start()
+        await until(lambda: bool(seen) or not engine.is_alive)
+        assert seen == [idle_stats(7)]
+        assert engine.is_alive
+        theirs.close()
+        await until(lambda: not engine.is_alive)
+
+    _run(loop, check)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_the_pipe_has_no_room_for_is_not_lost(loop: str) -> None:
+    async def check() -> None:
+        ours, theirs = Pipe()
+        engine = RemoteEngine(ScriptedEngine("").info, ours)
+        await engine.start()
+        long = replace(asking("long"), prompt_token_ids=tuple(range(300_000)))
+        engine._submit(long)
+        engine._submit(asking("short"))
+        found: list[Submit] = await asyncio.to_thread(lambda: [theirs.recv(), theirs.recv()])
+        assert [each.request.request_id for each in found] == ["long", "short"]
+        assert found[0].request == long
+        theirs.close()
+        await until(lambda: not engine.is_alive)
+
+    _run(loop, check)
+
+
+def _run(loop: str, check: Callable[[], object]) -> None:
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        runner.run(asyncio.wait_for(check(), HANG))  # type: ignore[arg-type]
