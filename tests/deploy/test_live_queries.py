@@ -138,7 +138,7 @@ def test_a_dead_engine_is_seen_and_every_alert_has_its_input(
     """The last test of the file: the server does not survive it."""
 
     def fail(_batch: object) -> None:
-        raise RuntimeError("the device is gone")
+        raise MemoryError("no engine survives this")
 
     monkeypatch.setattr(watched.server.engine.core.runner, "forward", fail)
     body = {"prompt": "x", "max_tokens": 4}
