@@ -113,24 +113,16 @@ def _with_processors(model: type[_Model]) -> type[_Model]:
     )
 
 
-@_with_processors
-class SamplingFields(Body):
-    """What both endpoints take, besides the fields that logits processors declare."""
+class CommonFields(Body):
+    """What all requests take."""
 
     model: str | None = Field(default=None, description="The served model's name; may be left out.")
-    n: int = Field(default=1, ge=1, le=128, description="Choices for each prompt.")
     temperature: float | None = Field(
         default=None, ge=0, le=2, description="0 is greedy; default 1."
     )
     seed: int | None = Field(
         default=None, ge=0, le=MAX_SEED, description="Default: drawn, and reported."
     )
-    stop: StopField = ()
-    stop_token_ids: list[int] | None = Field(default=None, max_length=128)
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    return_token_ids: bool = False
     priority: int = Field(default=0, ge=-MAX_COUNT, le=MAX_COUNT, description="Lower runs first.")
     timeout: float | None = Field(
         default=None,
@@ -147,6 +139,21 @@ class SamplingFields(Body):
     user: str | None = Field(
         default=None, max_length=256, description="Written to the request log."
     )
+    stream: bool = False
+    speculative: SpeculativeField | None = None
+
+
+@_with_processors
+class SamplingFields(CommonFields):
+    """What completions and chat take besides, with the fields that logits processors declare."""
+
+    n: int = Field(default=1, ge=1, le=128, description="Choices for each prompt.")
+    stop: StopField = ()
+    stop_token_ids: list[int] | None = Field(default=None, max_length=128)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
     prompt_logprobs: int | None = Field(
         default=None,
         ge=0,
@@ -168,7 +175,6 @@ class SamplingFields(Body):
     allow_special_tokens: bool = Field(
         default=False, description="Special tokens that texts spell are such tokens."
     )
-    stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = Field(
         default=None, description="Text, any JSON object, or JSON that matches a schema."
@@ -176,7 +182,6 @@ class SamplingFields(Body):
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="What the output has to match."
     )
-    speculative: SpeculativeField | None = None
     prediction: Prediction | None = Field(
         default=None,
         description="What the output will mostly be; drafted from, never written by itself.",

@@ -20,10 +20,9 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from server.errors import ApiError
-from server.request.body import MAX_SEED, Body, refusal
+from server.request.body import Body, refusal
 from server.request.grammars import Schema
-from server.request.protocol import MAX_COUNT, ChatRequest
-from server.request.speculative import SpeculativeField
+from server.request.protocol import MAX_COUNT, ChatRequest, CommonFields
 from server.request.tools import MAX_TOOLS, NAME_PATTERN, FunctionDefinition, Tool
 
 MAX_ITEMS = 1 << 14
@@ -182,7 +181,7 @@ class ReasoningConfig(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(CommonFields):
     """``POST /v1/responses``."""
 
     unsupported: ClassVar[dict[str, str]] = {
@@ -205,14 +204,10 @@ class ResponsesRequest(Body):
         "include": ([],),
     }
 
-    model: str | None = Field(default=None, description="The served model's name; may be left out.")
     input: InputField = Field(description="A text, or the items of a conversation.")
     instructions: str | None = Field(default=None, description="A system message before the input.")
     max_output_tokens: int | None = Field(
         default=None, ge=1, le=MAX_COUNT, description="Default: what the context has room for."
-    )
-    temperature: float | None = Field(
-        default=None, ge=0, le=2, description="0 is greedy; default 1."
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="Default 1.")
     tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
@@ -225,27 +220,6 @@ class ResponsesRequest(Body):
     metadata: dict[str, str] | None = Field(
         default=None, max_length=16, description="Comes back with the response."
     )
-    user: str | None = Field(
-        default=None, max_length=256, description="Written to the request log."
-    )
-    stream: bool = False
-    seed: int | None = Field(
-        default=None, ge=0, le=MAX_SEED, description="Default: drawn, and reported."
-    )
-    priority: int = Field(default=0, ge=-MAX_COUNT, le=MAX_COUNT, description="Lower runs first.")
-    timeout: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds from arrival in which the reply has to be done; later it is an error.",
-    )
-    cache_salt: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=256,
-        description="Caches are shared within one cache_salt only.",
-    )
-    speculative: SpeculativeField | None = None
 
     def for_chat(self) -> ChatRequest:
         """The chat request that says the same."""
