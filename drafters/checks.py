@@ -15,7 +15,8 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises ValueError where one of them is no token; ``vocab_size`` 0: nobody knows how many there are."""
+    """Raises ValueError where one of them is no token. ``vocab_size`` 0: nobody knows how many there
+    are."""
     if token_ids and (min(token_ids) < 0 or 0 < vocab_size <= max(token_ids)):
         raise ValueError("a proposed token is not in the vocabulary")
 
