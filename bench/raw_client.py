@@ -51,12 +51,18 @@ def post(url: str, content: bytes) -> socket.socket:
     place = urlsplit(url)
     assert place.hostname is not None
     connection = socket.create_connection((place.hostname, place.port or 80), _SECONDS)
+    connection.sendall(request(url, content))
+    return connection
+
+
+def request(url: str, content: bytes) -> bytes:
+    """What asks for a reply to a body of JSON, after which the connection ends."""
+    place = urlsplit(url)
     head = (
         f"POST {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
-    connection.sendall(head.encode() + content)
-    return connection
+    return head.encode() + content
 
 
 def read_all(connections: Sequence[socket.socket]) -> list[Pieces]:

@@ -41,7 +41,7 @@ from drafters.base import (
     Registered,
     drafter,
 )
-from drafters.checks import count_of, is_interrupt
+from drafters.checks import check_token_ids, count_of, is_interrupt
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
 from drafters.last_top import LastTopDrafter
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
@@ -114,15 +114,16 @@ class _State:
 class AutoDrafter(Drafter):
     """See the module. A member that raises is left out, first for a step, then for the request."""
 
-    def __init__(self, members: Mapping[str, Drafter]) -> None:
-        """Raises ValueError without members, or with one that needs more than token ids and top
-        tokens."""
+    def __init__(self, members: Mapping[str, Drafter], vocab_size: int = 0) -> None:
+        """``vocab_size`` as in ``check_token_ids``. Raises ValueError without members, or with one that
+        needs more than token ids and top tokens."""
         super().__init__()
         if not members:
             raise ValueError("auto needs at least one drafter to choose from")
         if not all(can_join(each.info) for each in members.values()):
             raise ValueError("auto chooses among drafters that need no model and no window")
         self._members = dict(members)
+        self._vocab_size = vocab_size
         self._last_top = LastTopDrafter()
         # Counts of hits and misses, no texts: they serve all requests and tenants.
         self.estimator = AcceptanceEstimator()
@@ -146,7 +147,8 @@ class AutoDrafter(Drafter):
                 name: registered(context)
                 for name, registered in Registered.all.items()
                 if can_join(registered.kind.info) and not registered.part_of
-            }
+            },
+            context.vocab_size,
         )
 
     def meet(self, drafters: Mapping[str, Drafter]) -> None:
@@ -230,6 +232,8 @@ class AutoDrafter(Drafter):
     def _ask(self, member: _Member, request: DraftRequest) -> None:
         (tree,) = member.drafter.propose([request])
         tree.validate()
+        # Here it costs this member's draft; found in what all have drafted it would cost everybody's.
+        check_token_ids(tree.token_ids, self._vocab_size)
         member.tree = tree
 
     def observe(self, observations: Sequence[Observation]) -> None:

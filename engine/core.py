@@ -328,8 +328,8 @@ class EngineCore:
             request, draft, outcome = each.request, each.draft, each.outcome
             assert outcome is not None
             gamma, num_emitted = len(draft.tree.token_ids), len(outcome.emitted_token_ids)
-            draft_seconds = round_.share(request)
-            verify_seconds = (1 + gamma) / shape.num_rows * target_seconds
+            each.draft_seconds = round_.share(request)
+            each.verify_seconds = (1 + gamma) / shape.num_rows * target_seconds
             baseline_seconds = baseline.seconds(num_emitted)
             request.stats.note_gamma(gamma, draft.reason)
             for account in (request.stats, by_drafter[request.stats.drafter]):
@@ -338,8 +338,8 @@ class EngineCore:
                     outcome.num_accepted,
                     num_emitted,
                     draft.reason,
-                    draft_seconds=draft_seconds,
-                    verify_seconds=verify_seconds,
+                    draft_seconds=each.draft_seconds,
+                    verify_seconds=each.verify_seconds,
                     step_seconds=clock.step,
                     baseline_seconds=baseline_seconds,
                 )
@@ -375,6 +375,8 @@ class EngineCore:
             prompt_logprobs=request.take_prompt_logprobs(),
             finish=finish,
             num_draft_tokens=len(scheduled.draft.tree),
+            draft_seconds=scheduled.draft_seconds,
+            verify_seconds=scheduled.verify_seconds,
         )
         self._result.events.append(event)
 

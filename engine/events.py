@@ -48,7 +48,8 @@ class FinishInfo:
 
 class TokenEvent(NamedTuple):
     """What one step emitted for one request. ``drafted[i]``: token i was an accepted draft;
-    ``num_draft_tokens``: drafts that the step verified for the request, its gamma.
+    ``num_draft_tokens``: drafts that the step verified for the request, its gamma. ``draft_seconds`` and
+    ``verify_seconds`` are the request's shares of the step, as in ``SpeculativeStats``.
 
     A stop token (EOS or a stop id) that ended the request is not part of ``token_ids``. A tuple, since
     the engine pickles one per request and step.
@@ -61,6 +62,8 @@ class TokenEvent(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish: FinishInfo | None = None
     num_draft_tokens: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,12 +121,13 @@ def build_app(
         summary="LLM inference in which every request drafts, and no output changes for it.",
         version=server_version(),
         lifespan=lifespan,
+        # As they are: FastAPI makes what it includes anew, models of all answers and all, and on the
+        # first request to each application.
+        routes=[route for router in routers() for route in router.routes],
     )
     install_error_handlers(app, metrics.count_rejection)
     describe_as_it_is(app)
     app.state.services = services
-    for router in routers():
-        app.include_router(router)
     # The last one added is the outermost.
     limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limit)

@@ -8,8 +8,9 @@ tokens as the engine sees them, caches of images, lives of blocks) has no alias:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -37,135 +38,117 @@ class _Figures:
         return sum(value for _, value in self._samples[f"slipstream_{name}"])
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """Of the counters ``sources`` (names without prefix and ``_total``), by ``label`` if there is one,
-    which vLLM calls ``shown_as``. ``leave_out``: a value of it that vLLM does not know."""
+_Read = Callable[[_Figures], Iterable[tuple[Sequence[str], float]]]
+"""Gives an alias's series: the values of its labels, and the figure."""
 
+
+@dataclass(frozen=True)
+class _Alias:
+    """``labels`` come after the model's name."""
+
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
     name: str
     text: str
-    sources: tuple[str, ...]
-    label: str = ""
-    shown_as: str = ""
-    leave_out: str = ""
+    read: _Read
+    labels: tuple[str, ...] = ()
 
-    def family(self, model_name: str, figures: _Figures) -> Metric:
-        shown = [self.shown_as or self.label] if self.label else []
-        family = CounterMetricFamily(f"vllm:{self.name}", self.text, labels=["model_name", *shown])
-        names = [f"{source}_total" for source in self.sources]
-        if not self.label:
-            family.add_metric([model_name], sum(figures.total(name) for name in names))
-            return family
-        for name in names:
-            for key, value in figures.by(name, self.label).items():
-                if key != self.leave_out:
-                    family.add_metric([model_name, key], value)
-        return family
-
-
-@dataclass(frozen=True)
-class _Drafts:
-    """Steps of requests that verified any draft: those with a gamma above 0."""
-
-    name: str = "spec_decode_num_drafts"
-    text: str = "Drafts that were verified."
-
-    def family(self, model_name: str, figures: _Figures) -> Metric:
-        family = CounterMetricFamily(f"vllm:{self.name}", self.text, labels=["model_name"])
-        without = figures.by("spec_gamma_bucket", "le").get("0.0", 0.0)
-        family.add_metric([model_name], figures.total("spec_gamma_count") - without)
-        return family
-
-
-@dataclass(frozen=True)
-class _Gauge:
-    name: str
-    text: str
-    source: str
-
-    def family(self, model_name: str, figures: _Figures) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{self.name}", self.text, labels=["model_name"])
-        family.add_metric([model_name], figures.total(self.source))
-        return family
-
-
-@dataclass(frozen=True)
-class _KvUsage:
-    """Cached blocks that nobody uses are free, as vLLM counts."""
-
-    name: str = "kv_cache_usage_perc"
-    text: str = "Share of KV blocks that requests hold, 1 for all."
-
-    def family(self, model_name: str, figures: _Figures) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{self.name}", self.text, labels=["model_name"])
-        blocks = figures.by("kv_blocks", "state")
-        held = blocks.get("committed", 0.0) + blocks.get("draft", 0.0)
-        family.add_metric([model_name], held / figures.total("kv_blocks_total"))
+    def metric(self, model_name: str, figures: _Figures) -> Metric:
+        labels = ["model_name", *self.labels]
+        family = self.family(f"vllm:{self.name}", self.text, labels=labels)
+        for values, figure in self.read(figures):
+            family.add_metric([model_name, *values], figure)
         return family
 
 
 @dataclass(frozen=True)
 class _Histogram:
+    """``source`` under another name."""
+
     name: str
     text: str
     source: str
 
-    def family(self, model_name: str, figures: _Figures) -> Metric:
+    def metric(self, model_name: str, figures: _Figures) -> Metric:
         family = HistogramMetricFamily(f"vllm:{self.name}", self.text, labels=["model_name"])
         buckets = list(figures.by(f"{self.source}_bucket", "le").items())
         family.add_metric([model_name], buckets, figures.total(f"{self.source}_sum"))
         return family
 
 
-@dataclass(frozen=True)
-class _CacheConfig:
+def _total(*names: str) -> _Read:
+    """Of these series, over all their labels."""
+    return lambda figures: [((), sum(figures.total(name) for name in names))]
+
+
+def _by(name: str, label: str, leave_out: str = "") -> _Read:
+    """By that label. ``leave_out``: a value of it that vLLM does not know."""
+    return lambda figures: [
+        ((key,), figure) for key, figure in figures.by(name, label).items() if key != leave_out
+    ]
+
+
+def _num_drafts(figures: _Figures) -> list[tuple[Sequence[str], float]]:
+    """Steps of requests that verified any draft: those with a gamma above 0."""
+    without = figures.by("spec_gamma_bucket", "le").get("0.0", 0.0)
+    return [((), figures.total("spec_gamma_count") - without)]
+
+
+def _kv_usage(figures: _Figures) -> list[tuple[Sequence[str], float]]:
+    """Cached blocks that nobody uses are free, as vLLM counts."""
+    blocks = figures.by("kv_blocks", "state")
+    held = blocks.get("committed", 0.0) + blocks.get("draft", 0.0)
+    return [((), held / figures.total("kv_blocks_total"))]
+
+
+def _cache_sizes(figures: _Figures) -> list[tuple[Sequence[str], float]]:
     """vLLM's ``info`` is a gauge of 1 whose labels say it."""
-
-    name: str = "cache_config_info"
-    text: str = "The size of a KV block in tokens, and how many there are."
-
-    def family(self, model_name: str, figures: _Figures) -> Metric:
-        labels = ["model_name", "block_size", "num_gpu_blocks"]
-        family = GaugeMetricFamily(f"vllm:{self.name}", self.text, labels=labels)
-        sizes = [f"{figures.total(each):.0f}" for each in ("kv_block_size", "kv_blocks_total")]
-        family.add_metric([model_name, *sizes], 1)
-        return family
+    sizes = [f"{figures.total(each):.0f}" for each in ("kv_block_size", "kv_blocks_total")]
+    return [(sizes, 1.0)]
 
 
-_Alias = _Sum | _Drafts | _Gauge | _KvUsage | _CacheConfig | _Histogram
+_Counter, _Gauge = partial(_Alias, CounterMetricFamily), partial(_Alias, GaugeMetricFamily)
 
-_ALIASES: tuple[_Alias, ...] = (
-    _Drafts(),
-    _Sum("spec_decode_num_draft_tokens", "Draft tokens verified.", ("spec_draft_tokens",)),
-    _Sum("spec_decode_num_accepted_tokens", "Accepted.", ("spec_accepted_tokens",)),
-    _Sum(
+_ALIASES: tuple[_Alias | _Histogram, ...] = (
+    _Counter("spec_decode_num_drafts", "Drafts that were verified.", _num_drafts),
+    _Counter(
+        "spec_decode_num_draft_tokens", "Draft tokens verified.", _total("spec_draft_tokens_total")
+    ),
+    _Counter("spec_decode_num_accepted_tokens", "Accepted.", _total("spec_accepted_tokens_total")),
+    _Counter(
         "spec_decode_num_accepted_tokens_per_pos",
         "Accepted, by depth from 0.",
-        ("spec_accepted_tokens_per_position",),
-        label="position",
+        _by("spec_accepted_tokens_per_position_total", "position"),
+        labels=("position",),
     ),
-    _Sum(
+    _Counter(
         "prompt_tokens",
         "Prompt tokens computed, or found in the prefix cache.",
-        ("prompt_tokens", "prefix_cache_hits"),
+        _total("prompt_tokens_total", "prefix_cache_hits_total"),
     ),
-    _Sum("prompt_tokens_cached", "Prompt tokens found in it.", ("prefix_cache_hits",)),
-    _Sum("generation_tokens", "Tokens emitted.", ("generation_tokens",)),
-    _Sum(
+    _Counter(
+        "prompt_tokens_cached", "Prompt tokens found in it.", _total("prefix_cache_hits_total")
+    ),
+    _Counter("generation_tokens", "Tokens emitted.", _total("generation_tokens_total")),
+    _Counter(
         "request_success",
         "Choices by how they ended.",
-        ("requests",),
-        label="finish_reason",
-        shown_as="finished_reason",
-        leave_out="rejected",
+        _by("requests_total", "finish_reason", leave_out="rejected"),
+        labels=("finished_reason",),
     ),
-    _Sum("num_preemptions", "Requests preempted.", ("preemptions",)),
-    _Sum("prefix_cache_queries", "Prompt tokens looked up.", ("prefix_cache_queries",)),
-    _Sum("prefix_cache_hits", "Prompt tokens found.", ("prefix_cache_hits",)),
-    _Gauge("num_requests_running", "Requests in the batch.", "requests_running"),
-    _Gauge("num_requests_waiting", "Requests in the queue.", "requests_waiting"),
-    _KvUsage(),
-    _CacheConfig(),
+    _Counter("num_preemptions", "Requests preempted.", _total("preemptions_total")),
+    _Counter(
+        "prefix_cache_queries", "Prompt tokens looked up.", _total("prefix_cache_queries_total")
+    ),
+    _Counter("prefix_cache_hits", "Prompt tokens found.", _total("prefix_cache_hits_total")),
+    _Gauge("num_requests_running", "Requests in the batch.", _total("requests_running")),
+    _Gauge("num_requests_waiting", "Requests in the queue.", _total("requests_waiting")),
+    _Gauge("kv_cache_usage_perc", "Share of KV blocks that requests hold, 1 for all.", _kv_usage),
+    _Gauge(
+        "cache_config_info",
+        "The size of a KV block in tokens, and how many there are.",
+        _cache_sizes,
+        labels=("block_size", "num_gpu_blocks"),
+    ),
     _Histogram(
         "time_to_first_token_seconds",
         "From arrival to the first token.",
@@ -216,4 +199,4 @@ class WithVllmNames(Collector):
 def aliases(families: Iterable[Metric], model_name: str) -> list[Metric]:
     """Of our own ``families``, in a fixed order."""
     figures = _Figures(families)
-    return [each.family(model_name, figures) for each in _ALIASES]
+    return [each.metric(model_name, figures) for each in _ALIASES]

@@ -20,12 +20,14 @@ MAX_STEPS = 128
 
 class StepRecord(NamedTuple):
     """``time_ns`` since the epoch, when its tokens came; ``num_tokens``: that the step wrote, accepted
-    drafts among them."""
+    drafts among them. ``draft_seconds`` and ``verify_seconds``: the choice's shares of the step."""
 
     time_ns: int
     num_draft_tokens: int
     num_accepted_tokens: int
     num_tokens: int
+    draft_seconds: float
+    verify_seconds: float
 
 
 @dataclass(slots=True)
@@ -46,8 +48,14 @@ class ChoiceRecord:
         """A step's."""
         self.num_steps += 1
         if self.num_steps <= MAX_STEPS:
-            drafts = event.num_draft_tokens
-            step = StepRecord(time.time_ns(), drafts, sum(event.drafted), len(event.token_ids))
+            step = StepRecord(
+                time.time_ns(),
+                event.num_draft_tokens,
+                sum(event.drafted),
+                len(event.token_ids),
+                event.draft_seconds,
+                event.verify_seconds,
+            )
             self.steps.append(step)
         self.info = event.finish
 

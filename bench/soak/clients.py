@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from bench.raw_client import request
 from bench.soak.server import FAULTY, Server
 
 PROMPTS = (
@@ -159,17 +160,13 @@ class Crowd:
     async def stalled(self, rng: random.Random) -> Told:
         """Asks for many streams in one, and reads nothing until the server has ended it."""
         body, _ = self.body(rng, stream=True, n=4, logprobs=20)
-        content = json.dumps(body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: soak\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(content)}\r\n\r\n"
-        )
+        asked = request(f"{self.server.url}/v1/completions", json.dumps(body).encode())
         loop = asyncio.get_running_loop()
         with socket.socket() as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             raw.setblocking(False)
             await loop.sock_connect(raw, (self.server.host, self.server.port))
-            await loop.sock_sendall(raw, head.encode() + content)
+            await loop.sock_sendall(raw, asked)
             await asyncio.sleep(30)
         return Told("stalled", "cut off", 0)
 

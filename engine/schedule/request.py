@@ -177,6 +177,9 @@ class ScheduledRequest:
     outcome: Outcome | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """Of the emitted tokens, for requests that asked."""
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    """Its shares of the step, as in ``SpeculativeStats``."""
 
     def __post_init__(self) -> None:
         self.base = self.request.num_computed_tokens

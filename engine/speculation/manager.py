@@ -24,7 +24,7 @@ from drafters.base import (
     HiddenRows,
     Observation,
 )
-from drafters.checks import count_of, is_interrupt
+from drafters.checks import check_token_ids, count_of, is_interrupt
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.params import SpeculativeParams
@@ -443,8 +443,7 @@ class Speculation:
                 raise ValueError(
                     f"{len(token_ids)} nodes proposed where {ask.max_nodes} were allowed"
                 )
-            if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
-                raise ValueError("a proposed token is not in the vocabulary")
+            check_token_ids(token_ids, self._vocab_size)
             if tree.deepest() > ask.shape.depth:
                 raise ValueError(f"a proposed path is deeper than {ask.shape.depth}")
             check_sampled(tree, ask.sampling.verification, self._vocab_size)

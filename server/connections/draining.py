@@ -10,7 +10,7 @@ from types import FrameType
 
 import uvicorn
 
-from server.connections.listener import url
+from server.connections.listener import open_to_successors, url
 from server.connections.protocol import BoundedProtocol, HttpConfig
 
 logger = logging.getLogger("slipstream")
@@ -35,6 +35,8 @@ class DrainingServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or ():
+            open_to_successors(listener)
         await super().startup(sockets)
         for listener in sockets or ():
             logger.info("running on %s", url(listener))

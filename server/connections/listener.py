@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 # What a client leaves unread waits in the kernel up to here, and in the transport up to a bound of its
@@ -11,17 +12,37 @@ _SEND_BUFFER_BYTES = 64 << 10
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the address, which does not listen yet: while a model is loaded, clients are
-    refused and not kept waiting. Port 0: any free one. Raises OSError, in one line that names both."""
+    refused and not kept waiting, and so is another server that wants the port. ``open_to_successors``
+    comes before it listens. Port 0: any free one. Raises OSError, in one line that names both."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        listener.bind((host, port))
+        _bind_alone(listener, host, port)
     except OSError as error:
         listener.close()
         raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from error
     return listener
+
+
+def open_to_successors(listener: socket.socket) -> None:
+    """Let the port be bound anew as soon as nobody listens on it, whatever connections the kernel still
+    remembers: they inherit that, too."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _bind_alone(listener: socket.socket, host: str, port: int) -> None:
+    """Of two sockets with SO_REUSEADDR both can be bound, and the second fails when it listens: after
+    the model was loaded. So this one goes without."""
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # Perhaps by nothing but what is left of the last server's connections.
+        open_to_successors(listener)
+        listener.bind((host, port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 def url(listener: socket.socket) -> str:

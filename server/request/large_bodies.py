@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, TypeVar, get_type_hints
 
@@ -153,6 +154,7 @@ class BodyReader:
                 logger.warning("large bodies are read by the server itself: %s", error)
                 self._num_processes = 0
                 return None
+            _begin_tracker()
             self._pool = ProcessPoolExecutor(
                 self._num_processes,
                 # A copy of this process would copy its threads' locks.
@@ -161,6 +163,23 @@ class BodyReader:
                 (translator, self._logs),
             )
         return self._pool
+
+
+_TRACKER_FILTER = "ignore:resource_tracker:UserWarning"
+
+
+def _begin_tracker() -> None:
+    """Begin the process that removes a pool's semaphores when this one was killed, without a word: it
+    would warn of a leak that it is about to mend, on standard error and in no form of the log."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = f"{before},{_TRACKER_FILTER}" if before else _TRACKER_FILTER
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def _plan(translator: Translator, body: Body, *, arrival_time: float) -> RequestPlan:

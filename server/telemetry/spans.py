@@ -88,6 +88,8 @@ def _add_steps(span: Span, choice: ChoiceRecord) -> None:
             "slipstream.draft.num_tokens": step.num_draft_tokens,
             "slipstream.verify.num_accepted_tokens": step.num_accepted_tokens,
             "slipstream.num_tokens": step.num_tokens,
+            "slipstream.draft_seconds": step.draft_seconds,
+            "slipstream.verify_seconds": step.verify_seconds,
         }
         span.add_event("step", attributes, step.time_ns)
 

@@ -117,12 +117,17 @@ def test_it_keeps_up_with_its_best_member_on_repetition_and_on_a_prediction() ->
     assert list(tree.token_ids) == [7, 8, 9]
 
 
-def test_a_failing_member_is_left_out_and_the_others_go_on() -> None:
-    def fails(text: Sequence[int]) -> list[int]:
-        raise RuntimeError(f"no after {len(text)}")
+def fails(text: Sequence[int]) -> list[int]:
+    raise RuntimeError(f"no after {len(text)}")
 
-    broken = Guesser("broken", fails)
-    run = decode(AutoDrafter({"broken": broken, "good": Guesser("good", right)}), [1], target, 900)
+
+@pytest.mark.parametrize(
+    "guess", [fails, lambda _: [50], lambda text: [*right(text)[:2], 1 << 40], lambda _: [3, -1]]
+)
+def test_a_failing_member_is_left_out_and_the_others_go_on(guess: Guess) -> None:
+    broken = Guesser("broken", guess)
+    members = {"broken": broken, "good": Guesser("good", right)}
+    run = decode(AutoDrafter(members, vocab_size=50), [1], target, 900)
     assert broken.num_asked == 4
     assert run.num_emitted[4:] == [9] * len(run.num_emitted[4:])
 
@@ -292,6 +297,15 @@ def test_drafters_of_other_distributions_become_members() -> None:
     assert "window" not in auto._members
     run = decode(auto, [1], target, 300, max_nodes=8)
     assert run.num_emitted[-20:] == [9] * 20
+
+
+def test_a_member_from_outside_that_proposes_no_token_costs_its_own_draft_alone() -> None:
+    auto = AutoDrafter.build(PlainContext(vocab_size=50), None)
+    auto.meet({"outside": Guesser("outside", lambda _: [50])})
+    auto.open("a", [1, 2, 3, 1, 2], {}, "")
+    (tree,) = auto.propose([DraftRequest("a", [1, 2, 3, 1, 2], 4, DraftShape(width=2))])
+    assert 3 in tree.token_ids
+    assert max(tree.token_ids) < 50
 
 
 def test_a_node_that_two_trees_hold_is_one_and_worth_the_more_of_both() -> None:

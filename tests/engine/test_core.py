@@ -70,11 +70,14 @@ def test_account_holds_its_identities() -> None:
         assert account.num_emitted_tokens == finish.num_output_tokens == GREEDY.max_tokens
         assert sum(driver.drafted[name]) == account.num_accepted_tokens
         assert driver.num_draft_tokens[name] == account.num_draft_tokens
+        assert driver.draft_seconds[name] == account.draft_seconds
+        assert driver.verify_seconds[name] == account.verify_seconds > 0
         assert sum(account.acceptance_histogram) == account.num_steps
         assert sum(account.accepted_per_position) == account.num_accepted_tokens
         assert account.tokens_per_step == account.num_emitted_tokens / account.num_steps
         assert account.mean_gamma == account.num_draft_tokens / account.num_steps
         assert account.num_gamma_changes == len(account.gamma_changes)
+    assert driver.draft_seconds["ngram"] > driver.draft_seconds["none"] == 0
 
 
 def test_rows_are_prompt_anchors_and_drafts_and_nothing_else() -> None:

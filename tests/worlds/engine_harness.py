@@ -231,6 +231,8 @@ class Driver:
         self.token_ids: dict[str, list[int]] = {}
         self.drafted: dict[str, list[bool]] = {}
         self.num_draft_tokens: dict[str, int] = {}
+        self.draft_seconds: dict[str, float] = {}
+        self.verify_seconds: dict[str, float] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[tuple[TokenLogprobs | None, ...]]] = {}
         self.finishes: dict[str, FinishInfo] = {}
@@ -245,6 +247,7 @@ class Driver:
             self.token_ids[each.request_id] = []
             self.drafted[each.request_id] = []
             self.num_draft_tokens[each.request_id] = 0
+            self.draft_seconds[each.request_id] = self.verify_seconds[each.request_id] = 0.0
             self.logprobs[each.request_id] = []
             self.prompt_logprobs[each.request_id] = []
             self._submitted[each.request_id] = self.num_steps
@@ -278,6 +281,8 @@ class Driver:
         self.token_ids[name] += event.token_ids
         self.drafted[name] += event.drafted
         self.num_draft_tokens[name] += event.num_draft_tokens
+        self.draft_seconds[name] += event.draft_seconds
+        self.verify_seconds[name] += event.verify_seconds
         if event.logprobs is not None:
             assert len(event.logprobs) == len(event.token_ids)
             self.logprobs[name] += event.logprobs

@@ -283,6 +283,8 @@ class ScriptedEngine:
             prompt_logprobs,
             None if end is None else self._finish(request, end, stop_id),
             max(1, len(token_ids)),
+            draft_seconds=0.001 * event_index,
+            verify_seconds=0.01,
         )
 
     def _finish(

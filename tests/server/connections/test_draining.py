@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from typing import Any
 
 import httpx
 import pytest
 
+from server.connections.listener import bind
 from worlds.live_server import live
 from worlds.serving import endless, events, until
 
@@ -38,6 +40,17 @@ async def test_requests_that_outlast_the_drain_end_in_an_event_or_a_503() -> Non
             assert reply.json()["error"]["code"] == "shutting_down"
             assert int(reply.headers["retry-after"]) >= 1
         await asyncio.wait_for(found.running, 30)
+
+
+async def test_connections_that_the_kernel_remembers_keep_no_successor_from_the_port() -> None:
+    async with live(endless()) as found, httpx.AsyncClient(base_url=found.url) as client:
+        # The server closes first, and so its side waits for what may still be on its way.
+        reply = await client.get("/health", headers={"connection": "close"})
+        assert reply.headers["connection"] == "close"
+        await until(lambda: not found.num_connections)
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+        plain.bind(found.address)
+    bind(*found.address).close()
 
 
 async def test_the_port_answers_until_the_last_request_has_finished() -> None:

@@ -110,41 +110,42 @@ async def test_fields_that_are_not_given_stay_and_put_forgets_them(connect: Conn
         assert (await drafts_of(client, engine)).shape.width == 1
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "defaults"),
-        ({"defaults": None}, "defaults"),
-        ({"defaults": {"draft_strategy": "eagle"}}, "defaults.draft_strategy"),
-        ({"defaults": {"num_speculative_tokens": 33}}, "defaults.num_speculative_tokens"),
-        ({"defaults": {"num_speculative_tokens": -1}}, "defaults.num_speculative_tokens"),
-        ({"defaults": {"adaptive_depth": "guess"}}, "defaults.adaptive_depth"),
-        ({"defaults": {"options": {"colour": 1}}}, "defaults.options.colour"),
-        ({"defaults": {"colour": 1}}, "defaults.colour"),
-        ({"caps": {"draft_strategies": ["eagle"]}}, "caps.draft_strategies"),
-        ({"caps": {"max_tree_width": 0}}, "caps.max_tree_width"),
-        ({"caps": {"max_tree_width": "4"}}, "caps.max_tree_width"),
-        ({"caps": {"colour": 1}}, "caps.colour"),
-        # Together they do not fit, so neither is taken.
-        (
-            {"defaults": {"max_speculative_tokens": 9}, "caps": {"max_speculative_tokens": 8}},
-            "defaults.max_speculative_tokens",
-        ),
-        ({"colour": 1}, "colour"),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "defaults"),
+    ({"defaults": None}, "defaults"),
+    ({"defaults": {"draft_strategy": "eagle"}}, "defaults.draft_strategy"),
+    ({"defaults": {"num_speculative_tokens": 33}}, "defaults.num_speculative_tokens"),
+    ({"defaults": {"num_speculative_tokens": -1}}, "defaults.num_speculative_tokens"),
+    ({"defaults": {"adaptive_depth": "guess"}}, "defaults.adaptive_depth"),
+    ({"defaults": {"options": {"colour": 1}}}, "defaults.options.colour"),
+    ({"defaults": {"colour": 1}}, "defaults.colour"),
+    ({"caps": {"draft_strategies": ["eagle"]}}, "caps.draft_strategies"),
+    ({"caps": {"max_tree_width": 0}}, "caps.max_tree_width"),
+    ({"caps": {"max_tree_width": "4"}}, "caps.max_tree_width"),
+    ({"caps": {"colour": 1}}, "caps.colour"),
+    # Together they do not fit, so neither is taken.
+    (
+        {"defaults": {"max_speculative_tokens": 9}, "caps": {"max_speculative_tokens": 8}},
+        "defaults.max_speculative_tokens",
+    ),
+    ({"colour": 1}, "colour"),
+]
+
+
 async def test_what_would_not_have_started_is_refused_by_name_and_changes_nothing(
-    connect: Connect, body: dict[str, Any], param: str
+    connect: Connect,
 ) -> None:
+    # One server for all: large bodies are read in a process that takes seconds to start.
     async with connect(ScriptedEngine(), admin_key="adm1n") as client:
         before = (await client.get(PATH, headers=KEY)).json()
-        for padding in (0, LARGE):
-            content = json.dumps(body) + " " * padding
-            headers = KEY | {"content-type": "application/json"}
-            reply = await client.patch(PATH, content=content, headers=headers)
-            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-            assert reply.json()["error"]["message"].startswith(param)
-        assert (await client.get(PATH, headers=KEY)).json() == before
+        headers = KEY | {"content-type": "application/json"}
+        for body, param in REFUSED:
+            for padding in (0, LARGE):
+                content = json.dumps(body) + " " * padding
+                reply = await client.patch(PATH, content=content, headers=headers)
+                assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), body
+                assert reply.json()["error"]["message"].startswith(param)
+            assert (await client.get(PATH, headers=KEY)).json() == before, body
 
 
 async def test_a_change_shows_in_metrics_and_in_the_log(

@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +20,7 @@ from worlds.serving import Connect, endless, until
 
 pytestmark = pytest.mark.anyio
 
+ROOT = Path(__file__).resolve().parents[3]
 PADDING = " " * LARGE
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "seed": 1}
 COMPLETION = {"prompt": "hi", "seed": 1}
@@ -117,6 +121,39 @@ async def test_a_pool_that_was_killed_costs_its_bodies_and_no_others(connect: Co
         assert (await reading).status_code == 500
         assert (await client.post("completions", json=COMPLETION)).is_success
         assert (await client.post("completions", content=content, headers=headers)).is_success
+
+
+KILLED = """
+import os, signal
+from server.request.large_bodies import BodyReader
+
+def nothing(): ...
+
+if __name__ == "__main__":
+    reader = BodyReader(nothing, 1)
+    reader.warm()
+    locks = reader._pool._call_queue
+    print(locks._rlock._semlock.name, locks._sem._semlock.name, flush=True)
+    reader._pool.submit(os.getpid).result()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("warnings", ["", "default"])
+async def test_a_server_that_is_killed_leaves_nothing_and_nobody_says_otherwise(
+    tmp_path: Path, warnings: str
+) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": warnings}
+    # Ends when the pool and multiprocessing's tracker have, which write to the same pipe.
+    ended = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGKILL, "")
+    names = ended.stdout.split()
+    assert len(names) == 2
+    assert not any(Path(f"/dev/shm/sem.{name.lstrip('/')}").exists() for name in names)
 
 
 async def test_without_a_pool_the_server_reads_them_itself(connect: Connect) -> None:

@@ -84,6 +84,8 @@ async def test_a_request_is_a_tree_of_spans(
         assert [each["slipstream.num_tokens"] for each in steps] == [1, 3, 2, 1]
         assert [each["slipstream.draft.num_tokens"] for each in steps] == [1, 3, 2, 1]
         assert [each["slipstream.verify.num_accepted_tokens"] for each in steps] == [0, 2, 1, 0]
+        assert [each["slipstream.draft_seconds"] for each in steps] == [0.0, 0.001, 0.002, 0.003]
+        assert [each["slipstream.verify_seconds"] for each in steps] == [0.01] * 4
     assert all(each["service.name"] == "slipstream" for each in collector.resources)
 
 
