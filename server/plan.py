@@ -80,6 +80,8 @@ class RequestPlan:
     num_prompt_logprobs: int | None = None
     tokens_as_ids: bool = False
     continuous_usage: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own words for the log, which a whole reply repeats."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """What the reply says of the request, by its names."""
 
