@@ -233,7 +233,8 @@ class Responder:
         )
         spec = usage["speculative"]
         logger.info(
-            "%s x-request-id=%s user=%r metadata=%r prompt=%d completion=%d finish=%s drafter=%s accepted=%d/%d",
+            "%s x-request-id=%s user=%r metadata=%r prompt=%d completion=%d finish=%s drafter=%s "
+            "accepted=%d/%d",
             plan.request_id,
             sender,
             plan.user,

@@ -2,9 +2,9 @@
 limits.
 
 OpenAI's fields, the extras vLLM made common, what the logits processors declare, and
-``speculative``. ``user`` goes into the request's
-log line, and nowhere else; ``metadata`` comes back, too. Whether a value fits the model served (token ids, lengths, drafters) is
-checked when the request is translated.
+``speculative``. ``user`` goes into the request's log line, and nowhere else; ``metadata`` comes back,
+too. Whether a value fits the model served (token ids, lengths, drafters) is checked when the request is
+translated.
 """
 
 from __future__ import annotations
