@@ -118,23 +118,27 @@ class _Body:
         between = spelling.between if calls.parallel else None
         more = "" if between is None else f"({self._text(between)} call)*"
         end = self._text(spelling.end)
-        yield f"calls: {self._text(spelling.begin)} call {more} {end}"
-        yield from self._each_call("call", calls, "")
+        # What begins all calls and the first one is one word: beside text, the longest word wins.
+        yield f"calls: first_call {more} {end}"
+        yield from self._each_call("first_call", calls, spelling.begin)
         if calls.opener and not calls.must and not self._has_answer:
-            begin = self._text(spelling.begin.removeprefix(calls.opener))
-            first = f"{begin} call" if spelling.begin else "first_call"
-            yield f"calls_opened: {first} {more} {end}"
-            yield from self._each_call("first_call", calls, calls.opener)
+            yield f"calls_opened: opened_call {more} {end}"
+            yield from self._each_call("opened_call", calls, spelling.begin, calls.opener)
+        if more:
+            yield from self._each_call("call", calls)
         for number, (_, schema) in enumerate(calls.functions):
             yield from spelling.arguments(f"arguments_{number}", schema)
 
-    def _each_call(self, rule: str, calls: CallRules, opener: str) -> Iterator[str]:
-        """A call of any function, without ``opener`` where that has been written."""
+    def _each_call(
+        self, rule: str, calls: CallRules, begin: str = "", opener: str = ""
+    ) -> Iterator[str]:
+        """A call of any function after ``begin``, without ``opener`` where that has been written."""
         yield f"{rule}: {' | '.join(f'{rule}_{n}' for n in range(len(calls.functions)))}"
         after = self._text(calls.spelling.after)
         for number, (name, _) in enumerate(calls.functions):
-            before = calls.spelling.before.replace("NAME", name).removeprefix(opener)
-            yield f"{rule}_{number}: {self._text(before)} arguments_{number} {after}"
+            before = begin + calls.spelling.before.replace("NAME", name)
+            before = self._text(before.removeprefix(opener))
+            yield f"{rule}_{number}: {before} arguments_{number} {after}"
 
     def _any_text(self) -> str:
         return f"/{_ANYTHING}/" + "".join(f" & ~/{each}{_ANYTHING}/" for each in self._not_first)

@@ -68,14 +68,14 @@ class PythonArguments:
         if found is None:
             return len(text)
         if found.partial:
-            return found.start()
+            return int(found.start())
         if found["close"]:
             self._close()
         else:
             self._json.append(f'{", " if self._num_arguments else "{"}"{found["key"]}": ')
             self._num_arguments += 1
             self._step = self._value
-        return found.end()
+        return int(found.end())
 
     def _close(self) -> None:
         self._json.append("}" if self._num_arguments else "{}")
@@ -90,7 +90,7 @@ class PythonArguments:
             self._write(json_of(groups["word"], set()))
         elif mark := groups.get("mark"):
             self._mark(mark)
-        return found.end()
+        return int(found.end())
 
     def _mark(self, mark: str) -> None:
         if mark in "\"'":
@@ -143,7 +143,7 @@ class PythonArguments:
             self._json.append(escaped(chr(code)) if code < 0x110000 else escaped(found[0]))
         else:
             self._json.append(escaped(_MEANT.get(kind, found[0])))
-        return found.end()
+        return int(found.end())
 
 
 def _rules(rule: str, schema: Schema) -> Iterator[str]:

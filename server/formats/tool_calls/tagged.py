@@ -129,18 +129,18 @@ class TaggedArguments:
         found = self._tag.search(text, partial=not final)
         if found is None or found.partial:
             # What is no tag is nobody's.
-            return -(found.start() if found else len(text))
+            return -int(found.start() if found else len(text))
         if found["close"]:
             self._json.append("}" if self._num_arguments else "{}")
             self.ended = True
-            return found.end()
+            return int(found.end())
         name = found["name"]
         self._types = types_of(schema_of(self._schema, name))
         begin = ", " if self._num_arguments else "{"
         self._json.append(f'{begin}"{escaped(name)}": ' + ('"' if self._is_text else ""))
         self._num_arguments += 1
         self._in_value, self._at_start = True, self._on_lines
-        return found.end()
+        return int(found.end())
 
     @property
     def _is_text(self) -> bool:
@@ -153,7 +153,7 @@ class TaggedArguments:
                 return 1
         found = self._end.search(text, partial=not final)
         is_whole = found is not None and not found.partial
-        num_chars = found.start() if found else len(text)
+        num_chars = int(found.start() if found else len(text))
         (
             self._json.append(escaped(text[:num_chars]))
             if self._is_text
@@ -170,7 +170,7 @@ class TaggedArguments:
             self._json.append(json_of("".join(self._held), self._types))
             self._held.clear()
         self._in_value = False
-        return found.end()
+        return int(found.end())
 
     def _hold(self, text: str) -> None:
         self._held.append(text)
