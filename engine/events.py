@@ -15,11 +15,13 @@ FinishReason = Literal["stop", "length", "abort"]
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural-log probabilities under the model's unprocessed distribution (before temperature,
-    truncation and penalties). ``top`` is best first and has as many entries as were asked for."""
+    truncation and penalties). ``top`` is best first and has as many entries as were asked for; ``named``
+    are the tokens that were asked for by their ids, in that order."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    named: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,8 @@ def _prompt_positions(part: Part) -> list[int]:
 def _scored_prompt(part: Part, positions: Sequence[int]) -> list[Scored]:
     request = part.scheduled.request
     first, num_top = part.rows.first_logit - part.scheduled.base, _prompt_top(request)
-    return [Scored(first + at, request.token_ids[at + 1], num_top) for at in positions]
+    named = request.params.sampling.logprob_token_ids
+    return [Scored(first + at, request.token_ids[at + 1], num_top, named) for at in positions]
 
 
 def _prompt_top(request: Request) -> int:
@@ -174,12 +175,13 @@ def _prompt_top(request: Request) -> int:
 
 def _scored_emitted(part: Part) -> list[Scored]:
     outcome = part.scheduled.outcome
-    num_top = part.scheduled.request.params.sampling.logprobs
+    sampling = part.scheduled.request.params.sampling
+    num_top = sampling.logprobs
     if outcome is None or num_top is None:
         return []
     # The path leads from row to row: the token at each of its rows is the next one emitted.
     first, emitted = part.anchor_logit, outcome.emitted_token_ids
     return [
-        Scored(first + row, token_id, num_top)
+        Scored(first + row, token_id, num_top, sampling.logprob_token_ids)
         for row, token_id in zip(outcome.path, emitted, strict=False)
     ]

@@ -41,6 +41,8 @@ class SamplingParams:
     choice_index: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    """Reported wherever log-probabilities are, whether or not they are among the likeliest."""
     grammar: str = ""
     """What the output has to match, as llguidance's ``grammar_from_*`` give it; "": anything."""
     further: Mapping[str, Any] = field(default_factory=dict)

@@ -25,11 +25,12 @@ class TextOptions:
 @dataclass(frozen=True, slots=True)
 class MessageOptions:
     """How a choice's text is taken apart. ``tool_calls`` and ``reasoning`` are names of formats, "" for
-    none: then the text is content. ``reasoning_is_open``: the prompt ends inside the reasoning.
+    none: then the text is content. ``functions``: those that may be called, and the schemas of their
+    arguments. ``reasoning_is_open``: the prompt ends inside the reasoning.
     """
 
     tool_calls: str = ""
-    tool_names: tuple[str, ...] = ()
+    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reasoning: str = ""
     reasoning_is_open: bool = False
     include_reasoning: bool = True
@@ -80,6 +81,8 @@ class RequestPlan:
     num_prompt_logprobs: int | None = None
     tokens_as_ids: bool = False
     continuous_usage: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own words for the log, which a whole reply repeats."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """What the reply says of the request, by its names."""
 

@@ -30,9 +30,20 @@ SPLIT = r"\n+|[ ]{2,}|__[A-Za-z]+__|[ ]?[A-Za-z]+|_[A-Za-z]+|[0-9]|_+|[ ]?[^\sA-
 # Every turn ends with the same token that ends a plain document, so a server needs to know
 # one stop token only.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ bos_token }}"
+    # Functions are told of as models that write <tool_call> are; without any, nothing is said of them.
+    "{% if tools %}{{ '<|system|>' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n' }}{% endif %}"
+    "{{ 'Functions:' }}{% for tool in tools %}{{ '\n' + (tool['function'] | tojson) }}{% endfor %}"
+    '{{ \'\nTo call one:\n<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>\' }}'
+    "{{ eos_token }}{% endif %}"
+    "{% for message in messages %}{% if not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' }}"
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\n<tool_call>\n' + (call['function'] | tojson) + '\n</tool_call>' }}"
+    "{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 

@@ -25,15 +25,17 @@ _FURTHER_GROUPS = 4
 
 
 class Scored(NamedTuple):
-    """A row of the logits, its token, and how many of the likeliest to name beside it."""
+    """A row of the logits, its token, how many of the likeliest to name beside it, and which others."""
 
     row: int
     token_id: int
     num_top: int
+    named: tuple[int, ...] = ()
 
 
 def scored_logprobs(logits: Tensor, asked: Sequence[Scored]) -> list[TokenLogprobs]:
-    """For each row: the log-probability of its token and the ``num_top`` likeliest, best first.
+    """For each row: the log-probabilities of its token, of those named, and of the ``num_top`` likeliest,
+    best first.
 
     ``logits`` ``[num_rows, vocab_size]``, any float type, as the model gave them. Rows of prompt
     tokens are asked for in the same way, with the token that follows.
@@ -41,22 +43,31 @@ def scored_logprobs(logits: Tensor, asked: Sequence[Scored]) -> list[TokenLogpro
     if not asked:
         return []
     num_top = max(each.num_top for each in asked)
-    chosen = torch.tensor([each.token_id for each in asked], device=logits.device)[:, None]
+    num_own = 1 + max(len(each.named) for each in asked)
+    own = torch.tensor([_own(each, num_own) for each in asked], device=logits.device)
 
     def read(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         token_ids, _ = _top(rows, num_top)
-        token_ids = torch.cat([chosen[part], token_ids], dim=1)
+        token_ids = torch.cat([own[part], token_ids], dim=1)
         return token_ids, torch.log_softmax(rows, dim=-1).gather(1, token_ids)
 
     found = _by_parts(logits, [each.row for each in asked], read)
     return [
-        TokenLogprobs(
-            ids[0],
-            values[0],
-            tuple(zip(ids[1 : each.num_top + 1], values[1 : each.num_top + 1], strict=True)),
-        )
+        _told(each, list(zip(ids, values, strict=True)), num_own)
         for each, ids, values in zip(asked, *found, strict=True)
     ]
+
+
+def _own(scored: Scored, num: int) -> list[int]:
+    """The row's token and those named, filled up to ``num``."""
+    own = [scored.token_id, *scored.named]
+    return own + [scored.token_id] * (num - len(own))
+
+
+def _told(scored: Scored, found: list[tuple[int, float]], num_own: int) -> TokenLogprobs:
+    """``found``: as many as ``_own`` gives, then the likeliest."""
+    top = found[num_own : num_own + scored.num_top]
+    return TokenLogprobs(*found[0], tuple(top), tuple(found[1 : 1 + len(scored.named)]))
 
 
 def emitted_logprobs(

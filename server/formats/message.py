@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from server.formats.parts import Content, Part, Reasoning
 from server.formats.reasoning import reasoning_formats
+from server.formats.reasoning.format import Splitter
 from server.formats.reasoning.splitter import ReasoningSplitter
 from server.formats.tool_calls import tool_call_formats
 from server.formats.tool_calls.parser import CallParser
@@ -17,7 +19,7 @@ def markers_of(options: MessageOptions) -> tuple[str, ...]:
     found: tuple[str, ...] = ()
     if options.reasoning:
         reasoning = reasoning_formats()[options.reasoning]
-        found += (reasoning.begin, reasoning.end)
+        found += reasoning.markers or (reasoning.begin, reasoning.end)
     if options.tool_calls:
         found += tool_call_formats()[options.tool_calls].markers
     return found
@@ -28,13 +30,15 @@ class MessageParser:
 
     def __init__(self, options: MessageOptions, id_seed: str) -> None:
         self._options = options
-        self._reasoning = self._calls = None
+        self._reasoning: Splitter | None = None
+        self._calls: CallParser | None = None
         if options.reasoning:
             form = reasoning_formats()[options.reasoning]
-            self._reasoning = ReasoningSplitter(form, options.reasoning_is_open)
+            make = form.splitter or partial(ReasoningSplitter, form)
+            self._reasoning = make(options.reasoning_is_open)
         if options.tool_calls:
             calls = tool_call_formats()[options.tool_calls]
-            self._calls = CallParser(calls, options.tool_names, id_seed)
+            self._calls = CallParser(calls, options.functions, id_seed)
         self._token_starts: list[int] = []
 
     @property
@@ -43,27 +47,30 @@ class MessageParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens that began before the reasoning's end."""
+        """Tokens that began inside the reasoning."""
         if self._reasoning is None:
             return 0
-        end = self._reasoning.num_chars
-        return sum(start < end for start in self._token_starts)
+        return sum(map(self._reasoning.is_reasoning, self._token_starts))
 
     def feed(self, text: str, token_starts: Iterable[int] = ()) -> tuple[Part, ...]:
         """What the text settles. ``token_starts``: where its tokens begin, in the choice's text."""
         if self._reasoning is None:
             return self._split_calls(text)
         self._token_starts += token_starts
-        reasoning, content = self._reasoning.feed(text)
-        return (*self._shown(reasoning), *self._split_calls(content))
+        return self._split(self._reasoning.feed(text))
 
     def finish(self) -> tuple[Part, ...]:
         """What was held back, at the end of the choice."""
         parts: tuple[Part, ...] = ()
         if self._reasoning is not None:
-            reasoning, content = self._reasoning.finish()
-            parts = (*self._shown(reasoning), *self._split_calls(content))
+            parts = self._split(self._reasoning.finish())
         return parts if self._calls is None else (*parts, *self._calls.finish())
+
+    def _split(self, pieces: Iterable[tuple[str, str]]) -> tuple[Part, ...]:
+        found: list[Part] = []
+        for reasoning, content in pieces:
+            found += (*self._shown(reasoning), *self._split_calls(content))
+        return tuple(found)
 
     def _shown(self, reasoning: str) -> Iterable[Part]:
         if reasoning and self._options.include_reasoning:

@@ -171,7 +171,12 @@ class Responder:
         plan = writer.plan
         sender = request.scope.get(REQUEST_ID_KEY)
         tenant = plan.choices[0].request.tenant.name or None
-        add_log_fields(request_id=plan.request_id, user=plan.user, tenant=tenant)
+        add_log_fields(
+            request_id=plan.request_id,
+            user=plan.user,
+            metadata=plan.metadata or None,
+            tenant=tenant,
+        )
         record = request.scope.get(RECORD_KEY)
         if record is not None:
             record.begin(plan)
@@ -228,10 +233,12 @@ class Responder:
         )
         spec = usage["speculative"]
         logger.info(
-            "%s x-request-id=%s user=%r prompt=%d completion=%d finish=%s drafter=%s accepted=%d/%d",
+            "%s x-request-id=%s user=%r metadata=%r prompt=%d completion=%d finish=%s drafter=%s "
+            "accepted=%d/%d",
             plan.request_id,
             sender,
             plan.user,
+            dict(plan.metadata),
             usage["prompt_tokens"],
             usage["completion_tokens"],
             ",".join(end.reason for end in ends),

@@ -141,6 +141,7 @@ class Completion(CompletionReply):
 
     usage: Usage
     metrics: NotRequired[ReplyMetrics]
+    metadata: NotRequired[dict[str, str]]
 
 
 class ChatReply(Envelope):
@@ -151,6 +152,7 @@ class ChatReply(Envelope):
 class ChatCompletion(ChatReply):
     usage: Usage
     metrics: NotRequired[ReplyMetrics]
+    metadata: NotRequired[dict[str, str]]
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
@@ -275,7 +277,8 @@ class ChunkWriter(Writer):
         return {**self._chunk([]), **_account(usage)}
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
-        return {**self._reply(choices), **_account(usage)}
+        told = {"metadata": self.plan.metadata} if self.plan.metadata else {}
+        return {**self._reply(choices), **_account(usage), **told}
 
     @abstractmethod
     def _chunk(self, deltas: Sequence[ChoiceDelta]) -> Mapping[str, Any]: ...
@@ -315,6 +318,12 @@ class ChunkWriter(Writer):
             )
             for token_id, logprob, rank in shown
         }
+
+    def _shown(self, logprobs: TokenLogprobs) -> list[tuple[int, float]]:
+        """Those beside a token: the likeliest, then those that were named and are not among them."""
+        top = logprobs.top[: self.plan.num_logprobs]
+        listed = {token_id for token_id, _ in top}
+        return [*top, *(each for each in logprobs.named if each[0] not in listed)]
 
     def _name(self, token_id: int) -> str:
         """Of a token in logprobs."""
@@ -406,8 +415,7 @@ class CompletionWriter(ChunkWriter):
         if logprobs is None:
             block["top_logprobs"].append(None)
             return
-        shown = logprobs.top[: self.plan.num_logprobs]
-        top = {self._name(top_id): logprob for top_id, logprob in shown}
+        top = {self._name(each): logprob for each, logprob in self._shown(logprobs)}
         # OpenAI lists the chosen token too, so there may be one entry more than was asked for.
         top.setdefault(self._name(token_id), logprobs.logprob)
         block["top_logprobs"].append(top)
@@ -461,7 +469,7 @@ class ChatWriter(ChunkWriter):
         for token in tokens:
             assert token.logprobs is not None, "the engine sends logprobs where they were asked for"
             chosen = self._entry(token.token_id, token.logprobs.logprob)
-            top = [self._entry(top_id, logprob) for top_id, logprob in token.logprobs.top]
+            top = [self._entry(*each) for each in self._shown(token.logprobs)]
             content.append(ChatLogprob(**chosen, top_logprobs=top))
         return ChatLogprobs(content=content)
 

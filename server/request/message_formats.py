@@ -64,7 +64,7 @@ class MessageFormats:
         tools = self.tools(body)
         return MessageOptions(
             tool_calls=self._tool_calls if tools else "",
-            tool_names=tuple(tool.function.name for tool in tools),
+            functions={tool.function.name: tool.function.schema_of_arguments() for tool in tools},
             reasoning=self._reasoning,
             reasoning_is_open=self._reasoning_is_open(prompt),
             include_reasoning=body.include_reasoning,
@@ -104,18 +104,20 @@ class MessageFormats:
         parallel = body.parallel_tool_calls is not False
         if not (must or is_strict or not parallel or has_answer):
             return None
+        form = tool_call_formats()[self._tool_calls]
+        spelling = form.spelling(self._template)
         functions = []
         for place, tool in named:
             schema = tool.function.schema_of_arguments()
             if not must and not tool.function.strict:
                 schema = {"type": "object"}
-            check_schema(schema, f"tools.{place}.function.parameters")
+            check_schema(schema, spelling, f"tools.{place}.function.parameters")
             functions.append((tool.function.name, schema))
-        form = tool_call_formats()[self._tool_calls]
         return CallRules(
             functions=functions,
-            spelling=form.spelling(self._template),
-            opener="" if form.bare else form.markers[0],
+            spelling=spelling,
+            opener=form.markers[0] if form.in_text else "",
+            never_first=form.never_first,
             must=must,
             # A function that is named is called once.
             parallel=parallel and not isinstance(body.tool_choice, NamedTool),

@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from regex import compile, escape
 
 from server.errors import bad_request
 from server.formats.reasoning.format import ReasoningFormat
+from server.formats.tool_calls.arguments import Schema
 from server.formats.tool_calls.format import Spelling
 
-# As ``json.dumps`` writes, which leaves fewer tokens to choose.
-_AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _WORDS = compile(r'"[^"]*"|[{}]|: |, |[^"{}:,]+|.')
 _ANYTHING = "(?s:.*)"
 
@@ -25,15 +23,17 @@ _ANYTHING = "(?s:.*)"
 @dataclass(frozen=True, slots=True)
 class CallRules:
     """``functions``: (name, schema of the arguments) of each that may be called; ``opener``: what begins
-    a call in free text, "" where nothing does and a text either is a call or is not. ``must``: there is
-    a call, and no text; ``parallel``: there may be several.
+    a call in free text, "" where nothing does and a text either is a call or is not, which then does not
+    begin with ``never_first``, a regular expression. ``must``: there is a call, and no text;
+    ``parallel``: there may be several.
     """
 
-    functions: Sequence[tuple[str, Mapping[str, Any]]]
+    functions: Sequence[tuple[str, Schema]]
     spelling: Spelling
     opener: str
     must: bool
     parallel: bool
+    never_first: str = ""
 
 
 class MessageGrammar:
@@ -70,11 +70,17 @@ class _Body:
         self._has_answer = has_answer
         # How free text must not begin.
         self._not_first: list[str] = []
+        # What stands before text.
+        self._before_text = ""
 
     def thinking(self, form: ReasoningFormat, is_open: bool) -> Iterator[str]:
         """Comes before ``rules``: text that begins like reasoning is reasoning."""
         yield "gap: /\\s{0,4}/"
         yield from self._up_to("thought", form.end)
+        if form.answer:
+            self._before_text = self._text(form.answer)
+            yield f"thinking: {'' if is_open else self._text(form.begin)} thought gap"
+            return
         # White space belongs to the gap, where there is one.
         self._not_first = ["\\s"]
         if is_open:
@@ -89,44 +95,50 @@ class _Body:
         if self._has_answer:
             yield "answer: @given"
         if self._calls is None:
-            yield "body: answer"
+            yield f"body: {self._before_text} answer"
             return
         calls = self._calls
         if calls.must:
             yield "body: calls"
         elif self._has_answer:
-            yield "body: calls | answer"
+            yield f"body: calls | {self._before_text} answer"
         elif calls.opener:
             yield "body: text_before calls_opened | text"
             yield from self._up_to("text_before", calls.opener)
             yield f"text: TEXT\nTEXT: {self._any_text()}{self._without(calls.opener)}"
         else:
-            yield "body: calls | text"
-            bare = '\\s*\\{\\s*"(name|type)"'
-            yield f"text: TEXT\nTEXT: {self._any_text()} & ~/{bare}{_ANYTHING}/"
+            yield f"body: calls | {self._before_text} text"
+            if calls.never_first:
+                self._not_first.append(calls.never_first)
+            yield f"text: TEXT\nTEXT: {self._any_text()}"
         yield from self._call_rules(calls)
 
     def _call_rules(self, calls: CallRules) -> Iterator[str]:
         spelling = calls.spelling
-        more = f"({self._text(spelling.between)} call)*" if calls.parallel else ""
+        between = spelling.between if calls.parallel else None
+        more = "" if between is None else f"({self._text(between)} call)*"
         end = self._text(spelling.end)
-        yield f"calls: {self._text(spelling.begin)} call {more} {end}"
-        yield from self._each_call("call", calls, "")
+        # What begins all calls and the first one is one word: beside text, the longest word wins.
+        yield f"calls: first_call {more} {end}"
+        yield from self._each_call("first_call", calls, spelling.begin)
         if calls.opener and not calls.must and not self._has_answer:
-            begin = self._text(spelling.begin.removeprefix(calls.opener))
-            first = f"{begin} call" if spelling.begin else "first_call"
-            yield f"calls_opened: {first} {more} {end}"
-            yield from self._each_call("first_call", calls, calls.opener)
+            yield f"calls_opened: opened_call {more} {end}"
+            yield from self._each_call("opened_call", calls, spelling.begin, calls.opener)
+        if more:
+            yield from self._each_call("call", calls)
         for number, (_, schema) in enumerate(calls.functions):
-            yield f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': _AS_WRITTEN})}"
+            yield from spelling.arguments(f"arguments_{number}", schema)
 
-    def _each_call(self, rule: str, calls: CallRules, opener: str) -> Iterator[str]:
-        """A call of any function, without ``opener`` where that has been written."""
+    def _each_call(
+        self, rule: str, calls: CallRules, begin: str = "", opener: str = ""
+    ) -> Iterator[str]:
+        """A call of any function after ``begin``, without ``opener`` where that has been written."""
         yield f"{rule}: {' | '.join(f'{rule}_{n}' for n in range(len(calls.functions)))}"
         after = self._text(calls.spelling.after)
         for number, (name, _) in enumerate(calls.functions):
-            before = calls.spelling.before.replace("NAME", name).removeprefix(opener)
-            yield f"{rule}_{number}: {self._text(before)} arguments_{number} {after}"
+            before = begin + calls.spelling.before.replace("NAME", name)
+            before = self._text(before.removeprefix(opener))
+            yield f"{rule}_{number}: {before} arguments_{number} {after}"
 
     def _any_text(self) -> str:
         return f"/{_ANYTHING}/" + "".join(f" & ~/{each}{_ANYTHING}/" for each in self._not_first)
@@ -169,12 +181,15 @@ def _nested(lark: str, answer: str) -> str:
     return json.dumps({"grammars": [first, {**given[0], "name": "given"}, *given[1:]]})
 
 
-def check_schema(schema: Mapping[str, Any], field: str) -> None:
-    """Raises ApiError 400 where arguments cannot be held to it."""
+def check_schema(schema: Schema, spelling: Spelling, field: str) -> None:
+    """Raises ApiError 400 where arguments that are spelt so cannot be held to it."""
     from llguidance import LLMatcher
 
     try:
+        # Of what is wrong with the schema itself, this knows where.
         fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        lines = fault or "\n".join(["start: arguments", *spelling.arguments("arguments", schema)])
+        fault = fault or LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(lines))
     except (ValueError, RecursionError) as error:
         fault = str(error)
     if fault:

@@ -2,9 +2,9 @@
 limits.
 
 OpenAI's fields, the extras vLLM made common, what the logits processors declare, and
-``speculative``. ``user`` goes into the request's
-log line, and nowhere else. Whether a value fits the model served (token ids, lengths, drafters) is
-checked when the request is translated.
+``speculative``. ``user`` goes into the request's log line, and nowhere else; ``metadata`` comes back,
+too. Whether a value fits the model served (token ids, lengths, drafters) is checked when the request is
+translated.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from server.request.speculative import SpeculativeField
 from server.request.tools import MAX_TOOLS, MessageToolCall, ToolChoiceField, ToolsField
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_COUNT = 2**31 - 1
 MAX_MESSAGES = 1 << 14
@@ -27,7 +28,6 @@ MAX_MESSAGES = 1 << 14
 _TEXT_ONLY = "text only"
 _NOT_MOVED = "keys and values stay in this server"
 _UNSUPPORTED = {
-    "metadata": "nothing is stored here",
     "stream_interval": "a chunk is sent for each step",
     "guided_json": "use 'structured_outputs'",
     "guided_regex": "use 'structured_outputs'",
@@ -35,7 +35,6 @@ _UNSUPPORTED = {
     "guided_grammar": "use 'structured_outputs'",
     "use_beam_search": "tokens are sampled",
     "length_penalty": "it belongs to beam search",
-    "logprob_token_ids": "use 'logprobs', which reports the likeliest tokens",
     "logits_processors": "the server runs no code of its clients",
     "repetition_detection": "use 'frequency_penalty' or 'repetition_penalty'",
     "thinking_token_budget": "use 'max_tokens'",
@@ -100,6 +99,8 @@ class Prediction(Body):
 
 
 _Model = TypeVar("_Model", bound=Body)
+_MetadataKey = Annotated[str, Field(max_length=64)]
+_MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 def _with_processors(model: type[_Model]) -> type[_Model]:
@@ -139,6 +140,11 @@ class CommonFields(Body):
     user: str | None = Field(
         default=None, max_length=256, description="Written to the request log."
     )
+    metadata: dict[_MetadataKey, _MetadataValue] | None = Field(
+        default=None,
+        max_length=16,
+        description="Written to the request log, and sent back with whole replies.",
+    )
     stream: bool = False
     speculative: SpeculativeField | None = None
 
@@ -159,6 +165,12 @@ class SamplingFields(CommonFields):
         ge=0,
         le=MAX_LOGPROBS,
         description="Likeliest tokens reported for each place of the prompt.",
+    )
+    logprob_token_ids: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_LOGPROB_TOKEN_IDS,
+        description="Tokens reported in logprobs besides the likeliest.",
     )
     return_tokens_as_token_ids: bool = Field(
         default=False, description="Name tokens 'token_id:ID' in logprobs."

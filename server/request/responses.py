@@ -217,9 +217,6 @@ class ResponsesRequest(CommonFields):
         default=None, description="'format': what the text has to match."
     )
     reasoning: ReasoningConfig | None = None
-    metadata: dict[str, str] | None = Field(
-        default=None, max_length=16, description="Comes back with the response."
-    )
 
     def for_chat(self) -> ChatRequest:
         """The chat request that says the same."""
@@ -232,6 +229,7 @@ class ResponsesRequest(CommonFields):
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "user": self.user,
+            "metadata": self.metadata,
             "stream": self.stream,
             "seed": self.seed,
             "priority": self.priority,

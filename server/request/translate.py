@@ -172,6 +172,7 @@ class Translator:
                 name = "stream_options.continuous_usage_stats"
                 raise bad_request(name, f"{name} needs 'include_usage': true")
         self._prompts.check_token_ids("stop_token_ids", body.stop_token_ids or ())
+        self._prompts.check_token_ids("logprob_token_ids", body.logprob_token_ids or ())
         most = self._max_seconds
         if body.timeout is not None and most is not None and body.timeout > most:
             raise bad_request("timeout", f"timeout: this server gives a request {most:g} seconds")
@@ -221,6 +222,8 @@ class Translator:
         if body.return_tokens_as_token_ids and num_logprobs is None:
             name = "return_tokens_as_token_ids"
             raise bad_request(name, f"{name} needs 'logprobs'")
+        if body.logprob_token_ids and num_logprobs is None:
+            raise bad_request("logprob_token_ids", "logprob_token_ids needs 'logprobs'")
         num_choices = len(prompts) * body.n
         seconds = body.timeout or self._max_seconds
         echoed = num_logprobs if echo else None
@@ -277,6 +280,7 @@ class Translator:
             stream=body.stream,
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
             user=body.user,
+            metadata=body.metadata or {},
             num_prompt_logprobs=num_prompt_logprobs,
             tokens_as_ids=body.return_tokens_as_token_ids,
             continuous_usage=(
@@ -303,6 +307,7 @@ class Translator:
             "ignore_eos": body.ignore_eos,
             "logprobs": num_logprobs,
             "prompt_logprobs": num_prompt_logprobs,
+            "logprob_token_ids": tuple(dict.fromkeys(body.logprob_token_ids or ())),
         }
 
 

@@ -205,3 +205,7 @@ def test_langchain(server: LiveServer) -> None:
     asked |= {"temperature": 1, "max_tokens": 300}
     structured = ChatOpenAI(**asked, seed=1).with_structured_output(Point, method="json_schema")
     assert isinstance(structured.invoke("A point"), Point)
+    called = ChatOpenAI(**asked, seed=2).bind_tools([Point], tool_choice="required")
+    calls = called.invoke("A point").tool_calls
+    assert calls
+    assert all(call["name"] == "Point" and Point(**call["args"]) for call in calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 import torch
 import uvicorn
@@ -288,3 +290,87 @@ def test_metrics_tell_what_speculation_did(served: Served) -> None:
         if name.startswith("vllm:spec_decode_num_accepted_tokens_total")
     ]
     assert sum(drafted) > 0
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 30},
+    },
+    "required": ["city", "unit", "days"],
+    "additionalProperties": False,
+}
+CLOCK = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["CET", "EET", "UTC"]}, "summer": {"type": "boolean"}},
+    "required": ["zone", "summer"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"get_weather": WEATHER, "get_time": CLOCK}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+NAMED: Any = {"type": "function", "function": {"name": "get_time"}}
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_required_calls_are_valid_drafted_and_the_same_without_drafts(
+    served: Served, choice: Any, temperature: float
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "slipstream-bundled",
+        "messages": [{"role": "user", "content": "The weather in Cologne, and the time there?"}],
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "temperature": temperature,
+        "max_tokens": 160,
+        "seed": 4,
+    }
+    client = served.client()
+    found: dict[str, list[tuple[str, str]]] = {}
+    num_steps: dict[str, int] = {}
+    for drafter in ("none", "grammar", "ngram"):
+        extra = {"speculative": {"draft_strategy": drafter}}
+        reply = client.chat.completions.create(**asked, extra_body=extra)
+        (one,) = reply.choices
+        found[drafter] = calls_of(one.message)
+        num_steps[drafter] = reply.usage.model_extra["speculative"]["num_steps"]  # type: ignore[union-attr,index]
+        # One that was cut off is the beginning of a valid one.
+        whole = found[drafter][: -1 if one.finish_reason == "length" else None]
+        assert whole
+        for name, arguments in whole:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        if choice == NAMED:
+            assert [name for name, _ in found[drafter]] == ["get_time"]
+    assert found["grammar"] == found["ngram"] == found["none"]
+    assert max(num_steps["grammar"], num_steps["ngram"]) < 0.6 * num_steps["none"]
+    with client.chat.completions.stream(**asked, extra_body=DRAFT) as stream:
+        for _ in stream:
+            pass
+    joined = stream.get_final_completion().choices[0].message
+    assert calls_of(joined) == found["none"]
+
+
+def test_calls_and_what_came_of_them_are_shown_to_the_model(served: Served) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+    ]
+    reply = httpx.post(f"{served.url}/tokenize", json={"messages": messages, "tools": TOOLS})
+    back = httpx.post(f"{served.url}/detokenize", json={"tokens": reply.json()["tokens"]})
+    text = back.json()["prompt"]
+    assert text.startswith("<|bos|><|system|>Be brief.\nFunctions:\n{")
+    assert text.count("<|system|>") == text.count("Be brief.") == 1
+    assert '<|assistant|>\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>' in text
+    assert text.endswith("<|user|>noon<|eos|><|assistant|>")

@@ -50,11 +50,13 @@ async def test_a_requests_line_has_its_ids_and_figures(
 ) -> None:
     async with connect(ScriptedEngine("abc")) as client:
         body = {"prompt": "a", "user": "line\nbreak", "stream": stream, "n": 2}
+        body |= {"metadata": {"job": "a\nb"}}
         headers = {"x-request-id": "abc-1"}
         await client.post("/completions", json=body, headers=headers)
     (line,) = lines.of("slipstream.requests")
     assert line["x_request_id"] == "abc-1"
     assert line["user"] == "line\nbreak"
+    assert line["metadata"] == {"job": "a\nb"}
     assert line["message"].startswith(line["request_id"])
     expected = {
         "prompt_tokens": 1,

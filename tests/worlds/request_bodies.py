@@ -120,6 +120,10 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
     ),
     "cache_salt": ({"cache_salt": "tenant"}, lambda o: o.request.cache_salt == "tenant"),
     "user": ({"user": "someone"}, lambda o: "user='someone'" in o.log),
+    "metadata": (
+        {"metadata": {"a": "b"}},
+        lambda o: o.reply.get("metadata") == {"a": "b"} and "{'a': 'b'}" in o.log,
+    ),
     "prompt_logprobs": (
         {"prompt_logprobs": 1},
         lambda o: (
@@ -173,6 +177,10 @@ COMPLETION_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
         {"return_tokens_as_token_ids": True, "logprobs": 1},
         lambda o: "token_id:104" in o.raw,
     ),
+    "logprob_token_ids": (
+        {"logprob_token_ids": [9, 9, 7], "logprobs": 0},
+        lambda o: o.sampling.logprob_token_ids == (9, 7),
+    ),
     "allow_special_tokens": (
         {"prompt": "<|user|>", "allow_special_tokens": False},
         lambda o: o.request.prompt_token_ids == tuple(b"<|user|>"),
@@ -192,6 +200,10 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
     "return_tokens_as_token_ids": (
         {"return_tokens_as_token_ids": True, "logprobs": True},
         lambda o: "token_id:104" in o.raw,
+    ),
+    "logprob_token_ids": (
+        {"logprob_token_ids": [9], "logprobs": True},
+        lambda o: o.sampling.logprob_token_ids == (9,),
     ),
     "allow_special_tokens": (
         {"messages": [{"role": "user", "content": "</s>"}], "allow_special_tokens": True},
@@ -299,7 +311,7 @@ RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
     ),
     "text": ({"text": {"format": {"type": "json_object"}}}, lambda o: o.sampling.grammar != ""),
     "reasoning": ({"reasoning": {"effort": "low"}}, lambda o: b"effort low" in prompt_of(o)),
-    "metadata": ({"metadata": {"a": "b"}}, lambda o: o.reply["metadata"] == {"a": "b"}),
+    "metadata": SHARED["metadata"],
 }
 
 

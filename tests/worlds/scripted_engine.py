@@ -134,10 +134,12 @@ def engine_info(**changes: Any) -> EngineInfo:
     return EngineInfo(**(values | changes))
 
 
-def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
-    """Made-up but recognisable: the alternatives are the ids after the chosen one."""
+def logprobs_of(token_id: int, num_top: int, named: Sequence[int] = ()) -> TokenLogprobs:
+    """Made-up but recognisable: a token's is by its distance from the chosen one, and the
+    alternatives are the ids after that."""
     top = tuple(((token_id + rank) % VOCAB_SIZE, -0.5 - rank) for rank in range(num_top))
-    return TokenLogprobs(token_id, -0.5, top)
+    told = tuple((each, -0.5 - (each - token_id) % VOCAB_SIZE) for each in named)
+    return TokenLogprobs(token_id, -0.5, top, told)
 
 
 class ScriptedEngine:
@@ -270,11 +272,13 @@ class ScriptedEngine:
         sampling = request.sampling
         logprobs = prompt_logprobs = None
         if sampling.logprobs is not None:
-            logprobs = tuple(logprobs_of(each, sampling.logprobs) for each in token_ids)
+            named = sampling.logprob_token_ids
+            logprobs = tuple(logprobs_of(each, sampling.logprobs, named) for each in token_ids)
         if sampling.prompt_logprobs is not None and event_index == 0:
             rest = request.prompt_token_ids[1:]
             number = sampling.prompt_logprobs
-            prompt_logprobs = (None, *(logprobs_of(each, number) for each in rest))
+            named = sampling.logprob_token_ids
+            prompt_logprobs = (None, *(logprobs_of(each, number, named) for each in rest))
         return TokenEvent(
             request.request_id,
             tuple(token_ids),

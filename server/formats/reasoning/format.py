@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Splitter(Protocol):
+    """Takes the reasoning out of one choice's text, in pieces."""
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        """(reasoning, content) that the text settles, in pieces that follow each other."""
+        ...
+
+    def finish(self) -> list[tuple[str, str]]:
+        """What was held back, at the end of the choice."""
+        ...
+
+    def is_reasoning(self, at: int) -> bool:
+        """Whether the character there is, markers included."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -14,6 +31,10 @@ class ReasoningFormat:
     ``assumed``: whether a text reasons from its first word where the prompt has neither opened nor
     closed the reasoning. ``writes``: whether a model with this chat template writes so. Of several that
     say so, the first by name is taken.
+
+    ``markers``: further texts that may be special tokens and have to be seen. ``answer``: what an answer
+    begins with, for a model that always reasons before it. ``splitter``: where reasoning does not just
+    come first; made with whether the text begins inside it.
     """
 
     name: str
@@ -21,6 +42,9 @@ class ReasoningFormat:
     end: str
     assumed: bool
     writes: Callable[[str], bool]
+    markers: tuple[str, ...] = ()
+    answer: str = ""
+    splitter: Callable[[bool], Splitter] | None = None
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether what is written after this prompt begins inside the reasoning."""

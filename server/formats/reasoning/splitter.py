@@ -26,22 +26,26 @@ class ReasoningSplitter:
         self.num_chars = 0
         """Characters up to the end of the reasoning, its markers included; 0 where there is none."""
 
-    def feed(self, text: str) -> tuple[str, str]:
+    def is_reasoning(self, at: int) -> bool:
+        """Whether the character there is, markers included."""
+        return at < self.num_chars
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
         """(reasoning, content) that the text settles."""
         self._buffer += text
         return self._run(final=False)
 
-    def finish(self) -> tuple[str, str]:
+    def finish(self) -> list[tuple[str, str]]:
         """What was held back, at the end of the choice."""
         return self._run(final=True)
 
-    def _run(self, final: bool) -> tuple[str, str]:
+    def _run(self, final: bool) -> list[tuple[str, str]]:
         while self._state(final):
             pass
         settled = "".join(self._reasoning), "".join(self._content)
         self._reasoning.clear()
         self._content.clear()
-        return settled
+        return [settled]
 
     # Each state returns whether the next one has something to do.
 

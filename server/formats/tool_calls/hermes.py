@@ -23,6 +23,8 @@ FORMAT = ToolCallFormat(
     syntaxes=(CallSyntax(JSON_HEAD, tail=rf"{SPACE}\}}{SPACE}</tool_call>"),),
     ending=compile(rf"{SPACE}</tool_call>"),
     spelling=lambda _: _SPELLING,
-    # Some models write XML between these markers.
-    writes=lambda template: "<tool_call>" in template and "<function=" not in template,
+    # Some models write something else between these markers.
+    writes=lambda template: (
+        "<tool_call>" in template and not ("<function=" in template or "<arg_key>" in template)
+    ),
 )

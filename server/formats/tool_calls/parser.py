@@ -8,11 +8,12 @@ come; text that began like a call and is none comes out as content.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from regex import compile
 
 from server.formats.parts import CallArguments, CallStart, Content, Part
+from server.formats.tool_calls.arguments import ArgumentsReader, JsonArguments, Schema
 from server.formats.tool_calls.format import SPACE, CallSyntax, ToolCallFormat
 from server.formats.tool_calls.json_span import JsonSpan, read_calls
 
@@ -20,11 +21,12 @@ _JSON_START = compile(rf"{SPACE}[\[{{]")
 
 
 class CallParser:
-    """Parses the text of one choice. ``id_seed``: calls of different seeds have different ids."""
+    """Parses the text of one choice. ``functions``: those that may be called, and the schemas of their
+    arguments. ``id_seed``: calls of different seeds have different ids."""
 
-    def __init__(self, form: ToolCallFormat, names: Collection[str], id_seed: str) -> None:
+    def __init__(self, form: ToolCallFormat, functions: Mapping[str, Schema], id_seed: str) -> None:
         self._form = form
-        self._names = names
+        self._functions = functions
         self._id_seed = id_seed
         self._buffer = ""
         self._state = self._begin
@@ -35,6 +37,7 @@ class CallParser:
         self._opened = ""
         self._is_bare = False
         self._syntax: CallSyntax = form.syntaxes[0]
+        self._reader: ArgumentsReader = JsonArguments({})
         self._span = JsonSpan()
         self._num_scanned = 0
         self._parts: list[Part] = []
@@ -89,11 +92,13 @@ class CallParser:
         for syntax in self._form.syntaxes:
             found = syntax.head.match(self._buffer, partial=not final)
             if found and not found.partial:
-                if self._is_bare and found["name"] not in self._names:
+                name = found["name"]
+                if self._is_bare and name not in self._functions:
                     return self._reject()
-                self._start(found["name"])
+                self._start(name)
                 self._buffer = self._buffer[found.start("arguments") :]
-                self._syntax, self._span = syntax, JsonSpan()
+                self._syntax = syntax
+                self._reader = syntax.reader(self._functions.get(name, {}))
                 self._state = self._arguments
                 return True
             may_come = may_come or found is not None
@@ -105,13 +110,13 @@ class CallParser:
         self._state = self._other_order
         return True
 
-    def _arguments(self, final: bool) -> bool:  # noqa: ARG002
-        num_chars = self._span.feed(self._buffer)
-        if num_chars:
-            self._parts.append(CallArguments(self.num_calls - 1, self._buffer[:num_chars]))
+    def _arguments(self, final: bool) -> bool:
+        num_chars, text = self._reader.feed(self._buffer, final)
+        if text:
+            self._parts.append(CallArguments(self.num_calls - 1, text))
         self._buffer = self._buffer[num_chars:]
-        self._state = self._tail if self._span.ended else self._arguments
-        return self._span.ended
+        self._state = self._tail if self._reader.ended else self._arguments
+        return self._reader.ended
 
     def _tail(self, final: bool) -> bool:
         found = self._syntax.tail.match(self._buffer, partial=True)

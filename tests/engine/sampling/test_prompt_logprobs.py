@@ -112,3 +112,28 @@ def test_cache_may_serve_all_but_the_last_token_unless_logprobs_are_owed(
     driver.step()
     (told,) = core.scheduler.running
     assert told.max_cached_tokens() == len(PROMPT) == len(told.token_ids) - 1
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_named_tokens_have_the_whole_distributions_figures(
+    tiny_target: TinyTarget, drafter: str
+) -> None:
+    """At every place of prompt and output, beside a request that names none."""
+    named = (7, 63, 0)
+    sampling = replace(SAMPLING, logprob_token_ids=named)
+    each = asking(sampling=sampling, speculative=drafting(drafter))
+    driver = Driver(tiny_target.core(Setup())).run(each, asking("other"))
+    text = [*PROMPT, *driver.token_ids["r"]]
+    full = tiny_target.logits(text).log_softmax(dim=-1).tolist()
+    (of_prompt,) = driver.prompt_logprobs["r"]
+    told = [*of_prompt[1:], *driver.logprobs["r"]]
+    assert len(told) == len(text) - 1
+    for before, one in zip(full, told, strict=False):
+        assert one is not None
+        assert [token_id for token_id, _ in one.named] == list(named)
+        expected = [before[token_id] for token_id in named]
+        assert [value for _, value in one.named] == pytest.approx(expected, abs=1e-4)
+    assert all(one.named == () for one in driver.logprobs["other"])
+    assert [(one.logprob, one.top) for one in driver.logprobs["other"]] == [
+        (one.logprob, one.top) for one in driver.logprobs["r"]
+    ]

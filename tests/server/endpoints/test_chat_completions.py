@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from worlds.request_bodies import CHAT
 from worlds.scripted_engine import ASSISTANT, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect, events, openai_client
 
@@ -234,3 +235,19 @@ async def test_tokens_may_be_named_by_their_ids(connect: Connect) -> None:
     assert (entry["token"], entry["top_logprobs"][0]["token"]) == ("token_id:97", "token_id:97")
     assert entry["bytes"] == [97]
     assert refused.status_code == 400
+
+
+async def test_named_tokens_come_instead_of_the_likeliest_or_after_them(connect: Connect) -> None:
+    engine = ScriptedEngine("a")
+    body = {**CHAT, "logprobs": True, "logprob_token_ids": [ord("c"), ord("b")]}
+    async with connect(engine) as client:
+        replies = [
+            (await client.post("/chat/completions", json=body | {"top_logprobs": num})).json()
+            for num in (0, 2)
+        ]
+    (alone,), (both,) = (each["choices"][0]["logprobs"]["content"] for each in replies)
+    assert [(each["token"], each["logprob"]) for each in alone["top_logprobs"]] == [
+        ("c", -2.5),
+        ("b", -1.5),
+    ]
+    assert [each["token"] for each in both["top_logprobs"]] == ["a", "b", "c"]

@@ -8,6 +8,7 @@ import pytest
 from openai import BadRequestError, NotFoundError
 from tokenizers import processors
 
+from worlds.request_bodies import CHAT
 from worlds.scripted_engine import BOS, EOS, ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect, events, openai_client
 
@@ -445,3 +446,31 @@ async def test_a_reply_has_its_account_in_vllms_words_too(connect: Connect, path
     assert account["num_draft_tokens"] == own["num_draft_tokens"]
     weighed = sum(k * count for k, count in enumerate(account["acceptance_histogram"]))
     assert account["num_accepted_draft_tokens"] == weighed == own["num_accepted_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_named_tokens_are_scored_beside_the_likeliest(connect: Connect, stream: bool) -> None:
+    """Those among the likeliest are there once; an echoed prompt has them, too."""
+    engine = ScriptedEngine("a")
+    named = [ord("c"), ord("b")]
+    body = {"prompt": "xy", "logprobs": 2, "logprob_token_ids": named, "stream": stream}
+    async with connect(engine) as client:
+        reply = await client.post("/completions", json=body | {"echo": True})
+    chunks = events(reply.text)[:-1] if stream else [reply.json()]
+    found = [each for chunk in chunks for each in chunk["choices"][0]["logprobs"]["top_logprobs"]]
+    assert found[0] is None
+    assert list(found[1].items())[:2] == [("y", -0.5), ("z", -1.5)]
+    assert list(found[1])[2:] == ["c", "b"]
+    assert found[2] == {"a": -0.5, "b": -1.5, "c": -2.5}
+    assert list(found[2]) == ["a", "b", "c"]
+
+
+async def test_named_tokens_need_logprobs(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        for path, start in (("completions", {"prompt": "a"}), ("chat/completions", CHAT)):
+            body = {**start, "logprob_token_ids": [5]}
+            refused = await client.post(f"/{path}", json=body)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "logprob_token_ids"
+    assert engine.requests == []

@@ -198,9 +198,11 @@ async def test_formats_tools_and_effort_are_those_of_chats(connect: Connect) -> 
 
 
 async def test_a_large_body_is_read_elsewhere_to_the_same_end(connect: Connect) -> None:
-    body = {"input": [{"role": "user", "content": "hi"}], "metadata": {"a": "x" * 20_000}}
+    body = {"input": [{"role": "user", "content": "hi"}], "metadata": {"a": "x" * 512}}
+    content = json.dumps(body) + " " * 20_000
     async with connect(ScriptedEngine(TEXT), body_processes=0) as client:
-        response = (await client.post("/responses", json=body)).json()
+        headers = {"content-type": "application/json"}
+        response = (await client.post("/responses", content=content, headers=headers)).json()
     assert response["metadata"] == body["metadata"]
     assert response["output"][0]["content"][0]["text"] == TEXT
 

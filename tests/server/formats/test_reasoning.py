@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.formats.message import MessageParser
-from server.formats.parts import Content, Part, Reasoning, content_of, joined, reasoning_of
+from server.formats.parts import (
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    content_of,
+    joined,
+    reasoning_of,
+)
 from server.formats.reasoning import reasoning_format_of, reasoning_formats
 from server.plan import MessageOptions
 
@@ -55,7 +64,7 @@ def test_reasoning_may_be_left_out_and_still_counts() -> None:
 
 def test_calls_are_looked_for_behind_the_reasoning_only() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    options = MessageOptions("hermes", ("f",), "qwen3")
+    options = MessageOptions("hermes", {"f": {}}, "qwen3")
     parts, _ = parse(options, [f"<think>{call}</think>{call}"])
     assert parts[0] == Reasoning(call)
     assert [type(part).__name__ for part in parts[1:]] == ["CallStart", "CallArguments"]
@@ -75,12 +84,69 @@ def test_how_the_text_comes_changes_nothing(
     assert parse(options, pieces) == parse(options, list(text)) == parse(options, [text])
 
 
+OSS = MessageOptions("gpt_oss", {"f": {}}, "gpt_oss")
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>yes"
+OSS_CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "num_calls"),
+    [
+        (THOUGHT + FINAL, "hm", "yes", 0),
+        ("<|channel|>final<|message|>yes<|return|>", "", "yes", 0),
+        ("plain", "", "plain", 0),
+        ("<|channel|>analysis<|message|>h", "h", "", 0),
+        (f"{THOUGHT}<|start|>assistant{THOUGHT}{FINAL}", "hm\nhm", "yes", 0),
+        (f"{THOUGHT}<|start|>assistant{OSS_CALL}", "hm", "", 1),
+        (f"{THOUGHT}<|start|>assistant{OSS_CALL}<|call|>", "hm", "", 1),
+        (" to=functions.f<|channel|>commentary json<|message|>{}", "", "", 1),
+        (
+            f"<|channel|>commentary<|message|>I look<|end|><|start|>assistant{THOUGHT}"
+            f"<|start|>assistant{OSS_CALL}",
+            "hm",
+            "I look",
+            1,
+        ),
+    ],
+)
+def test_channels_are_told_apart(text: str, reasoning: str, content: str, num_calls: int) -> None:
+    parts, num_tokens = parse(OSS, list(text))
+    assert (reasoning_of(parts), content_of(parts)) == (reasoning, content)
+    assert sum(isinstance(part, CallStart) for part in parts) == num_calls
+    assert num_tokens == sum(
+        map(len, re.findall(r"(?:<.start.>assistant)?<.channel.>analysis.*?(?:<.end.>|$)", text))
+    )
+
+
+OSS_FRAGMENTS = [
+    "<|start|>",
+    THOUGHT,
+    FINAL,
+    OSS_CALL,
+    "<|start|>assistant",
+    "<|end|>",
+    "<|channel|>",
+    "a",
+    "<",
+]
+
+
+@given(st.lists(st.sampled_from(OSS_FRAGMENTS), max_size=6), st.lists(st.integers(0, 200)))
+def test_how_channels_come_changes_nothing(words: list[str], cuts: list[int]) -> None:
+    text = "".join(words)
+    places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    pieces = [text[start:end] for start, end in pairwise(places)]
+    assert parse(OSS, pieces) == parse(OSS, list(text)) == parse(OSS, [text])
+
+
 R1 = "{{ '<\uff5cAssistant\uff5c>' }}{{ content.split('</think>')[-1] }}"
 
 
 def test_the_template_says_which_format() -> None:
     assert reasoning_format_of(R1) == "deepseek_r1"
     assert reasoning_format_of("<think> ... </think>") == "qwen3"
+    assert reasoning_format_of("<|channel|>analysis<|message|>") == "gpt_oss"
     assert reasoning_format_of("{{ messages }}") == ""
 
 

@@ -1,0 +1,112 @@
+"""Channels: ``<|channel|>analysis<|message|>...<|end|>`` is reasoning, whatever is said in others is not.
+Written by gpt-oss, which may change between them several times."""
+
+from __future__ import annotations
+
+from math import inf
+
+from regex import compile, search
+
+from server.formats.reasoning.format import ReasoningFormat
+
+# The prompt ends within the first header.
+_HEADER = compile(
+    r"\s{0,64}(?:<\|start\|>assistant)?(?P<header>[^<]{0,128}<\|channel\|>[^<]{0,128}"
+    r"(?:<\|constrain\|>[^<]{0,64})?)<\|message\|>"
+)
+_END = compile(r"<\|(?:end|return)\|>|(?=<\|start\|>)")
+
+
+class ChannelSplitter:
+    """Splits the text of one choice. A call comes out as content, its header in one spelling."""
+
+    def __init__(self, is_open: bool) -> None:
+        self._buffer = ""
+        self._at = 0
+        self._spans: list[tuple[float, float]] = []
+        self._is_reasoning = is_open
+        self._in_message = is_open
+        self._wrote = {True: False, False: False}
+        self._is_next = False
+        self._settled: list[tuple[str, str]] = []
+        if is_open:
+            self._spans.append((0, inf))
+
+    def is_reasoning(self, at: int) -> bool:
+        """Whether the character there is, markers included."""
+        return any(start <= at < end for start, end in self._spans)
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        """(reasoning, content) that the text settles, in pieces that follow each other."""
+        self._buffer += text
+        return self._run(final=False)
+
+    def finish(self) -> list[tuple[str, str]]:
+        """What was held back, at the end of the choice."""
+        return self._run(final=True)
+
+    def _run(self, final: bool) -> list[tuple[str, str]]:
+        while self._buffer and (self._message(final) if self._in_message else self._header(final)):
+            pass
+        settled, self._settled = self._settled, []
+        return settled
+
+    # Each returns whether the other one has something to do.
+
+    def _header(self, final: bool) -> bool:
+        found = _HEADER.match(self._buffer, partial=not final)
+        if found and found.partial:
+            return False
+        self._in_message, self._is_next = True, True
+        self._is_reasoning = False
+        if found:
+            header = found["header"]
+            called = search(r"\bto=(functions\.[\w.-]{1,128})", header)
+            self._is_reasoning = "<|channel|>analysis" in header and not called
+            if called:
+                self._write(f"<|channel|>commentary to={called[1]}<|message|>")
+            if self._is_reasoning:
+                self._spans.append((self._at, inf))
+            self._drop(found.end())
+        else:
+            # What begins like a header and is none must not be looked at once more.
+            self._write(self._buffer[:1])
+            self._drop(1)
+        return True
+
+    def _message(self, final: bool) -> bool:
+        found = _END.search(self._buffer, partial=not final)
+        start = found.start() if found else len(self._buffer)
+        self._write(self._buffer[:start])
+        self._drop(start)
+        if not found or found.partial:
+            return False
+        self._drop(found.end() - found.start())
+        if self._is_reasoning:
+            self._spans[-1] = (self._spans[-1][0], self._at)
+        self._in_message = False
+        return True
+
+    def _write(self, text: str) -> None:
+        if not text:
+            return
+        if self._is_next and self._wrote[self._is_reasoning]:
+            text = "\n" + text
+        self._is_next, self._wrote[self._is_reasoning] = False, True
+        self._settled.append((text, "") if self._is_reasoning else ("", text))
+
+    def _drop(self, num_chars: int) -> None:
+        self._buffer = self._buffer[num_chars:]
+        self._at += num_chars
+
+
+FORMAT = ReasoningFormat(
+    name="gpt_oss",
+    begin="<|channel|>analysis<|message|>",
+    end="<|end|>",
+    assumed=False,
+    writes=lambda template: "<|channel|>" in template and "analysis" in template,
+    markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>"),
+    answer="<|start|>assistant<|channel|>final<|message|>",
+    splitter=ChannelSplitter,
+)

@@ -1,0 +1,139 @@
+"""How the arguments of a call are read from its text, and what that text may be: both by their schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from server.formats.tool_calls.json_span import JsonSpan
+
+Schema: TypeAlias = Mapping[str, Any]
+GrammarLines: TypeAlias = Callable[[str, Schema], Iterator[str]]
+"""Lines of a grammar of llguidance, of which the rule of the given name is what arguments of the schema
+may be written as. Raises ValueError where they cannot be held to the schema."""
+
+# As ``json.dumps`` writes, which leaves fewer tokens to choose.
+_AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SAID_OF_OBJECTS = {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$defs",
+    "definitions",
+}
+ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
+
+
+class ArgumentsReader(Protocol):
+    """Reads one call's arguments, in pieces. ``ended``: nothing that follows belongs to them."""
+
+    ended: bool
+
+    def feed(self, text: str, final: bool) -> tuple[int, str]:
+        """How many characters of ``text`` are done with, and the JSON that they settle. The others are
+        there again in the next text. ``final``: nothing follows."""
+        ...
+
+
+class JsonArguments:
+    """Arguments that are JSON go out as they come."""
+
+    def __init__(self, schema: Schema) -> None:  # noqa: ARG002
+        self._span = JsonSpan()
+        self.ended = False
+
+    def feed(self, text: str, final: bool) -> tuple[int, str]:  # noqa: ARG002
+        num_chars = self._span.feed(text)
+        self.ended = self._span.ended
+        return num_chars, text[:num_chars]
+
+
+def json_rule(rule: str, schema: Schema) -> Iterator[str]:
+    """A value that matches the schema, as JSON."""
+    yield f"{rule}: %json {json.dumps({**schema, 'x-guidance': _AS_WRITTEN})}"
+
+
+class Parameter(NamedTuple):
+    """One of a function's, with a schema of its own."""
+
+    name: str
+    schema: dict[str, Any]
+    is_required: bool
+
+
+def parameters_of(schema: Schema) -> list[Parameter]:
+    """Those that the schema of an object names, in its order. None where any may be given.
+
+    Raises ValueError where it says more than which there are.
+    """
+    if unknown := sorted(schema.keys() - _SAID_OF_OBJECTS - ANNOTATIONS):
+        raise ValueError(
+            f"{unknown[0]!r} of all arguments cannot be held to in this model's format"
+        )
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    names = [*properties, *(each for each in required if each not in properties)]
+    return [
+        Parameter(name, {**_as_object(properties.get(name, {})), **shared}, name in required)
+        for name in names
+    ]
+
+
+def _as_object(schema: Any) -> dict[str, Any]:
+    """Raises ValueError where nothing matches."""
+    if schema is False:
+        raise ValueError("a parameter whose schema is false cannot be given")
+    return {} if schema is True else dict(schema)
+
+
+def takes_any(schema: Schema) -> bool:
+    """Whether the schema names no parameter and forbids none."""
+    return not parameters_of(schema) and schema.get("additionalProperties", True) is not False
+
+
+def schema_of(schema: Schema, name: str) -> Schema:
+    """A parameter's; empty where nothing is said of it."""
+    found = schema.get("properties", {}).get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def types_of(schema: Schema) -> set[str]:
+    """The JSON types that a value may have; empty where that is not said."""
+    types = schema.get("type")
+    if types is None:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        return {"string"} if values and all(isinstance(each, str) for each in values) else set()
+    return {types} if isinstance(types, str) else set(types)
+
+
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_NAMES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+
+
+def json_of(text: str, types: set[str]) -> str:
+    """The JSON of a value that was written as JSON, as Python or as a bare text. ``types``: those that it
+    may have; empty: any."""
+    written = text.strip()
+    written = _CONSTANTS.get(written, written)
+    try:
+        value = json.loads(written, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    is_text = "string" in types and _NAMES.get(type(value), "number") not in types
+    return json.dumps(text, ensure_ascii=False) if is_text else written
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def escaped(text: str) -> str:
+    """As it stands between the quotes of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def word(text: str) -> str:
+    """A text that is to be written as it is, in a grammar."""
+    return json.dumps(text, ensure_ascii=False)
