@@ -123,9 +123,11 @@ class AttentionBackend(ABC):
     ``determinisms``: for which settings. ``device_types``: on what; None: anywhere. ``rank``: of those
     that serve a model, the highest is taken where none is asked for. ``store_class``: the layout of keys
     and values that it reads, ``block_multiple``: what a block's tokens have to be a multiple of.
-    ``can_capture``: steps of equal shape may be captured and run again: plans read nothing but the input
-    tensors, which keep their addresses, and memory that the backend keeps, and they renew what kernels
-    are told (``CapturablePlan``).
+    ``can_capture``: steps of equal shape may be recorded on a CPU and run again: plans read nothing but
+    the input tensors, which keep their addresses, and memory that the backend keeps, and they renew
+    what kernels are told (``CapturablePlan``). ``can_graph``: steps padded to one bucket may be
+    captured in a device's graph: their kernels are launched alike, with memory that keeps its place,
+    whatever they hold.
     """
 
     name: ClassVar[str]
@@ -135,6 +137,7 @@ class AttentionBackend(ABC):
     store_class: ClassVar[type[KVStore]] = KVStore
     block_multiple: ClassVar[int] = 1
     can_capture: ClassVar[bool] = False
+    can_graph: ClassVar[bool] = False
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         self.store = store
