@@ -51,9 +51,13 @@ class RequestRows:
         return not self.num_stored and chain_length(self.parents) == len(self.parents)
 
 
+NO_SLOT = -1
+"""Where a row that only pads a step is stored: nowhere."""
+
+
 class Bucket(NamedTuple):
-    """What a step is padded to, so that all steps of a bucket have the same shapes. ``num_requests``
-    counts the one that padding rows belong to."""
+    """What a step is padded to, so that all steps of a bucket have the same shapes: so many rows, and
+    room for so many requests."""
 
     num_rows: int
     num_requests: int
@@ -87,48 +91,36 @@ def build_batch(
     """Lay the requests' rows one after another, and tell each where its own are."""
     batch = InputBatch(requests, wants_hidden)
     for request in requests:
-        _lay(batch, request, block_size)
+        request.first_row = len(batch.token_ids)
+        request.first_logit = len(batch.logits_indices)
+        end = request.first_row + request.num_rows
+        batch.token_ids += request.token_ids
+        anchor = request.base + request.num_known - 1
+        batch.positions += range(request.base, anchor + 1)
+        if request.parents:
+            depths = request.depths()[request.num_stored :]
+            batch.positions += [anchor + depth for depth in depths]
+        batch.slot_mapping += _slots(
+            request.block_table, request.base + request.num_stored, request.end, block_size
+        )
+        batch.logits_indices += range(end - request.num_logits, end)
     return batch
 
 
-def pad_batch(batch: InputBatch, bucket: Bucket, block_size: int, trash_block: int) -> InputBatch:
-    """The batch with as many rows as the bucket, in a copy. Padding rows are the text of one request
-    more, which lies in ``trash_block``, over and over: no request's rows are written or read by them.
+def pad_batch(batch: InputBatch, bucket: Bucket) -> InputBatch:
+    """The batch with as many rows as the bucket, in a copy. Padding rows come last and are no
+    request's: their slot is ``NO_SLOT``, so that nothing is stored, and what they compute is nobody's.
     As many rows as there are get logits: the batch's come first."""
-    padded = replace(
-        batch,
-        requests=[*batch.requests],
-        bucket=bucket,
-        token_ids=[*batch.token_ids],
-        positions=[*batch.positions],
-        slot_mapping=[*batch.slot_mapping],
-        logits_indices=[*batch.logits_indices],
-    )
     count = bucket.num_rows - batch.num_rows
-    if count:
-        table = [trash_block] * -(-count // block_size)
-        padding = RequestRows([0] * count, count, 0, (), table, num_logits=0)
-        padded.requests = [*batch.requests, padding]
-        _lay(padded, padding, block_size)
-    padded.logits_indices += [0] * (bucket.num_rows - len(padded.logits_indices))
-    return padded
-
-
-def _lay(batch: InputBatch, request: RequestRows, block_size: int) -> None:
-    """A request's rows after those that the batch has."""
-    request.first_row = len(batch.token_ids)
-    request.first_logit = len(batch.logits_indices)
-    end = request.first_row + request.num_rows
-    batch.token_ids += request.token_ids
-    anchor = request.base + request.num_known - 1
-    batch.positions += range(request.base, anchor + 1)
-    if request.parents:
-        depths = request.depths()[request.num_stored :]
-        batch.positions += [anchor + depth for depth in depths]
-    batch.slot_mapping += _slots(
-        request.block_table, request.base + request.num_stored, request.end, block_size
+    missing = bucket.num_rows - len(batch.logits_indices)
+    return replace(
+        batch,
+        bucket=bucket,
+        token_ids=[*batch.token_ids, *[0] * count],
+        positions=[*batch.positions, *[0] * count],
+        slot_mapping=[*batch.slot_mapping, *[NO_SLOT] * count],
+        logits_indices=[*batch.logits_indices, *[0] * missing],
     )
-    batch.logits_indices += range(end - request.num_logits, end)
 
 
 def slot_of(block_table: Sequence[int], position: int, block_size: int) -> int:

@@ -122,7 +122,7 @@ def build_engine_for(
     )
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes)
     attention = build_attention(needs, num_blocks, config.attention_backend)
-    graphs = graph_sizes(config.cuda_graph_rows, config.max_num_seqs, attention)
+    graphs = graph_sizes(config, attention, max_model_len)
     runner = ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
     check_logits(runner, reference)
     exactness = verify_exact(runner, packed.failures if packed else set()) if exact else Exactness()

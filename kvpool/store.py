@@ -23,9 +23,7 @@ class KVStore:
 
     Heads lie one after another, and of each head all slots: what attention reads, the keys of one head,
     is one piece of memory where blocks lie together, and gathered blocks need no further copy.
-    ``key[layer]`` is a view ``[num_slots, num_kv_heads, head_dim_k]``, ``value[layer]`` likewise. Past
-    the last slot of each head lies one block more, ``trash_block``, which is nobody's: rows that only
-    pad a step go there.
+    ``key[layer]`` is a view ``[num_slots, num_kv_heads, head_dim_k]``, ``value[layer]`` likewise.
 
     Everything starts as zeros. Attention reads whole blocks, slots never written included, and
     masks them: a masked weight of 0 times a NaN from fresh memory would still be NaN.
@@ -48,8 +46,6 @@ class KVStore:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
-        self.trash_block = num_blocks
-        self._slots_held = self.num_slots + block_size
         self.dtype = dtype
         self.device = torch.device(device)
         shapes_k, shapes_v = _row_shapes(num_layers, num_kv_heads, head_dim_k, head_dim_v)
@@ -57,21 +53,19 @@ class KVStore:
         # that moving accepted rows takes one copy for all layers and not two per layer.
         shapes = shapes_k + shapes_v
         planes: list[torch.Tensor | None] = [None] * len(shapes)
-        self._stacks: list[torch.Tensor] = []  # [num_planes * heads, slots_held, dim]
+        self._stacks: list[torch.Tensor] = []  # [num_planes * heads, num_slots, dim]
         for shape in sorted(set(shapes)):
             heads, dim = shape
             members = [index for index, other in enumerate(shapes) if other == shape]
-            stack = _zeros((len(members), heads, self._slots_held, dim), dtype, self.device)
+            stack = _zeros((len(members), heads, self.num_slots, dim), dtype, self.device)
             self._stacks.append(_copyable(stack).flatten(0, 1))
             for plane, index in zip(stack, members, strict=True):
                 planes[index] = plane
         stored = [plane for plane in planes if plane is not None]
-        self._keys = stored[:num_layers]  # each [num_kv_heads, slots_held, head_dim_k]
-        self._values = stored[num_layers:]  # each [num_kv_heads, slots_held, head_dim_v]
-        # Without the trash block.
-        self._own = [plane[:, : self.num_slots] for plane in stored]
-        self.key = [plane.transpose(0, 1) for plane in self._own[:num_layers]]
-        self.value = [plane.transpose(0, 1) for plane in self._own[num_layers:]]
+        self._keys = stored[:num_layers]  # each [num_kv_heads, num_slots, head_dim_k]
+        self._values = stored[num_layers:]  # each [num_kv_heads, num_slots, head_dim_v]
+        self.key = [plane.transpose(0, 1) for plane in self._keys]
+        self.value = [plane.transpose(0, 1) for plane in self._values]
         # Views made once: making one costs as much as a small copy.
         pairs = zip(self._keys, self._values, strict=True)
         self._planes = [(_copyable(key), _copyable(value)) for key, value in pairs]
@@ -115,8 +109,7 @@ class KVStore:
         return rows.to(self.dtype)
 
     def key_shape(self, layer: int) -> torch.Size:
-        """``[num_kv_heads, slots, head_dim_k]``, slots of the trash block among them; ``value_shape``
-        likewise."""
+        """``[num_kv_heads, num_slots, head_dim_k]``; ``value_shape`` likewise."""
         return self._keys[layer].shape
 
     def value_shape(self, layer: int) -> torch.Size:
@@ -125,11 +118,11 @@ class KVStore:
     def rows_of(self, block_ids: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """Where blocks lie in a layer of so many heads, of each head in turn: what ``gather_blocks``
         takes, for a caller to make once for many layers. ``[num_kv_heads * num_ids]`` int64."""
-        return _of_each_head(block_ids, self.num_blocks + 1, num_kv_heads)
+        return _of_each_head(block_ids, self.num_blocks, num_kv_heads)
 
     def slot_rows_of(self, slots: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """The same of single slots, for ``gather_values``."""
-        return _of_each_head(slots, self._slots_held, num_kv_heads)
+        return _of_each_head(slots, self.num_slots, num_kv_heads)
 
     def gather_blocks(
         self,
@@ -170,8 +163,8 @@ class KVStore:
         """Views of consecutive blocks, shaped like ``gather_blocks``: no copy, so read only."""
         first, count = first_block * self.block_size, num_blocks * self.block_size
         return (
-            self._own[layer].narrow(1, first, count),
-            self._own[self.num_layers + layer].narrow(1, first, count),
+            self._keys[layer].narrow(1, first, count),
+            self._values[layer].narrow(1, first, count),
         )
 
     def move(
@@ -190,7 +183,7 @@ class KVStore:
             stack.index_copy_(1, dst_slots, stack.index_select(1, src_slots))
 
     def _in_blocks(self, plane: torch.Tensor) -> torch.Tensor:
-        """``[num_kv_heads * (num_blocks + 1), block_size * dim]``."""
+        """``[num_kv_heads * num_blocks, block_size * dim]``."""
         return plane.view(-1, self.block_size * plane.shape[2])
 
 

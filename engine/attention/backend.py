@@ -24,7 +24,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine import attention
-from engine.batch import InputBatch, InputTensors
+from engine.batch import Bucket, InputBatch, InputTensors
 from engine.config import Determinism
 from kvpool.store import KVStore
 
@@ -160,7 +160,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: InputBatch, inputs: InputTensors) -> AttentionPlan:
-        """Once per step. ``inputs`` is the batch on the device, valid until the step's end."""
+        """Once per step. ``inputs`` is the batch on the device, valid until the step's end. Rows past
+        those of the requests are padding: nothing is stored for them, and their outputs are finite."""
+
+    def reserve(self, bucket: Bucket, most_keys: int, most_nodes: int) -> None:
+        """Keep memory for steps of ``bucket`` whose requests have at most ``most_keys`` tokens, drafts
+        included, and ``most_nodes`` draft nodes: what plans of such steps tell the device lies there
+        from then on. For backends that ``can_graph``; before a first step is captured."""
+        del bucket, most_keys, most_nodes
 
     def write(
         self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor

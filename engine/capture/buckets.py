@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from engine.batch import Bucket, InputBatch
 
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_FEW_REQUESTS = (4, 16)
+_FEW_REQUESTS = (1, 4, 16)
 
 
 def make_buckets(most_rows: int, most_requests: int) -> tuple[Bucket, ...]:
     """All up to ``most_rows``, the smallest first. Padding is at most half of a small step's rows, and a
-    third of a large one's. ``most_requests``: that a step can have, padding not counted.
+    third of a large one's. ``most_requests``: that a step can have.
 
     A step has as many rows as requests at least: so what a bucket can hold is bounded by both."""
     sizes = [rows for rows in _ROWS if rows < most_rows] + [most_rows] * (most_rows > 0)
     buckets = []
     for rows in sizes:
-        most = 1 + min(rows, most_requests)
+        most = min(rows, most_requests)
         buckets += [Bucket(rows, few) for few in _FEW_REQUESTS if few < most]
         buckets.append(Bucket(rows, most))
     return tuple(buckets)
@@ -27,11 +27,6 @@ def make_buckets(most_rows: int, most_requests: int) -> tuple[Bucket, ...]:
 
 def find_bucket(buckets: Sequence[Bucket], batch: InputBatch) -> Bucket | None:
     """The smallest that has room for the batch; None: it is larger than all."""
-    num_requests = len(batch.requests)
-    # One place more where rows have to be padded.
-    wanted = Bucket(batch.num_rows, num_requests)
-    for bucket in buckets[bisect_left(buckets, wanted) :]:
-        padded = bucket.num_rows > batch.num_rows
-        if num_requests + padded <= bucket.num_requests:
-            return bucket
-    return None
+    wanted = Bucket(batch.num_rows, len(batch.requests))
+    fitting = buckets[bisect_left(buckets, wanted) :]
+    return next((each for each in fitting if each.num_requests >= wanted.num_requests), None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,16 @@ LEAST_FREE_SHARE = 0.05
 """Of the device's memory, below which none is begun either: what else the engine needs finds room."""
 
 Run = Callable[[], ForwardOutput]
+
+
+class GraphSizes(NamedTuple):
+    """Captured steps have at most so many rows and requests, each of at most ``most_keys`` tokens, drafts
+    included, and ``most_nodes`` draft nodes."""
+
+    most_rows: int
+    most_requests: int
+    most_keys: int
+    most_nodes: int
 
 
 class Graph(Protocol):
@@ -94,15 +104,15 @@ class DeviceGraphs:
         self,
         attention: AttentionBackend,
         maker: GraphMaker,
-        most_rows: int,
-        most_requests: int,
+        sizes: GraphSizes,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``most_rows``: of a step that is captured; ``clock``: seconds, for ``CAPTURE_SECONDS``."""
+        """``clock``: seconds, for ``CAPTURE_SECONDS``."""
         self._attention = attention
         self._maker = maker
+        self._sizes = sizes
         self._clock = clock
-        self._wanted = make_buckets(most_rows, most_requests)
+        self._wanted = make_buckets(sizes.most_rows, sizes.most_requests)
         self._buckets: tuple[Bucket, ...] = ()
         self._graphs: dict[Bucket, Graph] = {}
 
@@ -113,7 +123,7 @@ class DeviceGraphs:
     def pad(self, batch: InputBatch) -> InputBatch:
         """The batch in its bucket, or as it is where no graph serves it."""
         bucket = find_bucket(self._buckets, batch)
-        return batch if bucket is None else self._padded(batch, bucket)
+        return batch if bucket is None else pad_batch(batch, bucket)
 
     def forward(
         self, batch: InputBatch, inputs: InputTensors, plan: AttentionPlan, run: Run
@@ -132,13 +142,16 @@ class DeviceGraphs:
         return True
 
     def prepare(self, planned: Callable[[InputBatch], Run]) -> None:
-        """See ``Replays``. Overwrites nothing but the trash block."""
+        """See ``Replays``. Padding alone is captured: nothing is stored."""
         start = self._clock()
+        for bucket in self._wanted:
+            # Of all before the first is captured: what it reads stays where it is.
+            self._attention.reserve(bucket, self._sizes.most_keys, self._sizes.most_nodes)
         for bucket in self._wanted:
             if self._clock() - start > CAPTURE_SECONDS or not self._maker.has_room():
                 break
             # With hidden states, which cost nothing where nobody reads them.
-            batch = self._padded(InputBatch([], wants_hidden=True), bucket)
+            batch = pad_batch(InputBatch([], wants_hidden=True), bucket)
             try:
                 self._graphs[bucket] = self._maker.capture(planned(batch))
             except (RuntimeError, NotImplementedError) as error:
@@ -150,7 +163,3 @@ class DeviceGraphs:
         logger.info(
             "%d of %d graphs captured in %.1f s", len(self._graphs), len(self._wanted), seconds
         )
-
-    def _padded(self, batch: InputBatch, bucket: Bucket) -> InputBatch:
-        store = self._attention.store
-        return pad_batch(batch, bucket, store.block_size, store.trash_block)

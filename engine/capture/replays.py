@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from engine.attention.backend import AttentionBackend, AttentionPlan
 from engine.batch import ForwardOutput, InputBatch, InputTensors
 from engine.capture.captures import Captures
 from engine.capture.device_graphs import CudaGraphMaker, DeviceGraphs
-from engine.config import USUAL_GRAPH_ROWS
-
-
-class GraphSizes(NamedTuple):
-    """Steps that are captured on a GPU have at most so many rows and requests."""
-
-    most_rows: int
-    most_requests: int
+from engine.capture.device_graphs import GraphSizes as GraphSizes
+from engine.config import USUAL_GRAPH_ROWS, EngineConfig
 
 
 def graph_sizes(
-    most_rows: int | None, most_requests: int, attention: AttentionBackend, strict: bool = True
+    config: EngineConfig, attention: AttentionBackend, most_keys: int, strict: bool = True
 ) -> GraphSizes | None:
-    """``most_rows``: the setting ``cuda_graph_rows``. None: there will be no graphs.
+    """What ``config`` has captured; None: nothing. ``most_keys``: tokens of a request, drafts not
+    counted.
 
-    ``strict``: raises ValueError where they are asked for and cannot be had; a draft model may have none.
+    ``strict``: raises ValueError where ``cuda_graph_rows`` asks for what cannot be had; a draft model may
+    have none.
     """
-    reason = _reason(attention)
+    reason, most_rows = _reason(attention), config.cuda_graph_rows
     if reason is not None and most_rows and strict:
         raise ValueError(f"cuda_graph_rows={most_rows}: {reason}")
     if reason is not None or most_rows == 0:
         return None
-    return GraphSizes(USUAL_GRAPH_ROWS if most_rows is None else most_rows, most_requests)
+    return GraphSizes(
+        most_rows=USUAL_GRAPH_ROWS if most_rows is None else most_rows,
+        most_requests=config.max_num_seqs,
+        most_keys=most_keys + config.max_num_nodes,
+        most_nodes=config.max_num_nodes,
+    )
 
 
 def _reason(attention: AttentionBackend) -> str | None:
@@ -45,6 +46,10 @@ def _reason(attention: AttentionBackend) -> str | None:
 
 class Replays(Protocol):
     """Of one runner."""
+
+    @property
+    def num_graphs(self) -> int:
+        """Of a device's, that there are."""
 
     def prepare(self, planned: Callable[[InputBatch], Callable[[], ForwardOutput]]) -> None:
         """Capture what is captured at start. ``planned``: plans a batch and returns its forward."""
@@ -70,4 +75,4 @@ def make_replays(attention: AttentionBackend, sizes: GraphSizes | None) -> Repla
     """Graphs of so many sizes, or none of a device's: recordings, where there are such."""
     if sizes is None:
         return Captures(attention)
-    return DeviceGraphs(attention, CudaGraphMaker(attention.needs.device), *sizes)
+    return DeviceGraphs(attention, CudaGraphMaker(attention.needs.device), sizes)

@@ -125,7 +125,7 @@ class DraftModels:
     ) -> ModelRunner:
         config = self._config
         attention = build_attention(needs, store, config.attention_backend, strict=False)
-        graphs = graph_sizes(config.cuda_graph_rows, config.max_num_seqs, attention, strict=False)
+        graphs = graph_sizes(config, attention, max_position(model.config), strict=False)
         return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
 
     def _check(

@@ -62,6 +62,11 @@ class ModelRunner:
 
         self._replays.prepare(planned)
 
+    @property
+    def num_graphs(self) -> int:
+        """Of a device's, captured by ``prepare``."""
+        return self._replays.num_graphs
+
     def _plan(self, batch: InputBatch) -> tuple[InputTensors, AttentionPlan]:
         inputs = self._buffers.fill(batch)
         return inputs, self.attention.plan(batch, inputs)

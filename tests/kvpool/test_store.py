@@ -191,7 +191,7 @@ def test_layers_may_differ_in_heads_and_dimensions() -> None:
         assert torch.equal(keys[:, SIZE : SIZE + 2].transpose(0, 1), key[layer])
         assert torch.equal(values[:, 1], value[layer][1])
     per_block = KVStore.bytes_per_block(3, SIZE, heads, dims_k, dims_v, torch.float32)
-    assert store.num_bytes == 3 * per_block == 3 * SIZE * 4 * (8 + 8 + 8 + 8 + 8 + 4)
+    assert store.num_bytes == 2 * per_block == 2 * SIZE * 4 * (8 + 8 + 8 + 8 + 8 + 4)
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), list(zip(DTYPES, (4, 2, 1), strict=True)))
@@ -200,7 +200,7 @@ def test_bytes_per_block_times_blocks_is_what_the_store_takes(
 ) -> None:
     per_block = KVStore.bytes_per_block(NUM_LAYERS, SIZE, HEADS, DIM_K, DIM_V, dtype)
     assert per_block == NUM_LAYERS * SIZE * HEADS * (DIM_K + DIM_V) * itemsize
-    assert _store(dtype).num_bytes == (NUM_BLOCKS + 1) * per_block  # one is nobody's
+    assert _store(dtype).num_bytes == NUM_BLOCKS * per_block
 
 
 def test_a_fresh_store_holds_zeros() -> None:
@@ -211,7 +211,7 @@ def test_a_fresh_store_holds_zeros() -> None:
 def test_a_head_s_slots_lie_together_and_storage_is_aligned() -> None:
     store = _store()
     for plane, dim in ((store.key[1], DIM_K), (store.value[2], DIM_V)):
-        assert plane.stride() == (dim, (NUM_BLOCKS + 1) * SIZE * dim, 1)
+        assert plane.stride() == (dim, NUM_BLOCKS * SIZE * dim, 1)
     assert store.key[0].data_ptr() % 64 == 0
 
 

