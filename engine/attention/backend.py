@@ -125,7 +125,8 @@ class AttentionBackend(ABC):
     and values that it reads, ``block_multiple``: what a block's tokens have to be a multiple of.
     ``can_capture``: steps of equal shape may be captured and run again: plans read nothing but the input
     tensors, which keep their addresses, and memory that the backend keeps, and they renew what kernels
-    are told (``CapturablePlan``).
+    are told (``CapturablePlan``). ``can_graph``: its launches may be captured in a device's graph: steps
+    can be planned into launches of fixed sizes, and what differs between them lies in device memory.
     """
 
     name: ClassVar[str]
@@ -135,6 +136,7 @@ class AttentionBackend(ABC):
     store_class: ClassVar[type[KVStore]] = KVStore
     block_multiple: ClassVar[int] = 1
     can_capture: ClassVar[bool] = False
+    can_graph: ClassVar[bool] = False
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         self.store = store
@@ -150,6 +152,12 @@ class AttentionBackend(ABC):
         if needs.block_size % cls.block_multiple:
             return f"its block_size is a multiple of {cls.block_multiple}, not {needs.block_size}"
         return None
+
+    @classmethod
+    def rank_for(cls, needs: AttentionNeeds) -> int:
+        """Where it depends on what is asked; below 0: only where asked for by name."""
+        del needs
+        return cls.rank
 
     @classmethod
     def bytes_per_block(cls, needs: AttentionNeeds) -> int:
@@ -218,7 +226,7 @@ def choose_backend(
     if not fit:
         listed = "; ".join(f"{key}: {reason}" for key, reason in sorted(reasons.items()))
         raise ValueError(f"attention_backend {listed}")
-    return max(fit, key=lambda backend: backend.rank)
+    return max(fit, key=lambda backend: backend.rank_for(needs))
 
 
 def _refusal(
