@@ -155,6 +155,12 @@ class AttentionBackend(ABC):
         return None
 
     @classmethod
+    def rank_for(cls, needs: AttentionNeeds) -> int:
+        """Where it depends on what is asked; below 0: only where asked for by name."""
+        del needs
+        return cls.rank
+
+    @classmethod
     def bytes_per_block(cls, needs: AttentionNeeds) -> int:
         return cls.store_class.bytes_per_block(**needs.store_sizes())
 
@@ -228,7 +234,7 @@ def choose_backend(
     if not fit:
         listed = "; ".join(f"{key}: {reason}" for key, reason in sorted(reasons.items()))
         raise ValueError(f"attention_backend {listed}")
-    return max(fit, key=lambda backend: backend.rank)
+    return max(fit, key=lambda backend: backend.rank_for(needs))
 
 
 def _refusal(

@@ -135,9 +135,11 @@ def test_two_backends_of_one_name_are_refused() -> None:
         attention_backend("sdpa")(Watching)
 
 
-def test_a_backend_that_can_capture_says_so() -> None:
+def test_a_backend_whose_steps_can_be_run_again_says_so() -> None:
     able = {name for name, each in attention_backends().items() if each.can_capture}
     assert able == {"paged"}
+    able = {name for name, each in attention_backends().items() if each.can_graph}
+    assert able == {"triton"}
 
 
 class Watching(AttentionBackend):
