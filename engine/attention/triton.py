@@ -4,11 +4,9 @@ Its programs (``engine.kernels.triton``) read a step's work (``work.py``) from o
 once per step without waiting for the device. Nothing of a step lies anywhere else, and nothing is read
 back, so a step's launches may be captured in a graph and run again over other contents:
 
-- ``plan(batch, inputs, room)`` fits the step into launches of the sizes that ``room`` has, raising
-  ValueError where it does not fit; plans of equal rooms and equally many rows differ in nothing but what
-  the buffer holds.
-- ``reserve(room)`` beforehand: the buffer and the memory for sums then keep their addresses for as long
-  as no larger room is asked for (``addresses``).
+- A step that is padded to a bucket is fitted into launches of the bucket's size (``Room``); plans of one
+  bucket differ in nothing but what the buffer holds.
+- What ``reserve`` had made keeps its address (``addresses``): larger steps get further memory.
 - Rows that pad a batch come after it, with slot -1: they are stored nowhere, see nothing, and get zeros.
 """
 
@@ -27,7 +25,7 @@ from engine.attention.backend import (
     attention_backend,
 )
 from engine.attention.work import Cut, Room, Work
-from engine.batch import InputBatch, InputTensors
+from engine.batch import Bucket, InputBatch, InputTensors
 from engine.config import Determinism
 from engine.kernels import KINDS, STORED_KINDS
 from engine.kernels.triton import missing_for
@@ -64,6 +62,7 @@ class TritonAttention(AttentionBackend):
             for key, value in zip(store.key, store.value, strict=True)
         ]
         self._ints = _StepInts(store.device)
+        self._rooms: dict[Bucket, Room] = {}
         self._width = max(shape.num_heads * shape.value_dim for shape in needs.shapes)
         self._heads = max(shape.num_heads for shape in needs.shapes)
         self._sums, self._stats = self._memory_for_sums(0)
@@ -90,7 +89,9 @@ class TritonAttention(AttentionBackend):
         """Under the interpreter it is for those who ask for it."""
         return cls.rank if needs.device.type == "cuda" else -1
 
-    def plan(self, batch: InputBatch, inputs: InputTensors, room: Room | None = None) -> TritonPlan:
+    def plan(self, batch: InputBatch, inputs: InputTensors) -> TritonPlan:
+        """Raises ValueError where a bucket has no room for the step."""
+        room = None if batch.bucket is None else self._rooms[batch.bucket]
         work = Work(batch.requests, self.cut, room)
         if work.num_partials > len(self._sums):
             self._sums, self._stats = self._memory_for_sums(work.num_partials)
@@ -103,8 +104,10 @@ class TritonAttention(AttentionBackend):
             (work.num_items, work.num_joins, work.joins_at, work.tile_rows),
         )
 
-    def reserve(self, room: Room) -> None:
-        """Memory for every step that fits into ``room``."""
+    def reserve(self, bucket: Bucket, most_keys: int, most_nodes: int) -> None:
+        """See ``AttentionBackend``."""
+        room = Room.for_steps(self.cut, *bucket, most_keys, most_nodes)
+        self._rooms[bucket] = room
         self._ints.reserve(Work([], self.cut, room).num_ints + room.num_ints)
         if len(self._sums) < self.cut.max_partials:
             self._sums, self._stats = self._memory_for_sums(self.cut.max_partials)
@@ -171,43 +174,56 @@ class TritonPlan:
 
 
 class _StepInts:
-    """A buffer on the device, and two on the host that are copied to it in turn: one may be filled while
-    the copy of the last step's is still waiting for the device to come to it."""
+    """A step's ints on the device. Memory grows by further pieces: what a graph was captured over
+    stays."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._allocate(1 << 12)
+        self._pieces = [_Ints(device, 1 << 12)]
 
     @property
     def address(self) -> int:
-        return self._ints.data_ptr()
+        """Of the smallest piece, where steps for which was reserved lie."""
+        return self._pieces[0].tensor.data_ptr()
 
     def reserve(self, count: int) -> None:
-        if count > len(self._ints):
-            self._allocate(count)
+        """Steps of so many ints lie in one place from now on. Before anything is captured."""
+        if count > len(self._pieces[0].tensor):
+            self._pieces = [_Ints(self._device, count)]
 
     def fill(self, work: Work) -> torch.Tensor:
-        """The whole buffer."""
-        if work.num_ints > len(self._ints):
-            self._allocate(2 * work.num_ints)
-        if not self._copied:
-            work.write(self._hosts[0].numpy())
-            return self._ints
+        """The whole piece."""
+        count = work.num_ints
+        if count > len(self._pieces[-1].tensor):
+            self._pieces.append(_Ints(self._device, 2 * count))
+        piece = next(each for each in self._pieces if count <= len(each.tensor))
+        piece.fill(work)
+        return piece.tensor
+
+
+class _Ints:
+    """A buffer on the device, and two on the host that are copied to it in turn: one may be filled while
+    the copy of the last step's is still waiting for the device to come to it."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._turn = 0
+        self.tensor = torch.zeros(count, dtype=torch.int32, device=device)
+        self._hosts: list[torch.Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._hosts = [torch.zeros(count, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+            self._copied = [torch.cuda.Event() for _ in range(2)]
+
+    def fill(self, work: Work) -> None:
+        if not self._hosts:
+            work.write(self.tensor.numpy())
+            return
         self._turn ^= 1
         host, copied = self._hosts[self._turn], self._copied[self._turn]
         copied.synchronize()
         work.write(host.numpy())
-        self._ints[: work.num_ints].copy_(host[: work.num_ints], non_blocking=True)
-        copied.record(torch.cuda.current_stream(self._device))
-        return self._ints
-
-    def _allocate(self, count: int) -> None:
-        self._turn = 0
-        self._ints = torch.zeros(count, dtype=torch.int32, device=self._device)
-        self._hosts, self._copied = [self._ints], []
-        if self._device.type == "cuda":
-            self._hosts = [torch.zeros(count, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-            self._copied = [torch.cuda.Event() for _ in range(2)]
+        self.tensor[: work.num_ints].copy_(host[: work.num_ints], non_blocking=True)
+        copied.record()
 
 
 def _cut(needs: AttentionNeeds, chunk: int) -> Cut:

@@ -22,8 +22,8 @@ from engine.attention.backend import (
     choose_backend,
 )
 from engine.attention.triton import TritonAttention
-from engine.attention.work import Room
-from engine.batch import InputBuffers, InputTensors, RequestRows, build_batch
+from engine.attention.work import Room, Work
+from engine.batch import Bucket, InputBuffers, InputTensors, RequestRows, build_batch
 from engine.config import Determinism
 from kvpool.store import KVStore
 from worlds.attended import PLAIN, TOLERANCE, Part, World, chains
@@ -251,12 +251,12 @@ def test_steps_planned_into_a_room_differ_in_nothing_but_what_the_buffer_holds(
         [(3, 9, 2, chains(3))],
         [(0, 33, 1, TREE[:3]), (1, 5, 4, ()), (2, 40, 1, ())],
     ]
-    most_rows, padded, launches = 12, 14, []
+    bucket, launches = Bucket(14, 3), []
+    padded = bucket.num_rows
     store, batch, rows = mine.lay(asked[0])
     backend: Any = build_attention(mine.needs, store, "triton")
     programs(backend, 16)
-    room = Room.for_steps(backend.cut, most_rows, num_requests=3, num_keys=128, num_nodes=8)
-    backend.reserve(room)
+    backend.reserve(bucket, 128, 8)
     addresses = backend.addresses
     for parts_ in asked:
         store, batch, rows = mine.lay(parts_)
@@ -266,7 +266,7 @@ def test_steps_planned_into_a_room_differ_in_nothing_but_what_the_buffer_holds(
         before = backend.store.key[0].clone()
         slots = torch.tensor(batch.slot_mapping + [-1] * (padded - batch.num_rows)).to(DEVICE)
         inputs = InputTensors(slots, slots, slots, slots)
-        plan = backend.plan(batch, inputs, room)
+        plan = backend.plan(replace(batch, bucket=bucket), inputs)
         launches.append((plan.launch, plan.ints.data_ptr(), backend.addresses))
         filled = [
             torch.cat([each, each.new_full((padded - len(each), *each.shape[1:]), torch.nan)])
@@ -286,12 +286,29 @@ def test_a_step_that_does_not_fit_into_its_room_is_refused() -> None:
     mine = world(4, 2, 16, 16)
     store, batch, _ = mine.lay([(0, 70, 1, TREE), (1, 90, 30, ())])
     backend: Any = build_attention(mine.needs, store, "triton")
-    inputs = InputBuffers(DEVICE, 64).fill(batch)
     room = Room.for_steps(backend.cut, 38, num_requests=2, num_keys=128, num_nodes=8)
-    assert backend.plan(batch, inputs, room).launch[0] == room.num_items
+    assert Work(batch.requests, backend.cut, room).num_items == room.num_items
     for less in (replace(room, num_items=2), replace(room, num_ints=9)):
         with pytest.raises(ValueError, match="does not fit into the room"):
-            backend.plan(batch, inputs, less)
+            Work(batch.requests, backend.cut, less)
+
+
+def test_a_larger_step_leaves_what_was_reserved_where_it_is() -> None:
+    mine = world(4, 2, 16, 16)
+    store, batch, _ = mine.lay([(0, 70, 1, TREE), (1, 90, 30, ())])
+    backend: Any = build_attention(mine.needs, store, "triton")
+    bucket = Bucket(batch.num_rows, 2)
+    backend.reserve(bucket, 128, 8)
+    addresses, kept = backend.addresses, len(backend._ints._pieces[0].tensor)
+    inputs = InputBuffers(DEVICE, 64).fill(batch)
+    table = list(range(8)) * kept
+    longer = build_batch([RequestRows([0] * 4, 4, 0, (), table, 4)], 16)
+    far = [replace(each, base=16 * kept) for each in longer.requests]
+    larger = backend.plan(build_batch(far, 16), InputBuffers(DEVICE, 64).fill(longer))
+    assert larger.ints.data_ptr() not in addresses
+    again = backend.plan(replace(batch, bucket=bucket), inputs)
+    assert again.ints.data_ptr() == addresses[0]
+    assert backend.addresses == addresses
 
 
 # --- what is read ---

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from engine.attention.backend import AttentionNeeds, build_attention
+from engine.attention.backend import AttentionBackend, AttentionNeeds, build_attention
 from engine.batch import Bucket, ForwardOutput, InputBatch, RequestRows, build_batch
 from engine.capture import device_graphs
 from engine.capture.device_graphs import DeviceGraphs
@@ -21,6 +21,7 @@ from engine.model.loader import attach_attention
 from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
 from worlds.graph_maker import ReplayingMaker
+from worlds.interpreted import patching_once
 from worlds.static_attention import StaticAttention
 from worlds.tiny_models import (
     ARCHITECTURES,
@@ -41,16 +42,23 @@ NODES = (5, 9, 13, 17, 21, 25)
 
 
 def graph_runner(
-    name: str, maker: ReplayingMaker | None, dtype: torch.dtype = torch.float32
+    name: str,
+    maker: ReplayingMaker | None,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+    sizes: GraphSizes = SIZES,
 ) -> ModelRunner:
-    """Over ``StaticAttention``; without a maker nothing is captured."""
+    """Over ``StaticAttention``, or the ``backend`` of that name; without a maker nothing is captured."""
     is_shared = dtype == torch.float32
     model = copy.deepcopy(reference_model(name)) if is_shared else tiny_model(name, dtype)
     needs = AttentionNeeds.of(model, attach_attention(model), "fast", BLOCK_SIZE)
     store = KVStore(num_blocks=97, device="cpu", **needs.store_sizes())
-    runner = ModelRunner(model, StaticAttention(store, needs))
+    attention: AttentionBackend = StaticAttention(store, needs)
+    if backend is not None:
+        attention = build_attention(needs, store, backend)
+    runner = ModelRunner(model, attention)
     if maker is not None:
-        runner._replays = DeviceGraphs(runner.attention, maker, SIZES)
+        runner._replays = DeviceGraphs(runner.attention, maker, sizes)
         runner.prepare()
     return runner
 
@@ -76,6 +84,18 @@ def test_replays_write_what_the_model_writes(name: str) -> None:
     written = write(runner)
     # 25 rows fit no bucket; all other steps do.
     assert maker.num_replays == 6
+    for got, expected in zip(written, write(graph_runner(name, None)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_replays_over_the_attention_of_gpus_write_the_same(name: str) -> None:
+    """Triton's programs, under their interpreter; launches have to be alike as well."""
+    maker = ReplayingMaker()
+    with patching_once():
+        sizes = SIZES._replace(most_rows=8, most_requests=2)
+        written = write(graph_runner(name, maker, backend="triton", sizes=sizes))
+    assert maker.num_replays == 5
     for got, expected in zip(written, write(graph_runner(name, None)), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
