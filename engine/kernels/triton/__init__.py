@@ -25,12 +25,13 @@ def missing_for(device: torch.device) -> str | None:
     """Why programs cannot run there; None: they can."""
     if find_spec("triton") is None:
         return "it needs triton, which is not installed"
-    if is_interpreted():
-        return None
     if device.type != "cuda":
-        return "on a CPU it runs under Triton's interpreter alone: set TRITON_INTERPRET=1"
+        needed = "on a CPU it runs under Triton's interpreter alone: set TRITON_INTERPRET=1"
+        return None if is_interpreted() else needed
     if not torch.cuda.is_available():
         return "there is no CUDA device here"
+    if is_interpreted():
+        return "TRITON_INTERPRET is set, which is for CPUs"
     found = torch.cuda.get_device_capability(device)
     if torch.version.cuda is not None and found < LEAST_CAPABILITY:
         least, mine = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, found))
