@@ -45,18 +45,22 @@ ARG DEVICE=cpu
 LABEL org.opencontainers.image.title="Slipstream" \
       org.opencontainers.image.description="An LLM inference server in which every request drafts" \
       org.opencontainers.image.licenses="Apache-2.0"
-# A malloc that caches per thread, which the engine's process preloads.
+# A malloc that caches per thread, which the engine's process preloads. On a GPU Triton compiles what launches its
+# kernels, with a C compiler.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libjemalloc2 \
+    && if [ "$DEVICE" = cuda ]; then apt-get install --yes --no-install-recommends gcc libc6-dev; fi \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 slipstream \
     && install -d -o slipstream -g slipstream /models
 COPY --from=build /opt/slipstream /opt/slipstream
-# Models from the hub are kept in the volume. The NVIDIA variables do nothing without its runtime.
+# Models from the hub are kept in the volume, and so are compiled kernels: they must be executable, which what lies in a
+# container's tmpfs is not. The NVIDIA variables do nothing without its runtime.
 ENV PATH=/opt/slipstream/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/models \
+    TRITON_CACHE_DIR=/models/.triton \
     SLIPSTREAM_HOST=0.0.0.0 \
     SLIPSTREAM_PORT=8000 \
     SLIPSTREAM_DEVICE=${DEVICE} \

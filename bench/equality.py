@@ -7,7 +7,7 @@ other row counts, so there the share of equal streams is a finding and not a fai
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,30 +84,49 @@ TINY_SAMPLINGS: Mapping[str, SamplingParams] = {
 }
 
 
-def tiny_models() -> Iterator[tuple[str, PreTrainedModel]]:
+_TINY: Mapping[str, Callable[[], PreTrainedModel]] = {
+    "tiny Llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
+    "tiny Qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES)),
+    "tiny Gemma-2": lambda: Gemma2ForCausalLM(Gemma2Config(**_SIZES, sliding_window=24)),
+}
+TINY_MODELS = tuple(_TINY)
+
+
+def tiny_models(
+    names: Sequence[str] = TINY_MODELS,
+) -> Iterator[tuple[str, PreTrainedModel]]:
     """Random weights, the same ones every time: plain, with query norms, and with sliding windows
     and soft caps."""
-    torch.manual_seed(11)
-    yield "tiny Llama", LlamaForCausalLM(LlamaConfig(**_SIZES))
-    yield "tiny Qwen3", Qwen3ForCausalLM(Qwen3Config(**_SIZES))
-    yield "tiny Gemma-2", Gemma2ForCausalLM(Gemma2Config(**_SIZES, sliding_window=24))
+    for name in names:
+        torch.manual_seed(11)
+        yield name, _TINY[name]()
 
 
-def check_tiny_models(device: torch.device, num_new_tokens: int) -> list[EqualityResult]:
-    """Every speculation against gamma 0 in fp32, alone and four at a time."""
+def check_tiny_models(
+    device: torch.device,
+    num_new_tokens: int,
+    backend: str | None = None,
+    models: Sequence[str] = TINY_MODELS,
+    samplings: Sequence[str] = tuple(TINY_SAMPLINGS),
+) -> list[EqualityResult]:
+    """Every speculation against gamma 0 in fp32, alone and several at a time. ``backend``: of
+    attention; None: the device's best."""
     results = []
-    for name, model in tiny_models():
-        core = _tiny_core(model, device)
-        for sampling_name, sampling in TINY_SAMPLINGS.items():
+    for name, model in tiny_models(models):
+        core = _tiny_core(model, device, backend)
+        for sampling in samplings:
             for batch_size in (1, 4):
-                prompts = repetitive_prompts(batch_size)
-                results += compare(core, name, (sampling_name, sampling), prompts, num_new_tokens)
+                named = (sampling, TINY_SAMPLINGS[sampling])
+                results += compare(
+                    core, name, named, repetitive_prompts(batch_size), num_new_tokens
+                )
     return results
 
 
-def _tiny_core(model: PreTrainedModel, device: torch.device) -> EngineCore:
+def _tiny_core(model: PreTrainedModel, device: torch.device, backend: str | None) -> EngineCore:
     config = EngineConfig(
         device=str(device),
+        attention_backend=backend,
         num_blocks=256,
         max_num_seqs=8,
         max_num_batched_tokens=128,

@@ -19,6 +19,9 @@ from engine.model.loader import bundled_path, load_model, load_tokenizer, prepar
 
 BUNDLED = "bundled"
 SCALED = "scaled"
+LARGE = "large"
+_LARGE_WIDTH = 16
+_LARGE_PARAMETERS = 8_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +39,21 @@ class BenchModel:
 
 
 def load_bench_model(name: str, config: EngineConfig, with_transformers: bool) -> BenchModel:
-    """``bundled``, ``scaled``, or the path or hub id of any servable model.
+    """``bundled``, ``scaled``, ``large`` (a scaled copy of 8 billion parameters, for GPUs), or the path
+    or hub id of any servable model.
 
     Raises FileNotFoundError without the bundled model, OSError and UnsupportedModelError as loading
     does.
     """
     device = torch.device(config.device)
-    is_own = name in (BUNDLED, SCALED)
+    is_own = name in (BUNDLED, SCALED, LARGE)
     path = str(bundled_path("target")) if is_own else name
     config = with_fastest_weights(config) if is_own else config
     tokenizer = load_tokenizer(path)
     theirs: PreTrainedModel | None = None
-    if name == SCALED:
-        ours = _scaled(path, device)
-        theirs = _scaled(path, device) if with_transformers else None
+    if name in (SCALED, LARGE):
+        ours = _scaled(name, path, device)
+        theirs = _scaled(name, path, device) if with_transformers else None
     else:
         ours = load_model(path, device, config.dtype)
         if with_transformers:
@@ -74,16 +78,18 @@ def core_of(engine: AsyncEngine) -> EngineCore:
     return engine.core
 
 
-def scaled_copy(path: str) -> LlamaForCausalLM:
-    """Raises TypeError for a model that is no Llama."""
+def scaled_copy(path: str, name: str = SCALED) -> LlamaForCausalLM:
+    """``name``: which one. Raises TypeError for a model that is no Llama."""
     small = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     if not isinstance(small, LlamaForCausalLM):
         raise TypeError("only a Llama has a scaled copy")
+    if name == LARGE:
+        return build_scaled_copy(small, _LARGE_WIDTH, min_params=_LARGE_PARAMETERS)
     return build_scaled_copy(small)
 
 
-def _scaled(path: str, device: torch.device) -> PreTrainedModel:
-    return prepare_model(scaled_copy(path), device)
+def _scaled(name: str, path: str, device: torch.device) -> PreTrainedModel:
+    return prepare_model(scaled_copy(path, name), device)
 
 
 def _what(name: str, info: EngineInfo, num_layers: int) -> str:
@@ -93,10 +99,11 @@ def _what(name: str, info: EngineInfo, num_layers: int) -> str:
     size = f"{info.num_parameters / 1e6:.1f} M parameters, {num_layers} layers, {weights}"
     if name == BUNDLED:
         return f"the bundled code model ({size})"
-    if name == SCALED:
+    if name in (SCALED, LARGE):
+        times = "sixteen" if name == LARGE else "four"
         return (
-            f"the scaled copy ({size}): the bundled model zero-padded four times in width, with layers "
-            "added that change nothing, so that it writes the bundled model's text at the cost of its "
-            "own size"
+            f"the {name} copy ({size}): the bundled model zero-padded {times} times in width, with "
+            "layers added that change nothing, so that it writes the bundled model's text at the cost "
+            "of its own size"
         )
     return f"{name} ({size})"

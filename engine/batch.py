@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -51,13 +51,26 @@ class RequestRows:
         return not self.num_stored and chain_length(self.parents) == len(self.parents)
 
 
+NO_SLOT = -1
+"""Where a row that only pads a step is stored: nowhere."""
+
+
+class Bucket(NamedTuple):
+    """What a step is padded to, so that all steps of a bucket have the same shapes: so many rows, and
+    room for so many requests."""
+
+    num_rows: int
+    num_requests: int
+
+
 @dataclass(slots=True)
 class InputBatch:
     """Flat rows, in the order of the requests. ``wants_hidden``: the forward also returns what the output
-    head read."""
+    head read. ``bucket``: what the rows were padded to; None: not at all."""
 
     requests: Sequence[RequestRows]
     wants_hidden: bool = False
+    bucket: Bucket | None = None
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)
@@ -94,6 +107,22 @@ def build_batch(
     return batch
 
 
+def pad_batch(batch: InputBatch, bucket: Bucket) -> InputBatch:
+    """The batch with as many rows as the bucket, in a copy. Padding rows come last and are no
+    request's: their slot is ``NO_SLOT``, so that nothing is stored, and what they compute is nobody's.
+    As many rows as there are get logits: the batch's come first."""
+    count = bucket.num_rows - batch.num_rows
+    missing = bucket.num_rows - len(batch.logits_indices)
+    return replace(
+        batch,
+        bucket=bucket,
+        token_ids=[*batch.token_ids, *[0] * count],
+        positions=[*batch.positions, *[0] * count],
+        slot_mapping=[*batch.slot_mapping, *[NO_SLOT] * count],
+        logits_indices=[*batch.logits_indices, *[0] * missing],
+    )
+
+
 def slot_of(block_table: Sequence[int], position: int, block_size: int) -> int:
     return block_table[position // block_size] * block_size + position % block_size
 
@@ -119,45 +148,53 @@ class InputTensors(NamedTuple):
 
 
 class InputBuffers:
-    """Device memory that every step's inputs come in: views at the same addresses, so that a captured
-    step can be run again. ``max_num_rows`` is an estimate: a larger batch gets larger buffers.
+    """Device memory that every step's inputs come in, in one copy: views at the same addresses for equal
+    numbers of rows, so that a captured step can be run again. ``max_num_rows`` is an estimate: a larger
+    batch gets larger memory of its own.
     """
 
     def __init__(self, device: torch.device, max_num_rows: int) -> None:
         self._device = device
-        self._allocate(max_num_rows)
-
-    def _allocate(self, num_rows: int) -> None:
-        shape = (len(InputTensors._fields), num_rows)
-        self._tensors = torch.zeros(shape, dtype=torch.long, device=self._device)
-        self._host, self._copied = self._tensors, None
-        if self._device.type == "cuda":
-            self._host = torch.zeros(shape, dtype=torch.long, pin_memory=True)
-            self._copied = torch.cuda.Event()
-        self._array = self._host.numpy()
+        self._memories = [_InputMemory(device, max_num_rows)]
 
     def fill(self, batch: InputBatch) -> InputTensors:
         """Valid until the next fill."""
+        # A step of prompt chunks alone needs no logits, but models want at least one row.
+        logits_indices = batch.logits_indices or [0]
+        columns = (batch.token_ids, batch.positions, batch.slot_mapping, logits_indices)
+        num_rows = max(batch.num_rows, 1)
+        most = self._memories[-1].num_rows
+        if num_rows > most:
+            self._memories.append(_InputMemory(self._device, max(num_rows, 2 * most)))
+        memory = next(each for each in self._memories if num_rows <= each.num_rows)
+        return InputTensors(*memory.fill(columns, num_rows))
+
+
+class _InputMemory:
+    """Four columns of ``num_rows`` numbers, and their copies on the host."""
+
+    def __init__(self, device: torch.device, num_rows: int) -> None:
+        self.num_rows = num_rows
+        count = len(InputTensors._fields) * num_rows
+        self._tensor = torch.zeros(count, dtype=torch.long, device=device)
+        self._host, self._copied = self._tensor, None
+        if device.type == "cuda":
+            self._host = torch.zeros(count, dtype=torch.long, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        self._array = self._host.numpy()
+
+    def fill(self, columns: Sequence[Sequence[int]], num_rows: int) -> list[torch.Tensor]:
+        """Views of the columns, each of its own length and ``num_rows`` after the one before."""
         if self._copied is not None:
             self._copied.synchronize()  # The copy of the last step's may still be reading.
-        if batch.num_rows > self._tensors.shape[1]:
-            self._allocate(max(batch.num_rows, 2 * self._tensors.shape[1]))
-        # A step of prompt chunks alone needs no logits, but models want at least one row.
-        columns = (
-            batch.token_ids,
-            batch.positions,
-            batch.slot_mapping,
-            batch.logits_indices or [0],
-        )
-        views = []
-        for index, values in enumerate(columns):
-            self._array[index, : len(values)] = values
-            views.append(self._tensors[index, : len(values)])
-            if self._copied is not None:
-                views[-1].copy_(self._host[index, : len(values)], non_blocking=True)
+        end = len(columns) * num_rows
+        for first, values in zip(range(0, end, num_rows), columns, strict=True):
+            self._array[first : first + len(values)] = values
         if self._copied is not None:
+            self._tensor[:end].copy_(self._host[:end], non_blocking=True)
             self._copied.record()
-        return InputTensors(*views)
+        views = self._tensor[:end].view(len(columns), num_rows)
+        return [view[: len(values)] for view, values in zip(views, columns, strict=True)]
 
 
 class ForwardOutput(NamedTuple):

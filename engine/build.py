@@ -22,6 +22,7 @@ from engine.attention.backend import (
     choose_backend,
     stored_dtype,
 )
+from engine.capture.replays import graph_sizes
 from engine.config import Determinism, EngineConfig
 from engine.core import EngineCore, ModelLimits
 from engine.drafting.context import EngineContext
@@ -121,7 +122,8 @@ def build_engine_for(
     )
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes)
     attention = build_attention(needs, num_blocks, config.attention_backend)
-    runner = ModelRunner(model, attention, config.max_num_batched_tokens)
+    graphs = graph_sizes(config, attention, max_model_len)
+    runner = ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
     check_logits(runner, reference)
     exactness = verify_exact(runner, packed.failures if packed else set()) if exact else Exactness()
     if exactness.failed:
@@ -129,6 +131,7 @@ def build_engine_for(
         if config.determinism == "exact":
             raise UnsupportedModelError(reason)
         logger.warning("%s; texts may part where two tokens nearly tie", reason)
+    runner.prepare()
     drafts.attach(runner, shapes, vocab_size, max_model_len)
     constrain = (
         None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos).constraint

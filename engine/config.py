@@ -11,6 +11,8 @@ from slipstream.options import check_ranges, described
 Determinism = Literal["exact", "fast"]
 ShedSpeculation = Literal["never", "unpaid", "all"]
 Quantization = Literal["int8", "int4", "fp8"]
+USUAL_GRAPH_ROWS = 256
+"""Of the largest step that is captured as a CUDA graph where nothing else is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,15 @@ class EngineConfig:
     )
     attention_backend: str | None = described(
         None,
-        "What computes attention: paged (CPUs; keys are read in place, equal bits), sdpa (torch's "
-        "kernels), exact (the same with equal bits), or a further one; default: the best for the "
-        "machine and determinism.",
+        "What computes attention: triton (GPUs) and paged (CPUs), which read keys in place with "
+        "equal bits, sdpa (torch's kernels), exact (the same with equal bits), or a further one; "
+        "default: the best for the machine and determinism.",
+    )
+    cuda_graph_rows: int | None = described(
+        None,
+        "Steps of at most so many rows are captured as CUDA graphs at start; 0: none. "
+        "Default: 256 where device and attention backend allow it.",
+        ge=0,
     )
     max_num_nodes: int = described(64, "Most draft tokens per request and step.", ge=0)
     enable_prefix_cache: bool = described(True, "Reuse the KV of prompts that begin alike.")

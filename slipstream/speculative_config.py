@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from engine.config import EngineConfig, Quantization
+from engine.config import USUAL_GRAPH_ROWS, EngineConfig, Quantization
 from engine.params import SamplingParams, SpeculativeParams
 from slipstream.options import (
     FIXED_POLICY,
@@ -40,7 +40,6 @@ _REFUSED: dict[tuple[str, Any], str] = {
         False,
     ): "prompts always go through the target, which has to answer for them",
     ("fuse_draft_verify", True): "a draft has to be there before it can be verified",
-    ("use_cuda_graph", True): "there are no CUDA graphs",
 }
 _MODELS = ("small_model", "quantized")
 _USUAL_QUANT_DTYPE = "int8"
@@ -133,9 +132,16 @@ class SpeculativeConfig:
         return cls(**values)
 
     def engine_config(self, verify_model_path: str, base: EngineConfig) -> EngineConfig:
-        """``base`` with the target and what the drafter needs loaded."""
+        """``base`` with the target and what the drafter needs loaded. Raises ValueError for graphs
+        without a device that has them."""
+        if self.use_cuda_graph and not base.device.startswith("cuda"):
+            raise ValueError(
+                f"use_cuda_graph needs a CUDA device, and this engine's is {base.device}"
+            )
+        graph_rows = (base.cuda_graph_rows or USUAL_GRAPH_ROWS) if self.use_cuda_graph else 0
         changes: dict[str, Any] = {
             "model": verify_model_path,
+            "cuda_graph_rows": graph_rows,
             "drafters": tuple(dict.fromkeys((NO_DRAFTER, self.draft_strategy))),
         }
         if self.draft_strategy in _MODELS and self.draft_model_path is not None:

@@ -24,7 +24,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine import attention
-from engine.batch import InputBatch, InputTensors
+from engine.batch import Bucket, InputBatch, InputTensors
 from engine.config import Determinism
 from kvpool.store import KVStore
 
@@ -123,9 +123,11 @@ class AttentionBackend(ABC):
     ``determinisms``: for which settings. ``device_types``: on what; None: anywhere. ``rank``: of those
     that serve a model, the highest is taken where none is asked for. ``store_class``: the layout of keys
     and values that it reads, ``block_multiple``: what a block's tokens have to be a multiple of.
-    ``can_capture``: steps of equal shape may be captured and run again: plans read nothing but the input
-    tensors, which keep their addresses, and memory that the backend keeps, and they renew what kernels
-    are told (``CapturablePlan``).
+    ``can_capture``: steps of equal shape may be recorded on a CPU and run again: plans read nothing but
+    the input tensors, which keep their addresses, and memory that the backend keeps, and they renew
+    what kernels are told (``CapturablePlan``). ``can_graph``: steps padded to one bucket may be
+    captured in a device's graph: their kernels are launched alike, with memory that keeps its place,
+    whatever they hold.
     """
 
     name: ClassVar[str]
@@ -135,6 +137,7 @@ class AttentionBackend(ABC):
     store_class: ClassVar[type[KVStore]] = KVStore
     block_multiple: ClassVar[int] = 1
     can_capture: ClassVar[bool] = False
+    can_graph: ClassVar[bool] = False
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         self.store = store
@@ -152,12 +155,25 @@ class AttentionBackend(ABC):
         return None
 
     @classmethod
+    def rank_for(cls, needs: AttentionNeeds) -> int:
+        """Where it depends on what is asked; below 0: only where asked for by name."""
+        del needs
+        return cls.rank
+
+    @classmethod
     def bytes_per_block(cls, needs: AttentionNeeds) -> int:
         return cls.store_class.bytes_per_block(**needs.store_sizes())
 
     @abstractmethod
     def plan(self, batch: InputBatch, inputs: InputTensors) -> AttentionPlan:
-        """Once per step. ``inputs`` is the batch on the device, valid until the step's end."""
+        """Once per step. ``inputs`` is the batch on the device, valid until the step's end. Rows past
+        those of the requests are padding: nothing is stored for them, and their outputs are finite."""
+
+    def reserve(self, bucket: Bucket, most_keys: int, most_nodes: int) -> None:
+        """Keep memory for steps of ``bucket`` whose requests have at most ``most_keys`` tokens, drafts
+        included, and ``most_nodes`` draft nodes: what plans of such steps tell the device lies there
+        from then on. For backends that ``can_graph``; before a first step is captured."""
+        del bucket, most_keys, most_nodes
 
     def write(
         self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -218,7 +234,7 @@ def choose_backend(
     if not fit:
         listed = "; ".join(f"{key}: {reason}" for key, reason in sorted(reasons.items()))
         raise ValueError(f"attention_backend {listed}")
-    return max(fit, key=lambda backend: backend.rank)
+    return max(fit, key=lambda backend: backend.rank_for(needs))
 
 
 def _refusal(

@@ -7,7 +7,7 @@ branches; of its own keys each branch reads those that it sees, in the order of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from engine.attention.backend import (
     AttentionOptions,
     attention_backend,
 )
+from engine.attention.branches import branches_of
 from engine.batch import InputBatch, InputTensors, RequestRows, slot_of
 from engine.config import Determinism
 from engine.kernels import KINDS, LANES, STORED_KINDS, find_kernel
@@ -212,7 +213,7 @@ def _keys_of(request: RequestRows, block_size: int) -> _RequestKeys:
     start = root_end // LANES * LANES
     common = _groups(request.block_table, 0, start, block_size)
     branches = [
-        _branch(request, nodes, mine, start, block_size) for nodes, mine in _branches(request)
+        _branch(request, nodes, mine, start, block_size) for nodes, mine in branches_of(request)
     ]
     if known:
         in_place = _groups(request.block_table, start, root_end, block_size)
@@ -225,25 +226,6 @@ def _groups(table: Sequence[int], first: int, end: int, block_size: int) -> list
     if block_size == LANES:
         return [block * LANES for block in table[first // LANES : -(-end // LANES)]]
     return [slot_of(table, key, block_size) for key in range(first, end, LANES)]
-
-
-def _branches(request: RequestRows) -> Iterator[tuple[list[int], list[int]]]:
-    """Paths from the root down, as deep as they go, and which of their nodes no path before has had.
-    Nodes without rows in this step are nobody's."""
-    parents = request.parents
-    placed = set(range(request.num_stored))
-    for start in range(request.num_stored, len(parents)):
-        if start in placed:
-            continue
-        mine = [start]
-        for node in range(start + 1, len(parents)):
-            if parents[node] == mine[-1] and node not in placed:
-                mine.append(node)
-        placed.update(mine)
-        nodes = mine[:]
-        while parents[nodes[0]] >= 0:
-            nodes.insert(0, parents[nodes[0]])
-        yield nodes, mine
 
 
 def _branch(

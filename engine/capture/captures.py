@@ -91,6 +91,18 @@ class Captures:
         can_capture = attention.can_capture and attention.needs.device.type == "cpu"
         self._is_open = can_capture and find_kernel("sequence") is not None
 
+    @property
+    def num_graphs(self) -> int:
+        """None: recordings come and go."""
+        return 0
+
+    def pad(self, batch: InputBatch) -> InputBatch:
+        """As it is: on a CPU every row costs."""
+        return batch
+
+    def prepare(self, planned: Callable[[InputBatch], Callable[[], ForwardOutput]]) -> None:
+        """Nothing: shapes are recorded as they come."""
+
     def forward(
         self,
         batch: InputBatch,
@@ -98,7 +110,7 @@ class Captures:
         plan: AttentionPlan,
         run: Callable[[], ForwardOutput],
     ) -> ForwardOutput:
-        """``run``: the model's forward over ``inputs``, with ``plan``. Returns what it returns."""
+        """See ``Replays``."""
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return run()
         shape = _shape(batch, inputs)
@@ -124,8 +136,7 @@ class Captures:
         return output
 
     def is_settled(self, batch: InputBatch, inputs: InputTensors) -> bool:
-        """Whether the next forward takes as long as all those after it. The first one to ask for a shape
-        expects it to come again."""
+        """See ``Replays``. The first one to ask for a shape expects it to come again."""
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return True
         capture = self._captures.setdefault(_shape(batch, inputs), _Capture())

@@ -26,6 +26,7 @@ from engine.attention.backend import (
     choose_backend,
     stored_dtype,
 )
+from engine.capture.replays import graph_sizes
 from engine.config import EngineConfig
 from engine.drafting.draft_model import EngineDraftModel
 from engine.drafting.layer_subset import layer_subset, parse_layers
@@ -97,8 +98,10 @@ class DraftModels:
             needs = self._needs(model, each.shapes or shapes)
             store = runner.store.num_blocks if owns_rows else runner.store
             self._check(name, model, needs, each.reference)
+            drafting = self._runner(model, needs, store)
+            drafting.prepare()
             self._ready[name] = EngineDraftModel(
-                self._runner(model, needs, store),
+                drafting,
                 vocab_size=vocab_size,
                 owns_rows=owns_rows,
                 max_len=min(max_position(model.config), max_model_len),
@@ -120,8 +123,10 @@ class DraftModels:
     def _runner(
         self, model: PreTrainedModel, needs: AttentionNeeds, store: KVStore | int
     ) -> ModelRunner:
-        attention = build_attention(needs, store, self._config.attention_backend, strict=False)
-        return ModelRunner(model, attention, self._config.max_num_batched_tokens)
+        config = self._config
+        attention = build_attention(needs, store, config.attention_backend, strict=False)
+        graphs = graph_sizes(config, attention, max_position(model.config), strict=False)
+        return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
 
     def _check(
         self, name: str, model: PreTrainedModel, needs: AttentionNeeds, reference: torch.Tensor

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,32 +21,55 @@ from engine.batch import (
     RequestRows,
     build_batch,
 )
-from engine.capture.captures import Captures
+from engine.capture.replays import GraphSizes, make_replays
 
 
 class ModelRunner:
     """A model on the engine's attention and the store that holds its keys and values."""
 
     def __init__(
-        self, model: PreTrainedModel, attention: AttentionBackend, max_num_rows: int = 256
+        self,
+        model: PreTrainedModel,
+        attention: AttentionBackend,
+        max_num_rows: int = 256,
+        graphs: GraphSizes | None = None,
     ) -> None:
+        """``graphs``: what may be captured where the device has graphs; None: nothing."""
         self.model = model
         self.attention = attention
         self.store = attention.store
         self.device = model.device
         self._buffers = InputBuffers(self.device, max_num_rows)
-        self._captures = Captures(attention)
+        self._replays = make_replays(attention, graphs)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> ForwardOutput:
         """Keys and values of all rows are in the store afterwards."""
-        inputs = self._buffers.fill(batch)
-        plan = self.attention.plan(batch, inputs)
-        output = self._captures.forward(
-            batch, inputs, plan, lambda: self._run(inputs, plan, batch.wants_hidden)
+        padded = self._replays.pad(batch)
+        inputs, plan = self._plan(padded)
+        output = self._replays.forward(
+            padded, inputs, plan, partial(self._run, inputs, plan, batch.wants_hidden)
         )
         self.synchronize()  # so that a caller's clock stops when the device is done
         return output._replace(logits=output.logits[: len(batch.logits_indices)])
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture what is captured at start. Once, while the store is unused."""
+
+        def planned(batch: InputBatch) -> Callable[[], ForwardOutput]:
+            return partial(self._run, *self._plan(batch), batch.wants_hidden)
+
+        self._replays.prepare(planned)
+
+    @property
+    def num_graphs(self) -> int:
+        """Of a device's, captured by ``prepare``."""
+        return self._replays.num_graphs
+
+    def _plan(self, batch: InputBatch) -> tuple[InputTensors, AttentionPlan]:
+        inputs = self._buffers.fill(batch)
+        return inputs, self.attention.plan(batch, inputs)
 
     def _run(self, inputs: InputTensors, plan: AttentionPlan, wants_hidden: bool) -> ForwardOutput:
         """Logits of at least one row."""
@@ -103,7 +127,7 @@ class ModelRunner:
         """Until forwards of that shape take as long as they will."""
         for token_id in count():
             batch = self._sample_batch(shape, token_id)
-            if self._captures.is_settled(batch, self._buffers.fill(batch)):
+            if self._replays.is_settled(batch, self._buffers.fill(batch)):
                 return
             self.forward(batch)
 

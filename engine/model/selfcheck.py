@@ -42,26 +42,35 @@ def reference_logits(model: PreTrainedModel) -> torch.Tensor:
 def check_logits(runner: ModelRunner, reference: torch.Tensor) -> None:
     """Raises UnsupportedModelError if the engine's forward, in chunks with a draft tree beside them,
     does not write the reference. Overwrites the store's blocks: only while it is unused."""
-    token_ids = _token_ids(_vocab_size(runner.model))
-    block_size = runner.store.block_size
-    needed = -(-_NUM_TOKENS // block_size)
-    if 2 * needed > runner.store.num_blocks:
-        return  # a toy pool; there is no room to check in
-    chunks = torch.cat(list(_run_chunks(runner, token_ids, range(needed), _CHUNKS)))
-    tree = _run_tree(runner, token_ids, range(needed, 2 * needed))
-    spread = float(reference.std()) or 1.0
     tolerance = _tolerance(runner)
-    on_path = reference[_FORK - 1 : _FORK + 3]
-    for what, ours, theirs in (
-        ("in chunks", chunks, reference),
-        ("in a draft tree", tree, on_path),
-    ):
-        error = float((ours.float() - theirs).abs().mean()) / spread
+    for what, error in logit_errors(runner, reference).items():
         if not error < tolerance:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__}: run {what}, its logits differ from transformers' "
                 f"own by {error:.3g} of their spread; it must keep state that the engine does not carry"
             )
+
+
+def logit_errors(runner: ModelRunner, reference: torch.Tensor) -> dict[str, float]:
+    """How far the engine's logits lie from the reference (of ``reference_logits``), by how rows are cut
+    into steps: means of what they differ by, relative to the reference's spread. Nothing where the pool
+    is too small. Overwrites the store's blocks."""
+    token_ids = _token_ids(_vocab_size(runner.model))
+    block_size = runner.store.block_size
+    needed = -(-_NUM_TOKENS // block_size)
+    if 2 * needed > runner.store.num_blocks:
+        return {}
+    chunks = torch.cat(list(_run_chunks(runner, token_ids, range(needed), _CHUNKS)))
+    tree = _run_tree(runner, token_ids, range(needed, 2 * needed))
+    spread = float(reference.std()) or 1.0
+    compared = {
+        "in chunks": (chunks, reference),
+        "in a draft tree": (tree, reference[_FORK - 1 : _FORK + 3]),
+    }
+    return {
+        what: float((ours.float() - theirs).abs().mean()) / spread
+        for what, (ours, theirs) in compared.items()
+    }
 
 
 def _tolerance(runner: ModelRunner) -> float:

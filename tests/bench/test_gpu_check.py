@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from bench.equality import EqualityResult, check_tiny_models
+from bench.gpu.backends import BackendResult
 from bench.gpu_check import equality_table, fp32_holds, main
 
 GOOD = EqualityResult("m", "ngram", "greedy", 2, 2, 2, num_draft_tokens=9, num_accepted_tokens=4)
 DIFFERENT = replace(GOOD, num_equal=1)
+RIGHT = BackendResult("m", "b", "exact", "float32", 1e-6, 1e-3, same_bits=True, flip_rate=0.0)
+FAST = replace(RIGHT, determinism="fast", same_bits=False)
+WRONG = replace(RIGHT, error=1e-2)
 
 
 @pytest.fixture(autouse=True)
@@ -56,16 +60,42 @@ def test_table_sums_over_samplings_and_points_at_differences() -> None:
     assert "DIFFER" in lines[3]
 
 
+@pytest.mark.parametrize(
+    ("backends", "texts"),
+    [([RIGHT, FAST], [GOOD, DIFFERENT]), ([WRONG, FAST], [GOOD]), ([], [GOOD])],
+)
 def test_command_fails_on_a_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backends: list[BackendResult],
+    texts: list[EqualityResult],
 ) -> None:
-    monkeypatch.setattr("bench.gpu_check.check_tiny_models", lambda *_: [GOOD, DIFFERENT])
+    monkeypatch.setattr("bench.gpu_check.check_backends", lambda *_: backends)
+    monkeypatch.setattr("bench.gpu_check.check_tiny_models", lambda *_, **__: texts)
     output = tmp_path / "check.json"
-    assert main(["--device", "cpu", "--model", "--output", str(output)]) == 1
+    assert main(["--device", "cpu", "--toy", "--output", str(output)]) == 1
     document = json.loads(output.read_text(encoding="utf-8"))
-    assert document["fp32_holds"] is False
-    assert document["fp32_equality"][1]["num_equal"] == 1
-    assert "fp32 equality FAILS" in capsys.readouterr().out
+    assert [each["holds"] for each in document["backends"]] == [each.holds for each in backends]
+    assert len(document["fp32_equality"]) == (len(texts) if backends else 0)
+
+
+def test_exact_keeps_a_row_s_bits_and_fast_need_not() -> None:
+    assert not replace(RIGHT, same_bits=False).holds
+    assert replace(RIGHT, same_bits=False, determinism="fast").holds
+    assert replace(RIGHT, same_bits=None).holds
+    assert not WRONG.holds
+
+
+@pytest.mark.slow
+def test_the_command_passes_here_at_toy_size(tmp_path: Path) -> None:
+    """The same command as on a GPU, on the backend that is GPUs' under its interpreter."""
+    output = tmp_path / "check.json"
+    code = main(["--device", "cpu", "--toy", "--backend", "triton", "--output", str(output)])
+    document = json.loads(output.read_text(encoding="utf-8"))
+    assert code == 0, document
+    assert {each["backend"] for each in document["backends"]} == {"triton"}
+    assert {each["determinism"] for each in document["backends"]} == {"exact", "fast"}
+    assert document["fp32_holds"]
 
 
 @pytest.mark.slow

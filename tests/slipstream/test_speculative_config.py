@@ -34,7 +34,6 @@ REFUSED = {
     "early_rejection": False,
     "prefill_with_verify": False,
     "fuse_draft_verify": True,
-    "use_cuda_graph": True,
 }
 IN_THE_REPORT = {
     "log_acceptance_rate",
@@ -52,7 +51,16 @@ def seen(config: SpeculativeConfig) -> dict[str, object]:
 
 def test_every_field_is_listed_here() -> None:
     names = {field.name for field in fields(SpeculativeConfig)}
-    assert names == set(EFFECTIVE) | set(REFUSED) | IN_THE_REPORT | {"draft_num_layers"}
+    own_tests = {"draft_num_layers", "use_cuda_graph"}
+    assert names == set(EFFECTIVE) | set(REFUSED) | IN_THE_REPORT | own_tests
+
+
+def test_graphs_are_captured_where_they_are_asked_for_and_can_be_had() -> None:
+    on_gpu = EngineConfig(device="cuda:1")
+    assert SpeculativeConfig(use_cuda_graph=True).engine_config("t", on_gpu).cuda_graph_rows == 256
+    assert SpeculativeConfig().engine_config("t", on_gpu).cuda_graph_rows == 0
+    with pytest.raises(ValueError, match="use_cuda_graph needs a CUDA device"):
+        SpeculativeConfig(use_cuda_graph=True).engine_config("t", EngineConfig())
 
 
 @pytest.mark.parametrize("name", EFFECTIVE)

@@ -3,7 +3,7 @@ the same bits in any company."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,111 +15,14 @@ from hypothesis import strategies as st
 
 from engine.attention import paged
 from engine.attention.backend import AttentionNeeds, AttentionOptions, KVShape, choose_backend
-from engine.attention.paged import PagedAttention
-from engine.batch import InputBuffers, RequestRows, build_batch, slot_of
+from engine.batch import InputBuffers, RequestRows, build_batch
 from kvpool.store import KVStore
+from worlds.attended import PLAIN, TOLERANCE, World, chains
 from worlds.lanes import examples
-from worlds.tiny_models import path_to, scattered_table
+from worlds.tiny_models import path_to
 
 CPU = torch.device("cpu")
-PLAIN = AttentionOptions(None, None, None, None)
 TREE = (-1, -1, 0, 1, 1, 3, 2, 5, 5, 7, 9, -1, 11, 11, 12, 14, 15, 16, 17, 18, 19, 20)
-NUM_BLOCKS = 240
-TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-class World:
-    """Texts of random rows; text ``number`` has the same rows wherever it is used."""
-
-    def __init__(
-        self,
-        heads: int,
-        kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        size: int = 16,
-        kv_dtype: torch.dtype | None = None,
-    ) -> None:
-        shape = KVShape(heads, kv_heads, key_dim, value_dim)
-        self.needs = AttentionNeeds("exact", CPU, dtype, size, [shape], kv_dtype)
-        self.size, self.dtype = size, dtype
-        self._shapes = ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
-
-    def rows(self, number: int, length: int) -> list[torch.Tensor]:
-        """Queries, keys and values of its first ``length`` tokens."""
-        generator = torch.Generator().manual_seed(number)
-        made = [torch.randn(1024, *shape, generator=generator) * 1.5 for shape in self._shapes]
-        return [each[:length].to(self.dtype) for each in made]
-
-    def tables(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Scattered blocks for each of the requests."""
-        needed = [-(-length // self.size) for length in lengths]
-        every = scattered_table(3, NUM_BLOCKS, first=0, among=NUM_BLOCKS)
-        ends = [sum(needed[: index + 1]) for index in range(len(needed))]
-        return [every[end - count : end] for end, count in zip(ends, needed, strict=True)]
-
-    def step(
-        self,
-        parts: Sequence[tuple[int, int, int, Sequence[int]]],
-        options: AttentionOptions = PLAIN,
-        stored: int = 0,
-    ) -> list[torch.Tensor]:
-        """Outputs of each request's rows: (text, base, known rows, parents) each. The nodes of a tree go
-        on with the rows of its text, one after another. ``stored``: of each tree's nodes."""
-        store = KVStore(
-            1, NUM_BLOCKS, self.size, self._shapes[1][0], self._shapes[1][1], self._shapes[2][1],
-            self.needs.kv_dtype or self.dtype, CPU,
-        )  # fmt: skip
-        backend = PagedAttention(store, self.needs)
-        lengths = [base + known + len(parents) for _, base, known, parents in parts]
-        requests, new = [], []
-        for (text, base, known, parents), table in zip(parts, self.tables(lengths), strict=True):
-            query, key, value = self.rows(text, base + known + len(parents))
-            past = base + stored
-            slots = torch.tensor([slot_of(table, place, self.size) for place in range(past)] or [0])
-            store.write(0, slots[:past], key[:past], value[:past])
-            count = known + len(parents) - stored
-            requests.append(RequestRows([0] * count, known, base, parents, table, count, stored))
-            new.append((query[past:], key[past:], value[past:]))
-        batch = build_batch(requests, self.size)
-        plan = backend.plan(batch, InputBuffers(CPU, 512).fill(batch))
-        rows = [torch.cat(each) for each in zip(*new, strict=True)]
-        output = plan.attend(0, rows[0], rows[1], rows[2], options)
-        return list(output.split([len(each[0]) for each in new]))
-
-    def expected(
-        self, part: tuple[int, int, int, Sequence[int]], options: AttentionOptions
-    ) -> torch.Tensor:
-        """In float64, row by row."""
-        text, base, known, parents = part
-        query, key, value = self.rows(text, base + known + len(parents))
-        if self.needs.kv_dtype is not None:
-            key, value = key.to(self.needs.kv_dtype).float(), value.to(self.needs.kv_dtype).float()
-        query, key, value = query.double(), key.double(), value.double()
-        share = query.shape[1] // key.shape[1]
-        scale = query.shape[2] ** -0.5 if options.scaling is None else options.scaling
-        outputs = []
-        for row in range(known + len(parents)):
-            node = row - known
-            seen = list(range(min(base + row + 1, base + known)))
-            if node >= 0:
-                seen += [base + known + each for each in path_to(node, parents)]
-            if options.window is not None:
-                seen = seen[-options.window :]
-            scores = torch.einsum(
-                "hd,khd->hk", query[base + row], key[seen].repeat_interleave(share, 1)
-            )
-            scores = scores * scale
-            if options.softcap is not None:
-                scores = options.softcap * torch.tanh(scores / options.softcap)
-            if options.sinks is not None:
-                scores = torch.cat([scores, options.sinks.double()[:, None]], 1)
-            weights = scores.softmax(-1)[:, : len(seen)]
-            outputs.append(
-                torch.einsum("hk,khd->hd", weights, value[seen].repeat_interleave(share, 1))
-            )
-        return torch.stack(outputs)
 
 
 @contextmanager
@@ -130,10 +33,6 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def chains(length: int) -> tuple[int, ...]:
-    return tuple(range(-1, length - 1))
 
 
 @st.composite

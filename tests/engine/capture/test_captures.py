@@ -45,12 +45,12 @@ def recorded_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def runner_of(model: PreTrainedModel, is_open: bool = True) -> ModelRunner:
     runner = make_runner(model, exact=True, block_size=SIZE)
     if not is_open:
-        runner._captures._close("the test compares with it")
+        runner._replays._close("the test compares with it")
     return runner
 
 
 def trusted(runner: ModelRunner) -> int:
-    return sum(each.is_trusted for each in runner._captures._captures.values())
+    return sum(each.is_trusted for each in runner._replays._captures.values())
 
 
 def texts(seed: int, lengths: Sequence[int]) -> list[RequestRows]:
@@ -109,7 +109,7 @@ def test_so_have_those_of_models_in_8_bits(name: str) -> None:
     fuse(model)
     needs = AttentionNeeds.of(model, shapes, "exact", SIZE)
     recording, plain = (ModelRunner(model, build_attention(needs, 96)) for _ in range(2))
-    plain._captures._close("the test compares with it")
+    plain._replays._close("the test compares with it")
     for seed in (1, 2):
         for got, expected in zip(
             outputs(recording, seed, True), outputs(plain, seed, True), strict=True
@@ -196,7 +196,7 @@ def test_forwards_of_many_rows_are_not_recorded() -> None:
     for seed in range(4):
         text = random_ids(seed, captures._MOST_ROWS + 1)
         runner.forward(build_batch([chunk(text, 0, len(text), tables(0))], SIZE))
-    assert not runner._captures._captures
+    assert not runner._replays._captures
 
 
 def test_the_least_used_recordings_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,11 +208,11 @@ def test_the_least_used_recordings_are_forgotten(monkeypatch: pytest.MonkeyPatch
             runner.forward(build_batch([chunk(text, 0, num_rows, tables(0))], SIZE))
 
     def recorded() -> list[int]:
-        every = runner._captures._captures.items()
+        every = runner._replays._captures.items()
         return [shape.num_rows for shape, each in every if each.graph is not None]
 
     run(3)
-    (capture,) = runner._captures._captures.values()
+    (capture,) = runner._replays._captures.values()
     assert capture.graph is not None
     # A row takes the same memory in each: room for eleven, and a little more.
     monkeypatch.setattr(captures, "_MOST_BYTES", 23 * capture.graph.num_bytes // 6)
@@ -229,7 +229,7 @@ def test_memory_within_a_recording_is_used_again() -> None:
         runner = runner_of(tiny_model("llama", num_hidden_layers=num_layers))
         for seed in range(3):
             runner.forward(build_batch([chunk(random_ids(seed, 8), 0, 8, tables(0))], SIZE))
-        (capture,) = runner._captures._captures.values()
+        (capture,) = runner._replays._captures.values()
         assert capture.graph is not None
         sizes.append(capture.graph.num_bytes)
     assert sizes[0] == sizes[1] > 0
@@ -237,11 +237,11 @@ def test_memory_within_a_recording_is_used_again() -> None:
 
 def test_what_a_backend_cannot_capture_is_not() -> None:
     runner = make_runner(tiny_model("llama"), True, block_size=SIZE, attention="exact")
-    assert not runner._captures._is_open
+    assert not runner._replays._is_open
     batch = build_batch([chunk(random_ids(1, 4), 0, 4, tables(0))], SIZE)
     for _ in range(4):
         runner.forward(batch)
-    assert not runner._captures._captures
+    assert not runner._replays._captures
 
 
 def test_timing_waits_until_a_shape_is_settled() -> None:
@@ -255,7 +255,7 @@ def test_timing_waits_until_a_shape_is_settled() -> None:
 def test_without_compiled_kernels_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "find_kernel", lambda _: None)
     runner = runner_of(tiny_model("llama"))
-    assert not runner._captures._is_open
+    assert not runner._replays._is_open
 
 
 def test_results_that_are_no_numbers_are_the_same_results() -> None:
@@ -283,7 +283,7 @@ def test_a_short_forward_leaves_cores_to_others_unless_a_team_is_much_faster(
     try:
         runner = runner_of(tiny_model("llama"))
         times = iter([0.0, team, 0.0, alone] * captures._TRIALS)
-        runner._captures._clock = lambda: next(times)
+        runner._replays._clock = lambda: next(times)
         request = texts(7, [6])
         expected = runner.forward(build_batch(request, SIZE))
         for _ in range(2 + 2 * captures._TRIALS + 2):
@@ -291,7 +291,7 @@ def test_a_short_forward_leaves_cores_to_others_unless_a_team_is_much_faster(
             assert torch.equal(got.logits, expected.logits)
     finally:
         torch.set_num_threads(1)
-    (capture,) = runner._captures._captures.values()
+    (capture,) = runner._replays._captures.values()
     assert capture.threads.chosen == chosen
 
 
@@ -302,6 +302,6 @@ def test_a_shape_is_recorded_when_it_has_come_often(monkeypatch: pytest.MonkeyPa
     recorded = []
     for _ in range(5):
         runner.forward(build_batch(request, SIZE))
-        (capture,) = runner._captures._captures.values()
+        (capture,) = runner._replays._captures.values()
         recorded.append(capture.graph is not None)
     assert recorded == [False, False, False, True, True]

@@ -1,0 +1,254 @@
+"""Attention on GPUs that reads the block store where it is: no gathering, no padding, no masks in memory.
+
+Its programs (``engine.kernels.triton``) read a step's work (``work.py``) from one buffer of ints, copied
+once per step without waiting for the device. Nothing of a step lies anywhere else, and nothing is read
+back, so a step's launches may be captured in a graph and run again over other contents:
+
+- A step that is padded to a bucket is fitted into launches of the bucket's size (``Room``); plans of one
+  bucket differ in nothing but what the buffer holds.
+- What ``reserve`` had made keeps its address (``addresses``): larger steps get further memory.
+- Rows that pad a batch come after it, with slot -1: they are stored nowhere, see nothing, and get zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from engine.attention.backend import (
+    LARGEST_KEY,
+    AttentionBackend,
+    AttentionNeeds,
+    AttentionOptions,
+    attention_backend,
+)
+from engine.attention.work import Cut, Room, Work
+from engine.batch import Bucket, InputBatch, InputTensors
+from engine.config import Determinism
+from engine.kernels import KINDS, STORED_KINDS
+from engine.kernels.triton import missing_for
+from engine.kernels.triton.ops import ragged_attention
+from kvpool.store import KVStore
+
+_MOST_DIMENSIONS = 256
+_MOST_SHARED = 128
+_PROGRAMS_PER_PROCESSOR = 4
+_BYTES_OF_SUMS = 64 << 20
+"""Of a layer, that wait to be joined."""
+
+
+@attention_backend("triton")
+class TritonAttention(AttentionBackend):
+    """``chunk``: keys whose sums are merged with those before; not of a step's making, or a row's bits
+    would be. ``failures``: see ``verify_exact``; here equal bits are a matter of arithmetic, not of a
+    probe. Where determinism is exact, tiles have one size, and branches of draft trees read their keys in
+    the order of their text."""
+
+    determinisms: ClassVar[frozenset[Determinism]] = frozenset({"exact", "fast"})
+    device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu", "cuda"})
+    rank: ClassVar[int] = 2
+    can_graph: ClassVar[bool] = True
+    failures: ClassVar[tuple[str, ...]] = ()
+    chunk: ClassVar[int] = 512
+
+    def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
+        super().__init__(store, needs)
+        self.cut = _cut(needs, self.chunk)
+        self.is_exact = needs.determinism == "exact"
+        self.planes = [
+            (_bytes_of_floats(key.transpose(0, 1)), _bytes_of_floats(value.transpose(0, 1)))
+            for key, value in zip(store.key, store.value, strict=True)
+        ]
+        self._ints = _StepInts(store.device)
+        self._rooms: dict[Bucket, Room] = {}
+        self._width = max(shape.num_heads * shape.value_dim for shape in needs.shapes)
+        self._heads = max(shape.num_heads for shape in needs.shapes)
+        self._sums, self._stats = self._memory_for_sums(0)
+
+    @classmethod
+    def refusal(cls, needs: AttentionNeeds) -> str | None:
+        reason = super().refusal(needs) or missing_for(needs.device)
+        if reason is not None:
+            return reason
+        for dtype, known in ((needs.dtype, KINDS), (needs.kv_dtype or needs.dtype, STORED_KINDS)):
+            if dtype not in known:
+                return f"it knows no {dtype}"
+        for shape in needs.shapes:
+            if max(shape.key_dim, shape.value_dim) > _MOST_DIMENSIONS:
+                wide = max(shape.key_dim, shape.value_dim)
+                return f"its heads have at most {_MOST_DIMENSIONS} dimensions, not {wide}"
+            if shape.num_heads // shape.num_kv_heads > _MOST_SHARED:
+                shared = shape.num_heads // shape.num_kv_heads
+                return f"at most {_MOST_SHARED} heads share a key head, not {shared}"
+        return None
+
+    @classmethod
+    def rank_for(cls, needs: AttentionNeeds) -> int:
+        """Under the interpreter it is for those who ask for it."""
+        return cls.rank if needs.device.type == "cuda" else -1
+
+    def plan(self, batch: InputBatch, inputs: InputTensors) -> TritonPlan:
+        """Raises ValueError where a bucket has no room for the step."""
+        room = None if batch.bucket is None else self._rooms[batch.bucket]
+        work = Work(batch.requests, self.cut, room)
+        if work.num_partials > len(self._sums):
+            self._sums, self._stats = self._memory_for_sums(work.num_partials)
+        return TritonPlan(
+            self,
+            inputs.slot_mapping,
+            self._ints.fill(work),
+            self._sums,
+            self._stats,
+            (work.num_items, work.num_joins, work.joins_at, work.tile_rows),
+        )
+
+    def reserve(self, bucket: Bucket, most_keys: int, most_nodes: int) -> None:
+        """See ``AttentionBackend``."""
+        room = Room.for_steps(self.cut, *bucket, most_keys, most_nodes)
+        self._rooms[bucket] = room
+        self._ints.reserve(Work([], self.cut, room).num_ints + room.num_ints)
+        if len(self._sums) < self.cut.max_partials:
+            self._sums, self._stats = self._memory_for_sums(self.cut.max_partials)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """What captured launches read and write beside inputs and store."""
+        return self._ints.address, self._sums.data_ptr(), self._stats.data_ptr()
+
+    def _memory_for_sums(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.zeros(count, self._width, dtype=torch.float32, device=self.store.device),
+            torch.zeros(count, self._heads * 2, dtype=torch.float32, device=self.store.device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """``launch``: numbers of items and of joins, where joins begin, rows of a tile."""
+
+    backend: TritonAttention
+    slots: torch.Tensor  # [num_rows] int64
+    ints: torch.Tensor
+    sums: torch.Tensor
+    stats: torch.Tensor
+    launch: tuple[int, int, int, int]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        backend = self.backend
+        keys, values = backend.planes[layer]
+        num_items, num_joins, joins_at, tile_rows = self.launch
+        scaling = query.shape[2] ** -0.5 if options.scaling is None else options.scaling
+        output: torch.Tensor = ragged_attention(
+            query,
+            key,
+            value,
+            keys,
+            values,
+            self.slots,
+            self.ints,
+            self.sums,
+            self.stats,
+            options.sinks,
+            num_items,
+            num_joins,
+            joins_at,
+            tile_rows,
+            backend.store.block_size,
+            backend.cut.chunk,
+            scaling,
+            options.softcap or 0.0,
+            options.window or 0,
+            LARGEST_KEY,
+            backend.is_exact,
+        )
+        return output
+
+
+class _StepInts:
+    """A step's ints on the device. Memory grows by further pieces: what a graph was captured over
+    stays."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pieces = [_Ints(device, 1 << 12)]
+
+    @property
+    def address(self) -> int:
+        """Of the smallest piece, where steps for which was reserved lie."""
+        return self._pieces[0].tensor.data_ptr()
+
+    def reserve(self, count: int) -> None:
+        """Steps of so many ints lie in one place from now on. Before anything is captured."""
+        if count > len(self._pieces[0].tensor):
+            self._pieces = [_Ints(self._device, count)]
+
+    def fill(self, work: Work) -> torch.Tensor:
+        """The whole piece."""
+        count = work.num_ints
+        if count > len(self._pieces[-1].tensor):
+            self._pieces.append(_Ints(self._device, 2 * count))
+        piece = next(each for each in self._pieces if count <= len(each.tensor))
+        piece.fill(work)
+        return piece.tensor
+
+
+class _Ints:
+    """A buffer on the device, and two on the host that are copied to it in turn: one may be filled while
+    the copy of the last step's is still waiting for the device to come to it."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._turn = 0
+        self.tensor = torch.zeros(count, dtype=torch.int32, device=device)
+        self._hosts: list[torch.Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._hosts = [torch.zeros(count, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+            self._copied = [torch.cuda.Event() for _ in range(2)]
+
+    def fill(self, work: Work) -> None:
+        if not self._hosts:
+            work.write(self.tensor.numpy())
+            return
+        self._turn ^= 1
+        host, copied = self._hosts[self._turn], self._copied[self._turn]
+        copied.synchronize()
+        work.write(host.numpy())
+        self.tensor[: work.num_ints].copy_(host[: work.num_ints], non_blocking=True)
+        copied.record()
+
+
+def _cut(needs: AttentionNeeds, chunk: int) -> Cut:
+    is_exact = needs.determinism == "exact"
+    wide = max(max(shape.key_dim, shape.value_dim) for shape in needs.shapes)
+    sizes = (16, 32) if wide > 128 or needs.dtype == torch.float32 else (16, 32, 64)
+    row_bytes = 4 * max(shape.num_heads * (shape.value_dim + 2) for shape in needs.shapes)
+    return Cut(
+        block_size=needs.block_size,
+        chunk=chunk,
+        tile_pairs=sizes[-1:] if is_exact else sizes,
+        share=max(shape.num_heads // shape.num_kv_heads for shape in needs.shapes),
+        num_kv_heads=min(shape.num_kv_heads for shape in needs.shapes),
+        num_programs=_PROGRAMS_PER_PROCESSOR * _num_processors(needs.device),
+        max_partials=_BYTES_OF_SUMS // row_bytes,
+        in_text_order=is_exact,
+    )
+
+
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _bytes_of_floats(plane: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes, which every device reads."""
+    return plane.view(torch.uint8) if plane.dtype.itemsize == 1 else plane

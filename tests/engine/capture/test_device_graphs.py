@@ -1,0 +1,199 @@
+"""Graphs on a CPU, over a maker that repeats and compares: what a device would repeat is what is wanted,
+for every architecture; what it cannot is seen at start and served without."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from engine.attention.backend import AttentionBackend, AttentionNeeds, build_attention
+from engine.batch import Bucket, ForwardOutput, InputBatch, RequestRows, build_batch
+from engine.capture import device_graphs
+from engine.capture.device_graphs import DeviceGraphs
+from engine.capture.replays import GraphSizes, graph_sizes
+from engine.config import EngineConfig
+from engine.model.loader import attach_attention
+from engine.model.runner import ModelRunner
+from kvpool.store import KVStore
+from worlds.graph_maker import ReplayingMaker
+from worlds.interpreted import patching_once
+from worlds.static_attention import StaticAttention
+from worlds.tiny_models import (
+    ARCHITECTURES,
+    BLOCK_SIZE,
+    chunk,
+    random_ids,
+    reference_model,
+    run_chunks,
+    run_together,
+    scattered_table,
+    tiny_model,
+    tree,
+)
+
+SIZES = GraphSizes(24, 6, 64, 8)
+PARENTS = (-1, -1, 0, 1, 1, 3)
+NODES = (5, 9, 13, 17, 21, 25)
+
+
+def graph_runner(
+    name: str,
+    maker: ReplayingMaker | None,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+    sizes: GraphSizes = SIZES,
+) -> ModelRunner:
+    """Over ``StaticAttention``, or the ``backend`` of that name; without a maker nothing is captured."""
+    is_shared = dtype == torch.float32
+    model = copy.deepcopy(reference_model(name)) if is_shared else tiny_model(name, dtype)
+    needs = AttentionNeeds.of(model, attach_attention(model), "fast", BLOCK_SIZE)
+    store = KVStore(num_blocks=97, device="cpu", **needs.store_sizes())
+    attention: AttentionBackend = StaticAttention(store, needs)
+    if backend is not None:
+        attention = build_attention(needs, store, backend)
+    runner = ModelRunner(model, attention)
+    if maker is not None:
+        runner._replays = DeviceGraphs(runner.attention, maker, sizes)
+        runner.prepare()
+    return runner
+
+
+def write(runner: ModelRunner) -> list[torch.Tensor]:
+    """Logits of prompts, single rows, chains and trees of several requests."""
+    first, second = random_ids(1, 30), random_ids(2, 21)
+    one, two = scattered_table(0, 12), scattered_table(1, 12, first=24)
+    logits = [run_chunks(runner, first, (25, 1, 3), one), run_chunks(runner, second, (21,), two)]
+    logits += run_together(runner, [tree(first, 1, NODES, PARENTS, one)])
+    logits += run_together(
+        runner, [tree(first, 1, NODES[:2], (-1, 0), one), chunk(second, 20, 1, two)]
+    )
+    logits += run_together(runner, [chunk(second, 20, 1, two), chunk(first, 29, 1, one)])
+    return logits
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_replays_write_what_the_model_writes(name: str) -> None:
+    maker = ReplayingMaker()
+    runner = graph_runner(name, maker)
+    assert runner._replays.num_graphs == len(maker.graphs) > 0
+    written = write(runner)
+    # 25 rows fit no bucket; all other steps do.
+    assert maker.num_replays == 6
+    for got, expected in zip(written, write(graph_runner(name, None)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_replays_over_the_attention_of_gpus_write_the_same(name: str) -> None:
+    """Triton's programs, under their interpreter; launches have to be alike as well."""
+    maker = ReplayingMaker()
+    with patching_once():
+        sizes = SIZES._replace(most_rows=8, most_requests=2)
+        written = write(graph_runner(name, maker, backend="triton", sizes=sizes))
+    assert maker.num_replays == 5
+    for got, expected in zip(written, write(graph_runner(name, None)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_forward_is_traced_without_looking_into_a_tensor(name: str) -> None:
+    """Under fake tensors, which hold nothing: branches on what they hold, and reads of it, raise."""
+    runner = graph_runner(name, None, torch.bfloat16)  # experts' fake products know no other type
+    rows = [tree(random_ids(1, 9), 2, NODES, PARENTS, scattered_table(0, 12))]
+    batch = build_batch(rows, BLOCK_SIZE)
+    inputs, plan = runner._plan(batch)
+
+    def forward(*columns: torch.Tensor) -> torch.Tensor:
+        return runner._run(type(inputs)(*columns), plan, wants_hidden=True).logits
+
+    with torch.inference_mode(False), torch.no_grad():
+        own = [column.clone() for column in inputs]
+        traced = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*own)
+        torch.testing.assert_close(traced(*own), forward(*own))
+
+
+def test_padding_stores_nothing_among_the_texts() -> None:
+    maker = ReplayingMaker()
+    runner = graph_runner("llama", maker)
+    table = scattered_table(0, 12)
+    run_chunks(runner, random_ids(1, 20), (20,), table)
+    kept = [plane.clone() for plane in [*runner.store.key, *runner.store.value]]
+    runner.forward(build_batch([chunk(random_ids(2, 1), 0, 1, range(90, 92))], BLOCK_SIZE))
+    slot, last = 90 * BLOCK_SIZE, runner.store.num_slots - 1
+    for plane, before in zip([*runner.store.key, *runner.store.value], kept, strict=True):
+        assert not torch.equal(plane[slot], before[slot])
+        before[[slot, last]] = plane[[slot, last]]
+        assert torch.equal(plane, before)
+
+
+def test_results_of_a_replay_outlive_the_next() -> None:
+    runner = graph_runner("llama", ReplayingMaker())
+    table = scattered_table(0, 12)
+    text = random_ids(1, 12)
+    run_chunks(runner, text, (10,), table)
+    first = runner.forward(build_batch([chunk(text, 10, 1, table)], BLOCK_SIZE))
+    logits = first.logits.clone()
+    runner.forward(build_batch([chunk(text, 11, 1, table)], BLOCK_SIZE))
+    assert torch.equal(first.logits, logits)
+    assert first.logits.shape[0] == 1
+
+
+def graphs_of(maker: ReplayingMaker, clock: Callable[[], float] | None = None) -> DeviceGraphs:
+    attention = graph_runner("llama", None).attention
+    if clock is None:
+        return DeviceGraphs(attention, maker, SIZES)
+    return DeviceGraphs(attention, maker, SIZES, clock=clock)
+
+
+def empty_forward(batch: InputBatch) -> Callable[[], ForwardOutput]:
+    return lambda: ForwardOutput(torch.zeros(batch.num_rows, 3), torch.zeros(batch.num_rows, 2))
+
+
+def test_what_waits_for_the_device_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = graphs_of(ReplayingMaker())
+
+    def planned(batch: InputBatch) -> Callable[[], ForwardOutput]:
+        def run() -> ForwardOutput:
+            value = torch.zeros(batch.num_rows, 3)
+            return ForwardOutput(value + float(value.sum()))
+
+        return run
+
+    with caplog.at_level(logging.WARNING):
+        graphs.prepare(planned)
+    assert "steps run without graphs" in caplog.text
+    batch = build_batch([RequestRows([1], 1, 0, (), [0], 1)], BLOCK_SIZE)
+    assert graphs.num_graphs == 0
+    assert graphs.pad(batch) is batch
+
+
+def test_capturing_ends_when_time_or_memory_does() -> None:
+    seconds = iter(range(0, 10_000, 25))
+    graphs = graphs_of(ReplayingMaker(), lambda: float(next(seconds)))
+    graphs.prepare(empty_forward)
+    assert device_graphs.CAPTURE_SECONDS == 60
+    assert graphs.num_graphs == 2  # begun after 25 and 50 seconds, and none after 75
+    graphs = graphs_of(ReplayingMaker(num_allowed=3))
+    graphs.prepare(empty_forward)
+    assert graphs.num_graphs == 3
+    small = build_batch([RequestRows([1], 1, 0, (), [0], 1)], BLOCK_SIZE)
+    large = build_batch([RequestRows([1] * 9, 9, 0, (), [0, 1, 2], 1)], BLOCK_SIZE)
+    assert graphs.pad(small).bucket == Bucket(1, 1)
+    assert graphs.pad(large) is large
+
+
+def test_graphs_that_cannot_be_had_are_refused_with_the_reason() -> None:
+    model = copy.deepcopy(reference_model("llama"))
+    needs = AttentionNeeds.of(model, attach_attention(model), "fast", BLOCK_SIZE)
+    attention = build_attention(needs, 8)
+    assert graph_sizes(EngineConfig(), attention, 64) is None
+    assert graph_sizes(EngineConfig(cuda_graph_rows=0), attention, 64) is None
+    asked = EngineConfig(cuda_graph_rows=8)
+    with pytest.raises(ValueError, match=r"cuda_graph_rows=8: .*CUDA devices only"):
+        graph_sizes(asked, attention, 64)
+    assert graph_sizes(asked, attention, 64, strict=False) is None
