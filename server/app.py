@@ -126,7 +126,7 @@ def build_app(
         routes=[route for router in routers() for route in router.routes],
     )
     install_error_handlers(app, metrics.count_rejection)
-    describe_as_it_is(app)
+    describe_as_it_is(app, info.drafters)
     app.state.services = services
     # The last one added is the outermost.
     limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)

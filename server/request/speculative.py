@@ -67,18 +67,21 @@ def _parse_options(value: object) -> object:
     return value
 
 
-def _either_schema(*kinds: str) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [{"type": kind} for kind in kinds]})
-
-
 _TYPES = {
     "adaptive_depth": Annotated[
-        Any, PlainValidator(_parse_adaptive), _either_schema("boolean", "string")
+        Any,
+        PlainValidator(_parse_adaptive),
+        WithJsonSchema({"enum": [True, False, *gamma_policy_names()]}),
     ],
     "verification": Annotated[
-        Any, PlainValidator(_parse_verification), WithJsonSchema({"type": "string"})
+        Any,
+        PlainValidator(_parse_verification),
+        WithJsonSchema({"type": "string", "enum": list(about("verification")["choices"])}),
     ],
-    "options": Annotated[Any, PlainValidator(_parse_options), WithJsonSchema({"type": "object"})],
+    "options": Annotated[
+        Any,
+        PlainValidator(_parse_options, json_schema_input_type=dict[str, bool | int | float | str]),
+    ],
 }
 
 
