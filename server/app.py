@@ -132,7 +132,7 @@ def build_app(
     limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
     app.add_middleware(DrainMiddleware, is_draining=lambda: services.state == "draining")
-    if (find := keys_of(settings.api_key, settings.api_keys_file)) is not None:
+    if (find := keys_of(settings.api_key, settings.api_keys_file, info.drafters)) is not None:
         app.add_middleware(ApiKeyMiddleware, find=find)
     admin_key = None if settings.admin_key is None else settings.admin_key.get_secret_value()
     app.add_middleware(AdminKeyMiddleware, admin_key=admin_key)
