@@ -9,7 +9,7 @@ import threading
 from engine.core import EngineCore
 from engine.events import StepResult
 from engine.info import EngineInfo
-from engine.params import GenerationRequest
+from engine.params import GenerationRequest, Tenant
 from engine.runtime import EngineRuntime
 from engine.streams import EventStreams
 
@@ -34,6 +34,10 @@ class AsyncEngine(EventStreams):
         await super().start()
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
+
+    async def charge(self, tenant: Tenant) -> None:
+        self._refuse_when_ended()
+        self.runtime.charge(tenant)
 
     def abort(self, request_id: str) -> None:
         self.runtime.abort(request_id)

@@ -96,9 +96,7 @@ class TenantLimits:
         if not tenant.name:
             return
         now = self._clock()
-        account = self._accounts.setdefault(tenant.name, _Account(tenant))
-        account.settle(now)
-        account.tenant = tenant
+        account = self._settled(tenant, now)
         num_prompts, num_tokens = _cost(request.params)
         _check_seats(account)
         _check_rate("requests", tenant.requests_per_minute, account.requests, num_prompts)
@@ -106,6 +104,20 @@ class TenantLimits:
         account.requests.take(num_prompts)
         account.tokens.take(num_tokens)
         account.open[request.params.request_id] = _Open(request, now)
+
+    def charge(self, tenant: Tenant) -> None:
+        """Count a request in which the engine has no other part. Raises TenantLimitError, and then has
+        counted nothing."""
+        account = self._settled(tenant, self._clock())
+        _check_rate("requests", tenant.requests_per_minute, account.requests, 1)
+        account.requests.take(1)
+
+    def _settled(self, tenant: Tenant, now: float) -> _Account:
+        """The tenant's account as it is now, on these terms."""
+        account = self._accounts.setdefault(tenant.name, _Account(tenant))
+        account.settle(now)
+        account.tenant = tenant
+        return account
 
     def release(self, request: OpenRequest) -> None:
         """The request is over. Those that were not taken in are ignored."""

@@ -20,7 +20,7 @@ from engine.events import StepResult
 from engine.info import EngineInfo
 from engine.limits import TenantLimits
 from engine.machine import device_memory
-from engine.params import GenerationRequest
+from engine.params import GenerationRequest, Tenant
 from engine.pulse import Pulse
 from engine.schedule.request import Request
 from engine.speculation.gamma import gamma_policy_names
@@ -78,6 +78,11 @@ class EngineRuntime:
             if request is not None:
                 self._backlog.observe_end(request)
                 self._limits.release(request)
+
+    def charge(self, tenant: Tenant) -> None:
+        """Count a request in which the engine has no other part. Raises TenantLimitError."""
+        with self._lock:
+            self._limits.charge(tenant)
 
     def check(self, request: GenerationRequest) -> None:
         """The engine's own conditions on a request. Raises RequestError."""

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from engine.errors import EngineDeadError, RequestError, ShuttingDownError
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.info import EngineInfo
-from engine.params import GenerationRequest
+from engine.params import GenerationRequest, Tenant
 from engine.pulse import Pulse
 from engine.stats import StepStats
 
@@ -82,10 +82,7 @@ class EventStreams(ABC):
         or EngineDeadError later; ShuttingDownError, which is one, once ``stop`` was called.
         """
         request_id = request.request_id
-        if self._stopping:
-            raise ShuttingDownError("the server is shutting down")
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
+        self._refuse_when_ended()
         if request_id in self._streams:
             raise RequestError("request_id", f"request id {request_id!r} is in use")
         stream: _Stream = asyncio.Queue()
@@ -107,6 +104,18 @@ class EventStreams(ABC):
                 self._drained.set()
             if not finished:
                 self.abort(request_id)
+
+    def _refuse_when_ended(self) -> None:
+        """Raises EngineDeadError, ShuttingDownError."""
+        if self._stopping:
+            raise ShuttingDownError("the server is shutting down")
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    @abstractmethod
+    async def charge(self, tenant: Tenant) -> None:
+        """Count a request of the tenant in which the engine has no other part. Raises TenantLimitError,
+        EngineDeadError, ShuttingDownError."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:

@@ -126,13 +126,13 @@ def build_app(
         routes=[route for router in routers() for route in router.routes],
     )
     install_error_handlers(app, metrics.count_rejection)
-    describe_as_it_is(app)
+    describe_as_it_is(app, info.drafters)
     app.state.services = services
     # The last one added is the outermost.
     limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
     app.add_middleware(DrainMiddleware, is_draining=lambda: services.state == "draining")
-    if (find := keys_of(settings.api_key, settings.api_keys_file)) is not None:
+    if (find := keys_of(settings.api_key, settings.api_keys_file, info.drafters)) is not None:
         app.add_middleware(ApiKeyMiddleware, find=find)
     admin_key = None if settings.admin_key is None else settings.admin_key.get_secret_value()
     app.add_middleware(AdminKeyMiddleware, admin_key=admin_key)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.events import TokenEvent
 from engine.info import EngineInfo
-from engine.params import GenerationRequest
+from engine.params import GenerationRequest, Tenant
 from engine.stats import StepStats
 
 
@@ -31,6 +31,12 @@ class EngineClient(Protocol):
 
         Closing or cancelling it aborts the request. Raises RequestError, QueueFullError,
         RequestFailedError, EngineDeadError.
+        """
+
+    async def charge(self, tenant: Tenant) -> None:
+        """Counts a request of the tenant in which the engine has no other part.
+
+        Raises TenantLimitError, EngineDeadError.
         """
 
     def abort(self, request_id: str) -> None:

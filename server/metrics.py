@@ -272,7 +272,10 @@ class Metrics:
             "tenant_tokens", "Tokens of a tenant's choices that were done.", "tenant", "kind"
         )
         self._tenant_rejections = self._counter(
-            "tenant_rejections", "Choices of a tenant turned away by a limit.", "tenant", "reason"
+            "tenant_rejections",
+            "Choices of a tenant turned away by a limit, and its requests of /tokenize and /detokenize.",
+            "tenant",
+            "reason",
         )
         self._rejections.labels("queue_full")
         self._http = self._counter("http_requests", "Answers.", "method", "path", "status")

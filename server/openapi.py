@@ -4,6 +4,7 @@ and what the events of a stream hold.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,6 +14,7 @@ from server.errors import ErrorReply
 
 Answers = dict[int | str, dict[str, Any]]
 REFUSED_BODY = (400, 401, 408, 413)
+_DONE = "[DONE]"
 _REFS = "#/components/schemas/{model}"
 _MEANINGS = {
     400: "The request is at fault; `param` names the field.",
@@ -32,11 +34,19 @@ def errors(*statuses: int) -> Answers:
     return {each: {"model": ErrorReply, "description": _MEANINGS[each]} for each in statuses}
 
 
-def generated(whole: Any, chunk: Any, last: str = "The last event's data is `[DONE]`.") -> Answers:
-    """The answers of an endpoint that has the engine write: whole replies, streams, all errors. ``last``:
-    what there is to say of a stream's last event."""
+def generated(whole: Any, chunk: Any, *, ends_with_done: bool = True) -> Answers:
+    """The answers of an endpoint that has the engine write: whole replies, streams, all errors.
+    ``ends_with_done``: a stream's last event is no JSON; otherwise it has the whole reply."""
     event = TypeAdapter(chunk | ErrorReply).json_schema(mode="serialization", ref_template=_REFS)
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": event}
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": event,
+    }
+    last = "The last event has the whole response."
+    if ends_with_done:
+        data = {"anyOf": [data, {"const": _DONE}]}
+        last = f"The last event's data is `{_DONE}`."
     stream = {
         "itemSchema": {
             "type": "object",
@@ -53,14 +63,16 @@ def generated(whole: Any, chunk: Any, last: str = "The last event's data is `[DO
     return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504)}
 
 
-def describe_as_it_is(app: FastAPI) -> None:
-    """Has the application's schema leave out FastAPI's own 422, which is a 400 here, and hold what the
-    schemas of events refer to."""
+def describe_as_it_is(app: FastAPI, drafters: Iterable[str]) -> None:
+    """Has the application's schema leave out FastAPI's own 422, which is a 400 here, hold what the
+    schemas of events refer to, and name the drafters that are loaded."""
     usual = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            _correct(usual())
+            schema = usual()
+            _correct(schema)
+            _name_drafters(schema, list(drafters))
         assert app.openapi_schema is not None
         return app.openapi_schema
 
@@ -75,7 +87,14 @@ def _correct(schema: dict[str, Any]) -> None:
             for answer in operation["responses"].values():
                 stream = answer.get("content", {}).get("text/event-stream", {})
                 data = stream.get("itemSchema", {}).get("properties", {}).get("data", {})
-                for name, each in data.get("contentSchema", {}).pop("$defs", {}).items():
-                    known.setdefault(name, each)
+                for event in data.get("anyOf", [data]):
+                    for name, each in event.get("contentSchema", {}).pop("$defs", {}).items():
+                        known.setdefault(name, each)
     for name in ("HTTPValidationError", "ValidationError"):
         known.pop(name, None)
+
+
+def _name_drafters(schema: dict[str, Any], names: list[str]) -> None:
+    field = schema["components"]["schemas"]["SpeculativeField"]["properties"]["draft_strategy"]
+    (text,) = (each for each in field["anyOf"] if each["type"] == "string")
+    text["enum"] = names

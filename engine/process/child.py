@@ -26,8 +26,19 @@ from engine.errors import EngineError, RequestFailedError
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.info import EngineInfo
 from engine.logs import log_through_root
-from engine.params import GenerationRequest
-from engine.process.link import Abort, Attach, Died, Launch, Outbox, Ready, Refused, Submit
+from engine.params import GenerationRequest, Tenant
+from engine.process.link import (
+    Abort,
+    Attach,
+    Charge,
+    Charged,
+    Died,
+    Launch,
+    Outbox,
+    Ready,
+    Refused,
+    Submit,
+)
 from engine.pulse import Pulse
 from engine.runtime import EngineRuntime
 
@@ -84,12 +95,21 @@ class EngineHost:
                     self._submit(client, message.request)
                 elif isinstance(message, Abort):
                     self._runtime.abort(message.request_id)
+                elif isinstance(message, Charge):
+                    client.outbox.put(Charged(message.number, self._charge(message.tenant)))
         except (EOFError, OSError):
             with self._lock:
                 self._clients = [each for each in self._clients if each is not client]
                 left = [name for name, owner in self._owners.items() if owner is client]
             for request_id in left:
                 self._runtime.abort(request_id)
+
+    def _charge(self, tenant: Tenant) -> EngineError | None:
+        try:
+            self._runtime.charge(tenant)
+        except EngineError as error:
+            return error
+        return None
 
     def _submit(self, client: _Client, request: GenerationRequest) -> None:
         try:

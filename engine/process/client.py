@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 from multiprocessing.connection import Connection
 
+from engine.errors import EngineDeadError, EngineError
 from engine.events import ErrorEvent, StepResult
 from engine.info import EngineInfo
-from engine.params import GenerationRequest
-from engine.process.link import Abort, Died, Outbox, Submit
+from engine.params import GenerationRequest, Tenant
+from engine.process.link import Abort, Charge, Charged, Died, Outbox, Submit
 from engine.pulse import Pulse
 from engine.stats import idle_stats
 from engine.streams import EventStreams
@@ -35,6 +37,8 @@ class RemoteEngine(EventStreams):
         self._outbox = Outbox(connection)
         self._unfinished: set[str] = set()
         self._all_finished = asyncio.Event()
+        self._charges: dict[int, asyncio.Future[EngineError | None]] = {}
+        self._charge_numbers = itertools.count()
 
     async def start(self) -> None:
         await super().start()
@@ -46,6 +50,18 @@ class RemoteEngine(EventStreams):
             self.info, self._connection, self._outbox = info, connection, Outbox(connection)
         else:
             self._loop.call_soon_threadsafe(self._replace, info, connection)
+
+    async def charge(self, tenant: Tenant) -> None:
+        self._refuse_when_ended()
+        number = next(self._charge_numbers)
+        self._charges[number] = asyncio.get_running_loop().create_future()
+        self._outbox.put(Charge(number, tenant))
+        try:
+            error = await self._charges[number]
+        finally:
+            del self._charges[number]
+        if error is not None:
+            raise error
 
     def abort(self, request_id: str) -> None:
         if self._dead is None:
@@ -92,8 +108,15 @@ class RemoteEngine(EventStreams):
             message = Died("the engine's process is gone")
         if isinstance(message, Died):
             self._lose(message.message)
+        elif isinstance(message, Charged):
+            self._answer(message.number, message.error)
         else:
             self._deliver(message)
+
+    def _answer(self, number: int, error: EngineError | None) -> None:
+        answer = self._charges.get(number)
+        if answer is not None and not answer.done():  # else who asked has gone
+            answer.set_result(error)
 
     def _deliver(self, result: StepResult) -> None:
         super()._deliver(result)
@@ -114,3 +137,5 @@ class RemoteEngine(EventStreams):
         self._unfinished.clear()
         self._all_finished.set()
         self._fail_open(message)
+        for number in self._charges:
+            self._answer(number, EngineDeadError(message))

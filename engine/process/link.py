@@ -15,9 +15,10 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.info import EngineInfo
 from engine.logs import LogOptions
-from engine.params import GenerationRequest
+from engine.params import GenerationRequest, Tenant
 
 # A pipe that is writable at all takes this much without waiting: the kernel calls one writable while a
 # quarter of its buffer, 208 KiB as Linux comes, is in use at most.
@@ -74,6 +75,22 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class Abort:
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Count a request in which the engine has no other part; a ``Charged`` with the number comes back."""
+
+    number: int
+    tenant: Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Charged:
+    """``error``: None where it was counted."""
+
+    number: int
+    error: EngineError | None
 
 
 @dataclass(frozen=True, slots=True)

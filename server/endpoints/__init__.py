@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 
+from engine.errors import TryLaterError
 from server.engine_client import EngineClient
 from server.metrics import RequestMetrics
 from server.middleware import KEY_OF
@@ -46,9 +47,26 @@ class Services:
 
     async def plan(self, body: Any, request: Request) -> RequestPlan:
         """What the engine is to write, on the terms of whose key it is. Raises ApiError."""
-        plan = await self.bodies.plan(body, time.perf_counter())
-        terms: Terms | None = request.scope.get(KEY_OF)
+        terms = _terms(request)
+        plan = await self.bodies.plan(body, time.perf_counter(), terms.drafters if terms else None)
         return terms.on(plan) if terms and terms.tenant.name else plan
+
+    async def charge(self, request: Request) -> None:
+        """Count a request that costs this server time and the engine none. Raises TenantLimitError,
+        EngineDeadError."""
+        terms = _terms(request)
+        if terms is None or terms.tenant.requests_per_minute is None:
+            return
+        try:
+            await self.engine.charge(terms.tenant)
+        except TryLaterError as error:
+            self.metrics.count_turned_away(error.code, terms.tenant.name)
+            raise
+
+    def resolver_for(self, request: Request) -> SpeculativeResolver:
+        """What those with this request's key may ask of speculation."""
+        terms = _terms(request)
+        return self.resolver.held_to(terms.drafters if terms else None)
 
     async def drain(self) -> None:
         """Take no more requests, and return when none goes on. Harmless when repeated."""
@@ -63,6 +81,11 @@ class Services:
     @property
     def is_hung(self) -> bool:
         return self.engine.step_seconds > self.step_timeout
+
+
+def _terms(request: Request) -> Terms | None:
+    terms: Terms | None = request.scope.get(KEY_OF)
+    return terms
 
 
 async def _services(request: Request) -> Services:

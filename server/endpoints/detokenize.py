@@ -20,9 +20,10 @@ class Detokenized(TypedDict):
 
 
 @router.post(
-    "/detokenize", responses={200: {"model": Detokenized}, **errors(*REFUSED_BODY, 404, 500)}
+    "/detokenize",
+    responses={200: {"model": Detokenized}, **errors(*REFUSED_BODY, 404, 429, 500, 503)},
 )
 async def detokenize(body: DetokenizeRequest, request: Request, served: Served) -> Response:
     """The text of tokens."""
-    del request
+    await served.charge(request)
     return JSONResponse(Detokenized(prompt=await served.bodies.read(body, Translator.detokenize)))

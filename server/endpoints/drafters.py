@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from drafters.base import DrafterInfo
 from engine.speculation.gamma.policy import registered_policies
@@ -18,9 +18,9 @@ router = APIRouter(tags=["catalogue"])
 
 
 @router.get("/v1/drafters", responses=errors(401))
-async def list_drafters(served: Served) -> dict[str, Any]:
+async def list_drafters(request: Request, served: Served) -> dict[str, Any]:
     """Who can draft, within which limits."""
-    resolver = served.resolver
+    resolver = served.resolver_for(request)
     known = served.engine.info.drafters
     caps = caps_of(resolver)
     return {

@@ -13,7 +13,7 @@ from server.request.responses import ResponsesRequest
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
-_ANSWERS = generated(ModelResponse, ResponseEvent, "The last event has the whole response.")
+_ANSWERS = generated(ModelResponse, ResponseEvent, ends_with_done=False)
 
 
 @router.post("/v1/responses", responses=_ANSWERS)

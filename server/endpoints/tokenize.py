@@ -24,10 +24,13 @@ class Tokenized(TypedDict):
     token_strs: list[str] | None
 
 
-@router.post("/tokenize", responses={200: {"model": Tokenized}, **errors(*REFUSED_BODY, 404, 500)})
+_ANSWERS = {200: {"model": Tokenized}, **errors(*REFUSED_BODY, 404, 429, 500, 503)}
+
+
+@router.post("/tokenize", responses=_ANSWERS)
 async def tokenize(body: TokenizeRequest, request: Request, served: Served) -> Response:
     """The tokens of a prompt or of messages."""
-    del request
+    await served.charge(request)
     found = await served.bodies.read(body, _tokenize)
     texts = [served.texts.text(each) for each in found[0]] if found[1] else None
     reply = Tokenized(

@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import MaxLen
+from annotated_types import MaxLen, MinLen
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -23,6 +23,7 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
@@ -61,7 +62,7 @@ class Body(BaseModel):
                 continue
             message = cls._refusal(field, name, value)
             if message is not None:
-                findings.append(_detail(name, message))
+                findings.append(_detail(name, message=message))
             elif name not in cls.fixed:
                 kept[name] = value
         if findings:
@@ -101,17 +102,21 @@ class Body(BaseModel):
         return described
 
 
-_NULL = {"type": "null"}
+NOTHING: JsonDict = {"type": "null"}
+"""The schema of what is left out."""
 _ABOUT_FIELDS = ("title", "description", "default")
 
 
 def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
     """A field's schema in which null stands for its absence."""
-    if _NULL in schema.get("anyOf", []):
+    if NOTHING in schema.get("anyOf", []):
         return schema
     about = {name: schema[name] for name in _ABOUT_FIELDS if name in schema}
     value = {name: each for name, each in schema.items() if name not in about}
-    return {"anyOf": [*(value["anyOf"] if value.keys() == {"anyOf"} else [value]), _NULL], **about}
+    return {
+        "anyOf": [*(value["anyOf"] if value.keys() == {"anyOf"} else [value]), NOTHING],
+        **about,
+    }
 
 
 def _most_items(annotation: Any, metadata: Iterable[Any]) -> int | None:
@@ -171,18 +176,25 @@ def _described(
         yield each.name, (hints[each.name] | None if optional else hints[each.name], about)
 
 
-def _detail(name: str, message: str) -> InitErrorDetails:
+def in_case(needed: Mapping[str, JsonDict], barred: Iterable[str] = ()) -> JsonDict:
+    """For a model's schema, a case of what its own checks let through: with these fields, of which this
+    is true, and without those."""
+    without = dict.fromkeys(barred, NOTHING)
+    return {"properties": {**needed, **without}, "required": [*needed]}
+
+
+def _detail(*place: int | str, message: str) -> InitErrorDetails:
     # Braces would be read as placeholders by PydanticCustomError's template.
     return InitErrorDetails(
         type=PydanticCustomError("unsupported", "{message}", {"message": message}),
-        loc=(name,),
+        loc=place,
         input=None,
     )
 
 
-def refusal(name: str, message: str) -> ValidationError:
-    """What a model's own check raises, so that the field at fault is named."""
-    return ValidationError.from_exception_data("body", [_detail(name, message)])
+def refusal(*place: int | str, message: str) -> ValidationError:
+    """What a check of our own raises, so that the field at fault is named: ``place`` is the way to it."""
+    return ValidationError.from_exception_data("body", [_detail(*place, message=message)])
 
 
 def _either(values: tuple[Any, ...]) -> str:
@@ -217,15 +229,22 @@ def _parse_stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-_TEXTS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
-_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
+TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+"""How many there are depends on the model; whether it is one is seen when the request is translated."""
+_Ids = Annotated[list[TokenId], MinLen(1)]
+_Texts = Annotated[list[str], MinLen(1)]
 PromptField = Annotated[
     Any,
-    PlainValidator(_parse_prompt),
-    WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]}),
+    PlainValidator(
+        _parse_prompt,
+        json_schema_input_type=str | _Texts | _Ids | Annotated[list[_Ids], MinLen(1)],
+    ),
 ]
+_Stop = Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARS)]
 StopField = Annotated[
     Any,
-    PlainValidator(_parse_stop),
-    WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]}),
+    PlainValidator(
+        _parse_stop,
+        json_schema_input_type=_Stop | Annotated[list[_Stop], MaxLen(MAX_STOP_STRINGS)],
+    ),
 ]

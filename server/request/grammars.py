@@ -8,10 +8,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
+from pydantic.config import JsonDict
 
 from server.errors import ApiError, bad_request
-from server.request.body import Body
+from server.request.body import Body, in_case
 
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 4096
@@ -34,13 +35,40 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
+_FORMATS: JsonDict = {
+    "anyOf": [
+        in_case({"type": {"enum": ["text", "json_object"]}}, ("json_schema",)),
+        in_case({"type": {"const": "json_schema"}, "json_schema": {"type": "object"}}),
+    ]
+}
+
+
 class ResponseFormat(Body):
+    model_config = ConfigDict(json_schema_extra=_FORMATS)
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
+_WAYS: dict[str, JsonDict] = {
+    "json": {"type": ["object", "boolean", "string"]},
+    "json_object": {"const": True},
+    "regex": {"type": "string"},
+    "choice": {"type": "array"},
+    "grammar": {"type": "string"},
+}
+_FOR_JSON = ("disable_any_whitespace", "whitespace_pattern")
+
+
+def _one_way(way: str) -> JsonDict:
+    barred = [each for each in _WAYS if each != way]
+    return in_case({way: _WAYS[way]}, barred if way.startswith("json") else [*barred, *_FOR_JSON])
+
+
 class StructuredOutputs(Body):
     """One of ``json``, ``json_object``, ``regex``, ``choice`` and ``grammar``."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_one_way(each) for each in _WAYS]})
 
     unsupported: ClassVar[dict[str, str]] = {
         "structural_tag": "use 'tools', or write a 'grammar'",
@@ -71,9 +99,6 @@ class StructuredOutputs(Body):
     whitespace_pattern: str | None = Field(
         default=None, max_length=256, description="For JSON: a regular expression for whitespace."
     )
-
-
-_WAYS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def grammar_of(
@@ -114,7 +139,7 @@ def of_structured_outputs(wanted: StructuredOutputs) -> str:
         )
     way, field = ways[0], f"structured_outputs.{ways[0]}"
     is_json = way.startswith("json")
-    for name in ("disable_any_whitespace", "whitespace_pattern"):
+    for name in _FOR_JSON:
         if name in given and not is_json:
             raise _refuse(f"structured_outputs.{name}", f"has no effect with {way!r}")
     if is_json:

@@ -118,9 +118,11 @@ class BodyReader:
         if pool := self._get_pool():
             pool.submit(os.getpid)
 
-    async def plan(self, body: Body | LargeBody, arrival_time: float) -> RequestPlan:
-        """Raises ApiError."""
-        return await self.read(body, partial(_plan, arrival_time=arrival_time))
+    async def plan(
+        self, body: Body | LargeBody, arrival_time: float, drafters: tuple[str, ...] | None = None
+    ) -> RequestPlan:
+        """``drafters``: those that the request may have; None: all. Raises ApiError."""
+        return await self.read(body, partial(_plan, arrival_time=arrival_time, drafters=drafters))
 
     async def read(self, body: Body | LargeBody, work: Work[Result]) -> Result:
         """What ``work`` makes of the body. Raises ApiError."""
@@ -182,8 +184,10 @@ def _begin_tracker() -> None:
             os.environ["PYTHONWARNINGS"] = before
 
 
-def _plan(translator: Translator, body: Body, *, arrival_time: float) -> RequestPlan:
-    return translator.plan(body, arrival_time)
+def _plan(
+    translator: Translator, body: Body, *, arrival_time: float, drafters: tuple[str, ...] | None
+) -> RequestPlan:
+    return translator.held_to(drafters).plan(body, arrival_time)
 
 
 # --- in the pool ---

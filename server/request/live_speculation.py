@@ -7,12 +7,12 @@ have made; requests that are read from then on go through that one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from server.errors import bad_request, from_validation
-from server.request.body import Body
+from server.errors import bad_request
+from server.request.body import Body, with_fields
 from server.request.large_bodies import BodyReader
 from server.request.speculative import (
     SpeculativeCaps,
@@ -22,16 +22,31 @@ from server.request.speculative import (
 )
 from slipstream.options import SpeculativeOptions
 
+Model = TypeVar("Model", bound=Body)
 _GROUPS = {"speculative": "defaults", "speculative_caps": "caps"}
 
 
+def _bound_as_set(model: type[Model]) -> type[Model]:
+    """The model and all caps that are counts, with the bounds that they have among the settings."""
+    settings = SpeculativeCaps.model_fields.items()
+    counts = {name: each for name, each in settings if name not in model.model_fields}
+    return with_fields(
+        model,
+        {
+            name: (
+                Annotated[int, *each.metadata] | None,
+                Field(default=None, description=each.description),
+            )
+            for name, each in counts.items()
+        },
+    )
+
+
+@_bound_as_set
 class CapsField(Body):
-    """What requests may ask for; bounds are those of the settings."""
+    """What requests may ask for."""
 
     draft_strategies: list[str] | None = Field(default=None, max_length=256)
-    max_speculative_tokens: int | None = None
-    max_tree_width: int | None = None
-    max_tree_depth: int | None = None
 
     def given(self) -> dict[str, Any]:
         """The fields that hold a value."""
@@ -60,11 +75,6 @@ def changed(
         return SpeculativeResolver(
             resolver.info, SpeculativeField(**defaults), SpeculativeCaps(**caps)
         )
-    except ValidationError as error:
-        findings: list[dict[str, Any]] = [dict(each) for each in error.errors()]
-        raise from_validation(
-            [each | {"loc": ("caps", *each["loc"])} for each in findings]
-        ) from error
     except UnfitSpeculationError as error:
         name = f"{_GROUPS[error.group]}.{error.name}"
         raise bad_request(name, f"{name} {error.reason}") from error

@@ -34,7 +34,11 @@ def check_content_type(content_type: str) -> None:
 
 def parse(kind: type[Model], content: bytes) -> Model:
     """The body as a ``kind``. Raises ApiError 400 naming the fields at fault."""
-    data = _read_json(content)
+    return check(kind, _read_json(content))
+
+
+def check(kind: type[Model], data: dict[str, Any]) -> Model:
+    """The same of what was read already. Raises ApiError 400."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -11,10 +11,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, JsonValue, PlainValidator, WithJsonSchema, model_validator
+from annotated_types import MinLen
+from pydantic import ConfigDict, Field, JsonValue, PlainValidator, model_validator
+from pydantic.config import JsonDict
+from typing_extensions import TypedDict
 
 from engine.sampling.processor import parameters
-from server.request.body import MAX_SEED, Body, PromptField, StopField, refusal, with_fields
+from server.request.body import (
+    MAX_SEED,
+    Body,
+    PromptField,
+    StopField,
+    TokenId,
+    in_case,
+    refusal,
+    with_fields,
+)
 from server.request.grammars import ResponseFormat, StructuredOutputs
 from server.request.speculative import SpeculativeField
 from server.request.tools import MAX_TOOLS, MessageToolCall, ToolChoiceField, ToolsField
@@ -84,11 +96,13 @@ def _parse_content(value: object) -> str:
     return "\n".join(texts)
 
 
-ContentField = Annotated[
-    Any,
-    PlainValidator(_parse_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
-]
+class TextPart(TypedDict, closed=True):
+    type: Literal["text"]
+    text: str
+
+
+_Parts = Annotated[list[TextPart], MinLen(1)]
+ContentField = Annotated[Any, PlainValidator(_parse_content, json_schema_input_type=str | _Parts)]
 
 
 class Prediction(Body):
@@ -155,7 +169,7 @@ class SamplingFields(CommonFields):
 
     n: int = Field(default=1, ge=1, le=128, description="Choices for each prompt.")
     stop: StopField = ()
-    stop_token_ids: list[int] | None = Field(default=None, max_length=128)
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=128)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -166,7 +180,7 @@ class SamplingFields(CommonFields):
         le=MAX_LOGPROBS,
         description="Likeliest tokens reported for each place of the prompt.",
     )
-    logprob_token_ids: list[int] | None = Field(
+    logprob_token_ids: list[TokenId] | None = Field(
         default=None,
         min_length=1,
         max_length=MAX_LOGPROB_TOKEN_IDS,
@@ -180,6 +194,7 @@ class SamplingFields(CommonFields):
         ge=-1,
         le=MAX_COUNT,
         description="Keep so many of a prompt's tokens; -1: what there is room for.",
+        json_schema_extra={"not": {"const": 0}},
     )
     truncation_side: Literal["left", "right"] | None = Field(
         default=None, description="Where tokens are cut off; default left."
@@ -227,10 +242,34 @@ class CompletionRequest(SamplingFields):
     )
 
 
+_TEXT: JsonDict = {"type": ["string", "array"]}
+_SOME: JsonDict = {"type": "string", "minLength": 1}
+_SEVERAL: JsonDict = {"type": "array", "minItems": 1}
+_ASSISTANT: JsonDict = {"const": "assistant"}
+_OF_TOOLS = ("name", "tool_call_id")
+_OF_ASSISTANTS = ("tool_calls", "reasoning_content", "reasoning")
+_MESSAGES: JsonDict = {
+    "anyOf": [
+        in_case(
+            {"role": {"enum": ["system", "developer", "user"]}, "content": _TEXT},
+            (*_OF_TOOLS, *_OF_ASSISTANTS),
+        ),
+        in_case({"role": _ASSISTANT, "content": _TEXT}, _OF_TOOLS),
+        in_case({"role": _ASSISTANT, "tool_calls": _SEVERAL}, _OF_TOOLS),
+        in_case({"role": _ASSISTANT, "reasoning_content": _SOME}, _OF_TOOLS),
+        in_case(
+            {"role": {"const": "tool"}, "content": _TEXT, "tool_call_id": _SOME}, _OF_ASSISTANTS
+        ),
+    ]
+}
+
+
 class ChatMessage(Body):
     """``developer`` is handed to the chat template as ``system``. Only the assistant has tool calls and
     reasoning, and then it needs no content; only a tool has ``tool_call_id``, and needs it.
     """
+
+    model_config = ConfigDict(json_schema_extra=_MESSAGES)
 
     unsupported: ClassVar[dict[str, str]] = {
         "function_call": "use 'tool_calls'",
@@ -253,22 +292,18 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
-        belongs = {
-            "name": self.role == "tool",
-            "tool_call_id": self.role == "tool",
-            "tool_calls": self.role == "assistant",
-            "reasoning_content": self.role == "assistant",
-            "reasoning": self.role == "assistant",
-        }
+        belongs = dict.fromkeys(_OF_TOOLS, self.role == "tool")
+        belongs |= dict.fromkeys(_OF_ASSISTANTS, self.role == "assistant")
         for name, is_right in belongs.items():
             if getattr(self, name) and not is_right:
-                raise refusal(name, f"messages of {self.role!r} have no place for it")
+                raise refusal(name, message=f"messages of {self.role!r} have no place for it")
         if self.role == "tool" and not self.tool_call_id:
-            raise refusal("tool_call_id", "says which call this answers; it is missing")
+            message = "says which call this answers; it is missing"
+            raise refusal("tool_call_id", message=message)
         if self.reasoning and self.reasoning_content not in (None, self.reasoning):
-            raise refusal("reasoning", "contradicts 'reasoning_content'")
+            raise refusal("reasoning", message="contradicts 'reasoning_content'")
         if self.content is None and not (self.tool_calls or self.thoughts):
-            raise refusal("content", "is missing")
+            raise refusal("content", message="is missing")
         return self
 
 
@@ -286,8 +321,15 @@ class TemplateFields(Body):
     )
 
 
+_LOGPROBS: JsonDict = {
+    "anyOf": [in_case({}, ("top_logprobs",)), in_case({"logprobs": {"const": True}})]
+}
+
+
 class ChatRequest(SamplingFields, TemplateFields):
     """``POST /v1/chat/completions``."""
+
+    model_config = ConfigDict(json_schema_extra=_LOGPROBS)
 
     unsupported: ClassVar[dict[str, str]] = _UNSUPPORTED | {
         "functions": "use 'tools'",
@@ -333,6 +375,16 @@ class ChatRequest(SamplingFields, TemplateFields):
     add_special_tokens: bool = Field(default=False, description="Templates write their own BOS.")
 
 
+_PROMPT_OR_MESSAGES: JsonDict = {
+    "anyOf": [
+        in_case(
+            {"prompt": {"type": "string"}}, ("messages", "tools", *TemplateFields.model_fields)
+        ),
+        in_case({"messages": {"type": "array"}}, ("prompt",)),
+    ]
+}
+
+
 class TokenizeRequest(TemplateFields):
     """``POST /tokenize``: of a ``prompt`` as ``/v1/completions`` takes it, or of ``messages`` as
     ``/v1/chat/completions`` does.
@@ -343,6 +395,8 @@ class TokenizeRequest(TemplateFields):
         "documents": ChatRequest.unsupported["documents"],
         "mm_processor_kwargs": _TEXT_ONLY,
     }
+
+    model_config = ConfigDict(json_schema_extra=_PROMPT_OR_MESSAGES)
 
     model: str | None = None
     prompt: str | None = None
@@ -363,4 +417,4 @@ class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]

@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from annotated_types import MaxLen, MinLen
 from pydantic import (
+    ConfigDict,
     Field,
     JsonValue,
     PlainValidator,
     ValidationError,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic.config import JsonDict
 
-from server.errors import ApiError
-from server.request.body import Body, refusal
+from server.errors import ApiError, bad_request
+from server.request.body import Body, in_case, refusal
 from server.request.grammars import Schema
+from server.request.parsing import check
 from server.request.protocol import MAX_COUNT, ChatRequest, CommonFields
 from server.request.tools import MAX_TOOLS, NAME_PATTERN, FunctionDefinition, Tool
 
@@ -29,7 +31,7 @@ MAX_ITEMS = 1 << 14
 _STATELESS = "nothing is stored here; send the items themselves"
 
 
-class _TextPart(Body):
+class InputTextPart(Body):
     """Text; ``annotations`` and ``logprobs`` come with parts of replies and say nothing to the model."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -38,7 +40,7 @@ class _TextPart(Body):
     logprobs: list[JsonValue] | None = Field(default=None, max_length=0)
 
 
-class _ReasoningPart(Body):
+class InputReasoningPart(Body):
     type: Literal["reasoning_text"]
     text: str
 
@@ -52,45 +54,45 @@ class _Item(Body):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class _Message(_Item):
+class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_TextPart]
+    content: str | list[InputTextPart]
 
 
-class _FunctionCall(_Item):
+class InputCall(_Item):
     type: Literal["function_call"]
     call_id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1, max_length=128)
     arguments: str
 
 
-class _FunctionCallOutput(_Item):
+class InputCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
-    output: str | list[_TextPart]
+    output: str | list[InputTextPart]
 
 
-class _ReasoningItem(_Item):
+class InputReasoning(_Item):
     unsupported: ClassVar[dict[str, str]] = {"encrypted_content": "send it as 'content'"}
 
     type: Literal["reasoning"]
     summary: list[JsonValue] | None = Field(default=None, max_length=0)
-    content: list[_ReasoningPart] | None = None
+    content: list[InputReasoningPart] | None = None
 
 
 _ITEMS: dict[object, type[_Item]] = {
-    "message": _Message,
-    "function_call": _FunctionCall,
-    "function_call_output": _FunctionCallOutput,
-    "reasoning": _ReasoningItem,
+    "message": InputMessage,
+    "function_call": InputCall,
+    "function_call_output": InputCallOutput,
+    "reasoning": InputReasoning,
 }
 
 
 def _parse_input(value: object) -> list[_Item]:
     """A text is a message of the user."""
     if isinstance(value, str):
-        return [_Message(role="user", content=value)]
+        return [InputMessage(role="user", content=value)]
     if not isinstance(value, list) or not value:
         raise ValueError("must be a text or a non-empty list of items")
     if len(value) > MAX_ITEMS:
@@ -104,28 +106,22 @@ def _parse_item(index: int, item: object) -> _Item:
         message = f"must be an object of type {', '.join(str(each) for each in _ITEMS)}"
         if kind == "item_reference":
             message = f"is not supported: {_STATELESS}"
-        raise _at((index, "type"), message)
+        raise refusal(index, "type", message=message)
     try:
         return _ITEMS[kind].model_validate(item)
     except ValidationError as error:
         # Where a text or parts may stand, what is wrong with the parts says more.
         found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
         place = [each for each in found["loc"] if each != "str" and "list[" not in str(each)]
-        raise _at((index, *place), str(found["msg"])) from error
+        raise refusal(index, *place, message=str(found["msg"])) from error
 
 
-def _at(place: tuple[int | str, ...], message: str) -> ValidationError:
-    kind = PydanticCustomError("item", "{message}", {"message": message})
-    return ValidationError.from_exception_data(
-        "input", [InitErrorDetails(type=kind, loc=place, input=None)]
-    )
-
-
-InputField = Annotated[
-    Any,
-    PlainValidator(_parse_input),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+_Items = Annotated[
+    list[InputMessage | InputCall | InputCallOutput | InputReasoning],
+    MinLen(1),
+    MaxLen(MAX_ITEMS),
 ]
+InputField = Annotated[Any, PlainValidator(_parse_input, json_schema_input_type=str | _Items)]
 
 
 class FunctionTool(FunctionDefinition):
@@ -139,8 +135,25 @@ class _NamedFunction(Body):
     name: str = Field(pattern=NAME_PATTERN)
 
 
+_OF_SCHEMAS = ("name", "schema", "description", "strict")
+_FORMATS: JsonDict = {
+    "anyOf": [
+        in_case({"type": {"enum": ["text", "json_object"]}}, _OF_SCHEMAS),
+        in_case(
+            {
+                "type": {"const": "json_schema"},
+                "name": {"type": "string"},
+                "schema": {"type": ["object", "boolean"]},
+            }
+        ),
+    ]
+}
+
+
 class TextFormat(Body):
     """``name``, ``schema``, ``strict`` and ``description`` belong to ``json_schema``."""
+
+    model_config = ConfigDict(json_schema_extra=_FORMATS)
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(default=None, pattern=NAME_PATTERN)
@@ -150,13 +163,13 @@ class TextFormat(Body):
 
     @model_validator(mode="after")
     def _suits_its_type(self) -> Self:
-        for name in ("name", "schema", "description", "strict"):
+        for name in _OF_SCHEMAS:
             value = getattr(self, "schema_" if name == "schema" else name)
             is_needed = self.type == "json_schema" and name in ("name", "schema")
             if value is None and is_needed:
-                raise refusal(name, "is missing")
+                raise refusal(name, message="is missing")
             if value is not None and self.type != "json_schema":
-                raise refusal(name, f"has no effect with type {self.type!r}")
+                raise refusal(name, message=f"has no effect with type {self.type!r}")
         return self
 
     def for_chat(self) -> dict[str, Any]:
@@ -219,10 +232,13 @@ class ResponsesRequest(CommonFields):
     reasoning: ReasoningConfig | None = None
 
     def for_chat(self) -> ChatRequest:
-        """The chat request that says the same."""
+        """The chat request that says the same. Raises ApiError 400, in the chat's words."""
+        messages = _messages(self.instructions, self.input)
+        if not messages:
+            raise bad_request("input", "input: nothing in it says anything")
         given: dict[str, Any] = {
             "model": self.model,
-            "messages": _messages(self.instructions, self.input),
+            "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "tools": [_for_chat(tool) for tool in self.tools or []],
@@ -243,8 +259,9 @@ class ResponsesRequest(CommonFields):
             given["response_format"] = self.text.format.for_chat()
         if self.reasoning is not None and self.reasoning.effort is not None:
             given["chat_template_kwargs"] = {"reasoning_effort": self.reasoning.effort}
-        return ChatRequest(
-            **{name: value for name, value in given.items() if value not in (None, [])}
+        return check(
+            ChatRequest,
+            {name: value for name, value in given.items() if value not in (None, [])},
         )
 
     def repeated(self) -> dict[str, JsonValue]:
@@ -318,14 +335,14 @@ def _of_reasoning(item: Any) -> dict[str, Any]:
 
 
 _WRITERS: dict[type[_Item], Callable[[Any], dict[str, Any]]] = {
-    _Message: _of_message,
-    _FunctionCall: _of_call,
-    _FunctionCallOutput: _of_output,
-    _ReasoningItem: _of_reasoning,
+    InputMessage: _of_message,
+    InputCall: _of_call,
+    InputCallOutput: _of_output,
+    InputReasoning: _of_reasoning,
 }
 
 
-def _text(content: str | list[_TextPart]) -> str:
+def _text(content: str | list[InputTextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 

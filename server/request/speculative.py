@@ -9,7 +9,7 @@ error.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any
 
@@ -67,18 +67,21 @@ def _parse_options(value: object) -> object:
     return value
 
 
-def _either_schema(*kinds: str) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [{"type": kind} for kind in kinds]})
-
-
 _TYPES = {
     "adaptive_depth": Annotated[
-        Any, PlainValidator(_parse_adaptive), _either_schema("boolean", "string")
+        Any,
+        PlainValidator(_parse_adaptive),
+        WithJsonSchema({"enum": [True, False, *gamma_policy_names()]}),
     ],
     "verification": Annotated[
-        Any, PlainValidator(_parse_verification), WithJsonSchema({"type": "string"})
+        Any,
+        PlainValidator(_parse_verification),
+        WithJsonSchema({"type": "string", "enum": list(about("verification")["choices"])}),
     ],
-    "options": Annotated[Any, PlainValidator(_parse_options), WithJsonSchema({"type": "object"})],
+    "options": Annotated[
+        Any,
+        PlainValidator(_parse_options, json_schema_input_type=dict[str, bool | int | float | str]),
+    ],
 }
 
 
@@ -169,6 +172,21 @@ class SpeculativeResolver:
             reason = error.message.removeprefix(f"{error.param} ")
             message = f"{error.param}: {error.message}"
             raise UnfitSpeculationError(message, group, name, reason) from error
+
+    def held_to(self, drafters: Sequence[str] | None) -> SpeculativeResolver:
+        """For requests that may have these drafters only, and plain decoding; None: this one. Where the
+        default is none of them the first that can be takes its place, with nothing that was wished for
+        the other."""
+        if drafters is None:
+            return self
+        allowed = [name for name in drafters if name in self.allowed]
+        wished = self.wished
+        if self.defaults.draft_strategy not in (NO_DRAFTER, *allowed):
+            # What needs more of a request than that it asks for nothing is no default.
+            able = (name for name in allowed if name != PREDICTION_DRAFTER)
+            wished = {"draft_strategy": next(able, NO_DRAFTER)}
+        caps = self.caps.model_copy(update={"draft_strategies": allowed})
+        return SpeculativeResolver(self.info, SpeculativeField(**wished), caps)
 
     def resolve(
         self, asked: SpeculativeField | None, has_prediction: bool = False

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, PlainValidator, WithJsonSchema
 
-from server.request.body import Body
+from server.request.body import Body, refusal
 
 MAX_TOOLS = 128
 NAME_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
@@ -24,7 +24,20 @@ def _check_parameters(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return schema
 
 
-ParametersField = Annotated[dict[str, JsonValue], AfterValidator(_check_parameters)]
+ParametersField = Annotated[
+    dict[str, JsonValue],
+    AfterValidator(_check_parameters),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "object"},
+                "properties": {"type": "object"},
+                "required": {"type": "array", "items": {"type": "string"}},
+            },
+        }
+    ),
+]
 
 
 class FunctionDefinition(Body):
@@ -58,7 +71,8 @@ def _check_names(tools: list[Tool]) -> list[Tool]:
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.function.name in seen:
-            raise ValueError(f"{index}.function.name: {tool.function.name!r} is there twice")
+            name = tool.function.name
+            raise refusal(index, "function", "name", message=f"{name!r} is there twice")
         seen.add(tool.function.name)
     return tools
 

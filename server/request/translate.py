@@ -9,6 +9,8 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,6 +64,14 @@ class Translator:
         self._vocabulary = Vocabulary(
             info.vocab_size, partial(tokenizer.encode, add_special_tokens=False)
         )
+
+    def held_to(self, drafters: Sequence[str] | None) -> Translator:
+        """For requests that may have these drafters only; None: all that there are."""
+        if drafters is None:
+            return self
+        other = copy(self)
+        other.resolver = self.resolver.held_to(drafters)
+        return other
 
     def plan(self, body: Body, arrival_time: float) -> RequestPlan:
         """Raises ApiError."""

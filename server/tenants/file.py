@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ class TenantEntry(BaseModel):
         description="Share of tokens while several tenants of a priority wait.",
     )
 
+    drafters: list[str] | None = Field(
+        default=None,
+        max_length=256,
+        description="Those that requests may name, besides `none`; where the server's default is not "
+        "among them, the first is the tenant's. Default: all that the server offers.",
+    )
+
     def digest(self) -> str:
         """The key's SHA-256. Raises ValueError where there is not exactly one sound key."""
         if (self.key is None) == (self.key_sha256 is None):
@@ -96,6 +104,7 @@ class TenantEntry(BaseModel):
             salt=json.dumps(["salt", self.cache_salt] if own else ["tenant", self.name]),
             priority=self.priority,
             max_tokens=self.max_tokens,
+            drafters=None if self.drafters is None else tuple(self.drafters),
         )
 
 
@@ -105,8 +114,8 @@ class _Content(BaseModel):
     tenants: list[TenantEntry] = Field(min_length=1)
 
 
-def read_tenants(path: Path) -> dict[bytes, Terms]:
-    """Terms by the SHA-256 of the key.
+def read_tenants(path: Path, drafters: Container[str] | None = None) -> dict[bytes, Terms]:
+    """Terms by the SHA-256 of the key. ``drafters``: those that are loaded; None: not known yet.
 
     Raises ValueError with one line that names the file and the field, and quotes nothing of it.
     """
@@ -122,7 +131,7 @@ def read_tenants(path: Path) -> dict[bytes, Terms]:
         # What the parser says would quote the line, and the key in it.
         raise ValueError(f"api-keys-file {path}: neither YAML nor JSON{where}") from None
     try:
-        return _by_digest(_Content.model_validate(content).tenants)
+        return _by_digest(_Content.model_validate(content).tenants, drafters)
     except ValidationError as error:
         raise ValueError(f"api-keys-file {path}: {_first(error)}") from None
     except ValueError as error:
@@ -136,13 +145,16 @@ def _first(error: ValidationError) -> str:
     return f"{field}: {known}" if field else str(known)
 
 
-def _by_digest(tenants: list[TenantEntry]) -> dict[bytes, Terms]:
+def _by_digest(tenants: list[TenantEntry], drafters: Container[str] | None) -> dict[bytes, Terms]:
     found: dict[bytes, Terms] = {}
     names = set()
     for place, tenant in enumerate(tenants):
         field = f"tenants.{place}"
         if tenant.name in names:
             raise ValueError(f"{field}.name: an earlier tenant has this name")
+        for at, name in enumerate(tenant.drafters or ()):
+            if drafters is not None and name not in drafters:
+                raise ValueError(f"{field}.drafters.{at}: no such drafter is loaded")
         try:
             digest = bytes.fromhex(tenant.digest())
         except ValueError as error:

@@ -7,7 +7,7 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -25,8 +25,11 @@ NOBODY = Terms(Tenant(), salt="")
 FindKey = Callable[[bytes], Terms | None]
 
 
-def keys_of(api_key: SecretStr | None, api_keys_file: str | None) -> FindKey | None:
-    """What finds the terms for the key that a request came with; None: nobody needs one.
+def keys_of(
+    api_key: SecretStr | None, api_keys_file: str | None, drafters: Container[str] | None = None
+) -> FindKey | None:
+    """What finds the terms for the key that a request came with; None: nobody needs one. ``drafters``:
+    those that are loaded, where that is known.
 
     Raises ValueError where both are given or the file cannot be used.
     """
@@ -37,7 +40,7 @@ def keys_of(api_key: SecretStr | None, api_keys_file: str | None) -> FindKey | N
         return lambda key: NOBODY if hmac.compare_digest(_digest(key), digest) else None
     if api_key is not None:
         raise ValueError("api-keys-file: contradicts api-key; put that key into the file")
-    return KeysFile(Path(api_keys_file)).find
+    return KeysFile(Path(api_keys_file), drafters).find
 
 
 class KeysFile:
@@ -45,12 +48,18 @@ class KeysFile:
     once a second and only when requests come. A file that cannot be used leaves things as they were, and
     is said in the log. ``clock``: seconds."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        drafters: Container[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._path = path
+        self._drafters = drafters
         self._clock = clock
         self._looked = clock()
         self._seen = self._version()
-        self._terms = read_tenants(path)
+        self._terms = read_tenants(path, drafters)
 
     def find(self, key: bytes) -> Terms | None:
         if self._clock() - self._looked >= _LOOK_SECONDS:
@@ -76,7 +85,7 @@ class KeysFile:
             return
         self._seen = version
         try:
-            self._terms = read_tenants(self._path)
+            self._terms = read_tenants(self._path, self._drafters)
         except ValueError as error:
             logger.warning("%s; the tenants stay as they were", error)
             return

@@ -142,7 +142,9 @@ async def drain(server: Server) -> list[httpx.Response]:
     and asserts that the port stays open until the last of them."""
     body = {**LONG, **LONG["extra_body"], "max_tokens": 1900}
     del body["extra_body"]
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=ONE_EACH) as client:
+    async with httpx.AsyncClient(
+        base_url=server.url, headers=by("unused"), timeout=120, limits=ONE_EACH
+    ) as client:
 
         async def ask(stream: bool) -> httpx.Response:
             request = client.build_request(
@@ -162,6 +164,10 @@ async def drain(server: Server) -> list[httpx.Response]:
         assert refused.json()["error"]["code"] == "shutting_down"
         await asyncio.gather(*(each.aread() for each in streams))
         return [*streams, *await asyncio.gather(*wholes)]
+
+
+def by(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
 
 
 ONE_EACH = httpx.Limits(max_keepalive_connections=0)
@@ -213,7 +219,10 @@ def figure(server: Server, name: str) -> set[float]:
 
 def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
     flags = ("--api-workers", "2", "--restart-engine", "--drain-seconds", "2")
-    with serving(tmp_path, *flags, "--admin-key", "adm1n", "--log-format", "json") as server:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(KEYS)
+    flags += ("--admin-key", "adm1n", "--log-format", "json", "--api-keys-file", str(keys))
+    with serving(tmp_path, *flags) as server:
         until(lambda: server.is_ready())
         asked = {"model": "slipstream-bundled", "prompt": "def f(x):\n", "temperature": 0}
         texts = set()
@@ -259,6 +268,8 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
         with server.client() as client:
             assert client.completions.create(max_tokens=6, **asked).choices[0].text in texts
 
+        assert_tenants_are_apart(server)
+
         children = [*server.children(b"server.worker"), server.engine_pid()]
         assert_told(asyncio.run(drain(server)))
         server.process.wait(60)
@@ -272,6 +283,40 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
         (line,) = [each for each in lines if each["logger"] == "slipstream.admin"]
         assert line["x_request_id"] == changed.headers["x-request-id"]
         assert len({each["process"] for each in lines}) > 3
+
+
+KEYS = """
+tenants:
+  - {name: all, key: unused}
+  - {name: few, key: few, requests_per_minute: 3, drafters: [suffix]}
+"""
+
+
+def assert_tenants_are_apart(server: Server) -> None:
+    """Over connections of their own, so that either worker is asked."""
+
+    def post(path: str, key: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{server.url}/{path}", json=body, headers=by(key), timeout=60)
+
+    def num_cached(key: str) -> int:
+        reply = post("v1/completions", key, prompt="def f(x):\n    return x\n" * 8, max_tokens=1)
+        return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    models = f"{server.url}/v1/models"
+    assert {httpx.get(models, timeout=60).status_code for _ in range(8)} == {401}
+    assert {httpx.get(models, headers=by("few"), timeout=60).status_code for _ in range(8)} == {200}
+    assert num_cached("unused") == 0
+    assert num_cached("unused") > 0
+    assert num_cached("few") == 0
+    assert num_cached("few") > 0
+    other = post("v1/completions", "few", prompt="x", speculative={"draft_strategy": "ngram"})
+    assert other.json()["error"]["param"] == "speculative.draft_strategy"
+    assert post("tokenize", "few", prompt="x").status_code == 200
+    for path in ("tokenize", "v1/completions") * 4:
+        refused = post(path, "few", prompt="x")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
+        assert 1 <= int(refused.headers["retry-after"]) <= 20
+    assert num_cached("unused") > 0
 
 
 def ask_admin(server: Server, method: str, body: Any) -> httpx.Response:

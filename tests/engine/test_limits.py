@@ -49,6 +49,18 @@ class World:
         return self.admit(num_prompt)
 
 
+def test_what_the_engine_has_no_part_in_counts_as_a_request() -> None:
+    world = World(Tenant("a", requests_per_minute=2))
+    world.limits.charge(world.tenant)
+    world.admit()
+    with pytest.raises(TenantLimitError, match="2 requests per minute") as caught:
+        world.limits.charge(world.tenant)
+    assert caught.value.retry_after_seconds == 30
+    world.refused()
+    world.now += 30
+    world.limits.charge(world.tenant)
+
+
 def test_requests_per_minute() -> None:
     world = World(Tenant("a", requests_per_minute=3))
     for _ in range(3):

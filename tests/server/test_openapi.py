@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 
 from server.reply.writers import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from server.request.speculative import SpeculativeCaps
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import Connect, events
 
@@ -80,7 +82,8 @@ async def test_replies_and_events_have_the_shape_that_is_told(connect: Connect, 
         TypeAdapter(chunk).validate_python(each, strict=True)
     answer = schema["paths"][path]["post"]["responses"]["200"]["content"]
     assert answer["application/json"]["schema"]["$ref"].endswith(f"/{whole.__name__}")
-    data = answer["text/event-stream"]["itemSchema"]["properties"]["data"]
+    data, done = answer["text/event-stream"]["itemSchema"]["properties"]["data"]["anyOf"]
+    assert done == {"const": "[DONE]"}
     refs = [each["$ref"].split("/")[-1] for each in data["contentSchema"]["anyOf"]]
     assert refs == [chunk.__name__, "ErrorReply"]
     assert {"$ref": "#/components/schemas/ErrorReply"} in data["contentSchema"]["anyOf"]
@@ -92,3 +95,85 @@ async def test_errors_have_the_shape_that_is_told(connect: Connect) -> None:
     async with connect(ScriptedEngine()) as client:
         error = (await client.post("/completions", json={})).json()["error"]
     assert error.keys() == told
+
+
+def _chat(message: dict[str, Any], **body: Any) -> tuple[str, dict[str, Any]]:
+    asked = {"role": "assistant", "tool_calls": [CALL]}
+    return "/v1/chat/completions", {"messages": [asked, message], **body}
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USER = {"role": "user", "content": "a"}
+SCHEMA = {"name": "n", "schema": {"type": "object"}}
+TAKEN = [
+    _chat({"role": "system", "content": [{"type": "text", "text": "a"}]}),
+    _chat({"role": "assistant", "reasoning_content": "a"}),
+    _chat({"role": "tool", "content": "a", "tool_call_id": "1", "name": "f"}),
+    _chat(USER, logprobs=True, top_logprobs=1),
+    _chat(USER, response_format={"type": "json_schema", "json_schema": SCHEMA}),
+    _chat(USER, structured_outputs={"json_object": True, "disable_any_whitespace": False}),
+    _chat(USER, speculative={"adaptive_depth": False, "draft_strategy": "nasd"}),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", **SCHEMA}}}),
+    ("/v1/completions", {"prompt": [[1], [2]], "stop": ["a"], "truncate_prompt_tokens": -1}),
+    ("/tokenize", {"prompt": "a", "messages": None}),
+    ("/tokenize", {"messages": [USER], "add_generation_prompt": False}),
+]
+REFUSED = [
+    _chat({"role": "user"}),
+    _chat({"role": "user", "content": None}),
+    _chat({"role": "user", "content": []}),
+    _chat({"role": "user", "content": [{"type": "image_url"}]}),
+    _chat({"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}),
+    _chat({"role": "user", "content": "a", "tool_calls": [CALL]}),
+    _chat({"role": "assistant", "content": "a", "tool_call_id": "1"}),
+    _chat({"role": "assistant", "tool_calls": []}),
+    _chat({"role": "tool", "content": "a"}),
+    _chat({"role": "tool", "content": "a", "tool_call_id": "1", "reasoning": "a"}),
+    _chat(USER, top_logprobs=1),
+    _chat(
+        USER, tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]
+    ),
+    _chat(USER, response_format={"type": "json_schema"}),
+    _chat(USER, response_format={"type": "text", "json_schema": SCHEMA}),
+    _chat(USER, structured_outputs={"json_object": True, "regex": "a"}),
+    _chat(USER, structured_outputs={"regex": "a", "whitespace_pattern": "a"}),
+    _chat(USER, speculative={"adaptive_depth": "guess"}),
+    _chat(USER, speculative={"verification": "guess"}),
+    _chat(USER, speculative={"draft_strategy": "guess"}),
+    _chat(USER, speculative={"options": {"a": []}}),
+    ("/v1/responses", {"input": []}),
+    ("/v1/responses", {"input": [{"role": "user"}]}),
+    ("/v1/responses", {"input": [{"type": "guess", "content": "a"}]}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "n"}}}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "text", "name": "n"}}}),
+    ("/v1/completions", {"prompt": []}),
+    ("/v1/completions", {"prompt": [[]]}),
+    ("/v1/completions", {"prompt": [-1]}),
+    ("/v1/completions", {"prompt": "a", "stop": ""}),
+    ("/v1/completions", {"prompt": "a", "stop_token_ids": [-1]}),
+    ("/v1/completions", {"prompt": "a", "truncate_prompt_tokens": 0}),
+    ("/tokenize", {"prompt": "a", "messages": [USER]}),
+    ("/tokenize", {}),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": True}),
+    ("/detokenize", {"tokens": [-1]}),
+]
+
+
+async def test_what_the_schema_lets_through_is_what_is_taken(connect: Connect) -> None:
+    schema = await schema_of(connect)
+    async with connect(ScriptedEngine(), tool_call_parser="hermes") as client:
+        for cases, status in ((TAKEN, 200), (REFUSED, 400)):
+            for path, body in cases:
+                content = schema["paths"][path]["post"]["requestBody"]["content"]
+                told = content["application/json"]["schema"] | {"components": schema["components"]}
+                reply = await client.post(f"http://test{path}", json=body)
+                assert reply.status_code == status, (path, body, reply.text)
+                is_valid = Draft202012Validator(told).is_valid(body)
+                assert is_valid == (status == 200), (path, body)
+
+
+async def test_caps_have_the_bounds_of_the_settings(connect: Connect) -> None:
+    caps = (await schema_of(connect))["components"]["schemas"]["CapsField"]["properties"]
+    assert caps["max_tree_width"]["anyOf"] == [{"type": "integer", "minimum": 1}, {"type": "null"}]
+    assert caps.keys() == SpeculativeCaps.model_fields.keys()

@@ -22,7 +22,7 @@ from engine.events import (
     TokenLogprobs,
 )
 from engine.info import EngineInfo
-from engine.params import GenerationRequest
+from engine.params import GenerationRequest, Tenant
 from engine.stats import GammaChange, RequestStats, StepStats
 from server.reply.token_texts import byte_level_alphabet
 
@@ -173,6 +173,7 @@ class ScriptedEngine:
         self.requests: list[GenerationRequest] = []
         self.open: set[str] = set()
         self.closed_early: list[str] = []
+        self.charged: list[str] = []
         self.aborted: set[str] = set()
         self.num_events = 0
         self.stopping = False
@@ -195,6 +196,9 @@ class ScriptedEngine:
 
     def add_step_listener(self, callback: Callable[[StepStats], None]) -> None:
         self._listeners.append(callback)
+
+    async def charge(self, tenant: Tenant) -> None:
+        self.charged.append(tenant.name)
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)

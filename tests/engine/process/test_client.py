@@ -13,9 +13,11 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import uvloop
 
+from engine.errors import EngineDeadError, TenantLimitError
 from engine.events import StepResult
+from engine.params import Tenant
 from engine.process.client import RemoteEngine
-from engine.process.link import Submit
+from engine.process.link import Charge, Charged, Submit
 from engine.stats import StepStats, idle_stats
 from worlds.gated_engine import HANG, asking, until
 from worlds.scripted_engine import ScriptedEngine
@@ -63,6 +65,36 @@ def test_what_the_pipe_has_no_room_for_is_not_lost(loop: str) -> None:
         await until(lambda: not engine.is_alive)
 
     _run(loop, check)
+
+
+def test_a_charge_is_answered_or_told_that_nobody_is_left() -> None:
+    async def check() -> None:
+        ours, theirs = Pipe()
+        engine = RemoteEngine(ScriptedEngine("").info, ours)
+        await engine.start()
+        tenant = Tenant("a", requests_per_minute=1)
+        charges = [asyncio.ensure_future(engine.charge(tenant)) for _ in range(4)]
+        found: list[Charge] = await asyncio.to_thread(lambda: [theirs.recv() for _ in charges])
+        assert [each.tenant for each in found] == [tenant] * 4
+        numbers = [each.number for each in found]
+        charges[0].cancel()
+        # In whatever order; whose client has gone is answered in vain.
+        for number, error in zip(
+            numbers[2::-1],
+            (TenantLimitError("rate_limited", "too many", 3), None, None),
+            strict=True,
+        ):
+            theirs.send(Charged(number, error))
+        await charges[1]
+        with pytest.raises(TenantLimitError, match="too many"):
+            await charges[2]
+        theirs.close()
+        with pytest.raises(EngineDeadError):
+            await charges[3]
+        with pytest.raises(EngineDeadError):
+            await engine.charge(tenant)
+
+    _run("uvloop", check)
 
 
 def _run(loop: str, check: Callable[[], object]) -> None:

@@ -325,3 +325,15 @@ def test_signals_to_the_whole_group_leave_the_engine_to_its_server(apart: Apart)
             assert reasons_of(await reading) == ["length"]
 
     run(test)
+
+
+def test_charges_of_all_clients_are_counted_together(apart: Apart) -> None:
+    async def test() -> None:
+        tenant = Tenant("charged", requests_per_minute=1)
+        async with connected(*apart) as first, connected(*apart) as second:
+            await first.charge(tenant)
+            with pytest.raises(TenantLimitError) as caught:
+                await second.charge(tenant)
+            assert caught.value.code == "rate_limited"
+
+    run(test)

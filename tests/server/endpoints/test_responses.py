@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineDeadError
+from server.request.responses import MAX_ITEMS
 from worlds.request_bodies import TOOLS
 from worlds.scripted_engine import ASSISTANT, CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect, openai_client
@@ -249,6 +250,10 @@ async def test_an_effort_that_the_template_ignores_is_a_400(connect: Connect) ->
         ({"reasoning": {"effort": "lots"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"metadata": {"a": 1}}, "metadata.a"),
+        # What only the chat request that it comes to can tell.
+        ({"tools": [TOOL, TOOL]}, "tools.1.name"),
+        ({"input": [{"type": "reasoning"}]}, "input"),
+        ({"input": [{"role": "user", "content": "x"}] * MAX_ITEMS, "instructions": "y"}, "input"),
     ],
 )
 async def test_what_cannot_be_is_a_400_that_names_it(

@@ -247,7 +247,7 @@ UNUSABLE = {"type": "object", "properties": {"a": {"type": "colour"}}}
     [
         ({"tools": []}, "tools"),
         ({"tools": [function(name="a b")]}, "tools.0.function.name"),
-        ({"tools": [function(), function()]}, "tools"),
+        ({"tools": [function(), function()]}, "tools.1.function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [function(parameters={"type": "array"})]}, "tools.0.function.parameters"),
         ({"tools": [function(parameters={"properties": 1})]}, "tools.0.function.parameters"),

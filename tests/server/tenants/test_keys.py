@@ -18,7 +18,7 @@ class World:
         self.file = folder / "keys.yaml"
         self.num_writes = 0
         self.write("tenants: [{name: a, key: first}]")
-        self.keys = KeysFile(self.file, lambda: self.now)
+        self.keys = KeysFile(self.file, clock=lambda: self.now)
 
     def write(self, text: str) -> None:
         """As those do who take care: all of it at once."""

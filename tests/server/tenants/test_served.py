@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from engine.errors import DeadlineExceededError
 from server.app import build_app
+from server.request.large_bodies import LARGE
 from server.settings import Settings
 from worlds.gated_engine import Engine
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
@@ -26,6 +28,9 @@ tenants:
   - {name: two, key: k-two, max_concurrent_requests: 2}
   - {name: late, key: k-late, priority: 7}
   - {name: free, key: k-free}
+  - {name: looks-up, key: k-looks-up, drafters: [prediction, nasd]}
+  - {name: plain, key: k-plain, drafters: []}
+  - {name: slow, key: k-slow, requests_per_minute: 1}
 """
 
 
@@ -177,3 +182,68 @@ def test_a_file_that_cannot_be_used_is_refused_at_start(tmp_path: Path) -> None:
     settings = Settings(api_keys_file=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="api-keys-file"):
         build_app(ScriptedEngine(), byte_tokenizer(), settings)
+
+
+async def test_a_tenant_gets_the_drafters_of_its_list_and_no_others(
+    connect: Connect, keys: str
+) -> None:
+    engine = ScriptedEngine()
+    speculative = {"num_speculative_tokens": 3, "adaptive_depth": "fixed"}
+    async with connect(engine, api_keys_file=keys, speculative=speculative) as client:
+        for name, asked in (
+            ("free", {}),
+            ("looks-up", {}),
+            ("looks-up", {"draft_strategy": "nasd", "options": {"decay": 0.25}}),
+            ("looks-up", {"draft_strategy": "none"}),
+            ("plain", {}),
+        ):
+            assert (await ask(client, name, speculative=asked)).status_code == 200
+        predicted = {"type": "content", "content": "hello"}
+        assert (await ask(client, "looks-up", prediction=predicted)).status_code == 200
+        drafters = [each.speculative.drafter for each in engine.requests]
+        assert drafters == ["ngram", "nasd", "nasd", "none", "none", "prediction"]
+        for name, asked, known in (
+            ("looks-up", "ngram", "none, nasd, prediction"),
+            ("plain", "nasd", "none"),
+        ):
+            # A large body is read elsewhere, on the same terms.
+            for more in ("", " " * LARGE):
+                body = json.dumps({"prompt": "a", "speculative": {"draft_strategy": asked}})
+                headers = by(name) | {"content-type": "application/json"}
+                refused = await client.post("/completions", content=body + more, headers=headers)
+                assert refused.status_code == 400
+                error = refused.json()["error"]
+                assert error["param"] == "speculative.draft_strategy"
+                assert error["message"].endswith(f"must be one of: {known}")
+        told = (await client.get("/drafters", headers=by("looks-up"))).json()
+        assert [each["id"] for each in told["data"]] == ["none", "nasd", "prediction"]
+        assert told["defaults"]["draft_strategy"] == "nasd"
+
+
+async def test_a_drafter_that_is_not_loaded_ends_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("tenants: [{name: a, key: k, drafters: [ngram, eagle]}]")
+    with pytest.raises(ValueError, match=r"tenants\.0\.drafters\.1: no such drafter is loaded"):
+        build_app(ScriptedEngine(), byte_tokenizer(), Settings(api_keys_file=str(file)))
+
+
+async def test_tokens_of_texts_are_requests_too(connect: Connect, keys: str) -> None:
+    async with connect(Engine(), api_keys_file=keys) as client:
+
+        async def tokens(path: str, name: str, **body: Any) -> httpx.Response:
+            return await client.post(f"http://test/{path}", json=body, headers=by(name))
+
+        assert (await tokens("tokenize", "few", prompt="a")).status_code == 200
+        assert (await tokens("detokenize", "few", tokens=[1])).status_code == 200
+        for refused in (
+            await tokens("tokenize", "few", prompt="a"),
+            await tokens("detokenize", "few", tokens=[1]),
+            await ask(client, "few"),
+        ):
+            assert refusal(refused)[:2] == (429, "rate_limited")
+        assert (await ask(client, "slow")).status_code == 200
+        assert refusal(await tokens("tokenize", "slow", prompt="a"))[:2] == (429, "rate_limited")
+        for _ in range(3):
+            assert (await tokens("tokenize", "free", prompt="a")).status_code == 200
+        text = (await client.get("http://test/metrics")).text
+    assert 'slipstream_tenant_rejections_total{reason="rate_limited",tenant="few"} 3.0' in text
