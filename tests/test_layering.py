@@ -37,7 +37,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "attention": {"base", "kernels"},
         "capture": {"base", "attention", "kernels"},
         "model": {"base", "attention", "kernels", "capture"},
-        "drafting": {"base", "sampling", "attention", "model"},
+        "drafting": {"base", "sampling", "attention", "capture", "model"},
         "speculation": {"base", "grammar", "schedule"},
         "process": {"base", "top"},
         "top": {
@@ -47,6 +47,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
             "verification",
             "schedule",
             "attention",
+            "capture",
             "model",
             "drafting",
             "speculation",
