@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -199,10 +199,12 @@ class _InputMemory:
 
 class ForwardOutput(NamedTuple):
     """``logits``: ``[num_logits, vocab_size]``, those of ``logits_indices``, in the model's type.
-    ``hidden``: ``[num_rows, hidden_size]``, what the output head reads, where the batch wants it."""
+    ``hidden``: ``[num_rows, hidden_size]``, what the output head reads, where the batch wants it.
+    ``seconds``: of the device, once it is done; None: it was done when the forward returned."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
+    seconds: Callable[[], float] | None = None
 
     def copy(self) -> ForwardOutput:
         """In memory of its own."""

@@ -20,9 +20,9 @@ from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, sl
 from engine.errors import DeadlineExceededError, RequestFailedError
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.grammar.constraint import GrammarConstraint
-from engine.outputs import Part, hidden_rows, observe_rows, read_logprobs
+from engine.outputs import Part, hidden_rows, observations, read_step
 from engine.params import GenerationRequest
-from engine.sampling.state import RowGroup, SamplingState
+from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan, Scheduler
 from engine.speculation.cost import CostModel
@@ -36,7 +36,6 @@ from engine.stats import (
     StepStats,
     estimate_baseline,
 )
-from engine.verification.verify import verify_step
 from kvpool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
@@ -235,13 +234,13 @@ class EngineCore:
         parts = [Part(*pair) for pair in zip(plan.scheduled, batch.requests, strict=True)]
         with clock.measure("forward"):
             output = self.runner.forward(batch)
-        with clock.measure("verify"):
-            parts = self._together(parts, lambda some: _verify(some, output.logits))
+        parts = self._together(parts, lambda some: read_step(some, output.logits, clock))
+        if output.seconds is not None:
+            clock.forward_took(output.seconds())
         parts = self._commit(parts)
         with clock.measure("draft"):
             self.speculation.observe_hidden(hidden_rows(parts, output.hidden), round_)
-            self.speculation.observe(observe_rows(parts, output.logits), round_)
-        parts = self._together(parts, lambda some: read_logprobs(some, output.logits))
+            self.speculation.observe(observations(parts), round_)
         clock.stop()
         self._report(plan, parts, batch, round_, clock)
 
@@ -393,15 +392,3 @@ class EngineCore:
             prefix_cache_hits=hits - before[1],
             **figures,
         )
-
-
-def _verify(parts: Sequence[Part], logits: torch.Tensor) -> None:
-    sampling = [part for part in parts if part.scheduled.samples]
-    if not sampling:
-        return
-    groups = [
-        RowGroup(part.scheduled.request.sampling, part.anchor_logit, part.scheduled.draft.tree)
-        for part in sampling
-    ]
-    for part, outcome in zip(sampling, verify_step(logits, groups), strict=True):
-        part.scheduled.outcome = outcome

@@ -1,10 +1,11 @@
-"""What else is read off a step's forward: top tokens for drafters, log-probabilities for clients, hidden
-states. Each kind is gathered for all requests at once, so that a step waits for the device once per
-kind and not once per request."""
+"""What is read off a step's forward: outcomes, top tokens for drafters, log-probabilities for clients;
+and hidden states, which stay where they are. Each kind is gathered for all requests at once, and all that
+comes to the host comes in one copy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -12,9 +13,20 @@ import torch
 
 from drafters.base import HiddenRows, Observation
 from engine.batch import RequestRows
-from engine.sampling.logprobs import Scored, scored_logprobs, top_probs, top_tokens
-from engine.schedule.request import Request, ScheduledRequest
+from engine.events import TokenLogprobs
+from engine.sampling.logprobs import (
+    Scored,
+    begin_scoring,
+    begin_top_probs,
+    begin_top_tokens,
+    scored_logprobs,
+)
+from engine.sampling.state import RowGroup
+from engine.schedule.request import Request, ScheduledRequest, TopRows
+from engine.stats import StepClock
+from engine.transfer import Readback, is_host, upload
 from engine.verification.match import Outcome
+from engine.verification.verify import begin_verification
 
 
 class Part(NamedTuple):
@@ -29,29 +41,45 @@ class Part(NamedTuple):
         return self.rows.first_logit + self.rows.num_logits - 1 - len(self.rows.parents)
 
 
-class _Top(NamedTuple):
-    """Of a request's anchor and nodes, row by row."""
+def read_step(parts: Sequence[Part], logits: torch.Tensor, clock: StepClock) -> None:
+    """Keep with the requests what their rows say: outcomes, top tokens for drafters, log-probabilities.
 
-    token_ids: Sequence[Sequence[int]] | None = None
-    probs: Sequence[Sequence[float]] | None = None
+    All of it is begun before anything is read, and read in one go, with one wait for the device; only
+    verification by rejection, and what follows from it, waits again.
+    """
+    readback = Readback()
+    sampling = [part for part in parts if part.scheduled.samples]
+    with clock.measure("verify"):
+        pending = begin_verification(logits, [_group(part) for part in sampling], readback)
+    with clock.measure("draft"):
+        finish_tops = begin_top_rows(sampling, logits, readback)
+    finish_logprobs = begin_logprobs(parts, logits, pending.tokens, readback)
+    with clock.measure("verify"):
+        readback.fetch()
+        for part, outcome in zip(sampling, pending.finish(), strict=True):
+            part.scheduled.outcome = outcome
+    with clock.measure("draft"):
+        finish_tops()
+    finish_logprobs()
 
 
-_NO_TOP = _Top()
+def _group(part: Part) -> RowGroup:
+    return RowGroup(part.scheduled.request.sampling, part.anchor_logit, part.scheduled.draft.tree)
 
 
-def observe_rows(
-    parts: Sequence[Part], logits: torch.Tensor
-) -> list[tuple[ScheduledRequest, Observation]]:
+# --- for drafters ---
+
+
+def observations(parts: Sequence[Part]) -> list[tuple[ScheduledRequest, Observation]]:
     """What the drafters are shown of the requests that sampled."""
-    tops = _top_rows(parts, logits)
     return [
-        (part.scheduled, _observation(part.scheduled, part.scheduled.outcome, top))
-        for part, top in zip(parts, tops, strict=True)
+        (part.scheduled, _observation(part.scheduled, part.scheduled.outcome))
+        for part in parts
         if part.scheduled.outcome is not None
     ]
 
 
-def _observation(scheduled: ScheduledRequest, outcome: Outcome, top: _Top) -> Observation:
+def _observation(scheduled: ScheduledRequest, outcome: Outcome) -> Observation:
     request = scheduled.request
     return Observation(
         request.request_id,
@@ -60,40 +88,54 @@ def _observation(scheduled: ScheduledRequest, outcome: Outcome, top: _Top) -> Ob
         outcome.row_token_ids,
         outcome.path,
         outcome.emitted_token_ids,
-        top.token_ids,
-        top.probs,
+        scheduled.top.token_ids,
+        scheduled.top.probs,
     )
 
 
-def _top_rows(parts: Sequence[Part], logits: torch.Tensor) -> list[_Top]:
-    tops = [_NO_TOP] * len(parts)
-    asking = [
-        (index, part)
-        for index, part in enumerate(parts)
-        if part.scheduled.wants.num_top_tokens and part.scheduled.outcome is not None
+def begin_top_rows(
+    sampling: Sequence[Part], logits: torch.Tensor, readback: Readback
+) -> Callable[[], None]:
+    """The top tokens that drafters want to see, of all rows of requests that sample: who is accepted is
+    not known yet."""
+    asking = [part for part in sampling if part.scheduled.wants.num_top_tokens]
+    finishing = [
+        _begin_tops(some, logits, with_probs, readback)
+        for with_probs in (False, True)
+        if (some := [each for each in asking if each.scheduled.wants.top_probs == with_probs])
     ]
-    for with_probs in (False, True) if asking else ():
-        group = [each for each in asking if each[1].scheduled.wants.top_probs == with_probs]
-        if not group:
-            continue
-        rows = [row for _, part in group for row in _own_logits(part)]
-        most = max(part.scheduled.wants.num_top_tokens for _, part in group)
-        token_ids, probs = _read_top(logits, rows, most, with_probs)
+
+    def finish() -> None:
+        for each in finishing:
+            each()
+
+    return finish
+
+
+def _begin_tops(
+    parts: Sequence[Part], logits: torch.Tensor, with_probs: bool, readback: Readback
+) -> Callable[[], None]:
+    rows = [row for part in parts for row in _own_logits(part)]
+    most = max(part.scheduled.wants.num_top_tokens for part in parts)
+    found = (
+        begin_top_probs(logits, rows, most, readback)
+        if with_probs
+        else begin_top_tokens(logits, rows, most, readback)
+    )
+
+    def finish() -> None:
+        read = found()
+        token_ids, probs = read if isinstance(read, tuple) else (read, [])
         first = 0
-        for index, part in group:
+        for part in parts:
             end, k = first + len(_own_logits(part)), part.scheduled.wants.num_top_tokens
-            tops[index] = _Top(
+            part.scheduled.top = TopRows(
                 [row[:k] for row in token_ids[first:end]],
                 [row[:k] for row in probs[first:end]] if with_probs else None,
             )
             first = end
-    return tops
 
-
-def _read_top(
-    logits: torch.Tensor, rows: Sequence[int], k: int, with_probs: bool
-) -> tuple[list[list[int]], list[list[float]]]:
-    return top_probs(logits, rows, k) if with_probs else (top_tokens(logits, rows, k), [])
+    return finish
 
 
 def _own_logits(part: Part) -> range:
@@ -108,7 +150,7 @@ def hidden_rows(parts: Sequence[Part], hidden: torch.Tensor | None) -> list[Hidd
     if hidden is None or not wanted:
         return []
     kept = [_kept_rows(part) for part in wanted]
-    index = torch.tensor([row for rows in kept for row in rows], device=hidden.device)
+    index = upload([row for rows in kept for row in rows], hidden.device)
     return [
         HiddenRows(
             part.scheduled.request.request_id,
@@ -126,27 +168,73 @@ def _kept_rows(part: Part) -> list[int]:
     return [*range(part.rows.first_row, anchor + 1), *accepted]
 
 
-def read_logprobs(parts: Sequence[Part], logits: torch.Tensor) -> None:
-    """Keep with the requests the log-probabilities that they asked for: of tokens emitted in this step,
-    and of prompt tokens that follow its known rows, all of which have logits then."""
+# --- for clients ---
+
+
+def begin_logprobs(
+    parts: Sequence[Part],
+    logits: torch.Tensor,
+    tokens: torch.Tensor | None,
+    readback: Readback,
+) -> Callable[[], None]:
+    """The log-probabilities that requests asked for: of tokens emitted in this step, and of prompt tokens
+    that follow its known rows, all of which have logits then. ``tokens``: what matching compares drafts
+    with, at every row.
+
+    Where reading means to wait, all rows of a draft that is matched are scored, by the tokens chosen
+    there. Elsewhere, and for other verifications, emitted tokens are scored once they are known.
+    """
+    is_waiting = not is_host(logits.device)
     asked: list[Scored] = []
-    prompt_positions: list[list[int]] = []
+    slices: list[slice] = []
+    finishing: list[Callable[[Sequence[TokenLogprobs]], None]] = []
+    late: list[Part] = []
+
+    def ask(rows: list[Scored], keep: Callable[[Sequence[TokenLogprobs]], None]) -> None:
+        slices.append(slice(len(asked), len(asked) + len(rows)))
+        asked.extend(rows)
+        finishing.append(keep)
+
     for part in parts:
         positions = _prompt_positions(part)
-        prompt_positions.append(positions)
-        asked += _scored_prompt(part, positions)
-        asked += _scored_emitted(part)
-    if not asked:
-        return
-    found = iter(scored_logprobs(logits, asked))
-    for part, positions in zip(parts, prompt_positions, strict=True):
-        request = part.scheduled.request
-        request.prompt_logprobs.update(
-            zip((at + 1 for at in positions), islice(found, len(positions)), strict=True)
-        )
-        if _wants_logprobs(request) and part.scheduled.outcome is not None:
-            num_emitted = len(part.scheduled.outcome.emitted_token_ids)
-            part.scheduled.logprobs = tuple(islice(found, num_emitted))
+        if positions:
+            ask(_scored_prompt(part, positions), partial(_keep_prompt, part, positions))
+        if not _wants_logprobs(part.scheduled.request) or not part.scheduled.samples:
+            continue
+        if is_waiting and part.scheduled.request.sampling.verification == "match":
+            ask(_scored_rows(part), partial(_keep_path, part))
+        else:
+            late.append(part)
+    found = begin_scoring(logits, asked, readback, tokens)
+
+    def finish() -> None:
+        read = found()
+        for rows, keep in zip(slices, finishing, strict=True):
+            keep(read[rows])
+        _score_emitted(late, logits)
+
+    return finish
+
+
+def _keep_prompt(part: Part, positions: Sequence[int], found: Sequence[TokenLogprobs]) -> None:
+    kept = part.scheduled.request.prompt_logprobs
+    kept.update(zip((at + 1 for at in positions), found, strict=True))
+
+
+def _keep_path(part: Part, found: Sequence[TokenLogprobs]) -> None:
+    """``found``: of all rows. The path leads from row to row: the token at each of its rows is the next
+    one emitted."""
+    outcome = part.scheduled.outcome
+    assert outcome is not None
+    rows = zip(outcome.path, outcome.emitted_token_ids, strict=False)
+    part.scheduled.logprobs = tuple(found[row] for row, _ in rows)
+
+
+def _score_emitted(parts: Sequence[Part], logits: torch.Tensor) -> None:
+    asked = [_scored_emitted(part) for part in parts]
+    found = iter(scored_logprobs(logits, [each for rows in asked for each in rows]))
+    for part, rows in zip(parts, asked, strict=True):
+        part.scheduled.logprobs = tuple(islice(found, len(rows)))
 
 
 def _wants_logprobs(request: Request) -> bool:
@@ -173,15 +261,19 @@ def _prompt_top(request: Request) -> int:
     return request.params.sampling.prompt_logprobs or 0
 
 
-def _scored_emitted(part: Part) -> list[Scored]:
-    outcome = part.scheduled.outcome
+def _scored_rows(part: Part) -> list[Scored]:
     sampling = part.scheduled.request.params.sampling
-    num_top = sampling.logprobs
-    if outcome is None or num_top is None:
-        return []
-    # The path leads from row to row: the token at each of its rows is the next one emitted.
-    first, emitted = part.anchor_logit, outcome.emitted_token_ids
     return [
-        Scored(first + row, token_id, num_top, sampling.logprob_token_ids)
-        for row, token_id in zip(outcome.path, emitted, strict=False)
+        Scored(row, None, sampling.logprobs or 0, sampling.logprob_token_ids)
+        for row in _own_logits(part)
+    ]
+
+
+def _scored_emitted(part: Part) -> list[Scored]:
+    outcome, sampling = part.scheduled.outcome, part.scheduled.request.params.sampling
+    assert outcome is not None
+    first = part.anchor_logit
+    return [
+        Scored(first + row, token_id, sampling.logprobs or 0, sampling.logprob_token_ids)
+        for row, token_id in zip(outcome.path, outcome.emitted_token_ids, strict=False)
     ]

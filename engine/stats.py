@@ -188,6 +188,12 @@ class StepClock:
             spent = time.perf_counter() - start
             setattr(self, phase, getattr(self, phase) + spent)
 
+    def forward_took(self, seconds: float) -> None:
+        """The device's own clock: what it ran beyond the forward's launch was seen as verification."""
+        both = self.forward + self.verify
+        self.forward = min(seconds, both)
+        self.verify = both - self.forward
+
     def stop(self) -> None:
         self.step = time.perf_counter() - self.start
 

@@ -98,6 +98,7 @@ BASE = {
         "pulse",
         "stats",
         "tokenizer",
+        "transfer",
     },
     "drafters": {"base", "checks", "contexts", "estimator", "per_request", "tree"},
     "server": {

@@ -8,7 +8,7 @@ left to the target: they change what is accepted, never what is written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from drafters.base import DraftSampling
 from drafters.model.protocol import Candidates
-from engine.sampling.distribution import truncated
 from engine.sampling.noise_torch import gumbel
+from engine.sampling.truncation import truncated
+from engine.transfer import Readback, read_now, upload
 
 _NUM_SAMPLED_FROM = 256
 """Sampled drafts come from so many of the likeliest tokens; what is beyond is never drafted."""
@@ -47,57 +48,77 @@ def choose_candidates(
     vocab_size: int,
 ) -> list[Candidates]:
     """Each row's candidates, best first. Tokens from ``vocab_size`` on, which the target does not have,
-    are left out; ``distribution``s have this size."""
+    are left out; ``distribution``s have this size. The device is waited for once."""
+    return read_now(lambda readback: _begin(logits, rows, vocab_size, readback))
+
+
+def _begin(
+    logits: Tensor, rows: Sequence[ScoredRow], vocab_size: int, readback: Readback
+) -> Callable[[], list[Candidates]]:
     values = logits[:, :vocab_size].float()
     samplings = [row.sampling for row in rows]
     most = max(row.num_candidates for row in rows)
     if all(row.is_greedy for row in rows):
         top, token_ids = values.topk(min(most, values.shape[1]), dim=-1)  # [num_rows, most]
-        return _listed(token_ids, (top - values.logsumexp(dim=-1, keepdim=True)).exp(), rows)
+        shares = (top - values.logsumexp(dim=-1, keepdim=True)).exp()
+        return _listed(token_ids, shares, rows, readback)
     top, token_ids = values.topk(min(max(most, _NUM_SAMPLED_FROM), values.shape[1]), dim=-1)
-    shares = None
+    covered = None
     if any(sampling.top_p < 1 and not sampling.top_k for sampling in samplings):
         temperatures = _column([sampling.temperature or 1.0 for sampling in samplings], values)
         sums = [(part / temperatures).logsumexp(dim=-1, keepdim=True) for part in (top, values)]
-        shares = (sums[0] - sums[1]).exp()
-    log_probs = truncated(top, samplings, shares).log_softmax(dim=-1)
+        covered = (sums[0] - sums[1]).exp()
+    log_probs = truncated(top, samplings, covered).log_softmax(dim=-1)
     scores = log_probs + _noise(token_ids, rows)
     best, order = scores.topk(min(most, scores.shape[1]), dim=-1)
     confidences = (best - scores.logsumexp(dim=-1, keepdim=True)).exp()
-    found = _listed(token_ids.gather(1, order), confidences, rows)
-    return [
-        _sampled(each, token_ids[index], log_probs[index], vocab_size) if row.is_sampled else each
-        for index, (row, each) in enumerate(zip(rows, found, strict=True))
-    ]
+    listed = _listed(token_ids.gather(1, order), confidences, rows, readback)
+    if not any(row.is_sampled for row in rows):
+        return listed
+    probs = log_probs.exp().float()
+    likeliest = readback.add(probs[:, 0])
+    distributions = probs.new_zeros(len(rows), vocab_size).scatter_(1, token_ids, probs)
+
+    def finish() -> list[Candidates]:
+        return [
+            _sampled(each, distribution, sure) if row.is_sampled else each
+            for row, each, distribution, sure in zip(
+                rows, listed(), distributions, likeliest.tolist(), strict=True
+            )
+        ]
+
+    return finish
 
 
 def _noise(token_ids: Tensor, rows: Sequence[ScoredRow]) -> Tensor:
     """Gumbel noise of each row's position; none in greedy rows: ``[num_rows, num_tokens]``."""
     device = token_ids.device
-    keys = torch.tensor([row.sampling.key for row in rows], device=device)
-    positions = torch.tensor([row.position for row in rows], device=device)
+    keys = upload([row.sampling.key for row in rows], device)
+    positions = upload([row.position for row in rows], device)
     noise = gumbel(keys, positions, token_ids)
     return noise * _column([float(not row.is_greedy) for row in rows], noise)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, device=like.device)[:, None]
+    return upload(values, like.device)[:, None]
 
 
-def _listed(token_ids: Tensor, confidences: Tensor, rows: Sequence[ScoredRow]) -> list[Candidates]:
+def _listed(
+    token_ids: Tensor, confidences: Tensor, rows: Sequence[ScoredRow], readback: Readback
+) -> Callable[[], list[Candidates]]:
     """The first ``num_candidates`` of each row that are not ruled out."""
-    found = []
-    for row, tokens, shares in zip(rows, token_ids.tolist(), confidences.tolist(), strict=True):
-        possible = [(t, s) for t, s in zip(tokens, shares, strict=True) if s > 0]
-        possible = possible[: row.num_candidates]
-        found.append(Candidates([t for t, _ in possible], [s for _, s in possible]))
-    return found
+    read = readback.add(token_ids), readback.add(confidences)
+
+    def finish() -> list[Candidates]:
+        found = []
+        for row, tokens, shares in zip(rows, *(each.tolist() for each in read), strict=True):
+            possible = [(t, s) for t, s in zip(tokens, shares, strict=True) if s > 0]
+            possible = possible[: row.num_candidates]
+            found.append(Candidates([t for t, _ in possible], [s for _, s in possible]))
+        return found
+
+    return finish
 
 
-def _sampled(
-    candidates: Candidates, token_ids: Tensor, log_probs: Tensor, vocab_size: int
-) -> Candidates:
-    probs = log_probs.exp().float()
-    distribution = probs.new_zeros(vocab_size).scatter_(0, token_ids, probs)
-    confidence = float(probs[0])
+def _sampled(candidates: Candidates, distribution: Tensor, confidence: float) -> Candidates:
     return Candidates(candidates.token_ids, [confidence] * len(candidates.token_ids), distribution)

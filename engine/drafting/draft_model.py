@@ -8,6 +8,7 @@ from drafters.model.protocol import Candidates, DraftRows
 from engine.batch import RequestRows, build_batch
 from engine.drafting.candidates import ScoredRow, choose_candidates
 from engine.model.runner import ModelRunner
+from engine.transfer import upload
 
 
 class EngineDraftModel:
@@ -44,7 +45,8 @@ class EngineDraftModel:
                 scored.append(ScoredRow(part.ask.sampling, position, part.num_candidates))
         if not scored:
             return [[] for _ in rows]
-        found = iter(choose_candidates(logits[order], scored, self._vocab_size))
+        logits = logits.index_select(0, upload(order, logits.device))
+        found = iter(choose_candidates(logits, scored, self._vocab_size))
         return [[next(found) for _ in range(part.num_scored)] for part in rows]
 
 

@@ -30,6 +30,7 @@ from engine.drafting.medusa import OutputHead
 from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
+from engine.transfer import upload
 
 KIND = "eagle"
 SIZES = (
@@ -175,7 +176,7 @@ class EagleModel:
             self._keep(each, features[run.first_row : end])
         if not picked:
             return [[] for _ in rows]
-        chosen = features[torch.tensor(picked, device=features.device)]
+        chosen = features.index_select(0, upload(picked, features.device))
         found = iter(choose_candidates(self._output_head(chosen), scored, self._vocab_size))
         return [[next(found) for _ in range(each.num_scored)] for each in rows]
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from engine.transfer import is_host
+
 LANES = 16
 """Floats that kernels take at a time: what rows' features and keys are multiples of."""
 FLOAT32, BFLOAT16, FLOAT16, FLOAT8 = 0, 1, 2, 3
@@ -27,3 +29,8 @@ STORED_KINDS = {**KINDS, torch.float8_e4m3fn: FLOAT8}
 def find_kernel(name: str) -> Any:
     """The module of this folder; None where numba is not installed."""
     return None if find_spec("numba") is None else import_module(f"{__name__}.{name}")
+
+
+def host_kernel(name: str, device: torch.device) -> Any:
+    """The kernel for tensors on ``device``; None: torch's operations do it there."""
+    return find_kernel(name) if is_host(device) else None

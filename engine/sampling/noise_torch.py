@@ -3,9 +3,6 @@ floats."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -45,51 +42,19 @@ def row_states(keys: Tensor, positions: Tensor) -> Tensor:
     return _hash(keys, positions)
 
 
-def num_groups(vocab_size: int) -> int:
-    return -(-vocab_size // TILE_TOKENS) * GROUP_TOKENS
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTable:
-    """Index tables of the first ``num`` groups on one device."""
-
-    token_ids: Tensor  # [num, 32], ascending; those of the last tile may exceed the vocabulary
-    counters: (
-        Tensor  # [num, 33]: what a token's hash, and last the group's, adds to the row's state
-    )
-    members: Tensor  # [32]
-
-
-@lru_cache(maxsize=16)
-def group_table(num: int, device: torch.device) -> GroupTable:
-    groups = torch.arange(num, device=device)
-    members = torch.arange(GROUP_TOKENS, device=device)
-    first = (groups // GROUP_TOKENS) * TILE_TOKENS + groups % GROUP_TOKENS
-    token_ids = first[:, None] + members * GROUP_TOKENS
-    counters = torch.cat([token_ids, (groups + GROUP_COUNTER)[:, None]], dim=1)
-    return GroupTable(token_ids, (counters + 1) * _GOLDEN_S, members)
-
-
-def group_noise(states: Tensor, groups: Tensor, table: GroupTable) -> Tensor:
-    """Noise of whole groups, ``states`` and ``groups`` ``[num]``: float32 ``[num, 32]``."""
-    bits = _mix(states[:, None] + table.counters.index_select(0, groups))  # [num, 33]
-    later = (bits[:, GROUP_TOKENS:] & (GROUP_TOKENS - 1)) != table.members
-    arrivals = _exponential(bits)
-    firsts = arrivals[:, GROUP_TOKENS:] / GROUP_TOKENS
-    return (arrivals[:, :GROUP_TOKENS] * later).add_(firsts).log_().neg_().float()
-
-
-def group_bounds(states: Tensor, table: GroupTable) -> Tensor:
-    """No noise of group ``b`` of a row exceeds ``[row, b]``: float32 ``[num_rows, num_groups]``.
-
-    It is the noise of the group's earliest member, in cheap arithmetic. The slack covers float32;
-    the clamp keeps the arrival's error within it, at the price of a loose bound for one group in
-    4096.
-    """
-    bits = _mix(states[:, None] + table.counters[:, GROUP_TOKENS])
-    mantissa = bits.bitwise_right_shift_(64 - MANTISSA_BITS).bitwise_and_((1 << MANTISSA_BITS) - 1)
-    uniform = mantissa.float().add_(0.5).mul_(-UNIT).clamp_(min=2**-12 - 1)
-    return uniform.log1p_().mul_(-1 / GROUP_TOKENS).log_().neg_().add_(1e-3)
+def vocabulary_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """``gumbel`` of all tokens, ``[num_rows, vocab_size]``: a group is hashed once for its 32 tokens."""
+    num_tiles = -(-vocab_size // TILE_TOKENS)
+    states = row_states(keys, positions)[:, None]
+    groups = torch.arange(num_tiles * GROUP_TOKENS, device=keys.device)
+    token_ids = torch.arange(num_tiles * TILE_TOKENS, device=keys.device)
+    # Tiles of members of groups: [num_rows, num_tiles, 32, 32].
+    bits = _hash(states, groups + GROUP_COUNTER).view(-1, num_tiles, 1, GROUP_TOKENS)
+    members = torch.arange(GROUP_TOKENS, device=keys.device)[:, None]
+    later = (bits & (GROUP_TOKENS - 1)) != members
+    arrivals = _exponential(_hash(states, token_ids)).view_as(later)
+    arrivals.mul_(later).add_(_exponential(bits) / GROUP_TOKENS)
+    return arrivals.log_().neg_().float().flatten(1)[:, :vocab_size]
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -107,12 +107,16 @@ class LogitsProcessor:
         Each row by the state after its path, as if its draft tokens were text, and by nothing else:
         the bits of a row must not depend on how many rows there are. Elementwise operations, maxima and
         sorting are safe; sum over a row by itself (``for row in logits``), not over all rows in one call.
+        Nothing is read off the device: no shape, no branch depends on a logit.
         What is not overridden rules out what ``forbidden`` names.
         """
         pairs = [(row, t) for row, path in enumerate(paths) for t in self.forbidden(path)]
         if pairs:
-            rows, token_ids = zip(*pairs, strict=True)
-            logits[list(rows), list(token_ids)] = float("-inf")
+            # The server reads what is declared here, and does without torch.
+            from engine.transfer import upload
+
+            rows, token_ids = upload(pairs, logits.device).unbind(1)
+            logits[rows, token_ids] = float("-inf")
 
     def forbidden(self, path: Path) -> Iterable[int]:
         """Tokens that may not follow ``path``."""

@@ -8,7 +8,7 @@ largest sum of logit and noise (the Gumbel-max trick). Everything from here on i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,33 +16,41 @@ from torch import Tensor
 
 from engine.sampling.gumbel_argmax import SampledRows, greedy_tokens, sampled_tokens
 from engine.sampling.state import RowGroup
+from engine.transfer import Readback, read_now, upload
 
 _NO_TOKEN = -1
 
 
 def sample_tokens(logits: Tensor, groups: Sequence[RowGroup]) -> list[int]:
-    """The target's token at every row of ``groups``; -1 at rows that belong to none.
+    """``choose_tokens``, and wait for them."""
+
+    def begin(readback: Readback) -> Callable[[], list[int]]:
+        return readback.add(choose_tokens(logits, groups)).tolist
+
+    return read_now(begin)
+
+
+def choose_tokens(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    """The target's token at every row of ``groups``; -1 at rows that belong to none. Int64
+    ``[num_rows]``, where the logits are.
 
     ``logits`` ``[num_rows, vocab_size]``, any float type, any device; left as they are. A row's
     token depends on its own logits, its request's parameters, its path, the request's key and the
     position, and on nothing else in the batch.
     """
     with torch.inference_mode():
-        return _sample(logits, groups)
-
-
-def _sample(logits: Tensor, groups: Sequence[RowGroup]) -> list[int]:
-    values = edited_logits(logits, groups)
-    greedy = [g for g in groups if g.state.is_greedy]
-    sampled = [g for g in groups if not g.state.is_greedy]
-    chosen = [_NO_TOKEN] * len(logits)
-    if greedy:
-        rows = _rows_of(greedy)
-        _assign(chosen, rows, greedy_tokens(_select(values, rows)))
-    if sampled:
-        rows = _rows_of(sampled)
-        _assign(chosen, rows, sampled_tokens(_sampled_rows(_select(values, rows), sampled)))
-    return chosen
+        values = edited_logits(logits, groups)
+        greedy = [g for g in groups if g.state.is_greedy]
+        sampled = [g for g in groups if not g.state.is_greedy]
+        chosen = torch.full((len(values),), _NO_TOKEN, device=values.device)
+        if greedy:
+            rows = _rows_of(greedy)
+            chosen = _assigned(chosen, rows, greedy_tokens(_select(values, rows)))
+        if sampled:
+            rows = _rows_of(sampled)
+            tokens = sampled_tokens(_sampled_rows(_select(values, rows), sampled))
+            chosen = _assigned(chosen, rows, tokens)
+        return chosen
 
 
 def edited_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
@@ -64,14 +72,19 @@ def _rows_of(groups: Sequence[RowGroup]) -> list[int]:
 
 
 def _select(values: Tensor, rows: list[int]) -> Tensor:
-    if len(rows) == len(values) and rows == list(range(len(rows))):
+    if _are_all(rows, values):
         return values.contiguous()
-    return values.index_select(0, torch.tensor(rows, device=values.device))
+    return values.index_select(0, upload(rows, values.device))
 
 
-def _assign(chosen: list[int], rows: list[int], tokens: Tensor) -> None:
-    for row, token in zip(rows, tokens.tolist(), strict=True):
-        chosen[row] = token
+def _assigned(chosen: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
+    if _are_all(rows, chosen):
+        return tokens
+    return chosen.index_copy_(0, upload(rows, chosen.device), tokens)
+
+
+def _are_all(rows: list[int], of: Tensor) -> bool:
+    return len(rows) == len(of) and rows == list(range(len(rows)))
 
 
 def _sampled_rows(values: Tensor, groups: Sequence[RowGroup]) -> SampledRows:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from drafters.tree import EMPTY, DraftTree
 from engine.events import FinishInfo, FinishReason, RequestTimings, TokenLogprobs
@@ -155,8 +156,17 @@ class Wants:
     top_probs: bool = False
 
 
+class TopRows(NamedTuple):
+    """What a request's drafter wanted to see of its anchor's row and its nodes', row by row: the target's
+    likeliest tokens, best first, and their probabilities."""
+
+    token_ids: Sequence[Sequence[int]] | None = None
+    probs: Sequence[Sequence[float]] | None = None
+
+
 NO_DRAFT = Draft()
 NOTHING = Wants()
+NO_TOP = TopRows()
 
 
 @dataclass(slots=True)
@@ -175,6 +185,7 @@ class ScheduledRequest:
     draft: Draft = NO_DRAFT
     wants: Wants = NOTHING
     outcome: Outcome | None = None
+    top: TopRows = NO_TOP
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """Of the emitted tokens, for requests that asked."""
     draft_seconds: float = 0.0

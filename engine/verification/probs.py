@@ -12,14 +12,16 @@ request has to ask, and not once per request and refusal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drafters.tree import DraftTree
+from engine.transfer import Readback, read_now, upload
 from engine.verification.rejection import Decision, Probs
 
 
@@ -63,9 +65,7 @@ class TensorProbs:
     def without(self, token_id: int) -> Probs | None:
         found = self._derive(
             token_id,
-            lambda: self.values.double().index_fill(
-                0, torch.tensor([token_id], device=self.values.device), 0.0
-            ),
+            lambda: self.values.double().index_fill(0, upload([token_id], self.values.device), 0.0),
         )
         return found.probs if found.is_read else found
 
@@ -124,10 +124,10 @@ def _answer(questions: Questions) -> None:
         masses = each.masses()
         total = masses.sum()
         masses.div_(total)
-        index = torch.tensor(list(each.token_ids), dtype=torch.int64, device=masses.device)
+        index = upload(list(each.token_ids), masses.device, torch.int64)
         distributions.append(masses)
         figures += [total[None], masses[index]]
-    read = iter(torch.cat(figures).tolist())
+    read = iter(_read(torch.cat(figures)))
     for each, values in zip(questions, distributions, strict=True):
         each.mass = next(read)
         at_hand = {token_id: next(read) for token_id in each.token_ids}
@@ -151,13 +151,25 @@ class TensorDistributions:
         return self.drafts.get(row)
 
 
-def step_distributions(
-    probs: Tensor, trees: Sequence[DraftTree]
-) -> tuple[list[TensorDistributions], Questions]:
+def _read(values: Tensor) -> list[Any]:
+    return read_now(lambda readback: readback.add(values).tolist)
+
+
+StepDistributions = tuple[list[TensorDistributions], Questions]
+
+
+def step_distributions(probs: Tensor, trees: Sequence[DraftTree]) -> StepDistributions:
+    """``begin_distributions``, and wait for it."""
+    return read_now(lambda readback: begin_distributions(probs, trees, readback))
+
+
+def begin_distributions(
+    probs: Tensor, trees: Sequence[DraftTree], readback: Readback
+) -> Callable[[], StepDistributions]:
     """Each tree's rows out of ``probs`` ``[num_rows, vocab_size]``, where they follow each other, and the
     list that their rules' questions will come into.
 
-    The probabilities of drafted tokens reach the CPU in one copy for the target and all drafters.
+    The probabilities of drafted tokens are read for the target and all drafters at once.
     """
     questions: Questions = []
     targets: list[tuple[Tensor, list[int]]] = []
@@ -172,42 +184,51 @@ def step_distributions(
         sampled = [row for row, each in enumerate(children) if each and row - 1 in tree.draft_probs]
         drafts += [(_dense(tree.draft_probs[row - 1], probs), children[row]) for row in sampled]
         places.append((first, sampled))
-    made = _at_hand([*targets, *drafts], questions)
-    own, drafted = made[: len(targets)], iter(made[len(targets) :])
-    distributions = [
-        TensorDistributions(
-            own[first : first + 1 + len(tree)], {row: next(drafted) for row in sampled}
-        )
-        for tree, (first, sampled) in zip(trees, places, strict=True)
-    ]
-    return distributions, questions
+    at_hand = _begin_at_hand([*targets, *drafts], questions, readback)
+
+    def finish() -> StepDistributions:
+        made = at_hand()
+        own, drafted = made[: len(targets)], iter(made[len(targets) :])
+        distributions = [
+            TensorDistributions(
+                own[first : first + 1 + len(tree)], {row: next(drafted) for row in sampled}
+            )
+            for tree, (first, sampled) in zip(trees, places, strict=True)
+        ]
+        return distributions, questions
+
+    return finish
 
 
-def _at_hand(rows: Sequence[tuple[Tensor, list[int]]], questions: Questions) -> list[TensorProbs]:
+def _begin_at_hand(
+    rows: Sequence[tuple[Tensor, list[int]]], questions: Questions, readback: Readback
+) -> Callable[[], list[TensorProbs]]:
     """Distributions with the probabilities of these tokens."""
     asked = [(values, token_ids) for values, token_ids in rows if token_ids]
-    figures: Iterator[float] = iter(())
+    figures: Callable[[], list[float]] = list
     if asked:
-        index = torch.tensor([each for _, ids in asked for each in ids], device=asked[0][0].device)
+        index = upload([each for _, ids in asked for each in ids], asked[0][0].device)
         parts = index.split([len(ids) for _, ids in asked])
-        figures = iter(
-            torch.cat(
-                [values[part].double() for (values, _), part in zip(asked, parts, strict=True)]
-            ).tolist()
-        )
-    return [
-        TensorProbs(values, {token_id: next(figures) for token_id in token_ids}, questions)
-        for values, token_ids in rows
-    ]
+        found = [values[part].double() for (values, _), part in zip(asked, parts, strict=True)]
+        figures = readback.add(torch.cat(found)).tolist
+
+    def finish() -> list[TensorProbs]:
+        read = iter(figures())
+        return [
+            TensorProbs(values, {token_id: next(read) for token_id in token_ids}, questions)
+            for values, token_ids in rows
+        ]
+
+    return finish
 
 
 def _dense(probs: Any, like: Tensor) -> Tensor:
     """A drafter's distribution as a tensor ``[vocab_size]`` on the target's device."""
     if isinstance(probs, Tensor):
         return probs.to(like.device)
-    values = torch.zeros(like.shape[1], dtype=torch.float64)
-    values[list(probs)] = torch.tensor(list(probs.values()), dtype=torch.float64)
-    return values.to(like.device)
+    values = np.zeros(like.shape[1])
+    values[list(probs)] = list(probs.values())
+    return upload(values, like.device)
 
 
 def decide(runs: Sequence[Callable[[], Decision]], questions: Questions) -> list[Decision]:
@@ -240,8 +261,7 @@ def sample_all(last: Sequence[Probs], uniforms: Sequence[float]) -> list[int]:
         rows.append(each.values.double())
     sums = torch.stack(rows).cumsum(dim=1)
     whole = sums[:, -1]
-    at = torch.tensor(uniforms, dtype=torch.float64, device=sums.device) * whole
+    at = upload(uniforms, sums.device, torch.float64) * whole
     # The product may round up to the whole, which no sum exceeds.
     at = torch.minimum(at, whole.nextafter(torch.zeros_like(whole)))
-    tokens: list[int] = torch.searchsorted(sums, at[:, None], right=True)[:, 0].tolist()
-    return tokens
+    return _read(torch.searchsorted(sums, at[:, None], right=True)[:, 0])

@@ -4,11 +4,17 @@
 ``block`` accept drafts with a probability (``rejection.py``): here they get the target's and the
 drafter's distributions as tensors and their answers from streams 2 and 3 of the request's noise, whose
 keys name the step, so that none is ever used twice.
+
+A verification begins with work for the device, in shapes that the host knows, and ends when what it reads
+has come, with whatever else the step reads. Matching then needs nothing more. The others read again what
+a refused draft leaves (once for all requests and, in trees, once for every further refusal at a row), and
+then their last tokens: two waits more for chains, at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,41 +23,71 @@ from torch import Tensor
 from engine.params import VerificationName
 from engine.sampling.distribution import target_probs
 from engine.sampling.noise import ACCEPT_STREAM, RESIDUAL_STREAM, step_key, uniform_scalar
-from engine.sampling.sampler import sample_tokens
+from engine.sampling.sampler import choose_tokens
 from engine.sampling.state import RowGroup, SamplingState
+from engine.transfer import Readback, read_now
 from engine.verification.match import Outcome, trimmed, verify
-from engine.verification.probs import decide, sample_all, step_distributions
+from engine.verification.probs import (
+    Questions,
+    TensorDistributions,
+    begin_distributions,
+    decide,
+    sample_all,
+)
 from engine.verification.rejection import Accepts, Decision, Rule, reject_chain, reject_tokens
 
 _NO_TOKEN = -1
 
 
-Verification = Callable[[Tensor, Sequence[RowGroup]], list[Outcome]]
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A verification that waits for what it reads. ``finish``: one outcome per group, once that was
+    fetched. ``tokens``: the target's own token at every row of the logits, where these are what is
+    verified with: int64 ``[num_rows]``, where the logits are."""
+
+    finish: Callable[[], list[Outcome]]
+    tokens: Tensor | None = None
+
+
+Verification = Callable[[Tensor, Sequence[RowGroup], Readback], Pending]
 """From a step's logits ``[num_rows, vocab_size]``, left as they are, to one outcome per group."""
 
 
-def _match(logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
+def _match(logits: Tensor, groups: Sequence[RowGroup], readback: Readback) -> Pending:
     """The target's own token at every row; drafts that equal it are accepted."""
-    return verify(groups, sample_tokens(logits, groups))
+    tokens = choose_tokens(logits, groups)
+    chosen = readback.add(tokens)
+    return Pending(lambda: verify(groups, chosen.tolist()), tokens)
 
 
-def _reject(rule: Rule, logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
+def _reject(rule: Rule, logits: Tensor, groups: Sequence[RowGroup], readback: Readback) -> Pending:
     """Drafts are accepted by the rule, and the last token is sampled from what it leaves."""
     with torch.inference_mode():
         probs = target_probs(logits, groups)
-        distributions, questions = step_distributions(probs, [group.tree for group in groups])
-        runs = [
-            partial(rule, group.tree, own, _accepts(group.state))
-            for group, own in zip(groups, distributions, strict=True)
-        ]
-        decisions = decide(runs, questions)
-        last = sample_all(
-            [decision.last for decision in decisions],
-            [
-                _uniform(group.state, RESIDUAL_STREAM, decision.path[-1])
-                for group, decision in zip(groups, decisions, strict=True)
-            ],
-        )
+        trees = [group.tree for group in groups]
+        distributions = begin_distributions(probs, trees, readback)
+    return Pending(lambda: _decided(rule, groups, *distributions()))
+
+
+@torch.inference_mode()
+def _decided(
+    rule: Rule,
+    groups: Sequence[RowGroup],
+    distributions: Sequence[TensorDistributions],
+    questions: Questions,
+) -> list[Outcome]:
+    runs = [
+        partial(rule, group.tree, own, _accepts(group.state))
+        for group, own in zip(groups, distributions, strict=True)
+    ]
+    decisions = decide(runs, questions)
+    last = sample_all(
+        [decision.last for decision in decisions],
+        [
+            _uniform(group.state, RESIDUAL_STREAM, decision.path[-1])
+            for group, decision in zip(groups, decisions, strict=True)
+        ],
+    )
     return [_outcome(*each) for each in zip(groups, decisions, last, strict=True)]
 
 
@@ -79,12 +115,26 @@ _VERIFICATIONS: dict[VerificationName, Verification] = {
 }
 
 
-def verify_step(logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
-    """One outcome per group, each by its request's verification. States are read, not advanced."""
-    outcomes: dict[int, Outcome] = {}
+def begin_verification(logits: Tensor, groups: Sequence[RowGroup], readback: Readback) -> Pending:
+    """Each group by its request's verification. States are read, not advanced."""
+    tokens: Tensor | None = None
+    finishing: list[tuple[list[int], Pending]] = []
     for name, verification in _VERIFICATIONS.items():
         index = [i for i, group in enumerate(groups) if group.state.verification == name]
         if index:
-            found = verification(logits, [groups[i] for i in index])
-            outcomes.update(zip(index, found, strict=True))
-    return [outcomes[i] for i in range(len(groups))]
+            pending = verification(logits, [groups[i] for i in index], readback)
+            finishing.append((index, pending))
+            tokens = pending.tokens if tokens is None else tokens
+
+    def finish() -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        for index, pending in finishing:
+            outcomes.update(zip(index, pending.finish(), strict=True))
+        return [outcomes[i] for i in range(len(groups))]
+
+    return Pending(finish, tokens)
+
+
+def verify_step(logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
+    """``begin_verification``, and wait for it."""
+    return read_now(lambda readback: begin_verification(logits, groups, readback).finish)

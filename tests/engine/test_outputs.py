@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,15 +11,27 @@ import torch
 
 from drafters.tree import chain
 from engine.batch import RequestRows, build_batch
-from engine.outputs import Part, hidden_rows, observe_rows, read_logprobs
+from engine.outputs import (
+    Part,
+    begin_logprobs,
+    begin_top_rows,
+    hidden_rows,
+    observations,
+    read_step,
+)
 from engine.params import GenerationRequest, SamplingParams
 from engine.sampling.logprobs import emitted_logprobs, top_probs, top_tokens
-from engine.sampling.state import SamplingState
+from engine.sampling.state import RowGroup, SamplingState
 from engine.schedule.request import Draft, Request, ScheduledRequest, Wants
-from engine.stats import RequestStats
+from engine.stats import RequestStats, StepClock
+from engine.transfer import read_now
 from engine.verification.match import Outcome
+from engine.verification.verify import verify_step
+from worlds.device_world import no_host
 
 VOCAB = 50
+Way = Callable[[], AbstractContextManager[None]]
+WAYS = pytest.mark.parametrize("way", [nullcontext, no_host], ids=["host", "device"])
 
 
 def part(name: str, num_nodes: int, wants: Wants, sampling: SamplingParams) -> Part:
@@ -52,7 +66,8 @@ def parts() -> list[Part]:
 
 def test_top_rows_are_those_of_each_request_alone(parts: list[Part]) -> None:
     logits = torch.randn(20, VOCAB)
-    seen = [observation for _, observation in observe_rows(parts, logits)]
+    read_now(lambda readback: begin_top_rows(parts, logits, readback))
+    seen = [observation for _, observation in observations(parts)]
     own = [
         range(each.anchor_logit, each.anchor_logit + 1 + len(each.rows.parents)) for each in parts
     ]
@@ -78,18 +93,48 @@ def test_hidden_rows_are_known_and_accepted_ones(parts: list[Part]) -> None:
     assert hidden_rows(parts[:2], hidden) == []
 
 
-def test_logprobs_go_to_those_who_asked(parts: list[Part]) -> None:
+@WAYS
+def test_logprobs_go_to_those_who_asked(parts: list[Part], way: Way) -> None:
     logits = torch.randn(20, VOCAB)
-    read_logprobs(parts, logits)
-    told = [each.scheduled.logprobs for each in parts]
-    assert told[1] is None
-    assert told[2] is None
-    first = parts[0].anchor_logit
-    assert list(told[0] or ()) == emitted_logprobs(logits, [first, first + 1], [5, 6], 2)
-    assert list(told[3] or ()) == emitted_logprobs(logits, [parts[3].anchor_logit], [5], 0)
-    start = parts[2].rows.first_logit
-    prompt = parts[2].scheduled.request.prompt_logprobs
-    assert sorted(prompt) == [1, 2, 3]
-    expected = emitted_logprobs(logits, range(start, start + 3), [2, 3, 4], 4)
-    assert [prompt[at] for at in (1, 2, 3)] == expected
-    assert parts[0].scheduled.request.prompt_logprobs == {}
+    chosen = torch.full((20,), -1)
+    for each in parts:
+        own = each.scheduled.outcome
+        assert own is not None
+        first = each.anchor_logit
+        chosen[first : first + len(own.row_token_ids)] = torch.tensor(own.row_token_ids)
+    with way():
+        read_now(lambda readback: begin_logprobs(parts, logits, chosen, readback))
+        told = [each.scheduled.logprobs for each in parts]
+        assert told[1] is None
+        assert told[2] is None
+        first = parts[0].anchor_logit
+        assert list(told[0] or ()) == emitted_logprobs(logits, [first, first + 1], [5, 6], 2)
+        assert list(told[3] or ()) == emitted_logprobs(logits, [parts[3].anchor_logit], [5], 0)
+        start = parts[2].rows.first_logit
+        prompt = parts[2].scheduled.request.prompt_logprobs
+        assert sorted(prompt) == [1, 2, 3]
+        expected = emitted_logprobs(logits, range(start, start + 3), [2, 3, 4], 4)
+        assert [prompt[at] for at in (1, 2, 3)] == expected
+        assert parts[0].scheduled.request.prompt_logprobs == {}
+
+
+@WAYS
+def test_a_step_is_read_at_once(parts: list[Part], way: Way) -> None:
+    """What it keeps is what the readings of its own kinds find."""
+    logits = torch.randn(20, VOCAB)
+    for each in parts:
+        each.scheduled.outcome = None
+    with way():
+        read_step(parts, logits, StepClock())
+        groups = [
+            RowGroup(each.scheduled.request.sampling, each.anchor_logit, each.scheduled.draft.tree)
+            for each in parts
+        ]
+        expected = verify_step(logits, groups)
+        assert [each.scheduled.outcome for each in parts] == expected
+        emitted = expected[0].emitted_token_ids
+        rows = [parts[0].anchor_logit + row for row in expected[0].path]
+        assert list(parts[0].scheduled.logprobs or ()) == emitted_logprobs(logits, rows, emitted, 2)
+        assert parts[0].scheduled.top.token_ids == top_tokens(
+            logits, range(parts[0].anchor_logit, parts[0].anchor_logit + 3), 3
+        )

@@ -154,6 +154,7 @@ def test_a_processor_that_raises_ends_its_request_and_no_other(
     for name in (driver.token_ids, driver.drafted, driver.logprobs, driver.prompt_logprobs):
         name["odd"] = []
     driver.num_draft_tokens["odd"] = driver._submitted["odd"] = 0
+    driver.draft_seconds["odd"] = driver.verify_seconds["odd"] = 0.0
     driver.core.submit(odd)
     driver.run(*neighbours()[2:])
     assert driver.failures == {"odd": f"{type(error).__name__}: {error}"}

@@ -237,3 +237,12 @@ def test_a_clock_gives_every_second_to_a_phase_or_to_the_engine() -> None:
     assert min(clock.draft, clock.forward, clock.other) > 0
     assert clock.verify == 0
     assert clock.step == pytest.approx(clock.draft + clock.forward + clock.other)
+
+
+def test_what_a_device_ran_after_its_launch_was_the_forward() -> None:
+    """The caller's clock saw it launched in 1 s and waited 4 s for what was read."""
+    clock = StepClock(forward=1.0, verify=4.0)
+    clock.forward_took(3.5)
+    assert (clock.forward, clock.verify) == (3.5, 1.5)
+    clock.forward_took(9.0)  # never more than was seen of both
+    assert (clock.forward, clock.verify) == (5.0, 0.0)

@@ -73,5 +73,7 @@ class AllowedTokenIds(LogitsProcessor):
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
         del paths
-        mask = self._is_forbidden.to(logits.device)
+        from engine.transfer import upload
+
+        mask = upload(self._is_forbidden, logits.device)
         logits.masked_fill_(mask[: logits.shape[1]], float("-inf"))

@@ -37,15 +37,15 @@ class Grammar(LogitsProcessor):
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
         """Rows whose path the grammar does not allow stay as they are: nothing reaches them."""
         # The server reads what is declared here, and does without torch.
-        import torch
+        from engine.transfer import upload
 
         for row, path in enumerate(paths):
             allowed = self._constraint.allowed(path)
             if allowed is None:
                 continue
             values = logits[row]
-            forbidden = torch.from_numpy(np.logical_not(allowed)).to(logits.device)
+            forbidden = upload(np.logical_not(allowed), logits.device)
             values.masked_fill_(forbidden, float("-inf"))
-            if not bool(values.amax() > float("-inf")):
-                # Something else had ruled out all that the grammar allows. The grammar wins.
-                values.masked_fill_(~forbidden, 0.0)
+            # Where something else had ruled out all that the grammar allows, the grammar wins.
+            nothing_left = ~(values.amax() > float("-inf"))
+            values.masked_fill_(forbidden.logical_not_() & nothing_left, 0.0)

@@ -55,5 +55,10 @@ class LogitBias(LogitsProcessor):
         return {"logit_bias": biases}
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
+        from engine.transfer import upload
+
         del paths
-        logits[:, self._token_ids.to(logits.device)] += self._biases.to(logits.device)
+        token_ids, biases = (
+            upload(each, logits.device) for each in (self._token_ids, self._biases)
+        )
+        logits[:, token_ids] += biases

@@ -90,7 +90,7 @@ class Penalties(LogitsProcessor):
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
         # The server reads what is declared here, and does without torch.
-        import torch
+        from engine.transfer import upload
 
         counts = self._counts
         on_path = [
@@ -98,19 +98,21 @@ class Penalties(LogitsProcessor):
             for row, path in enumerate(paths)
             for token_id in set(path)
         ]
-        at = torch.from_numpy(np.array(on_path, np.int64).reshape(-1, 3)).to(logits.device)
+        at = upload(np.array(on_path, np.int64).reshape(-1, 3), logits.device)
         unpenalised = logits[at[:, 0], at[:, 1]]
         if len(counts.token_ids):
-            token_ids = torch.from_numpy(counts.token_ids).to(logits.device)
-            seen = torch.from_numpy(counts.counts).to(logits.device)
+            token_ids = upload(counts.token_ids, logits.device)
+            seen = upload(counts.counts, logits.device)
             logits[:, token_ids] = self._penalised(logits[:, token_ids], seen)
         if on_path:
             logits[at[:, 0], at[:, 1]] = self._penalised(unpenalised, at[:, 2].float())
 
     def _penalised(self, logits: Tensor, counts: Tensor) -> Tensor:
         """All of ``logits`` were seen."""
+        from engine.transfer import upload
+
         # As tensors: a Python divisor may be turned into a product with its reciprocal.
-        repetition, frequency, presence = logits.new_tensor(self._factors)
+        repetition, frequency, presence = upload(self._factors, logits.device, logits.dtype)
         penalised: Tensor = (logits / repetition).where(logits > 0, logits * repetition)
         penalised = penalised - frequency * counts
         penalised -= presence * (counts > 0)

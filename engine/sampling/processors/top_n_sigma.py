@@ -34,7 +34,11 @@ class TopNSigma(LogitsProcessor):
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
         del paths
         for row in logits:
-            possible = row[row > float("-inf")].double()
-            if len(possible):
-                least = possible.max() - self._num_deviations * possible.std(correction=0)
-                row.masked_fill_(row < least, float("-inf"))
+            values, impossible = row.double(), ~(row > float("-inf"))
+            num_possible = len(row) - impossible.sum()
+            mean = values.masked_fill(impossible, 0.0).sum() / num_possible
+            squares = (values - mean).square_().masked_fill_(impossible, 0.0)
+            deviation = (squares.sum() / num_possible).sqrt_()
+            # Where nothing is possible this is no number, and nothing lies below it.
+            least = values.amax() - self._num_deviations * deviation
+            row.masked_fill_(row < least, float("-inf"))

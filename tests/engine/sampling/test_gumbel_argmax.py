@@ -1,9 +1,10 @@
-"""The search must find what looking at every token finds, whatever its shortcuts."""
+"""The kernels' search and the tensors' look at all tokens find what the oracle finds."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor
 
 import engine.sampling.gumbel_argmax
 from engine.params import SamplingParams
-from engine.sampling.gumbel_argmax import SampledRows, greedy_tokens, group_maxima, sampled_tokens
+from engine.sampling.gumbel_argmax import SampledRows, greedy_tokens, sampled_tokens
 from engine.sampling.noise import request_key
+from worlds.device_world import no_host
 from worlds.sampling_oracle import expected_token
 
 torch.set_num_threads(1)
@@ -28,6 +30,9 @@ DEVICES = [
         ],
     ),
 ]
+
+Way = Callable[[], AbstractContextManager[None]]
+WAYS = pytest.mark.parametrize("way", [nullcontext, no_host], ids=["kernels", "tensors"])
 
 
 def draw(logits: Tensor, params: list[SamplingParams], device: str = "cpu") -> list[int]:
@@ -74,11 +79,6 @@ def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.fixture
-def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.sampling.gumbel_argmax, "find_kernel", lambda _name: None)
-
-
 @pytest.mark.parametrize("vocab_size", [1, 5, 40, 1024, 1500, 4096])
 def test_kernel_finds_what_exhaustion_finds(vocab_size: int) -> None:
     rng = random.Random(vocab_size + 1)
@@ -88,13 +88,13 @@ def test_kernel_finds_what_exhaustion_finds(vocab_size: int) -> None:
     assert draw(logits, params) == expected(logits, params)
 
 
-def test_kernel_finds_what_tensors_find(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_finds_what_tensors_find() -> None:
     rng = random.Random(70)
     logits = random_logits(rng, 96, 33_000)
     params = [random_params(rng, 33_000) for _ in range(96)]
     found = draw(logits, params)
-    monkeypatch.setattr(engine.sampling.gumbel_argmax, "find_kernel", lambda _name: None)
-    assert found == draw(logits, params)
+    with no_host():
+        assert found == draw(logits, params)
 
 
 def test_kernel_draws_the_same_in_any_number_of_threads() -> None:
@@ -109,42 +109,41 @@ def test_kernel_draws_the_same_in_any_number_of_threads() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.usefixtures("no_kernel")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("first_groups", [1, 16])
 @pytest.mark.parametrize("vocab_size", [1, 5, 40, 1024, 1500, 4096])
-def test_search_finds_what_exhaustion_finds(
-    vocab_size: int, first_groups: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.sampling.gumbel_argmax, "_FIRST_GROUPS", first_groups)
+def test_tensors_find_what_exhaustion_finds(vocab_size: int, device: str) -> None:
     rng = random.Random(vocab_size)
     num_rows = 12 if vocab_size > 100 else 60
     logits = random_logits(rng, num_rows, vocab_size)
     params = [random_params(rng, vocab_size) for _ in range(num_rows)]
-    assert draw(logits, params, device) == expected(logits, params)
+    with no_host():
+        assert draw(logits, params, device) == expected(logits, params)
 
 
-@pytest.mark.usefixtures("no_kernel")
-def test_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.sampling.gumbel_argmax, "_CHUNK_NUMEL", 1)
+def test_small_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.sampling.gumbel_argmax, "_PIECE_NUMEL", 1)
     rng = random.Random(3)
     logits = random_logits(rng, 30, 300)
     params = [SamplingParams(top_p=0.4, top_k=rng.choice([0, 20]), seed=s) for s in range(30)]
-    assert draw(logits, params) == expected(logits, params)
+    with no_host():
+        assert draw(logits, params) == expected(logits, params)
 
 
-def test_rows_are_drawn_the_same_alone_and_in_any_company() -> None:
+@WAYS
+def test_rows_are_drawn_the_same_alone_and_in_any_company(way: Way) -> None:
     rng = random.Random(8)
     logits = random_logits(rng, 41, 2100)
     params = [random_params(rng, 2100) for _ in range(41)]
-    together = draw(logits, params)
-    for size in (1, 2, 7, 40):
-        picked = rng.sample(range(41), size)
-        rows = rows_of(logits[picked], [params[i] for i in picked], [100 + i for i in picked])
-        assert sampled_tokens(rows).tolist() == [together[i] for i in picked]
+    with way():
+        together = draw(logits, params)
+        for size in (1, 2, 7, 40):
+            picked = rng.sample(range(41), size)
+            rows = rows_of(logits[picked], [params[i] for i in picked], [100 + i for i in picked])
+            assert sampled_tokens(rows).tolist() == [together[i] for i in picked]
 
 
-def test_equal_logits_at_a_border_share_their_fate() -> None:
+@WAYS
+def test_equal_logits_at_a_border_share_their_fate(way: Way) -> None:
     logits = torch.tensor([[2.0, 2.0, 2.0, 1.0]]).expand(400, 4).contiguous()
     for truncation in (
         SamplingParams(top_k=1),
@@ -157,30 +156,23 @@ def test_equal_logits_at_a_border_share_their_fate() -> None:
             )
             for seed in range(400)
         ]
-        assert set(draw(logits, params)) == {0, 1, 2}
+        with way():
+            assert set(draw(logits, params)) == {0, 1, 2}
 
 
-def test_a_row_without_a_finite_logit_still_gives_a_token() -> None:
+@WAYS
+def test_a_row_without_a_finite_logit_still_gives_a_token(way: Way) -> None:
     logits = torch.stack([torch.full((50,), float("-inf")), torch.full((50,), float("nan"))])
-    assert draw(logits, [SamplingParams(), SamplingParams(top_p=0.5)]) == [0, 0]
+    with way():
+        assert draw(logits, [SamplingParams(), SamplingParams(top_p=0.5)]) == [0, 0]
+        assert greedy_tokens(logits).tolist() == [0, 0]
 
 
+@WAYS
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab_size", [3, 1500, 40_000])
-def test_greedy_takes_the_lowest_id_among_equals(vocab_size: int, device: str) -> None:
-    rng = random.Random(vocab_size)
-    for small in (0, 1 << 30):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.sampling.gumbel_argmax, "_SMALL_NUMEL", small)
-            logits = (random_logits(rng, 8, vocab_size) * 2).round()
-            firsts = [row.index(max(row)) for row in logits.tolist()]
-            assert greedy_tokens(logits.to(device)).tolist() == firsts
-
-
-def test_group_maxima_cover_a_vocabulary_of_any_size() -> None:
-    for vocab_size in (1, 33, 1023, 1024, 1025, 3000):
-        logits = torch.randn(4, vocab_size)
-        maxima = group_maxima(logits)
-        padded = torch.full((4, maxima.shape[1] * 32), float("-inf"))
-        padded[:, :vocab_size] = logits
-        assert torch.equal(maxima, padded.view(4, -1, 32, 32).amax(dim=2).view(4, -1))
+def test_greedy_takes_the_lowest_id_among_equals(vocab_size: int, device: str, way: Way) -> None:
+    logits = (random_logits(random.Random(vocab_size), 8, vocab_size) * 2).round()
+    firsts = [row.index(max(row)) for row in logits.tolist()]
+    with way():
+        assert greedy_tokens(logits.to(device)).tolist() == firsts

@@ -14,23 +14,13 @@ import torch
 from torch import Tensor
 
 from engine.sampling.noise import (
-    GROUP_TOKENS,
-    TILE_TOKENS,
     _hash_int,
     _unit_float,
     gumbel_scalar,
     request_key,
     signed,
 )
-from engine.sampling.noise_torch import (
-    _hash,
-    group_bounds,
-    group_noise,
-    group_table,
-    gumbel,
-    num_groups,
-    row_states,
-)
+from engine.sampling.noise_torch import _hash, gumbel, vocabulary_noise
 
 torch.set_num_threads(1)
 
@@ -112,26 +102,12 @@ def test_noise_of_a_token_does_not_depend_on_what_else_is_asked() -> None:
         assert torch.equal(alone[0], everything[row, start : start + length])
 
 
-def test_groups_hold_the_noise_of_their_tokens_and_never_exceed_their_bound() -> None:
-    keys, positions = keys_of(*range(60)), torch.arange(60) * 7
-    states, table = row_states(keys, positions), group_table(num_groups(2500), keys.device)
-    everything = gumbel(keys, positions, torch.arange(3 * TILE_TOKENS))
-    bounds = group_bounds(states, table)
-    assert bounds.shape == (60, 3 * GROUP_TOKENS)
-    gaps = []
-    for row in range(60):
-        groups = torch.arange(bounds.shape[1])
-        noise = group_noise(states[row].expand(len(groups)), groups, table)
-        assert torch.equal(noise, everything[row][table.token_ids])
-        gaps.append(bounds[row] - noise.amax(dim=1))
-    gap = torch.cat(gaps)
-    assert gap.min() > 0
-    assert (gap < 2e-3).float().mean() > 0.99  # it is the largest noise, not just some bound
-
-
-def test_every_token_lies_in_one_group() -> None:
-    token_ids = group_table(num_groups(5000), torch.device("cpu")).token_ids
-    assert sorted(token_ids.flatten().tolist()) == list(range(5 * TILE_TOKENS))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab_size", [1, 1000, 1024, 2500])
+def test_a_vocabulary_has_the_noise_of_its_tokens(vocab_size: int, device: str) -> None:
+    keys, positions = keys_of(*range(60)).to(device), torch.arange(60, device=device) * 7
+    noise = vocabulary_noise(keys, positions, vocab_size)
+    assert torch.equal(noise, gumbel(keys, positions, torch.arange(vocab_size, device=device)))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, 12345678901234567890123])
@@ -217,9 +193,8 @@ def test_pairs_within_a_group_fill_the_square_evenly() -> None:
 def test_the_largest_of_a_group_is_anyone_and_gumbel_shifted_by_log_32() -> None:
     """Chi-squared with 31 degrees of freedom: above 93 with probability 4e-8."""
     count = 20_000
-    table = group_table(num_groups(1024), torch.device("cpu"))
-    states = row_states(keys_of(21).expand(count), torch.arange(count))
-    noise = group_noise(states, torch.full((count,), 7), table)
+    group = 7 + 32 * torch.arange(32)
+    noise = gumbel(keys_of(21).expand(count), torch.arange(count), group)
     largest, member = noise.max(dim=1)
     assert_uniform(uniforms(largest - math.log(32)))
     seen = torch.bincount(member, minlength=32).double()

@@ -1,0 +1,134 @@
+"""Numbers on their way between host and device. Every wait of a step for its device is in this file.
+
+What is uploaded is copied from pinned memory in the order of the device's work, so nobody waits. What is
+read is computed first, by operations whose shapes the host knows, and then comes in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Result = TypeVar("_Result")
+
+HOSTS = frozenset({"cpu"})
+"""Types of devices whose memory the host reads as it is. There a step may look at numbers when it likes,
+and compiled kernels do; on others it is made of operations whose shapes the host knows."""
+
+
+def is_host(device: torch.device) -> bool:
+    return device.type in HOSTS
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A list, an array or a tensor of the host's as a tensor on ``device``. On a CPU it may share memory
+    with an array."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Arrival:
+    """A tensor that a ``Readback`` was given."""
+
+    def __init__(self, sent: Tensor) -> None:
+        self.sent = sent
+        self._there: Tensor | None = None
+
+    def arrive(self, there: Tensor) -> None:
+        self._there = there
+
+    def tolist(self) -> list[Any]:
+        """Once it was fetched. Raises RuntimeError before."""
+        if self._there is None:
+            raise RuntimeError("the readback was not fetched yet")
+        listed: list[Any] = self._there.tolist()
+        return listed
+
+
+class Readback:
+    """Tensors of one device that the host wants to see: all that were added come in one copy, and there
+    is one wait for it."""
+
+    def __init__(self) -> None:
+        self._added: list[Arrival] = []
+
+    def add(self, values: Tensor) -> Arrival:
+        arrival = Arrival(values)
+        self._added.append(arrival)
+        return arrival
+
+    def fetch(self) -> None:
+        """What was added since the last fetch. Nobody waits where that is nothing."""
+        added, self._added = self._added, []
+        if not added:
+            return
+        sent = [each.sent for each in added]
+        there = _copied(sent) if sent[0].device.type == "cuda" else sent
+        for each, tensor in zip(added, there, strict=True):
+            each.arrive(tensor)
+
+
+def read_now(begin: Callable[[Readback], Callable[[], _Result]]) -> _Result:
+    """Begin something, wait for what it reads, and finish it."""
+    readback = Readback()
+    finish = begin(readback)
+    readback.fetch()
+    return finish()
+
+
+class Stopwatch:
+    """Started when it is made: how long a GPU works on what is launched until it is stopped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._begun = torch.cuda.Event(enable_timing=True)
+        self._ended = torch.cuda.Event(enable_timing=True)
+        self._begun.record(self._stream)
+
+    def stop(self) -> Callable[[], float]:
+        """What tells the seconds; it waits where the work is not done yet."""
+        self._ended.record(self._stream)
+        return self._seconds
+
+    def _seconds(self) -> float:
+        self._ended.synchronize()
+        milliseconds: float = self._begun.elapsed_time(self._ended)
+        return milliseconds / 1000
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    packed = pack(tensors)
+    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(packed.device))
+    done.synchronize()
+    return unpack(host, tensors)
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors' bytes: those of the widest types first, so that all stay aligned."""
+    return torch.cat(
+        [tensors[at].contiguous().view(-1).view(torch.uint8) for at in _order(tensors)]
+    )
+
+
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of packed bytes, of the types and shapes of ``like``, in their order."""
+    found: dict[int, Tensor] = {}
+    first = 0
+    for at in _order(like):
+        num_bytes = like[at].numel() * like[at].element_size()
+        part = packed[first : first + num_bytes]
+        found[at] = part.view(like[at].dtype).view(like[at].shape)
+        first += num_bytes
+    return [found[at] for at in range(len(like))]
+
+
+def _order(tensors: Sequence[Tensor]) -> list[int]:
+    return sorted(range(len(tensors)), key=lambda at: -tensors[at].element_size())

@@ -1,0 +1,179 @@
+"""How often a step makes the host wait for its device, counted on a CPU that passes for one.
+
+Everything that a step reads is read once, whatever its requests ask for; and what is written that way is
+what the host's own kernels write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from worlds.device_world import WatchedDriver
+from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
+from worlds.every_drafter import EveryDrafterTarget
+from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_compiler
+
+torch.set_num_threads(1)
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, seed=5)
+SETUP = Setup(
+    num_blocks=320,
+    max_num_seqs=32,
+    max_num_batched_tokens=256,
+    prefill_chunk=20,
+    eos_token_ids=(EOS,),
+    constrain=tiny_compiler().constraint,
+)
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "truncated": replace(SAMPLED, top_k=9, top_p=0.8, min_p=0.02),
+    "penalised": replace(
+        GREEDY, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2
+    ),
+    "biased": replace(
+        SAMPLED, logit_bias={13: -100.0, 46: 2.0}, bad_words_token_ids=((9,), (10, 11))
+    ),
+    "held": replace(
+        SAMPLED, min_tokens=9, further={"top_n_sigma": 1.5, "allowed_token_ids": tuple(range(40))}
+    ),
+    "scored": replace(SAMPLED, logprobs=3, top_p=0.9, logprob_token_ids=(5, 40)),
+    "prompt scored": replace(GREEDY, logprobs=0, prompt_logprobs=2),
+    "constrained": replace(SAMPLED, max_tokens=60, grammar=json_grammar(random_schema(3))),
+}
+DRAFTINGS = {
+    "none": SpeculativeParams(),
+    "chain": drafting("ngram", ngram_min=1),
+    "tree": drafting("nasd", num_tokens=12, width=4, filler_top_k=3),
+    "probabilities": drafting("stand", num_tokens=12, width=3),
+    "top tokens": drafting("recycling", num_tokens=12, width=3),
+    "many": drafting("auto", num_tokens=6),
+}
+
+
+def every_kind() -> list[GenerationRequest]:
+    """All samplings with all draftings."""
+    kinds = [(sampling, way) for sampling in SAMPLINGS for way in DRAFTINGS]
+    return [
+        request(f"{sampling}, {way}", circle_prompt(index % 4), SAMPLINGS[sampling], DRAFTINGS[way])
+        for index, (sampling, way) in enumerate(kinds)
+    ]
+
+
+def assert_equal_texts(watched: Driver, usual: Driver) -> None:
+    assert watched.token_ids == usual.token_ids
+    for name, logprobs in usual.logprobs.items():
+        found = watched.logprobs[name]
+        assert [each.token_id for each in found] == [each.token_id for each in logprobs]
+        assert [each.logprob for each in found] == pytest.approx(
+            [each.logprob for each in logprobs], abs=1e-5
+        )
+        named = [[[token for token, _ in each.named] for each in run] for run in (found, logprobs)]
+        assert named[0] == named[1]
+        tops = [[[token for token, _ in each.top] for each in run] for run in (found, logprobs)]
+        assert tops[0] == tops[1]
+
+
+def watched(target: TinyTarget, *requests: GenerationRequest) -> WatchedDriver:
+    driver = WatchedDriver(target.core(SETUP))
+    driver.run(*requests)
+    return driver
+
+
+def test_a_step_waits_once(tiny_target: TinyTarget) -> None:
+    requests = every_kind()
+    driver = watched(tiny_target, *requests)
+    assert driver.looks.looks == {}
+    assert set(driver.waits) <= {0, 1}
+    assert 1 in driver.waits
+    usual = Driver(tiny_target.core(SETUP)).run(*requests)
+    assert_equal_texts(driver, usual)
+    accounts = [finish.speculative for finish in driver.finishes.values()]
+    assert any(account.num_accepted_tokens for account in accounts)
+    assert any(account.num_accepted_tokens < account.num_draft_tokens for account in accounts)
+
+
+def test_a_step_of_prompts_alone_reads_nothing(tiny_target: TinyTarget) -> None:
+    long = request("long", circle_prompt(0) * 3, replace(GREEDY, max_tokens=1))
+    driver = watched(tiny_target, long)
+    assert driver.waits == [0, 0, 0, 1]
+
+
+DRAFT_MODELS = ("small_model", "quantized", "prefix_layers", "eagle", "medusa")
+
+
+def test_a_model_that_drafts_waits_once_for_every_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else that they do is waited for."""
+    target = EveryDrafterTarget(tmp_path)
+    requests = [
+        request(
+            f"{drafter}, {width}, {sampling}",
+            circle_prompt(width),
+            replace(SAMPLINGS[sampling], max_tokens=8),
+            drafting(drafter, num_tokens=6, width=width),
+        )
+        for drafter in DRAFT_MODELS
+        for width, sampling in ((1, "greedy"), (3, "truncated"))
+    ]
+    levels: list[str] = []
+    for name in ("engine.drafting.draft_model", "engine.drafting.eagle", "engine.drafting.medusa"):
+        module = import_module(name)
+        monkeypatch.setattr(module, "choose_candidates", counted(levels, module.choose_candidates))
+    driver = WatchedDriver(target.core(SETUP))
+    driver.submit(*requests)
+    while driver.core.has_work:
+        levels.clear()
+        driver.step()
+        assert driver.waits[-1] <= 1 + len(levels)
+    assert driver.looks.looks == {}
+    assert max(driver.waits) > 2
+    usual = Driver(target.core(SETUP))
+    usual.run(*requests)
+    assert_equal_texts(driver, usual)
+
+
+def counted(calls: list[str], function: Callable[..., Any]) -> Callable[..., Any]:
+    def count(*arguments: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*arguments)
+
+    return count
+
+
+def rejecting(verification: str, width: int) -> Sequence[GenerationRequest]:
+    wanted = replace(drafting("stand", num_tokens=6, width=width), verification=verification)
+    return [
+        request(f"{index}", circle_prompt(index), replace(SAMPLED, seed=index), wanted)
+        for index in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("verification", "width"), [("rejection", 1), ("block", 1)])
+def test_chains_that_are_rejected_wait_twice_more(
+    tiny_target: TinyTarget, verification: str, width: int
+) -> None:
+    """For what a refused draft leaves, and for the last tokens."""
+    requests = rejecting(verification, width)
+    driver = watched(tiny_target, *requests)
+    assert driver.looks.looks == {}
+    assert max(driver.waits) == 3
+    assert_equal_texts(driver, Driver(tiny_target.core(SETUP)).run(*requests))
+
+
+def test_trees_that_are_rejected_wait_once_more_for_every_sibling(tiny_target: TinyTarget) -> None:
+    requests = rejecting("rejection", 3)
+    driver = watched(tiny_target, *requests)
+    assert driver.looks.looks == {}
+    assert max(driver.waits) > 1
+    assert_equal_texts(driver, Driver(tiny_target.core(SETUP)).run(*requests))
