@@ -20,18 +20,18 @@ class LeadingRunner(ModelRunner):
         self, model: PreTrainedModel, attention: AttentionBackend, max_num_rows: int, ranks: Ranks
     ) -> None:
         super().__init__(model, attention, max_num_rows, can_capture=False)
-        self._ranks = ranks
+        self.ranks = ranks
         self._sources: list[int] = []
         self._targets: list[int] = []
 
     def forward(self, batch: InputBatch) -> ForwardOutput:
         """Raises RanksError for whatever goes wrong: the other ranks cannot be called back."""
-        self._ranks.tell(Step(batch, self._sources, self._targets))
+        self.ranks.tell(Step(batch, self._sources, self._targets))
         self._sources, self._targets = [], []
         try:
             return super().forward(batch)
         except Exception as error:
-            raise self._ranks.broken(error) from error
+            raise self.ranks.broken(error) from error
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         super().move(source_slots, target_slots)
