@@ -98,6 +98,7 @@ def follow_engine(config: EngineConfig) -> None:
     attention = build_attention(needs, num_blocks, config.attention_backend)
     runner = ModelRunner(model, attention, config.max_num_batched_tokens, can_capture=False)
     follow_steps(runner, ranks)
+    ranks.leave()
 
 
 def _load(path: str, config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
@@ -142,7 +143,9 @@ def build_engine_for(
     if model.config._attn_implementation == IMPLEMENTATION:
         raise ValueError("the model belongs to another engine; load it once more")
     if ranks is None and config.tensor_parallel_size > 1:
-        raise ValueError("tensor_parallel_size: this model is whole; only one from a folder is divided")
+        raise ValueError(
+            "tensor_parallel_size: this model is whole; only one from a folder is divided"
+        )
     start = time.perf_counter()
     determinism = config.determinism or _usual_determinism(model.device, ranks)
     exact = determinism == "exact"

@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 5
 """So many in a row that broke for nobody in particular, and the engine gives up."""
 _FATAL = (MemoryError, torch.AcceleratorError, RanksError)
-"""The process's memory, the device's state or another rank is gone: every later step would break as well. A device or
-an allocator that has no room for one step's tensors (``OutOfMemoryError``, ``RuntimeError``) is not among
-them."""
+"""The process's memory, the device's state or another rank is gone: every later step would break as well.
+A device or an allocator that has no room for one step's tensors (``OutOfMemoryError``, ``RuntimeError``)
+is not among them."""
 
 
 class Runner(Protocol):

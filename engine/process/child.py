@@ -190,6 +190,7 @@ def _followers(launch: Launch, control: Connection, host: list[EngineHost]) -> I
         yield
         return
     followers = Followers(launch)
+    os.environ.update(followers.environment)
 
     def lost(reason: str) -> None:
         logger.error("the engine ends: %s", reason)

@@ -1,4 +1,4 @@
-"""A rank that follows the first: runs what ``Launch`` names for it, and ends with the process at the other end.
+"""A rank that follows the first: runs what ``Launch`` names for it, and ends with who launched it.
 
     python -m engine.process.follower HANDLE
 

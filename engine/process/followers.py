@@ -32,29 +32,31 @@ class _Follower(NamedTuple):
 
 
 class Followers:
-    """Ranks 1 and up, each a process; they end when this one does, by whatever end."""
+    """Ranks 1 and up, each a process; they end when this one does, by whatever end. ``environment``: what
+    this process says of itself to become rank 0."""
 
     def __init__(self, launch: Launch) -> None:
-        """This process becomes rank 0."""
         size = launch.config.tensor_parallel_size
         # Where ranks find each other: a file without a name, so that none is left behind.
         self._store = os.memfd_create("ranks")
         common = {STORE: f"/proc/self/fd/{self._store}", **_NETWORK}
-        os.environ.update(Rank(0, size, 0, size).environment() | common)
+        ranks = [Rank(number, size, number, size) for number in range(size)]
+        self.environment = common | ranks[0].environment()
         self._stopping = threading.Event()
-        self._followers = [
-            self._launch(launch, Rank(number, size, number, size))
-            for number in range(1, size)
-        ]
+        self._followers = [self._launch(launch, each, common) for each in ranks[1:]]
 
-    def _launch(self, launch: Launch, rank: Rank) -> _Follower:
+    @property
+    def pids(self) -> list[int]:
+        return [each.process.pid for each in self._followers]
+
+    def _launch(self, launch: Launch, rank: Rank, common: dict[str, str]) -> _Follower:
         ours, theirs = Pipe()
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "engine.process.follower", str(theirs.fileno())],
                 pass_fds=[theirs.fileno(), self._store],
                 stdin=subprocess.DEVNULL,
-                env=child_environment() | rank.environment(),
+                env=child_environment() | common | rank.environment(),
             )
         with suppress(OSError):  # ``watch`` sees that it has gone
             ours.send(launch)

@@ -35,8 +35,8 @@ _LOOK_SECONDS = 1.0
 
 class EngineProcess:
     """One engine at a time. ``environment`` is added to this process's own; ``build``, ``follow`` and
-    ``logs`` as in ``Launch``. ``pulse`` shows how long a step has been under way, and ``pulse_handle`` lets other
-    processes see it."""
+    ``logs`` as in ``Launch``. ``pulse`` shows how long a step has been under way, and ``pulse_handle``
+    lets other processes see it."""
 
     def __init__(
         self,

@@ -108,17 +108,23 @@ def join_ranks(config: EngineConfig) -> Ranks | None:
     store = os.environ.get(STORE)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=None if store is None else dist.FileStore(store, place.size),
+        store=None if store is None else _store(store, place.size),
         rank=place.number,
         world_size=place.size,
         timeout=_PATIENCE,
         device_id=None if device.type == "cpu" else device,
     )
     ranks = Ranks(place, device)
-    atexit.register(ranks.leave)
     if any(each != config for each in ranks.of_all(config)):
+        dist.destroy_process_group()
         raise ValueError("tensor_parallel_size: the ranks were given different settings")
+    atexit.register(ranks.leave)
     return ranks
+
+
+def _store(path: str, size: int) -> dist.Store:
+    found: dist.Store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # not in its __all__
+    return found
 
 
 def _device(config: EngineConfig, place: Rank) -> torch.device:
