@@ -43,7 +43,7 @@ def sharding_options(config: Any, num_ranks: int) -> dict[str, Any]:
         )
     if any(name.endswith(_BY_HEADS) and style == "colwise" for name, style in plan.items()):
         _check_heads(config, num_ranks)
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=num_ranks)}
 

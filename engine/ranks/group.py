@@ -122,9 +122,8 @@ def join_ranks(config: EngineConfig) -> Ranks | None:
     return ranks
 
 
-def _store(path: str, size: int) -> dist.Store:
-    found: dist.Store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # not in its __all__
-    return found
+def _store(path: str, size: int) -> Any:
+    return dist.FileStore(path, size)  # type: ignore[attr-defined]  # not in its __all__
 
 
 def _device(config: EngineConfig, place: Rank) -> torch.device:
