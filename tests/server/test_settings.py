@@ -261,6 +261,7 @@ def test_every_engine_setting_reaches_the_engine() -> None:
         {"quantization": "int8"},
         {"determinism": "exact"},
         {"quantized": "int8"},
+        {"cuda_graph_rows": 8},
         {"prefix_layers": "3"},
     ],
     ids=lambda setting: next(iter(setting)),
