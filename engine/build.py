@@ -16,7 +16,9 @@ from drafters.registry import build_drafters, find_plugins
 from engine.async_engine import AsyncEngine
 from engine.attention.backend import (
     IMPLEMENTATION,
+    AttentionBackend,
     AttentionNeeds,
+    KVShape,
     build_attention,
     check_backend_name,
     choose_backend,
@@ -45,6 +47,8 @@ from engine.model.loader import (
 from engine.model.quantization import has_stored_weights, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import Exactness, check_logits, reference_logits, verify_exact
+from engine.ranks.group import Ranks, join_ranks
+from engine.ranks.runner import LeadingRunner, follow_steps
 from engine.sampling.warm_up import warm_up
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
@@ -65,25 +69,61 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     Raises UnsupportedModelError with the reason if the model cannot be served, OSError if there is
     none, DrafterPluginError if an installed drafter plugin is at fault.
     """
-    log_through_root("torch")
     # Wrong names are refused before a model is loaded.
     find_plugins(config.drafter_plugins)
     check_backend_name(config.attention_backend)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    ranks = join_ranks(config)
     config = with_fastest_weights(config)
     path = model_path(config)
     name = config.model or BUNDLED_NAME
-    device = torch.device(config.device)
-    model = load_model(path, device, config.dtype, config.revision, config.trust_remote_code)
+    model = _load(path, config, ranks)
     tokenizer = load_tokenizer(path, config.revision, config.trust_remote_code)
-    return build_engine_for(model, tokenizer, with_bundled_draft(config), name), tokenizer
+    return build_engine_for(model, tokenizer, with_bundled_draft(config), name, ranks), tokenizer
+
+
+def follow_engine(config: EngineConfig) -> None:
+    """What a rank that is not the first does in place of building an engine: with the first one, load a
+    part of the model and run its rows, until that one is done. Raises as ``build_engine``, and RanksError
+    where the first one goes without a word."""
+    ranks = join_ranks(config)
+    assert ranks is not None, "whoever follows was launched as a rank"
+    model = _load(model_path(config), config, ranks)
+    # What the first rank asks of the divided model while it builds takes all of them.
+    prepare_heads(model, config)
+    reference_logits(model)
+    shapes = attach_attention(model)
+    fuse(model)
+    needs = _needs(model, shapes, "fast", config)
+    num_blocks, _ = _size_store(model, needs, config, 0, ranks)
+    attention = build_attention(needs, num_blocks, config.attention_backend)
+    runner = ModelRunner(model, attention, config.max_num_batched_tokens, can_capture=False)
+    follow_steps(runner, ranks)
+    ranks.leave()
+
+
+def _load(path: str, config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
+    """The model of a folder or hub id, or this rank's part, on its device."""
+    log_through_root("torch")
+    device = torch.device(config.device) if ranks is None else ranks.device
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif ranks is not None and device.type == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.place.local_size))
+    return load_model(
+        path,
+        device,
+        config.dtype,
+        config.revision,
+        config.trust_remote_code,
+        config.tensor_parallel_size,
+    )
 
 
 def with_fastest_weights(config: EngineConfig) -> EngineConfig:
     """The bundled model comes in 8 bits where those are the fastest: with a kernel for few rows, and if
     nothing else is asked for. Other models are for their owners to say."""
     is_open = config.model is None and config.quantization is None and config.dtype == "auto"
+    is_open = is_open and config.tensor_parallel_size == 1
     if not is_open or torch.device(config.device).type != "cpu":
         return config
     has_kernel = find_agreeing_kernel(*_PROBED_PRODUCT) != "none"
@@ -95,14 +135,19 @@ def build_engine_for(
     tokenizer: PreTrainedTokenizerBase | None,
     config: EngineConfig,
     name: str = "model",
+    ranks: Ranks | None = None,
 ) -> AsyncEngine:
     """An engine around a model that ``prepare_model`` or ``load_model`` gave back, and that is the
-    engine's from then on. Raises UnsupportedModelError, DrafterPluginError, and ValueError for another
-    engine's model."""
+    engine's from then on. ``ranks``: those that the model is divided among, of which this is the first.
+    Raises UnsupportedModelError, DrafterPluginError, and ValueError for another engine's model."""
     if model.config._attn_implementation == IMPLEMENTATION:
         raise ValueError("the model belongs to another engine; load it once more")
+    if ranks is None and config.tensor_parallel_size > 1:
+        raise ValueError(
+            "tensor_parallel_size: this model is whole; only one from a folder is divided"
+        )
     start = time.perf_counter()
-    determinism = config.determinism or _usual_determinism(model.device)
+    determinism = config.determinism or _usual_determinism(model.device, ranks)
     exact = determinism == "exact"
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     eos = eos_token_ids(model, tokenizer)
@@ -114,16 +159,13 @@ def build_engine_for(
     shapes = attach_attention(model)
     fuse(model)
     packed = None
-    if exact or can_pack(model.device, model.dtype):
+    if ranks is None and (exact or can_pack(model.device, model.dtype)):
         packed = pack_linears(model, config.max_num_batched_tokens, exact)
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
-    needs = AttentionNeeds.of(
-        model, shapes, determinism, config.block_size, stored_dtype(config.kv_cache_dtype)
-    )
-    num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes)
+    needs = _needs(model, shapes, determinism, config)
+    num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes, ranks)
     attention = build_attention(needs, num_blocks, config.attention_backend)
-    graphs = graph_sizes(config, attention, max_model_len)
-    runner = ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
+    runner = _runner(model, attention, config, max_model_len, ranks)
     check_logits(runner, reference)
     exactness = verify_exact(runner, packed.failures if packed else set()) if exact else Exactness()
     if exactness.failed:
@@ -158,6 +200,7 @@ def build_engine_for(
         exact_probed=exactness.probed,
         exact_failed=exactness.failed,
         quantization=quantization,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting)
@@ -173,9 +216,29 @@ def _quantize(model: PreTrainedModel, config: EngineConfig) -> QuantizationInfo 
     return quantize_model(model, config.quantize_head)
 
 
-def _usual_determinism(device: torch.device) -> Determinism:
+def _usual_determinism(device: torch.device, ranks: Ranks | None) -> Determinism:
     """Exact where it was shown to be reachable."""
-    return "exact" if device.type == "cpu" else "fast"
+    return "exact" if device.type == "cpu" and ranks is None else "fast"
+
+
+def _needs(
+    model: PreTrainedModel, shapes: list[KVShape], determinism: Determinism, config: EngineConfig
+) -> AttentionNeeds:
+    kv_dtype = stored_dtype(config.kv_cache_dtype)
+    return AttentionNeeds.of(model, shapes, determinism, config.block_size, kv_dtype)
+
+
+def _runner(
+    model: PreTrainedModel,
+    attention: AttentionBackend,
+    config: EngineConfig,
+    max_model_len: int,
+    ranks: Ranks | None,
+) -> ModelRunner:
+    if ranks is not None:
+        return LeadingRunner(model, attention, config.max_num_batched_tokens, ranks)
+    graphs = graph_sizes(config, attention, max_model_len)
+    return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
 
 
 def _encoder(
@@ -187,18 +250,27 @@ def _encoder(
 
 
 def _size_store(
-    model: PreTrainedModel, needs: AttentionNeeds, config: EngineConfig, draft_bytes: int
+    model: PreTrainedModel,
+    needs: AttentionNeeds,
+    config: EngineConfig,
+    draft_bytes: int,
+    ranks: Ranks | None,
 ) -> tuple[int, int]:
     """Blocks of the KV store, and how long a request may grow in it. ``draft_bytes``: what a block costs
-    in the stores of draft models and heads besides."""
+    in the stores of draft models and heads besides. Ranks have as many as all of them can."""
     wanted_len = min(config.max_model_len or max_position(model.config), max_position(model.config))
     num_blocks = config.num_blocks
     if num_blocks is None:
         backend = choose_backend(config.attention_backend, needs)
         per_block = draft_bytes + backend.bytes_per_block(needs)
-        affordable = int(free_bytes(model.device) * config.kv_memory_fraction) // per_block
+        available = free_bytes(model.device)
+        if ranks is not None and model.device.type == "cpu":
+            available //= ranks.place.local_size
+        affordable = int(available * config.kv_memory_fraction) // per_block
         useful = config.max_num_seqs * -(-wanted_len // config.block_size)
         num_blocks = max(1, min(affordable, useful))
+        if ranks is not None:
+            num_blocks = min(ranks.of_all(num_blocks))
     return num_blocks, min(wanted_len, num_blocks * config.block_size)
 
 

@@ -33,6 +33,11 @@ class EngineConfig:
         "Default: the checkpoint's own; of the bundled model whatever is fastest.",
     )
     quantize_head: bool = described(True, "With int8: the output head, too.")
+    tensor_parallel_size: int = described(
+        1,
+        "GPUs that share the model, one process each; torchrun may launch them, too. Needs accelerate.",
+        ge=1,
+    )
     block_size: int = described(16, "Tokens in a KV block.", ge=1)
     num_blocks: int | None = described(None, "KV blocks; default: what memory allows.", ge=1)
     kv_memory_fraction: float = described(0.5, "Share of free memory for KV blocks.", gt=0, le=1)
@@ -116,3 +121,39 @@ class EngineConfig:
             raise ValueError(
                 "max_num_batched_tokens must not be below max_num_seqs: each needs a row per step"
             )
+        if self.tensor_parallel_size > 1:
+            self._check_with_ranks()
+
+    def _check_with_ranks(self) -> None:
+        """Raises ValueError naming a setting that needs the whole model in one process."""
+        reasons = {
+            "device": (
+                self.device not in ("cpu", "cuda"),
+                "each rank takes its own; say cpu or cuda",
+            ),
+            "quantization": (
+                self.quantization == "int8",
+                "products in 8 bits join layers that ranks divide",
+            ),
+            "determinism": (
+                self.determinism == "exact",
+                "the row counts of a rank's part of a product are not held to those of equal bits",
+            ),
+            "quantized": (
+                self.quantized is not None and self.quantized_model == "target",
+                "a rank has no whole model to copy; quantized_model=draft copies the draft",
+            ),
+            "cuda_graph_rows": (
+                bool(self.cuda_graph_rows),
+                "forwards that wait for other ranks are not captured",
+            ),
+            "prefix_layers": (
+                self.prefix_layers is not None,
+                "its layers are divided among ranks, and drafts are made by one of them",
+            ),
+        }
+        for name, (is_at_odds, reason) in reasons.items():
+            if is_at_odds:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, which tensor_parallel_size > 1 rules out: {reason}"
+                )

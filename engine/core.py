@@ -17,7 +17,7 @@ import torch
 
 from drafters.checks import is_interrupt
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
-from engine.errors import DeadlineExceededError, RequestFailedError
+from engine.errors import DeadlineExceededError, RanksError, RequestFailedError
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.grammar.constraint import GrammarConstraint
 from engine.outputs import Part, hidden_rows, observations, read_step
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 5
 """So many in a row that broke for nobody in particular, and the engine gives up."""
-_FATAL = (MemoryError, torch.AcceleratorError)
-"""The process's memory or the device's state is gone: every later step would break as well. A device or
-an allocator that has no room for one step's tensors (``OutOfMemoryError``, ``RuntimeError``) is not among
-them."""
+_FATAL = (MemoryError, torch.AcceleratorError, RanksError)
+"""The process's memory, the device's state or another rank is gone: every later step would break as well.
+A device or an allocator that has no room for one step's tensors (``OutOfMemoryError``, ``RuntimeError``)
+is not among them."""
 
 
 class Runner(Protocol):

@@ -8,6 +8,7 @@ EngineError
 │   └── TenantLimitError    the tenant's own limit
 ├── DeadlineExceededError   the request was not done by its deadline
 ├── RequestFailedError      an admitted request broke; others go on
+├── RanksError              the ranks that share the model cannot compute together any more
 └── EngineDeadError         the engine died
     └── ShuttingDownError   it was told to end: nothing is admitted, and what is open ends
 
@@ -72,6 +73,10 @@ class DeadlineExceededError(EngineError):
 
 
 class RequestFailedError(EngineError):
+    pass
+
+
+class RanksError(EngineError):
     pass
 
 

@@ -51,3 +51,4 @@ class EngineInfo:
     exact_probed: tuple[str, ...] = ()
     exact_failed: tuple[str, ...] = ()
     quantization: QuantizationInfo | None = None
+    tensor_parallel_size: int = 1

@@ -19,6 +19,7 @@ from engine.info import EngineInfo
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.process.preload import preload_environment
+from engine.rank import rank_here
 from engine.tokenizer import load_tokenizer, model_path
 from server.app import build_app, public_name
 from server.connections.draining import DrainingServer
@@ -43,10 +44,18 @@ def serve(settings: Settings, config: EngineConfig) -> None:
     find_plugins(config.drafter_plugins)
     keys_of(settings.api_key, settings.api_keys_file)
     check_telemetry(settings.otlp_endpoint)
+    rank = rank_here(config.tensor_parallel_size)
+    if rank is not None and rank.number > 0:
+        _follow(config)
+        return
     with exit_at_sigterm(), bind(settings.host, settings.port) as listener:
         if not settings.engine_process:
             if settings.api_workers > 1:
                 raise ValueError("api_workers: several need the engine in a process of its own")
+            if config.tensor_parallel_size > 1:
+                raise ValueError(
+                    "tensor_parallel_size: several ranks need the engine in a process of its own"
+                )
             # Imported late: torch takes seconds to load, and a server in front of an engine needs none.
             from engine.build import build_engine
 
@@ -63,6 +72,15 @@ def serve(settings: Settings, config: EngineConfig) -> None:
                 _serve_with_workers(process, settings, config, listener)
         finally:
             process.stop()
+
+
+def _follow(config: EngineConfig) -> None:
+    """As a rank that somebody launched beside the first one, which serves and hears of signals."""
+    from engine.build import follow_engine
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    follow_engine(config)
 
 
 def http_config(app: FastAPI, settings: Settings) -> HttpConfig:

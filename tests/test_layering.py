@@ -38,6 +38,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "capture": {"base", "attention", "kernels"},
         "model": {"base", "attention", "kernels", "capture"},
         "drafting": {"base", "sampling", "attention", "capture", "model"},
+        "ranks": {"base", "attention", "model"},
         "speculation": {"base", "grammar", "schedule"},
         "process": {"base", "top"},
         "top": {
@@ -49,6 +50,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
             "attention",
             "capture",
             "model",
+            "ranks",
             "drafting",
             "speculation",
         },
@@ -96,6 +98,7 @@ BASE = {
         "noise_numbers",
         "params",
         "pulse",
+        "rank",
         "stats",
         "tokenizer",
         "transfer",

@@ -84,12 +84,16 @@ class Captures:
     """
 
     def __init__(
-        self, attention: AttentionBackend, clock: Callable[[], float] = time.perf_counter
+        self,
+        attention: AttentionBackend,
+        can_capture: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """``can_capture``: of the model; what its attention can is known."""
         self._clock = clock
         self._captures: OrderedDict[_Shape, _Capture] = OrderedDict()
-        can_capture = attention.can_capture and attention.needs.device.type == "cpu"
-        self._is_open = can_capture and find_kernel("sequence") is not None
+        on_cpu = attention.can_capture and attention.needs.device.type == "cpu"
+        self._is_open = can_capture and on_cpu and find_kernel("sequence") is not None
 
     @property
     def num_graphs(self) -> int:

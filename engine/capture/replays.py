@@ -71,8 +71,11 @@ class Replays(Protocol):
         """Whether the next forward takes as long as all those after it."""
 
 
-def make_replays(attention: AttentionBackend, sizes: GraphSizes | None) -> Replays:
-    """Graphs of so many sizes, or none of a device's: recordings, where there are such."""
+def make_replays(
+    attention: AttentionBackend, sizes: GraphSizes | None, can_capture: bool = True
+) -> Replays:
+    """Graphs of so many sizes, or none of a device's: recordings, where there are such, and the model
+    ``can_capture``."""
     if sizes is None:
-        return Captures(attention)
+        return Captures(attention, can_capture)
     return DeviceGraphs(attention, CudaGraphMaker(attention.needs.device), sizes)

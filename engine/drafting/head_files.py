@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from engine.model.checkpoint import not_finite
+from engine.model.shards import whole
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -40,11 +41,11 @@ def weights_fingerprint(model: nn.Module) -> str:
     """32 hexadecimal digits over names, shapes and a sample of every parameter's values.
 
     Values are rounded to bf16 first, so a checkpoint loaded in another type keeps its fingerprint.
-    Call it before the engine packs the model's layers.
+    Call it before the engine packs the model's layers, and in all ranks that share the model.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
-        flat = parameter.detach().flatten()
+        flat = whole(parameter).detach().flatten()
         sample = flat[:: max(1, flat.numel() // _SAMPLES)].to(torch.bfloat16).cpu()
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from drafters.base import DrafterUnavailableError
@@ -29,6 +30,7 @@ from engine.drafting.head_files import (
 from engine.drafting.medusa import MedusaHeads, load_medusa
 from engine.model.loader import BUNDLED
 from engine.model.runner import ModelRunner
+from engine.model.shards import whole_layer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ _SETTINGS = {medusa_heads.KIND: "medusa_heads", eagle_head.KIND: "eagle_head"}
 
 
 class DraftHeads:
-    """The heads of an engine, by kind. ``facts`` are the target's."""
+    """The heads of an engine, by kind. ``facts`` are the target's; ``ends``: its input and output
+    embeddings, where its own cannot be used in one process alone."""
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class DraftHeads:
         config: EngineConfig,
         dtype: torch.dtype,
         device: torch.device,
+        ends: tuple[nn.Module, nn.Module] | None = None,
     ) -> None:
         self.facts = facts
         self._folders = folders
@@ -53,6 +57,7 @@ class DraftHeads:
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._ends = ends
 
     def bytes_per_block(self) -> int:
         """What one more block of the pool costs in the store of the eagle head."""
@@ -66,8 +71,7 @@ class DraftHeads:
     def medusa(self, runner: ModelRunner) -> MedusaHeads:
         """Raises DrafterUnavailableError with the reason where there are none."""
         folder = self._folder(medusa_heads.KIND)
-        output_head = runner.model.get_output_embeddings()
-        return load_medusa(folder, output_head, self._dtype, self._device)
+        return load_medusa(folder, self._ends_of(runner)[1], self._dtype, self._device)
 
     def eagle(self, runner: ModelRunner) -> EagleModel:
         """Raises DrafterUnavailableError with the reason where there is none."""
@@ -75,8 +79,7 @@ class DraftHeads:
         layer = eagle_head.load_layer(folder, self._dtype, self._device)
         return EagleModel(
             layer,
-            runner.model.get_input_embeddings(),
-            runner.model.get_output_embeddings(),
+            *self._ends_of(runner),
             build_attention(
                 self._eagle_needs(folder),
                 runner.store.num_blocks,
@@ -87,6 +90,9 @@ class DraftHeads:
             max_len=layer.sizes["max_position_embeddings"],
             max_catch_up_rows=self._config.max_num_batched_tokens,
         )
+
+    def _ends_of(self, runner: ModelRunner) -> tuple[nn.Module, nn.Module]:
+        return self._ends or _ends(runner.model)
 
     def _eagle_needs(self, folder: HeadFolder) -> AttentionNeeds:
         num_heads, num_kv_heads, dim = folder.sizes(
@@ -104,8 +110,8 @@ class DraftHeads:
 def prepare_heads(target: PreTrainedModel, config: EngineConfig) -> DraftHeads:
     """Read the folders of the settings, or those of the bundled target. ``target`` is not packed yet.
 
-    Raises ValueError naming the setting whose folder does not fit; a bundled one that does not fit is
-    left out with a warning.
+    Of ranks that share the target, all have to prepare them. Raises ValueError naming the setting whose
+    folder does not fit; a bundled one that does not fit is left out with a warning.
     """
     facts = target_facts(target)
     folders: dict[str, HeadFolder] = {}
@@ -127,4 +133,13 @@ def prepare_heads(target: PreTrainedModel, config: EngineConfig) -> DraftHeads:
                     raise ValueError(f"{setting}: {error}") from error
                 logger.warning("no %s drafter: %s", kind, error)
                 reasons[kind] = str(error)
-    return DraftHeads(facts, folders, reasons, config, target.dtype, target.device)
+    ends = None
+    if folders and config.tensor_parallel_size > 1:
+        embed, output_head = _ends(target)
+        ends = whole_layer(embed), whole_layer(output_head)
+    return DraftHeads(facts, folders, reasons, config, target.dtype, target.device, ends)
+
+
+def _ends(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    """Input and output embeddings."""
+    return model.get_input_embeddings(), model.get_output_embeddings()

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
 from engine.errors import UnsupportedModelError
 from engine.model.checkpoint import load_weights
+from engine.model.shards import sharding_options
 from engine.model.stored_int8 import read_scheme
 from engine.tokenizer import BUNDLED as BUNDLED
 from engine.tokenizer import bundled_path as bundled_path
@@ -45,8 +46,10 @@ def load_model(
     dtype: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    num_ranks: int = 1,
 ) -> PreTrainedModel:
-    """The model in eval mode on ``device``, still on transformers' own attention.
+    """The model in eval mode on ``device``, still on transformers' own attention; of several ranks, which
+    load it at the same time, each gets its part.
 
     Raises UnsupportedModelError for what the configuration already rules out and for weights that are
     not those that it asks for, OSError if there is no such folder or hub id, or no model in it.
@@ -64,6 +67,7 @@ def load_model(
             dtype=resolve_dtype(dtype, device),
             revision=revision,
             trust_remote_code=trust_remote_code,
+            **sharding_options(config, num_ranks),
         )
     return prepare_model(loaded, device)
 

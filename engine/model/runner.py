@@ -26,7 +26,8 @@ from engine.transfer import Stopwatch, upload
 
 
 class ModelRunner:
-    """A model on the engine's attention and the store that holds its keys and values."""
+    """A model on the engine's attention and the store that holds its keys and values. ``can_capture``:
+    nothing in its forward waits for other processes, so that forwards may be recorded."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class ModelRunner:
         attention: AttentionBackend,
         max_num_rows: int = 256,
         graphs: GraphSizes | None = None,
+        can_capture: bool = True,
     ) -> None:
         """``graphs``: what may be captured where the device has graphs; None: nothing."""
         self.model = model
@@ -41,7 +43,7 @@ class ModelRunner:
         self.store = attention.store
         self.device = model.device
         self._buffers = InputBuffers(self.device, max_num_rows)
-        self._replays = make_replays(attention, graphs)
+        self._replays = make_replays(attention, graphs, can_capture)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> ForwardOutput:

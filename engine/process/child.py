@@ -16,6 +16,8 @@ import pickle
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -27,6 +29,7 @@ from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.info import EngineInfo
 from engine.logs import log_through_root
 from engine.params import GenerationRequest, Tenant
+from engine.process.followers import Followers
 from engine.process.link import (
     Abort,
     Attach,
@@ -40,6 +43,7 @@ from engine.process.link import (
     Submit,
 )
 from engine.pulse import Pulse
+from engine.rank import rank_here
 from engine.runtime import EngineRuntime
 
 logger = logging.getLogger(__name__)
@@ -157,23 +161,48 @@ def main() -> int:
     host: list[EngineHost] = []
     waiting = threading.Thread(target=_obey_when_built, args=(control, host), daemon=True)
     waiting.start()
+    with _followers(launch, control, host):
+        try:
+            engine, _ = resolve_name(launch.build)(launch.config)
+        except (EngineError, ValueError, OSError) as error:
+            control.send(Refused(str(error)))
+            return 2
+        # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
+        gc.collect()
+        gc.freeze()
+        engine.runtime.pulse = Pulse(int(sys.argv[2]))
+        host.append(EngineHost(engine.runtime))
+        control.send(Ready(_sendable(engine.info)))
+        try:
+            host[0].run()
+        except Exception:
+            logger.exception("the engine died")
+            return 1
+        return 0
+
+
+@contextmanager
+def _followers(launch: Launch, control: Connection, host: list[EngineHost]) -> Iterator[None]:
+    """With the other ranks, where the model is to be shared and nobody has launched them yet. One that
+    goes takes this process with it: what is computed together cannot be computed without it."""
+    size = launch.config.tensor_parallel_size
+    if size == 1 or rank_here(size) is not None:
+        yield
+        return
+    followers = Followers(launch)
+    os.environ.update(followers.environment)
+
+    def lost(reason: str) -> None:
+        logger.error("the engine ends: %s", reason)
+        if not host:
+            control.send(Refused(reason))
+        os._exit(1)
+
+    followers.watch(lost)
     try:
-        engine, _ = resolve_name(launch.build)(launch.config)
-    except (EngineError, ValueError, OSError) as error:
-        control.send(Refused(str(error)))
-        return 2
-    # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
-    gc.collect()
-    gc.freeze()
-    engine.runtime.pulse = Pulse(int(sys.argv[2]))
-    host.append(EngineHost(engine.runtime))
-    control.send(Ready(_sendable(engine.info)))
-    try:
-        host[0].run()
-    except Exception:
-        logger.exception("the engine died")
-        return 1
-    return 0
+        yield
+    finally:
+        followers.stop()
 
 
 def _sendable(info: EngineInfo) -> EngineInfo:

@@ -34,19 +34,20 @@ _LOOK_SECONDS = 1.0
 
 
 class EngineProcess:
-    """One engine at a time. ``environment`` is added to this process's own; ``build`` and ``logs``
-    as in ``Launch``. ``pulse`` shows how long a step has been under way, and ``pulse_handle`` lets other
-    processes see it."""
+    """One engine at a time. ``environment`` is added to this process's own; ``build``, ``follow`` and
+    ``logs`` as in ``Launch``. ``pulse`` shows how long a step has been under way, and ``pulse_handle``
+    lets other processes see it."""
 
     def __init__(
         self,
         config: EngineConfig,
         *,
         build: str = "engine.build:build_engine",
+        follow: str = "engine.build:follow_engine",
         logs: LogOptions | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._launch = Launch(build, config, logs or LogOptions())
+        self._launch = Launch(build, config, logs or LogOptions(), follow)
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None

@@ -31,11 +31,13 @@ _AT_ONCE = 32 << 10
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Build an engine. ``build`` names the function, as in ``engine.build:build_engine``: who asks need
-    not load what it needs. ``logs``: how it logs."""
+    not load what it needs. ``logs``: how it logs. ``follow``: as ``build``, what other ranks run where
+    the model is shared."""
 
     build: str
     config: EngineConfig
     logs: LogOptions
+    follow: str
 
 
 @dataclass(frozen=True, slots=True)

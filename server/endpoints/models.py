@@ -43,6 +43,7 @@ def _card(served: Services) -> dict[str, Any]:
         "exact_probed": info.exact_probed,
         "exact_failed": info.exact_failed,
         "attention_backend": info.attention_backend,
+        "tensor_parallel_size": info.tensor_parallel_size,
         "quantization": None if info.quantization is None else asdict(info.quantization),
         "has_chat_template": served.has_chat_template,
     }

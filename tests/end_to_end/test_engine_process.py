@@ -9,19 +9,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from openai import APIError, APIStatusError, OpenAI
+from openai import APIError, APIStatusError
 
 from server.request.large_bodies import LARGE
 from worlds.engine_apart import has_gone
+from worlds.served_command import Server, serving, until
 
 pytestmark = pytest.mark.slow
 
@@ -32,66 +30,6 @@ LONG: dict[str, Any] = {
     "max_tokens": 1500,
     "extra_body": {"ignore_eos": True, "speculative": {"draft_strategy": "none"}},
 }
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[bytes]
-    log: Path
-    url: str
-
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
-
-    def status(self, path: str) -> int:
-        return httpx.get(f"{self.url}/{path}", timeout=60).status_code
-
-    def is_ready(self) -> bool:
-        try:
-            return self.status("ready") == 200
-        except httpx.TransportError:  # nobody listens yet
-            return False
-
-    def engine_pid(self) -> int:
-        (pid,) = self.children(b"engine.process")
-        return pid
-
-    def children(self, module: bytes) -> list[int]:
-        """Processes below the server that run this module."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit() and not has_gone(int(folder.name)):
-                with suppress(OSError):
-                    command = (folder / "cmdline").read_bytes()
-                    status = (folder / "status").read_text()
-                    if module in command and f"PPid:\t{self.process.pid}\n" in status:
-                        found.append(int(folder.name))
-        return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.05)
-
-
-@contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Server]:
-    log = folder / "log"
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", *flags]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, stderr=stream, env=environment, cwd=folder)
-    try:
-        pattern = re.compile(r"running on (http://[\d.:]+)")
-        until(lambda: bool(pattern.search(log.read_text())) or process.poll() is not None)
-        found = pattern.search(log.read_text())
-        assert found, log.read_text()
-        yield Server(process, log, found[1])
-    finally:
-        process.kill()
-        process.wait(60)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,13 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from engine.config import EngineConfig
+from server.serve import serve
 from server.settings import Settings, add_flags, load_settings, with_drafters
 
 
@@ -234,11 +236,14 @@ CHANGED = {
 }
 # Costs much and serves the engine's own tests only.
 ENGINE_ONLY = {"check_integrity"}
+# Rules out some of the others.
+ALONE = {"tensor_parallel_size": 2}
 
 
 def test_every_engine_setting_reaches_the_engine() -> None:
     names = {each.name for each in fields(EngineConfig)} - ENGINE_ONLY
     changed = CHANGED | {"drafter": {"phrases": {"most": 5}}}
+    names -= ALONE.keys()
     assert set(CHANGED) | {"drafter_settings"} == names
     config = with_drafters({"phrases": PhraseSettings})(**changed).engine_config()
     default = EngineConfig()
@@ -246,6 +251,39 @@ def test_every_engine_setting_reaches_the_engine() -> None:
         assert getattr(config, name) != getattr(default, name), name
     assert config.drafters == ("none", "ngram")
     assert config.drafter_plugins == ("phrase_book",)
+    assert Settings(**ALONE).engine_config() == EngineConfig(**ALONE)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"device": "cuda:1"},
+        {"quantization": "int8"},
+        {"determinism": "exact"},
+        {"quantized": "int8"},
+        {"cuda_graph_rows": 8},
+        {"prefix_layers": "3"},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_what_needs_the_whole_model_is_refused_where_ranks_share_it(setting: Any) -> None:
+    (name,) = setting
+    with pytest.raises(
+        ValueError, match=f"^{name} is .*, which tensor_parallel_size > 1 rules out: "
+    ):
+        Settings(**setting | ALONE).engine_config()
+    Settings(**setting).engine_config()
+
+
+def test_a_copy_of_the_draft_model_needs_no_whole_target() -> None:
+    copied = {"quantized": "int8", "quantized_model": "draft"}
+    assert Settings(**copied | ALONE).engine_config().quantized == "int8"
+
+
+def test_ranks_need_the_engine_in_a_process_of_its_own() -> None:
+    settings = Settings(**ALONE, engine_process=False, port=0)
+    with pytest.raises(ValueError, match="tensor_parallel_size: .* a process of its own"):
+        serve(settings, settings.engine_config())
 
 
 def test_plugins_can_be_turned_off_by_flag_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:

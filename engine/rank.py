@@ -1,0 +1,46 @@
+"""Which of several processes that share a model this one is: what ``torchrun``, or whoever launches ranks
+as it does, says in the environment. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+STORE = "SLIPSTREAM_RANKS_STORE"
+"""Names the file in which ranks that an engine launched itself find each other; without it they meet
+where ``MASTER_ADDR`` and ``MASTER_PORT`` say."""
+
+
+class Rank(NamedTuple):
+    """``number`` of ``size``; ``local_number`` of the ``local_size`` on this machine. Rank 0 decides, the
+    others follow."""
+
+    number: int
+    size: int
+    local_number: int
+    local_size: int
+
+    def environment(self) -> dict[str, str]:
+        """As ``torchrun`` says it."""
+        return {
+            "RANK": str(self.number),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_number),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+        }
+
+
+def rank_here(size: int, environment: Mapping[str, str] = os.environ) -> Rank | None:
+    """This process's place among ``size`` ranks. None: nobody has launched any, or one is enough. Raises
+    ValueError where another number was launched than ``tensor_parallel_size`` asks for."""
+    launched = int(environment.get("WORLD_SIZE", "1"))
+    if size == 1 or launched == 1:
+        return None
+    if launched != size:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, but {launched} processes were launched (WORLD_SIZE)"
+        )
+    number = int(environment["RANK"])
+    local = int(environment.get("LOCAL_RANK", number))
+    return Rank(number, size, local, int(environment.get("LOCAL_WORLD_SIZE", size)))

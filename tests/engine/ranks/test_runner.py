@@ -1,0 +1,116 @@
+"""Two ranks that share a model write what transformers writes with the whole of it, whatever drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.backend import AttentionBackend
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.model.loader import BUNDLED, load_model
+from engine.params import SpeculativeParams
+from engine.ranks.runner import LeadingRunner
+from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, register_oracle, write_all
+from worlds.tiny_models import VOCAB_SIZE, random_ids, reference_model
+from worlds.two_ranks import SecondRank, build, saved_model
+
+NUM_WRITTEN = 16
+PROMPTS = [random_ids(1, 19), random_ids(2, 6) * 2, random_ids(3, 3)]
+SIZES: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "dtype": "float32",
+    "num_blocks": 32,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 40,
+    "prefill_chunk": 5,
+    "check_integrity": True,
+}
+
+
+@pytest.fixture(scope="module")
+def second() -> Iterator[SecondRank]:
+    torch.set_num_threads(1)
+    rank = SecondRank()
+    yield rank
+    rank.stop()
+
+
+def written_by(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """transformers' own greedy text."""
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_WRITTEN, do_sample=False)
+    text: list[int] = out[0, len(prompt) :].tolist()
+    return text
+
+
+def attention_of(runner: Any) -> AttentionBackend:
+    assert isinstance(runner, LeadingRunner)
+    return runner.attention
+
+
+# Heads divided; norms of heads and tied embeddings; experts; heads that are not divided.
+@pytest.mark.parametrize(
+    ("name", "num_kv_heads"), [("llama", 1), ("qwen3", 1), ("mixtral", 1), ("phi3", 2)]
+)
+def test_trees_of_drafts_change_no_text(
+    name: str,
+    num_kv_heads: int,
+    second: SecondRank,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = [written_by(reference_model(name), prompt) for prompt in PROMPTS]
+    texts = [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)]
+    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
+    config = EngineConfig(model=saved_model(name, tmp_path), drafters=("none", "oracle"), **SIZES)
+    with second.shared(config) as engine:
+        written, num_accepted = write_all(engine, PROMPTS, NUM_WRITTEN, ORACLE)
+        assert attention_of(engine.core.runner).store.key_shape(0)[0] == num_kv_heads
+    assert written == expected
+    assert num_accepted > NUM_WRITTEN * len(PROMPTS) / 2
+    assert engine.info.tensor_parallel_size == 2
+    assert engine.info.num_parameters == reference_model(name).num_parameters()
+
+
+def test_models_and_heads_that_draft_stay_with_the_first_rank(second: SecondRank) -> None:
+    """The bundled heads fit the weights that both ranks hold together."""
+    whole = load_model(str(BUNDLED / "target"), torch.device("cpu"), "float32")
+    prompts = [[40, 41, 42, 43, 44] * 3, random_ids(4, 12, 4096)]
+    expected = [written_by(whole, prompt) for prompt in prompts]
+    drafters = ("none", "ngram", "small_model", "medusa", "eagle")
+    with second.shared(EngineConfig(drafters=drafters, **SIZES)) as engine:
+        assert {*engine.info.drafters} >= {*drafters}
+        core = engine.core
+        for name in drafters:
+            fixed = SpeculativeParams(drafter=name, policy="fixed", num_draft_tokens=4)
+            written, num_accepted = write_all(
+                type(engine)(core, engine.info, 8), prompts, NUM_WRITTEN, fixed
+            )
+            assert written == expected, name
+            assert (num_accepted > 0) == (name != "none"), name
+
+
+def test_ranks_with_different_settings_refuse_each_other(second: SecondRank) -> None:
+    ours, theirs = (EngineConfig(**SIZES | {"num_blocks": each}) for each in (32, 48))
+    with second.beside(ours, theirs), pytest.raises(ValueError, match="different settings"):
+        build(ours)
+    assert "different settings" in second.outcome()
+
+
+def test_a_rank_that_goes_ends_the_engine(second: SecondRank, tmp_path: Path) -> None:
+    """Last, since nobody follows after it."""
+    config = EngineConfig(model=saved_model("llama", tmp_path), drafters=("none",), **SIZES)
+    with second.beside(config):
+        engine = build(config)
+        write_all(type(engine)(engine.core, engine.info, 8), PROMPTS, 2, PLAIN)
+        second.process.kill()
+        second.process.wait()
+        with pytest.raises(EngineDeadError, match="the ranks are no longer in step"):
+            write_all(engine, PROMPTS, NUM_WRITTEN, PLAIN)
