@@ -19,7 +19,7 @@ from openai import APIError, APIStatusError
 
 from server.request.large_bodies import LARGE
 from worlds.engine_apart import has_gone
-from worlds.served_command import Server, serving, until
+from worlds.served_command import HANG, Server, serving, until
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def test_the_openai_client_is_answered(server: Server) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
     body = json.dumps({"prompt": "def f(x):\n", **asked}) + " " * LARGE
     headers = {"content-type": "application/json"}
-    reply = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=HANG)
     assert reply.json()["choices"][0]["text"] == whole.choices[0].text
     with pytest.raises(APIStatusError) as refused:
         client.completions.create(prompt="x", **(asked | {"model": "other"}))
@@ -149,7 +149,7 @@ def figure(server: Server, name: str) -> set[float]:
     """What ``/metrics`` says, asked over new connections, any of which may reach another process."""
     found = set()
     for _ in range(8):
-        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        text = httpx.get(f"{server.url}/metrics", timeout=HANG).text
         line = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         found.add(float(line[1]) if line else 0.0)
     return found
@@ -234,15 +234,17 @@ def assert_tenants_are_apart(server: Server) -> None:
     """Over connections of their own, so that either worker is asked."""
 
     def post(path: str, key: str, **body: Any) -> httpx.Response:
-        return httpx.post(f"{server.url}/{path}", json=body, headers=by(key), timeout=60)
+        return httpx.post(f"{server.url}/{path}", json=body, headers=by(key), timeout=HANG)
 
     def num_cached(key: str) -> int:
         reply = post("v1/completions", key, prompt="def f(x):\n    return x\n" * 8, max_tokens=1)
         return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     models = f"{server.url}/v1/models"
-    assert {httpx.get(models, timeout=60).status_code for _ in range(8)} == {401}
-    assert {httpx.get(models, headers=by("few"), timeout=60).status_code for _ in range(8)} == {200}
+    assert {httpx.get(models, timeout=HANG).status_code for _ in range(8)} == {401}
+    assert {httpx.get(models, headers=by("few"), timeout=HANG).status_code for _ in range(8)} == {
+        200
+    }
     assert num_cached("unused") == 0
     assert num_cached("unused") > 0
     assert num_cached("few") == 0
@@ -260,7 +262,7 @@ def assert_tenants_are_apart(server: Server) -> None:
 def ask_admin(server: Server, method: str, body: Any) -> httpx.Response:
     """Over a connection of its own."""
     url, headers = f"{server.url}/admin/speculative", {"authorization": "Bearer adm1n"}
-    return httpx.request(method, url, json=body, headers=headers, timeout=60)
+    return httpx.request(method, url, json=body, headers=headers, timeout=HANG)
 
 
 def default_depths(server: Server) -> set[int]:

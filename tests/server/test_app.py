@@ -200,7 +200,8 @@ async def test_the_request_log_names_the_sender(
             body = {"prompt": "a", "user": "line\nbreak"}
             await client.post("/completions", json=body, headers={"x-request-id": "abc-1"})
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "x-request-id=abc-1 user='line\\nbreak' prompt=1 completion=3 finish=stop" in line
+    sender = "x-request-id=abc-1 user='line\\nbreak' metadata={}"
+    assert f"{sender} prompt=1 completion=3 finish=stop" in line
 
 
 async def test_two_apps_in_one_process_do_not_mix(connect: Connect) -> None:

@@ -18,6 +18,10 @@ from engine.process.launch import child_environment
 from worlds.engine_apart import has_gone
 
 
+HANG = 300.0
+"""Seconds; a busy machine is no fault."""
+
+
 @dataclass
 class Server:
     process: subprocess.Popen[bytes]
@@ -25,10 +29,10 @@ class Server:
     url: str
 
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=HANG)
 
     def status(self, path: str) -> int:
-        return httpx.get(f"{self.url}/{path}", timeout=60).status_code
+        return httpx.get(f"{self.url}/{path}", timeout=HANG).status_code
 
     def is_ready(self) -> bool:
         try:
@@ -55,7 +59,7 @@ class Server:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + HANG
     while not condition():
         assert time.monotonic() < deadline, "it did not come about in time"
         time.sleep(0.05)
