@@ -17,7 +17,6 @@ from openai import OpenAI
 from engine.process.launch import child_environment
 from worlds.engine_apart import has_gone
 
-
 HANG = 300.0
 """Seconds; a busy machine is no fault."""
 
