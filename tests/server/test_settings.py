@@ -220,6 +220,7 @@ CHANGED = {
     "determinism": "fast",
     "attention_backend": "sdpa",
     "max_num_nodes": 9,
+    "cuda_graph_rows": 8,
     "enable_prefix_cache": False,
     "drafters": ["none", "ngram"],
     "drafter_plugins": ["phrase_book"],
