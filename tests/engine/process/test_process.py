@@ -234,7 +234,8 @@ def test_an_engine_whose_step_hangs_is_seen_ended_and_brought_back() -> None:
                 assert engine.is_alive
                 assert not reading.done()
                 before = process.pid
-                process.watch(lambda info: engine.replace(info, process.connect()), 0.5)
+                # Long enough for a busy machine's first step.
+                process.watch(lambda info: engine.replace(info, process.connect()), 8.0)
                 assert await reading == "EngineDeadError"
                 await until(lambda: engine.is_alive)
                 assert process.pid != before
