@@ -141,7 +141,7 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing(tmp_path: Path) -> None
         chunks = list(stream)
         assert chunks[-1].choices[0].finish_reason == "length"
         assert server.process.wait(60) == 128 + signal.SIGTERM
-        # Of what multiprocessing keeps count of; where Triton is installed, its own objects are told, too.
+        # Triton, where it is installed, has leaks of its own to tell of.
         assert "resource_tracker" not in server.log.read_text()
         assert has_gone(pid)
 
