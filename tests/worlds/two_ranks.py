@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -57,13 +58,17 @@ class SecondRank:
                 env=child_environment(),
             )
         self._control: Connection = ours
+        # A rank opens its group's file once more when it leaves, perhaps after the first has left, and
+        # ends its process where it is not there: files stay until the process has ended.
+        self._stores = TemporaryDirectory(prefix="ranks-")
+        self._num_groups = 0
 
     @contextmanager
     def beside(self, config: EngineConfig, of_second: EngineConfig | None = None) -> Iterator[None]:
         """This process is the first rank and may join, while the second follows an engine of the same
         configuration, or of its own."""
-        store = os.memfd_create("ranks")
-        common = {STORE: f"/proc/{os.getpid()}/fd/{store}", **_LOOPBACK}
+        self._num_groups += 1
+        common = {STORE: f"{self._stores.name}/{self._num_groups}", **_LOOPBACK}
         before = dict(os.environ)
         os.environ.update(common | Rank(0, 2, 0, 2).environment())
         self._control.send((common | Rank(1, 2, 1, 2).environment(), of_second or config))
@@ -74,7 +79,6 @@ class SecondRank:
                 dist.destroy_process_group()
             os.environ.clear()
             os.environ.update(before)
-            os.close(store)
 
     def outcome(self) -> str:
         """How following the last engine ended: "" as it should."""
@@ -96,6 +100,7 @@ class SecondRank:
         self.process.kill()
         self.process.wait()
         self._control.close()
+        self._stores.cleanup()
 
 
 def main() -> None:
