@@ -141,7 +141,7 @@ class AttentionGroup:
         if key not in self.masks:
             window, fused = key
             start = self._start() if window is None and not fused else 0
-            visible, ends = _visibility(
+            visible, ends = visibility(
                 self.branches, self.rows_per_branch, start, self.num_keys, window
             )
             mask = torch.full(visible.shape, 0.0 if fused else math.inf, dtype=like.dtype)
@@ -371,7 +371,7 @@ def _row_indices(
     return _indices(query.reshape(-1), device), _indices(output, device)
 
 
-def _visibility(
+def visibility(
     branches: Sequence[Branch], rows: int, start: int, num_keys: int, window: int | None
 ) -> tuple[np.ndarray[Any, Any], list[int]]:
     """Who sees whom of the keys from number ``start`` on: a row in the order of its text sees keys up to

@@ -4,8 +4,10 @@ plain sum over what it may see."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from engine.attention.backend import AttentionNeeds, AttentionOptions, KVShape, build_attention
 from engine.batch import InputBatch, InputBuffers, RequestRows, build_batch, slot_of
@@ -123,3 +125,20 @@ class World:
 
 def chains(length: int) -> tuple[int, ...]:
     return tuple(range(-1, length - 1))
+
+
+@st.composite
+def parts(draw: Any) -> list[Part]:
+    """Of ragged steps: chunks, chains and trees of one text or two, beside each other."""
+    found: list[Part] = []
+    for text in range(draw(st.integers(1, 2))):
+        base = draw(st.one_of(st.integers(0, 10), st.integers(28, 34), st.integers(60, 72)))
+        num_nodes = draw(st.sampled_from([0, 0, 1, 3, 6, 35]))
+        parents = draw(
+            st.one_of(
+                st.just(chains(num_nodes)),
+                st.tuples(*(st.integers(-1, node - 1) for node in range(num_nodes))),
+            )
+        )
+        found.append((text, base, draw(st.sampled_from([1, 1, 2, 9])), parents))
+    return found

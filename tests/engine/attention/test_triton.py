@@ -26,7 +26,7 @@ from engine.attention.work import Room, Work
 from engine.batch import Bucket, InputBuffers, InputTensors, RequestRows, build_batch
 from engine.config import Determinism
 from kvpool.store import KVStore
-from worlds.attended import PLAIN, TOLERANCE, Part, World, chains
+from worlds.attended import PLAIN, TOLERANCE, Part, World, chains, parts
 from worlds.interpreted import DEVICE, counting_loads, patching_once
 from worlds.lanes import examples
 from worlds.tiny_models import path_to
@@ -60,22 +60,6 @@ def world(
 def programs(backend: TritonAttention, count: int) -> None:
     """As on a device that so many keep busy."""
     backend.cut = replace(backend.cut, num_programs=count)
-
-
-@st.composite
-def parts(draw: Any) -> list[Part]:
-    found: list[Part] = []
-    for text in range(draw(st.integers(1, 2))):
-        base = draw(st.one_of(st.integers(0, 10), st.integers(28, 34), st.integers(60, 72)))
-        num_nodes = draw(st.sampled_from([0, 0, 1, 3, 6, 35]))
-        parents = draw(
-            st.one_of(
-                st.just(chains(num_nodes)),
-                st.tuples(*(st.integers(-1, node - 1) for node in range(num_nodes))),
-            )
-        )
-        found.append((text, base, draw(st.sampled_from([1, 1, 2, 9])), parents))
-    return found
 
 
 @settings(deadline=None, max_examples=examples(25))
