@@ -3,14 +3,14 @@
 Needs torch and transformers with what they bring, and triton on a GPU; nothing of the server is
 imported. In turn:
 
-1. every attention backend on tiny models: logits against transformers', bits of a row however steps are
-cut, tokens that flip; 2. texts of tiny fp32 models with speculation and without, on every backend: all
-equal; 3. a model of 8 billion parameters in bf16 (``--large none``: not): a step of one row against the
-memory's bandwidth, and what
-   graphs save;
+1. every attention backend on tiny models: logits against transformers', bits of a row however steps
+   are cut, tokens that flip;
+2. texts of tiny fp32 models with speculation and without, on every backend that knows the type: all
+   equal;
+3. a model of 8 billion parameters in bf16 (``--large none``: not): a step of one row against the
+   memory's bandwidth, and what graphs save;
 4. a model's texts with speculation and without, and what ``ngram`` and ``suffix`` gain on edits and
-code, beside
-   transformers' own ``generate``.
+   code, beside transformers' own ``generate``.
 
 ``--toy`` takes sizes that an interpreter on a CPU has time for. Ends with 1 if a backend is wrong, if
 an fp32 stream differs from gamma 0's, or if no draft was accepted, so that nothing was tested.
@@ -152,8 +152,9 @@ def equality_table(results: Sequence[EqualityResult]) -> str:
 def _check_texts(
     device: torch.device, backends: Sequence[BackendResult], args: argparse.Namespace
 ) -> list[EqualityResult]:
-    """On every backend that ``fast`` may have."""
-    names = sorted({each.backend for each in backends if each.determinism == "fast"})
+    """On every backend that ``fast`` may have, and that computes in fp32."""
+    asked = ("fast", "float32")
+    names = sorted({each.backend for each in backends if (each.determinism, each.dtype) == asked})
     kinds = {"samplings": _TOY_SAMPLINGS} if args.toy else {}
     results = []
     for name in names:
@@ -275,7 +276,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--toy", action="store_true", help="parts 1 and 2 alone, at small sizes")
-    parser.add_argument("--backend", nargs="+", help="all that serve the device")
+    parser.add_argument(
+        "--backend", nargs="+", help="default: all that serve; one has to know fp32"
+    )
     parser.add_argument("--large", default=LARGE, help="a model's name or path; none: no part 3")
     parser.add_argument("--model", nargs="*", default=[BUNDLED], help="bundled scaled large")
     parser.add_argument("--workload", nargs="+", default=["edit", "code"])

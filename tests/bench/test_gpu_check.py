@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from bench.equality import EqualityResult, check_tiny_models
-from bench.gpu.backends import BackendResult
-from bench.gpu_check import equality_table, fp32_holds, main
+from bench.gpu.backends import BackendResult, check_backends
+from bench.gpu_check import _check_texts, equality_table, fp32_holds, main
+from worlds.fake_flashinfer import fake_flashinfer
 
 GOOD = EqualityResult("m", "ngram", "greedy", 2, 2, 2, num_draft_tokens=9, num_accepted_tokens=4)
 DIFFERENT = replace(GOOD, num_equal=1)
@@ -96,6 +98,17 @@ def test_the_command_passes_here_at_toy_size(tmp_path: Path) -> None:
     assert {each["backend"] for each in document["backends"]} == {"triton"}
     assert {each["determinism"] for each in document["backends"]} == {"exact", "fast"}
     assert document["fp32_holds"]
+
+
+def test_a_backend_that_knows_few_kinds_of_models_is_checked_on_those() -> None:
+    """Where it is installed, in bf16 and on heads that it has kernels for; fp32 texts are others'."""
+    with fake_flashinfer():
+        results = check_backends(torch.device("cpu"), 24, ["flashinfer"])
+    assert [(each.model, each.dtype, each.determinism) for each in results] == [
+        ("tiny Llama", "bfloat16", "fast")
+    ]
+    assert results[0].holds
+    assert _check_texts(torch.device("cpu"), results, argparse.Namespace(toy=True)) == []
 
 
 @pytest.mark.slow
