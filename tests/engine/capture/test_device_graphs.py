@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from engine.attention.backend import AttentionBackend, AttentionNeeds, build_attention
@@ -22,6 +24,7 @@ from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
 from worlds.graph_maker import ReplayingMaker
 from worlds.interpreted import patching_once
+from worlds.lanes import examples
 from worlds.static_attention import StaticAttention
 from worlds.tiny_models import (
     ARCHITECTURES,
@@ -115,6 +118,28 @@ def test_a_forward_is_traced_without_looking_into_a_tensor(name: str) -> None:
         own = [column.clone() for column in inputs]
         traced = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(*own)
         torch.testing.assert_close(traced(*own), forward(*own))
+
+
+@settings(max_examples=examples(2))
+@given(st.sampled_from(ARCHITECTURES))
+def test_a_forward_is_compiled_as_one_graph(name: str) -> None:
+    """Without a break, which is what Python would have to do in between, hidden states included. In the
+    fuzz lane every architecture."""
+    runner = graph_runner(name, None)
+    rows = [tree(random_ids(1, 9), 2, NODES, PARENTS, scattered_table(0, 12))]
+    inputs, plan = runner._plan(build_batch(rows, BLOCK_SIZE))
+
+    def forward(*columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = runner._run(type(inputs)(*columns), plan, wants_hidden=False)
+        return output.logits, hidden.pop()
+
+    torch.compiler.reset()
+    # The hook is registered by the host, around what the device is told.
+    with torch.inference_mode(False), torch.no_grad(), runner._hidden_kept(True) as hidden:
+        own = [column.clone() for column in inputs]
+        compiled = torch.compile(forward, fullgraph=True, backend="eager")
+        for got, expected in zip(compiled(*own), forward(*own), strict=True):
+            assert torch.equal(got, expected)
 
 
 def test_padding_stores_nothing_among_the_texts() -> None:
