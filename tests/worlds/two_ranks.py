@@ -8,19 +8,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from engine.async_engine import AsyncEngine
+from engine.batch import ForwardOutput, InputBatch
 from engine.build import build_engine, build_engine_for, follow_engine
 from engine.config import EngineConfig
 from engine.model.loader import load_model
+from engine.model.runner import ModelRunner
 from engine.process.launch import child_environment
 from engine.rank import STORE, Rank
 from engine.ranks.group import join_ranks
@@ -47,9 +51,11 @@ def build(config: EngineConfig) -> AsyncEngine:
 
 
 class SecondRank:
-    """``shared`` may be asked for again and again, as long as nothing broke it."""
+    """``shared`` may be asked for again and again, as long as nothing broke it. ``logits``: of every
+    forward for the last engine that it followed to the end, in digests."""
 
     def __init__(self) -> None:
+        self.logits: list[str] = []
         ours, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
@@ -82,7 +88,8 @@ class SecondRank:
 
     def outcome(self) -> str:
         """How following the last engine ended: "" as it should."""
-        found: str = self._control.recv()
+        found: str
+        found, self.logits = self._control.recv()
         return found
 
     @contextmanager
@@ -103,6 +110,22 @@ class SecondRank:
         self._stores.cleanup()
 
 
+@contextmanager
+def kept_logits(kind: type[ModelRunner]) -> Iterator[list[str]]:
+    """Digests of the logits that forwards of such runners return meanwhile, bit by bit."""
+    digests: list[str] = []
+    plain = kind.forward
+
+    def forward(runner: Any, batch: InputBatch) -> ForwardOutput:
+        output = plain(runner, batch)
+        digests.append(sha256(output.logits.contiguous().numpy().tobytes()).hexdigest())
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "forward", forward)
+        yield digests
+
+
 def main() -> None:
     torch.set_num_threads(1)
     control = Connection(int(sys.argv[1]))
@@ -110,13 +133,14 @@ def main() -> None:
         environment, config = control.recv()
         os.environ.update(environment)
         outcome = ""
-        try:
-            follow_engine(config)
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"
+        with kept_logits(ModelRunner) as logits:
+            try:
+                follow_engine(config)
+            except Exception as error:
+                outcome = f"{type(error).__name__}: {error}"
         if dist.is_initialized():
             dist.destroy_process_group()
-        control.send(outcome)
+        control.send((outcome, logits))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from engine.params import SpeculativeParams
 from engine.ranks.runner import LeadingRunner
 from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import VOCAB_SIZE, random_ids, reference_model
-from worlds.two_ranks import SecondRank, build, saved_model
+from worlds.two_ranks import SecondRank, build, kept_logits, saved_model
 
 NUM_WRITTEN = 16
 PROMPTS = [random_ids(1, 19), random_ids(2, 6) * 2, random_ids(3, 3)]
@@ -70,13 +70,16 @@ def test_trees_of_drafts_change_no_text(
     texts = [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)]
     register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     config = EngineConfig(model=saved_model(name, tmp_path), drafters=("none", "oracle"), **SIZES)
-    with second.shared(config) as engine:
+    with kept_logits(LeadingRunner) as logits, second.shared(config) as engine:
         written, num_accepted = write_all(engine, PROMPTS, NUM_WRITTEN, ORACLE)
         assert attention_of(engine.core.runner).store.key_shape(0)[0] == num_kv_heads
     assert written == expected
     assert num_accepted > NUM_WRITTEN * len(PROMPTS) / 2
     assert engine.info.tensor_parallel_size == 2
     assert engine.info.num_parameters == reference_model(name).num_parameters()
+    # Every rank could have sampled: all of them have the same bits of every step.
+    assert second.logits == logits
+    assert len({*logits}) > NUM_WRITTEN / 2
 
 
 def test_models_and_heads_that_draft_stay_with_the_first_rank(second: SecondRank) -> None:
