@@ -4,7 +4,8 @@ together."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from engine.model.loader import BUNDLED, load_model
 from engine.tokenizer import load_tokenizer
 from worlds.engine_apart import has_gone
 from worlds.served_command import Server, serving, until
+from worlds.two_ranks import saved_model
 
 pytestmark = pytest.mark.slow
 
@@ -30,14 +32,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield found
 
 
-def text_of_the_whole_model() -> str:
-    tokenizer = load_tokenizer(str(BUNDLED / "target"))
-    ids = torch.tensor([tokenizer.encode(PROMPT)])
-    model = load_model(str(BUNDLED / "target"), torch.device("cpu"), "float32")
+def written_by_the_whole_model(path: str, prompt: Sequence[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    model = load_model(path, torch.device("cpu"), "float32")
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
     )
-    text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    written: list[int] = out[0, ids.shape[1] :].tolist()
+    return written
+
+
+def text_of_the_whole_model() -> str:
+    path = str(BUNDLED / "target")
+    tokenizer = load_tokenizer(path)
+    written = written_by_the_whole_model(path, tokenizer.encode(PROMPT), NUM_TOKENS)
+    text: str = tokenizer.decode(written, skip_special_tokens=True)
     return text
 
 
@@ -66,3 +75,43 @@ def test_all_ranks_end_with_the_server(server: Server) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(120) == 128 + signal.SIGTERM
     until(lambda: has_gone(engine) and has_gone(follower))
+
+
+# --- launched by another ---
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of some kilobytes, with the bundled one's tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    load_tokenizer(str(BUNDLED / "target")).save_pretrained(folder)
+    saved_model("llama", folder, vocab_size=4096)
+    return folder
+
+
+def test_ranks_that_torchrun_launches_serve_and_end_with_it(tiny: Path, tmp_path: Path) -> None:
+    """As docs/operations.md tells. A signal to torchrun reaches both ranks; the first lets the other
+    go."""
+    flags = ["--tensor-parallel-size", "2", "--dtype", "float32", "--num-threads", "1"]
+    flags += ["--drafters", "none", "--num-blocks", "64"]
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    prompt = list(range(40, 52))
+    with serving(tmp_path, str(tiny), *flags, launcher=torchrun) as launched:
+        answer = launched.client().completions.create(
+            model=tiny.name,
+            prompt=prompt,
+            max_tokens=8,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+        )
+        written: Any = answer.choices[0]
+        assert written.token_ids == written_by_the_whole_model(str(tiny), prompt, 8)
+        ranks = launched.children(b"server.cli")
+        (engine,) = (
+            pid for rank in ranks for pid in launched.children(b"engine.process.child", rank)
+        )
+        assert len(ranks) == 2
+        launched.process.terminate()
+        launched.process.wait(120)
+        until(lambda: all(map(has_gone, [*ranks, engine])))
+    assert "SIGKILL" not in launched.log.read_text(), "a rank had to be killed"

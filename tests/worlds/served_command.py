@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +65,11 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Server]:
+def serving(folder: Path, *flags: str, launcher: Sequence[str] = ()) -> Iterator[Server]:
+    """``launcher``: the module that runs the command in place of Python, and its own flags."""
     log = folder / "log"
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", *flags]
+    command = [sys.executable, *([] if not launcher else ["-m", *launcher])]
+    command += ["-m", "server.cli", "serve", "--port", "0", *flags]
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stderr=stream, env=child_environment(), cwd=folder)
     try:
@@ -77,5 +79,9 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
         assert found, log.read_text()
         yield Server(process, log, found[1])
     finally:
+        if launcher:  # Only a launcher that is asked to end takes along what it launched.
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
         process.kill()
         process.wait(60)
