@@ -69,7 +69,8 @@ class EngineConfig:
     attention_backend: str | None = described(
         None,
         "What computes attention: triton (GPUs) and paged (CPUs), which read keys in place with "
-        "equal bits, sdpa (torch's kernels), exact (the same with equal bits), or a further one; "
+        "equal bits, sdpa (torch's kernels), exact (the same with equal bits), flashinfer (GPUs; needs "
+        "the extra of that name), or a further one; "
         "default: the best for the machine and determinism.",
     )
     cuda_graph_rows: int | None = described(
