@@ -1,5 +1,6 @@
 # CPU:   docker build -t slipstream .
 # CUDA:  docker build -t slipstream:cuda --build-arg DEVICE=cuda --build-arg TORCH_INDEX=<URL> .
+#        --build-arg EXTRAS="kv-events otel" for what those extras of pyproject.toml bring
 # Run:   docker run --rm -p 8000:8000 -v slipstream-models:/models slipstream [MODEL] [--flag VALUE ...]
 #        (CUDA: with --gpus all)
 #
@@ -12,6 +13,7 @@ ARG PYTHON_IMAGE=python:3.12-slim
 FROM ${PYTHON_IMAGE} AS build
 ARG DEVICE=cpu
 ARG TORCH_INDEX=""
+ARG EXTRAS=""
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/slipstream/bin:$PATH
@@ -20,9 +22,11 @@ RUN python -m venv /opt/slipstream
 # Dependencies have a layer of their own: it lasts until one of these files changes.
 COPY pyproject.toml scripts/constraints.txt ./
 # hadolint ignore=DL3013
-RUN python -c "import tomllib; \
-print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > dependencies.txt \
-    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt "$(grep '^torch' dependencies.txt)" \
+RUN python -c "import os, tomllib; \
+project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+extras = [project['optional-dependencies'][name] for name in os.environ['EXTRAS'].split()]; \
+print(*project['dependencies'], *sum(extras, []), sep='\n')" > dependencies.txt \
+    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt "$(grep '^torch>' dependencies.txt)" \
     && pip install -c constraints.txt -r dependencies.txt
 # What the engine's process preloads on a CPU: only the library itself is of use.
 # hadolint ignore=DL3013

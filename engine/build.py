@@ -33,6 +33,7 @@ from engine.drafting.models import prepare_drafts, with_bundled_draft
 from engine.errors import UnsupportedModelError
 from engine.grammar.compiler import GrammarCompiler
 from engine.info import EngineInfo, QuantizationInfo
+from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
 from engine.machine import can_pack, free_bytes
 from engine.model.fusing import fuse
@@ -72,6 +73,7 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     # Wrong names are refused before a model is loaded.
     find_plugins(config.drafter_plugins)
     check_backend_name(config.attention_backend)
+    check_kv_events(config)
     ranks = join_ranks(config)
     config = with_fastest_weights(config)
     path = model_path(config)
@@ -293,7 +295,11 @@ def _build_core(
         )
     )
     warm_up(limits.vocab_size, runner.store.device)
-    pool = BlockPool(runner.store.num_blocks, config.block_size, config.enable_prefix_cache)
+    kv_events = begin_kv_events(config)
+    listener = None if kv_events is None else kv_events.announcer
+    pool = BlockPool(
+        runner.store.num_blocks, config.block_size, config.enable_prefix_cache, listener
+    )
     scheduler = Scheduler(
         pool,
         config.block_size,
@@ -306,4 +312,13 @@ def _build_core(
     speculation = Speculation(
         drafters, cost, limits.vocab_size, config.max_num_nodes, pool, shedding
     )
-    return EngineCore(runner, pool, scheduler, speculation, cost, limits, config.check_integrity)
+    return EngineCore(
+        runner,
+        pool,
+        scheduler,
+        speculation,
+        cost,
+        limits,
+        config.check_integrity,
+        kv_events=kv_events,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -81,6 +82,23 @@ class EngineConfig:
     )
     max_num_nodes: int = described(64, "Most draft tokens per request and step.", ge=0)
     enable_prefix_cache: bool = described(True, "Reuse the KV of prompts that begin alike.")
+    kv_events_endpoint: str | None = described(
+        None,
+        "tcp://*:PORT, or tcp://HOST:PORT of who listens: where the prefix cache's blocks are told of, "
+        "over ZeroMQ, with their token ids (extra kv-events). Default: nowhere.",
+    )
+    kv_events_replay_endpoint: str | None = described(
+        None, "tcp://*:PORT on which the latest KV events can be asked for once more."
+    )
+    kv_events_topic: str | None = described(
+        None,
+        "With kv_events_endpoint: kv@POD@MODEL, by which consumers know whose events they are; MODEL as "
+        "clients name it.",
+    )
+    kv_events_salted: bool = described(
+        False,
+        "Tell of blocks of tenants and of requests with a cache_salt, too, and their salts.",
+    )
     drafters: tuple[str, ...] | None = None
     drafter_plugins: tuple[str, ...] | None = None
     drafter_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -124,6 +142,23 @@ class EngineConfig:
             )
         if self.tensor_parallel_size > 1:
             self._check_with_ranks()
+        self._check_kv_events()
+
+    def _check_kv_events(self) -> None:
+        """Raises ValueError naming a setting of KV events that cannot be or is without effect."""
+        for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+            given = getattr(self, name)
+            if given is not None and not re.fullmatch(r"tcp://[^/]+:\d{1,5}|ipc://.+", given):
+                raise ValueError(f"{name}: {given!r} is not tcp://HOST:PORT, HOST * to listen")
+        if self.kv_events_endpoint is None:
+            for name in ("kv_events_replay_endpoint", "kv_events_topic", "kv_events_salted"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is without effect: there is no kv_events_endpoint")
+            return
+        if not self.enable_prefix_cache:
+            raise ValueError("kv_events_endpoint: there is no prefix cache to tell of")
+        if not re.fullmatch(r"[^@]+@[^@]+@[^@]+", self.kv_events_topic or ""):
+            raise ValueError("kv_events_topic: kv_events_endpoint needs one, kv@POD@MODEL")
 
     def _check_with_ranks(self) -> None:
         """Raises ValueError naming a setting that needs the whole model in one process."""

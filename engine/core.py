@@ -20,6 +20,7 @@ from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, sl
 from engine.errors import DeadlineExceededError, RanksError, RequestFailedError
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.grammar.constraint import GrammarConstraint
+from engine.kv_events.begin import KvEvents
 from engine.outputs import Part, hidden_rows, observations, read_step
 from engine.params import GenerationRequest
 from engine.sampling.state import SamplingState
@@ -82,8 +83,9 @@ class EngineCore:
         limits: ModelLimits,
         check_integrity: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        kv_events: KvEvents | None = None,
     ) -> None:
-        """``clock``: the one of requests' deadlines; seconds."""
+        """``clock``: the one of requests' deadlines; seconds. ``kv_events`` hears the pool."""
         self.runner = runner
         self.pool = pool
         self.scheduler = scheduler
@@ -92,6 +94,7 @@ class EngineCore:
         self.limits = limits
         self._check_integrity = check_integrity
         self._clock = clock
+        self.kv_events = kv_events
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._result = StepResult()
@@ -198,6 +201,7 @@ class EngineCore:
                 self._fail(each.request, error)
         # Published blocks may lack what the step did not come to move; nobody else holds any.
         self.pool.reset_prefix_cache()
+        self._tell_cache()
         self.pool.check_integrity()
 
     # --- one step ---
@@ -238,6 +242,7 @@ class EngineCore:
         if output.seconds is not None:
             clock.forward_took(output.seconds())
         parts = self._commit(parts)
+        self._tell_cache()
         with clock.measure("draft"):
             self.speculation.observe_hidden(hidden_rows(parts, output.hidden), round_)
             self.speculation.observe(observations(parts), round_)
@@ -290,6 +295,11 @@ class EngineCore:
         self.pool.promote(request.request_id, request.token_ids, request.num_computed_tokens)
         self.pool.free_draft(request.request_id)
         return moves
+
+    def _tell_cache(self) -> None:
+        """What the step published and evicted."""
+        if self.kv_events is not None:
+            self.kv_events.flush()
 
     # --- what comes out ---
 
@@ -384,11 +394,14 @@ class EngineCore:
         step's own figures."""
         queries, hits = self.pool.num_prefix_queries, self.pool.num_prefix_hits
         before, self._prefix_counts = self._prefix_counts, (queries, hits)
+        sent, dropped = self.kv_events.take_counts() if self.kv_events is not None else (0, 0)
         return StepStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             blocks=self.pool.counts(),
             prefix_cache_queries=queries - before[0],
             prefix_cache_hits=hits - before[1],
+            num_kv_events=sent,
+            num_kv_events_dropped=dropped,
             **figures,
         )

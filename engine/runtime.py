@@ -120,6 +120,17 @@ class EngineRuntime:
 
     def run(self, post: Callable[[StepResult], None]) -> None:
         """Step until ``stop``, and ``post`` what comes out. Raises what broke the core."""
+        events = self.core.kv_events
+        if events is None:
+            self._step_on(post)
+            return
+        events.start()
+        try:
+            self._step_on(post)
+        finally:
+            events.stop()
+
+    def _step_on(self, post: Callable[[StepResult], None]) -> None:
         due = 0.0
         while self._obey(post):
             self.pulse.beat()

@@ -226,6 +226,9 @@ class StepStats:
     prefix_cache_hits: int = 0
     """Both in tokens."""
     num_draft_failures: int = 0
+    num_kv_events: int = 0
+    num_kv_events_dropped: int = 0
+    """Sent, and lost to a full queue."""
     device_memory: Mapping[str, float] = field(default_factory=dict)
     """Bytes by kind: used, free, allocated by the engine. Now and then, and only of a GPU."""
 

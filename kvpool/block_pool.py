@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from kvpool.block_table import BlockTable
 from kvpool.integrity import check_pool
+from kvpool.listener import CacheListener
 from kvpool.prefix_cache import PrefixCache, block_digest, root_digest
 
 
@@ -28,10 +29,17 @@ class BlockPoolError(RuntimeError):
 class BlockPool:
     """All methods that name a request raise BlockPoolError if it is not open (``open``: if it is).
 
-    ``num_prefix_queries`` and ``num_prefix_hits`` count tokens and only ever grow.
+    ``num_prefix_queries`` and ``num_prefix_hits`` count tokens and only ever grow. ``listener`` is told
+    what the prefix cache holds.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_cache: bool = True,
+        listener: CacheListener | None = None,
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError("num_blocks and block_size must be at least 1")
         self.num_blocks = num_blocks
@@ -45,6 +53,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._tables: dict[str, BlockTable] = {}
         self._cache = PrefixCache()
+        self._listener = listener
         self._num_draft = 0
         self._num_committed = 0
 
@@ -81,7 +90,9 @@ class BlockPool:
                 self._cache.hold(block_id)
                 self._num_committed += 1
             self._ref_counts[block_id] += 1
-        self._tables[request_id] = BlockTable(digest, block_ids, len(block_ids), num_cached_tokens)
+        self._tables[request_id] = BlockTable(
+            digest, block_ids, len(block_ids), num_cached_tokens, cache_salt
+        )
         return num_cached_tokens
 
     def allocate(self, request_id: str, num_tokens: int) -> bool:
@@ -159,6 +170,8 @@ class BlockPool:
         self._free.extend(self._cache.clear())
         for table in self._tables.values():
             table.digest = None
+        if self._listener is not None:
+            self._listener.cleared()
 
     # Reading
 
@@ -227,10 +240,16 @@ class BlockPool:
 
     def _lease(self, table: BlockTable) -> None:
         """One more draft block; the caller has seen that there is one."""
-        block_id = self._free.pop() if self._free else self._cache.evict()
+        block_id = self._free.pop() if self._free else self._evict()
         self._ref_counts[block_id] = 1
         table.block_ids.append(block_id)
         self._num_draft += 1
+
+    def _evict(self) -> int:
+        block_id, digest = self._cache.evict()
+        if self._listener is not None:
+            self._listener.removed(digest)
+        return block_id
 
     def _commit_blocks(self, table: BlockTable, num_blocks: int) -> None:
         """Make the first ``num_blocks`` of the table committed; never fewer than there are."""
@@ -243,8 +262,13 @@ class BlockPool:
         if table.digest is None:
             return
         start = index * self.block_size
-        table.digest = block_digest(table.digest, token_ids[start : start + self.block_size])
-        self._cache.publish(table.digest, table.block_ids[index])
+        own = token_ids[start : start + self.block_size]
+        parent = table.digest
+        table.digest = block_digest(parent, own)
+        is_new = self._cache.publish(table.digest, table.block_ids[index])
+        if is_new and self._listener is not None:
+            before = parent if index else None
+            self._listener.stored(table.digest, before, own, table.cache_salt)
 
     def _release(self, block_id: int) -> None:
         self._ref_counts[block_id] -= 1

@@ -21,6 +21,7 @@ class BlockTable:
     block_ids: list[int] = field(default_factory=list)
     num_committed_blocks: int = 0
     num_committed_tokens: int = 0
+    cache_salt: str = ""
 
     @property
     def num_draft_blocks(self) -> int:

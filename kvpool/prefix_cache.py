@@ -74,11 +74,12 @@ class PrefixCache:
         """A held block has lost its last user: it becomes the youngest idle one."""
         self._idle[block_id] = None
 
-    def evict(self) -> int:
-        """Forget the oldest idle block and give it back. Raises KeyError if there is none."""
+    def evict(self) -> tuple[int, bytes]:
+        """Forget the oldest idle block; the block and its digest. Raises KeyError if there is none."""
         block_id, _ = self._idle.popitem(last=False)
-        del self._block_of[self._digest_of.pop(block_id)]
-        return block_id
+        digest = self._digest_of.pop(block_id)
+        del self._block_of[digest]
+        return block_id, digest
 
     def clear(self) -> list[int]:
         """Forget everything; returns the blocks that were idle, oldest first."""

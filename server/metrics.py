@@ -190,6 +190,7 @@ class Metrics:
         info: EngineInfo,
         model_name: str,
         is_alive: Callable[[], bool],
+        is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -198,7 +199,7 @@ class Metrics:
         self._recent = _RecentRatio(_SPEEDUP_WINDOW_STEPS)
         self._make_serving()
         self._make_requests()
-        self._make_static(info, model_name, is_alive)
+        self._make_static(info, model_name, is_alive, is_draining)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"slipstream_{name}", text, labels, registry=self.registry)
@@ -235,6 +236,10 @@ class Metrics:
         self._blocks_in = lru_cache(None)(blocks.labels)
         self._cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
         self._cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found.")
+        self._kv_events = self._counter("kv_events", "KV events sent.")
+        self._kv_events_dropped = self._counter(
+            "kv_events_dropped", "KV events lost because too many were waiting to be sent."
+        )
 
     def _make_requests(self) -> None:
         self._ttft = self._histogram(
@@ -290,9 +295,14 @@ class Metrics:
         info: EngineInfo,
         model_name: str,
         is_alive: Callable[[], bool],
+        is_draining: Callable[[], bool],
     ) -> None:
         up = self._gauge("engine_up", "1 while the engine lives.")
         up.set_function(lambda: float(is_alive()))
+        draining = self._gauge(
+            "draining", "1 while open requests finish and no new ones are taken."
+        )
+        draining.set_function(lambda: float(is_draining()))
         self._gauge("kv_blocks_total", "KV blocks in the pool.").set(info.num_blocks)
         self._gauge("kv_block_size", "Tokens in a KV block.").set(info.block_size)
         for state, count in idle_stats(
@@ -355,6 +365,8 @@ class Metrics:
             self._device_memory.labels(kind).set(num_bytes)
         self._cache_queries.inc(stats.prefix_cache_queries)
         self._cache_hits.inc(stats.prefix_cache_hits)
+        self._kv_events.inc(stats.num_kv_events)
+        self._kv_events_dropped.inc(stats.num_kv_events_dropped)
         self._observe_speculation(stats)
 
     def _observe_speedup(self, stats: StepStats) -> None:

@@ -40,6 +40,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "drafting": {"base", "sampling", "attention", "capture", "model"},
         "ranks": {"base", "attention", "model"},
         "speculation": {"base", "grammar", "schedule"},
+        "kv_events": {"base"},
         "process": {"base", "top"},
         "top": {
             "base",
@@ -50,6 +51,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
             "attention",
             "capture",
             "model",
+            "kv_events",
             "ranks",
             "drafting",
             "speculation",

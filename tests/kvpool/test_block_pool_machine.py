@@ -5,6 +5,7 @@ on. A prefix hit is right if and only if the slots hold exactly that; sharing is
 nobody ever writes to a slot that another request sees.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from engine.kv_events.announcer import Announcer
+from engine.kv_events.wire import block_hash
 from kvpool.block_pool import BlockPool
 from kvpool.prefix_cache import block_digest, root_digest
+from worlds.kv_index import Tee, Wire, cached_hashes
 from worlds.lanes import examples
 
 DRAFT = ("unverified",)
@@ -45,7 +49,13 @@ class PoolMachine(RuleBasedStateMachine):
         cache=st.sampled_from([True] * 4 + [False]),
     )
     def start(self, num_blocks: int, block_size: int, cache: bool) -> None:
-        self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=cache)
+        self.told, self.told_plain = Wire(), Wire()
+        self.announcers = [
+            Announcer(block_size, salted, wire.send)
+            for wire, salted in ((self.told, True), (self.told_plain, False))
+        ]
+        self.plain: set[int] = set()
+        self.pool = BlockPool(num_blocks, block_size, cache, Tee(*self.announcers))
         self.model: dict[str, ModelRequest] = {}
         self.slots: dict[int, Any] = {}
         self.num_opened = 0
@@ -78,7 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(
         target=requests,
         token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=12),
-        cache_salt=st.sampled_from(["a", "b"]),
+        cache_salt=st.sampled_from(["", "b"]),
         slack=st.integers(0, 2),
     )
     def open(self, token_ids: list[int], cache_salt: str, slack: int) -> Any:
@@ -182,6 +192,27 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def integrity(self) -> None:
         self.pool.check_integrity()
+
+    @invariant()
+    def listeners_know_what_is_cached(self) -> None:
+        for each in self.announcers:
+            each.flush()
+        cached = cached_hashes(self.pool)
+        assert self.told.index.tokens.keys() == cached
+        self.plain |= {
+            each for request in self.model.values() if not request.cache_salt
+            for each in self._hashes(request)
+        }  # fmt: skip
+        assert self.told_plain.index.tokens.keys() == cached & self.plain
+        assert set(self.told.index.salts.values()) <= {"b"}
+        assert not self.told_plain.index.salts
+
+    def _hashes(self, request: ModelRequest) -> Iterator[int]:
+        """Of the blocks that the request's computed tokens fill."""
+        size, digest = self.pool.block_size, root_digest(request.cache_salt)
+        for start in range(0, request.num_computed_tokens - size + 1, size):
+            digest = block_digest(digest, request.token_ids[start : start + size])
+            yield block_hash(digest)
 
     @invariant()
     def counts_match_the_model(self) -> None:

@@ -59,7 +59,7 @@ def test_eviction_takes_the_block_released_longest_ago() -> None:
     cache.hold(2)
     cache.release(2)
     cache.check_integrity()
-    assert [cache.evict() for _ in range(3)] == [0, 1, 2]
+    assert [cache.evict() for _ in range(3)] == [(each, bytes([each])) for each in range(3)]
     assert len(cache) == 0
     assert cache.lookup(bytes([0])) is None
     cache.check_integrity()
@@ -68,7 +68,7 @@ def test_eviction_takes_the_block_released_longest_ago() -> None:
 def test_a_held_block_is_never_evicted() -> None:
     cache = _cache_of(2)
     cache.release(1)
-    assert cache.evict() == 1
+    assert cache.evict() == (1, bytes([1]))
     with pytest.raises(KeyError):
         cache.evict()
     assert cache.lookup(bytes([0])) == 0

@@ -195,3 +195,13 @@ def test_a_last_look_at_the_gauges_is_no_step() -> None:
     assert read("slipstream_steps_total") == 1
     assert read("slipstream_requests_running") == 0
     assert read("slipstream_kv_blocks", {"state": "free"}) == 8
+
+
+def test_kv_events_are_counted_sent_and_dropped() -> None:
+    metrics = Metrics(engine_info(), "m", lambda: True)
+    read = metrics.registry.get_sample_value
+    assert read("slipstream_kv_events_total") == 0
+    for _ in range(2):
+        metrics.observe_step(StepStats(num_kv_events=3, num_kv_events_dropped=1))
+    assert read("slipstream_kv_events_total") == 6
+    assert read("slipstream_kv_events_dropped_total") == 2

@@ -239,12 +239,18 @@ CHANGED = {
 ENGINE_ONLY = {"check_integrity"}
 # Rules out some of the others.
 ALONE = {"tensor_parallel_size": 2}
+KV_EVENTS = {
+    "kv_events_endpoint": "tcp://*:5557",
+    "kv_events_replay_endpoint": "tcp://*:5558",
+    "kv_events_topic": "kv@pod@model",
+    "kv_events_salted": True,
+}
 
 
 def test_every_engine_setting_reaches_the_engine() -> None:
     names = {each.name for each in fields(EngineConfig)} - ENGINE_ONLY
     changed = CHANGED | {"drafter": {"phrases": {"most": 5}}}
-    names -= ALONE.keys()
+    names -= ALONE.keys() | KV_EVENTS.keys()
     assert set(CHANGED) | {"drafter_settings"} == names
     config = with_drafters({"phrases": PhraseSettings})(**changed).engine_config()
     default = EngineConfig()
@@ -252,7 +258,30 @@ def test_every_engine_setting_reaches_the_engine() -> None:
         assert getattr(config, name) != getattr(default, name), name
     assert config.drafters == ("none", "ngram")
     assert config.drafter_plugins == ("phrase_book",)
-    assert Settings(**ALONE).engine_config() == EngineConfig(**ALONE)
+    for apart in (ALONE, KV_EVENTS):
+        assert Settings(**apart).engine_config() == EngineConfig(**apart)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"kv_events_endpoint": "*:5557"}, "kv_events_endpoint: .* is not tcp://HOST:PORT"),
+        ({"kv_events_endpoint": "inproc://x"}, "kv_events_endpoint: .* is not tcp://HOST:PORT"),
+        ({"kv_events_replay_endpoint": "tcp://*"}, "kv_events_replay_endpoint: .* is not tcp:"),
+        ({"kv_events_topic": None}, "kv_events_topic: kv_events_endpoint needs one"),
+        ({"kv_events_topic": "kv@pod"}, "kv_events_topic: kv_events_endpoint needs one"),
+        ({"enable_prefix_cache": False}, "kv_events_endpoint: there is no prefix cache"),
+        ({"kv_events_endpoint": None}, "kv_events_replay_endpoint is without effect"),
+        (
+            {"kv_events_endpoint": None, "kv_events_replay_endpoint": None},
+            "kv_events_topic is without effect",
+        ),
+        ({name: None for name in KV_EVENTS if name[-1] != "d"}, "kv_events_salted is without"),
+    ],
+)
+def test_kv_events_that_cannot_be_sent_are_refused(changes: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=f"^{fault}"):
+        Settings(**KV_EVENTS | changes).engine_config()
 
 
 @pytest.mark.parametrize(

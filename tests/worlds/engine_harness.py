@@ -20,6 +20,7 @@ from engine.attention.backend import AttentionNeeds, build_attention
 from engine.core import EngineCore, ModelLimits, Runner
 from engine.events import ErrorEvent, FinishInfo, TokenEvent, TokenLogprobs
 from engine.grammar.constraint import GrammarConstraint
+from engine.kv_events.begin import KvEvents
 from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
 from engine.params import GammaPolicyName, GenerationRequest, SamplingParams, SpeculativeParams
@@ -89,13 +90,15 @@ class Setup:
     constrain: Callable[[str], GrammarConstraint] | None = None
     clock: Callable[[], float] = time.perf_counter
     shedding: Shedding = Shedding()
+    kv_events: KvEvents | None = None
 
     def but(self, **changes: object) -> Setup:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
 def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
-    pool = BlockPool(setup.num_blocks, setup.block_size, setup.prefix_cache)
+    listener = None if setup.kv_events is None else setup.kv_events.announcer
+    pool = BlockPool(setup.num_blocks, setup.block_size, setup.prefix_cache, listener)
     scheduler = Scheduler(
         pool,
         setup.block_size,
@@ -118,6 +121,7 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
         limits,
         setup.check_integrity,
         setup.clock,
+        setup.kv_events,
     )
 
 

@@ -1,0 +1,1 @@
+"""What the prefix cache holds, told to whoever routes requests among replicas (extra ``kv-events``)."""
