@@ -83,7 +83,7 @@ def build_app(
     )
     bodies = BodyReader(translator, settings.body_processes, settings.log_options())
     if shared is None:
-        own = Metrics(info, model_name, lambda: engine.is_alive)
+        own = Metrics(info, model_name, lambda: engine.is_alive, lambda: is_draining())
         engine.add_step_listener(own.observe_step)
         own.show_speculation(resolver.defaults)
         shared = Shared(own, OwnSpeculation(bodies, own.show_speculation))
@@ -101,6 +101,9 @@ def build_app(
         step_timeout=settings.step_timeout,
         drain_seconds=settings.drain_seconds,
     )
+
+    def is_draining() -> bool:
+        return services.state == "draining"
 
     telemetry = begin_telemetry(settings.otlp_endpoint, model_name)
 
@@ -131,7 +134,7 @@ def build_app(
     # The last one added is the outermost.
     limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
-    app.add_middleware(DrainMiddleware, is_draining=lambda: services.state == "draining")
+    app.add_middleware(DrainMiddleware, is_draining=is_draining)
     if (find := keys_of(settings.api_key, settings.api_keys_file, info.drafters)) is not None:
         app.add_middleware(ApiKeyMiddleware, find=find)
     admin_key = None if settings.admin_key is None else settings.admin_key.get_secret_value()

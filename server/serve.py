@@ -113,7 +113,12 @@ def _serve_with_workers(
     info = process.ready()
     # What the workers would refuse is refused here, once.
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
-    metrics = Metrics(info, public_name(info, settings), lambda: process.is_alive)
+    metrics = Metrics(
+        info,
+        public_name(info, settings),
+        lambda: process.is_alive,
+        lambda: workers.is_draining,
+    )
     metrics.show_speculation(resolver.defaults)
     # Drafters' own settings are the engine's business; their class is made anew in each process.
     values = {name: getattr(settings, name) for name in Settings.model_fields if name != "drafter"}

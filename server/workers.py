@@ -131,6 +131,10 @@ class Workers:
         self._workers: list[_Worker] = []
         self._num_signals = 0
 
+    @property
+    def is_draining(self) -> bool:
+        return self._num_signals > 0
+
     def run(self, drain_seconds: float, restart_engine: bool, step_timeout: float) -> None:
         """Serve until SIGTERM or SIGINT, and then let requests finish; a second signal ends them. Raises
         EngineError where the workers cannot start."""

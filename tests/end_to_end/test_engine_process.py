@@ -97,6 +97,7 @@ async def drain(server: Server) -> list[httpx.Response]:
             await asyncio.sleep(0.01)
         assert ready.json() == {"status": "draining"}
         assert (await client.get("/health")).status_code == 200
+        assert "\nslipstream_draining 1.0\n" in (await client.get("/metrics")).text
         refused = await client.post("/v1/completions", json=body)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"

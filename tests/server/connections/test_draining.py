@@ -68,6 +68,7 @@ async def test_the_port_answers_until_the_last_request_has_finished() -> None:
                 assert (await other.get("/health")).status_code == 200
                 ready = await other.get("/ready")
                 assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+                assert "\nslipstream_draining 1.0\n" in (await other.get("/metrics")).text
                 for refused in (
                     await other.get("/v1/models"),
                     await other.post("/v1/completions", json=BODY),
