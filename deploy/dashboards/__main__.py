@@ -10,11 +10,12 @@ from pathlib import Path
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
+from deploy.dashboards.fleet import fleet
 from deploy.dashboards.serving import serving
 from deploy.dashboards.speculation import speculation
 
 TARGET = Path(__file__).resolve().parents[1] / "grafana" / "dashboards"
-DASHBOARDS = {"speculation": speculation, "serving": serving}
+DASHBOARDS = {"speculation": speculation, "serving": serving, "fleet": fleet}
 
 
 def as_json(dashboard: Dashboard) -> str:

@@ -1,4 +1,4 @@
-"""The parts both dashboards are made of: variables, queries and the kinds of panel.
+"""The parts all dashboards are made of: variables, queries and the kinds of panel.
 
 Metrics carry no model's name; ``slipstream_model_info`` says which instance serves which model. So
 the variable ``model`` narrows ``instance``, and every query selects by ``instance``.

@@ -35,6 +35,16 @@ WANTED = {
         "slipstream_requests_total",
         "slipstream_rejections_total",
     },
+    "fleet": {
+        "slipstream_engine_up",
+        "slipstream_draining",
+        "slipstream_requests_running",
+        "slipstream_requests_waiting",
+        "slipstream_prefix_cache_hits_total",
+        "slipstream_kv_events_dropped_total",
+        "slipstream_tenant_tokens_total",
+        "slipstream_tenant_rejections_total",
+    },
 }
 
 

@@ -35,12 +35,14 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     debian_tool("prometheus")
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text("tenants: [{name: search, key: secret}]")
     with pytest.MonkeyPatch.context() as patch:
         # There is no GPU here; its memory is a gauge like any other.
         memory = {"used": 6e9, "free": 2e9, "allocated": 5e9}
         patch.setattr(engine.runtime, "device_memory", lambda _device: memory)
         with (
-            live_server() as live,
+            live_server("secret", api_keys_file=str(keys)) as live,
             live_prometheus(tmp_path_factory.mktemp("prometheus"), live.address) as prometheus,
         ):
             # Twice: a rate needs two scrapes of a series, with growth between them.
@@ -82,6 +84,10 @@ def test_shares_are_shares_and_gains_are_gains(watched: Watched) -> None:
         "Prefix-cache hits (A)": (0.0, 1.0),
         "KV blocks held (A)": (0.0, 1.0),
         "Engines up (A)": (1.0, 1.0),
+        "Replicas that serve (A)": (1.0, 1.0),
+        "Draining (A)": (0.0, 0.0),
+        "Uneven load (A)": (0.0, 0.0),
+        "Affinity hits (A)": (0.0, 1.0),
         "Errors (A)": (0.0, 0.0),
     }
     seen = set()
@@ -120,6 +126,7 @@ def test_every_variable_offers_something(watched: Watched) -> None:
     assert all(offered.values()), offered
     assert offered["speculation: model"] == ["slipstream-bundled"]
     assert offered["serving: instance"] == [watched.server.address]
+    assert offered["fleet: tenant"] == ["search"]
 
 
 def test_a_healthy_server_alarms_nobody(watched: Watched) -> None:

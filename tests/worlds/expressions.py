@@ -14,7 +14,8 @@ from worlds.deploy_tools import DEPLOY
 FILES = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 DASHBOARDS: dict[str, Any] = {path.stem: json.loads(path.read_text()) for path in FILES}
 # What Grafana puts in for "All". The interval holds the whole test, however slow the machine is.
-VALUES = {"$model": ".*", "$instance": ".*", "$drafter": ".*", "$__rate_interval": "15m"}
+_CHOICES = ("$model", "$instance", "$drafter", "$tenant")
+VALUES = dict.fromkeys(_CHOICES, ".*") | {"$__rate_interval": "15m"}
 
 
 def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:

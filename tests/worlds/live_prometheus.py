@@ -48,18 +48,22 @@ def until(reached: Callable[[], bool], what: str) -> None:
 class LiveServer:
     engine: AsyncEngine
     address: str
+    key: str = ""
 
     def post(self, path: str, body: dict[str, Any]) -> int:
         """The status of the answer, read to its end."""
-        return httpx.post(f"http://{self.address}/v1{path}", json=body, timeout=HANG).status_code
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        url = f"http://{self.address}/v1{path}"
+        return httpx.post(url, json=body, headers=headers, timeout=HANG).status_code
 
     def is_idle(self) -> bool:
         return not self.engine.core.has_work
 
 
 @contextmanager
-def live_server(**settings: Any) -> Iterator[LiveServer]:
-    """The bundled model behind uvicorn, with room for two requests and a queue of one."""
+def live_server(key: str = "", **settings: Any) -> Iterator[LiveServer]:
+    """The bundled model behind uvicorn, with room for two requests and a queue of one. ``key``: what
+    requests come with."""
     drafters = ("none", "ngram", "nasd", "prediction")
     config = EngineConfig(max_num_seqs=2, max_num_waiting=1, drafters=drafters)
     engine, tokenizer = build_engine(config)
@@ -70,7 +74,7 @@ def live_server(**settings: Any) -> Iterator[LiveServer]:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         thread.start()
         until(lambda: server.started, "the server did not start")
-        yield LiveServer(engine, f"127.0.0.1:{listener.getsockname()[1]}")
+        yield LiveServer(engine, f"127.0.0.1:{listener.getsockname()[1]}", key)
         server.should_exit = True
         thread.join(HANG)
         assert not thread.is_alive()
