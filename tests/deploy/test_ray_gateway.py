@@ -172,7 +172,7 @@ async def test_metrics_are_of_all_replicas() -> None:
         served = {
             each.labels["replica"]: each.value
             for each in families["slipstream_requests"].samples
-            if each.name.endswith("_total") and each.labels["outcome"] == "stop"
+            if each.name.endswith("_total") and each.labels["finish_reason"] == "stop"
         }
         assert served[name] == 1
         assert sum(served.values()) == 1
