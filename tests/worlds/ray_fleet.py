@@ -32,9 +32,10 @@ class RayFleet:
 
     def by_replica(self, name: str) -> dict[str, float]:
         """The sum of a metric's samples of each replica."""
-        text = httpx.get(f"{self.url}/metrics", timeout=HANG).text
+        reply = httpx.get(f"{self.url}/metrics", timeout=HANG)
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
+        # Until the application is there, Serve says in words that it is not.
+        for family in text_string_to_metric_families(reply.text if reply.is_success else ""):
             for sample in family.samples:
                 if sample.name == name:
                     replica = sample.labels["replica"]
@@ -90,7 +91,12 @@ def ray_fleet(folder: Path, settings: dict[str, Any]) -> Iterator[RayFleet]:
     engine["ray_actor_options"] = {"num_cpus": 0.5}
     path, log = folder / "serve.yaml", folder / "log"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    environment = {**child_environment(), "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {
+        **child_environment(),
+        "RAY_ADDRESS": "local",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_WAIT_POLICY": "passive",
+    }
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", _RUN, "run", str(path)],
