@@ -12,6 +12,8 @@ from pydantic_core import from_json
 _GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 # What the text to continue begins with, in the order in which templates put it.
 _BEGINNINGS = ("instructions", "messages", "prompt", "input")
+# Of a longer body the start is read, so that no body, however large, keeps other requests waiting.
+_READ_BYTES = 64 << 10
 
 
 def affinity_key(
@@ -23,7 +25,11 @@ def affinity_key(
     if path not in _GENERATES:
         return None
     try:
-        fields = from_json(body)
+        if len(body) > _READ_BYTES:
+            start = body[:_READ_BYTES].decode(errors="ignore")
+            fields = from_json(start, allow_partial="trailing-strings")
+        else:
+            fields = from_json(body)
     except ValueError:
         return None
     if not isinstance(fields, Mapping):

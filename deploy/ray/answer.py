@@ -7,7 +7,7 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import Message, Send
 
-from deploy.ray.errors import ReplicaLostError, replica_lost
+from deploy.ray.errors import ReplicaLostError
 from server.errors import ApiError
 from server.reply.sse import DONE, event
 
@@ -48,9 +48,8 @@ class Answer:
         elif self._head is not None:
             await self._take_body(message)
 
-    async def fail(self) -> None:
+    async def fail(self, error: ApiError) -> None:
         """The end of an answer that no replica gives."""
-        error = replica_lost()
         if self._is_stream:
             await self._send_event(error.body())
         elif not self._is_head_sent:

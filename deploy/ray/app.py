@@ -1,4 +1,4 @@
-"""The application for Ray Serve: ``serve run deploy.ray.app:build``, or with serve.yaml beside this.
+"""The application for Ray Serve, which serve.yaml beside this configures.
 
 An ingress (``gateway``) in front of replicas of the server (``engine``), each with an engine's process.
 """
@@ -6,7 +6,6 @@ An ingress (``gateway``) in front of replicas of the server (``engine``), each w
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.config import RequestRouterConfig
@@ -18,23 +17,12 @@ from starlette.types import Message
 from deploy.ray.errors import ReplicaLostError, too_many_waiting
 from deploy.ray.exchange import Forwarded, Whole
 from deploy.ray.gateway import Gateway
-from deploy.ray.replica import Replica, read_settings
+from deploy.ray.replica import Replica
 from deploy.ray.router import AffinityRouter
+from deploy.ray.settings import Arguments, read_settings
 
 # An answer to a question for all replicas that takes longer counts as none.
 _ASK_SECONDS = 10.0
-
-
-class Arguments(BaseModel):
-    """``args`` of the application. ``settings``: the server's, by the names that its file of settings
-    has. ``prefix_characters``: requests of an API key and salt whose texts begin with the same so many
-    characters go to one replica while it is not much busier than others; 0: all requests of a key and
-    salt do."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    settings: dict[str, Any] = {}
-    prefix_characters: int = Field(default=256, ge=0)
 
 
 class ServeReplicas:

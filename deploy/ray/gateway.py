@@ -22,7 +22,7 @@ from deploy.ray.answer import Answer
 from deploy.ray.errors import ReplicaLostError, not_adopted, replica_lost
 from deploy.ray.exchange import Forwarded, Whole
 from deploy.ray.exposition import merge
-from server.errors import ApiError, body_too_large
+from server.errors import ApiError, body_too_large, to_api_error
 from server.middleware import BodyLimitMiddleware
 from server.reply.streaming import ClientGoneError, unless_client_leaves
 
@@ -129,7 +129,10 @@ class Gateway:
                 except ReplicaLostError:
                     if answer.has_begun:
                         break
-        await answer.fail()
+                except Exception as error:
+                    await answer.fail(to_api_error(error))
+                    return
+        await answer.fail(replica_lost())
 
     async def _metrics(self, request: Forwarded) -> Response:
         found = await self._replicas.ask_all(request)

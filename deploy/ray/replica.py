@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
@@ -12,29 +11,27 @@ from ray import serve
 from starlette.types import Message
 
 from deploy.ray.exchange import Forwarded, Whole, answers, whole_answer
-from deploy.ray.open_tokens import CountingEngine
-from drafters.registry import drafter_settings
+from deploy.ray.open_tokens import OpenTokens
+from deploy.ray.settings import read_settings
+from engine.events import TokenEvent
+from engine.params import GenerationRequest
+from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.tokenizer import load_tokenizer, model_path
 from server.app import build_app
 from server.request.large_bodies import default_body_bytes
 from server.serve import check, preloads
-from server.settings import Settings, with_drafters
-
-logger = logging.getLogger("slipstream")
 
 
-# Sockets, processes and times of HTTP are Serve's here, and it replaces what dies.
-_SERVE_DECIDES = ("host", "port", "api_workers", "engine_process", "restart_engine", "drain_seconds",
-                  "read_timeout", "write_timeout", "keep_alive_timeout")  # fmt: skip
+class CountingEngine(RemoteEngine):
+    """Knows how much it has to do."""
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.tokens = OpenTokens()
 
-def read_settings(given: dict[str, Any]) -> Settings:
-    """The server's settings, and ``SLIPSTREAM_*`` variables below them. Raises ValueError."""
-    settings = with_drafters(drafter_settings())(**given)
-    if vain := sorted(settings.model_fields_set & set(_SERVE_DECIDES)):
-        raise ValueError(f"{', '.join(vain)}: Serve decides on this; leave it out")
-    return settings
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        return self.tokens.counted(request, super().generate(request))
 
 
 class Replica:
@@ -99,4 +96,4 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What ``TokenScaling`` goes by."""
-        return {"open_tokens": float(self._engine.open_tokens)}
+        return {"open_tokens": float(self._engine.tokens.total)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy.ray.errors import too_many_waiting
 from engine.errors import EngineDeadError
 from worlds.gathered_replicas import Fleet, fleet
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
@@ -58,6 +60,13 @@ async def test_everything_of_a_replica_is_there() -> None:
         long = await found.client.post("/v1/completions", json=body("x" * 5000))
         assert (long.status_code, long.json()["error"]["code"]) == (413, "body_too_large")
         assert (await found.client.get("/nothing")).status_code == 404
+
+        async def endless_body() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 1000
+
+        long = await found.client.post("/v1/completions", content=endless_body())
+        assert (long.status_code, long.json()["error"]["code"]) == (413, "body_too_large")
 
 
 async def test_what_begins_alike_goes_to_one_replica() -> None:
@@ -150,6 +159,20 @@ async def test_a_stream_that_waited_hears_of_the_next_replicas_refusal() -> None
         assert reply.status_code == 200
         error, done = events(reply.text)
         assert (error["error"]["code"], done) == ("queue_full", "[DONE]")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [(too_many_waiting(), 429, "queue_full"), (KeyError("own"), 500, "internal_error")],
+)
+async def test_what_stops_a_request_on_its_way_is_answered(
+    refusal: Exception, status: int, code: str
+) -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        found.replicas.refusal = refusal
+        reply = await found.client.post("/v1/completions", json=body(stream=True))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+        assert "own" not in reply.text
 
 
 async def test_a_client_who_leaves_ends_its_request() -> None:

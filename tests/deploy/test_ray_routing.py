@@ -54,6 +54,17 @@ def test_what_cannot_be_read_belongs_nowhere(body: bytes) -> None:
     assert affinity_key("/v1/models", (), b'{"prompt": "x"}', 16) is None
 
 
+def test_of_a_long_body_the_start_counts() -> None:
+    short = key(cache_salt="s", prompt="\u00e9" * 100)
+    assert key(cache_salt="s", prompt="\u00e9" * 100_000) == short
+    # Also where the cut falls within a character, or an escape.
+    for shift in range(8):
+        text = "x" * shift + "\u00e9" * 100_000
+        raw = json.dumps({"prompt": text}, ensure_ascii=False).encode()
+        assert affinity_key(PATH, (), raw, 16) == key(prompt=text[:100])
+        assert key(prompt=text) == key(prompt=text[:100])
+
+
 def test_a_deep_body_is_no_trouble() -> None:
     assert affinity_key(PATH, (), b'{"prompt":' + b"[" * 150 + b"]" * 150 + b"}", 16)
     assert key(prompt=[[1] * 100_000] * 3, characters=1000)

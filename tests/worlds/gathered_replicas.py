@@ -21,15 +21,19 @@ from worlds.serving import serve
 @dataclass
 class Gathered:
     """``apps``: by name. ``lives``: how many lists of messages a replica gives before it is gone;
-    forever where it is not named. ``asked``: who was, in order."""
+    forever where it is not named. ``refusal``: what happens in place of any. ``asked``: who was, in
+    order."""
 
     apps: dict[str, Any]
     lives: dict[str, int] = field(default_factory=dict)
+    refusal: Exception | None = None
     asked: list[str] = field(default_factory=list)
 
     async def answer(self, request: Forwarded) -> AsyncGenerator[str | list[Message], None]:
         name = preferred(request.key, dict.fromkeys(self.apps, 0), request.avoid)[0]
         self.asked.append(name)
+        if self.refusal is not None:
+            raise self.refusal
         yield name
         async with aclosing(answers(self.apps[name], request)) as found:
             async for messages in found:
