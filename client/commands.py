@@ -59,6 +59,17 @@ _BENCH_EXAMPLES = """examples:
 
 requests.jsonl has one object per line: {"prompt": "..."} or {"messages": [...]}."""
 
+_WARM = """Teach a fresh server, or replica, what was written before: the lines of a log are sent as
+prompts that already have their completions. The server caches the texts and, where the drafter is
+`suffix`, drafts from them for later requests with the same API key and cache salt. No text changes
+for it.
+
+LOG is what `slipstream replay` reads: {"prompt": ..., "completion": ...}, both texts or both token ids,
+or "messages" in place of "prompt"; and "cache_salt". The newest line is the last."""
+_WARM_EXAMPLES = """examples:
+  slipstream warm requests.jsonl
+  SLIPSTREAM_API_KEY=... slipstream warm requests.jsonl --url http://10.0.0.7:8000 --last 200"""
+
 
 def add_client_commands(commands: Any) -> None:
     """Add the subcommands to ``commands``, what ``ArgumentParser.add_subparsers`` returned."""
@@ -92,6 +103,17 @@ def add_client_commands(commands: Any) -> None:
         metavar="NAME",
         help="arms beside none, apart by spaces or commas (default: the server's default)",
     )
+
+    warm = _add(commands, "warm", "teach a server from a log", _WARM, _WARM_EXAMPLES)
+    warm.add_argument("log", metavar="LOG", type=Path, help="JSON lines")
+    warm.add_argument(
+        "--last", type=_count, default=512, metavar="N", help="lines, from its end (default: 512)"
+    )
+    warm.add_argument("--concurrency", type=_count, default=4, metavar="N", help="default: 4")
+    warm.add_argument(
+        "--drafter", default="suffix", metavar="NAME", help="which is to learn (default: suffix)"
+    )
+    add_connection(warm)
 
 
 def _add(

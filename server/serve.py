@@ -40,10 +40,7 @@ logger = logging.getLogger("slipstream")
 def serve(settings: Settings, config: EngineConfig) -> None:
     """Serve until a signal says to end. Raises EngineError, ValueError or OSError where the model, the
     settings or the port rule it out."""
-    # Refused before anything is loaded.
-    find_plugins(config.drafter_plugins)
-    keys_of(settings.api_key, settings.api_keys_file)
-    check_telemetry(settings.otlp_endpoint)
+    check(settings, config)
     rank = rank_here(config.tensor_parallel_size)
     if rank is not None and rank.number > 0:
         _follow(config)
@@ -62,7 +59,7 @@ def serve(settings: Settings, config: EngineConfig) -> None:
             _speak_http(*build_engine(config), settings, listener)
             return
         process = EngineProcess(
-            config, logs=settings.log_options(), environment=_preloads(settings, config)
+            config, logs=settings.log_options(), environment=preloads(settings, config)
         )
         try:
             process.begin()
@@ -72,6 +69,13 @@ def serve(settings: Settings, config: EngineConfig) -> None:
                 _serve_with_workers(process, settings, config, listener)
         finally:
             process.stop()
+
+
+def check(settings: Settings, config: EngineConfig) -> None:
+    """Refuse what can be refused before anything is loaded. Raises EngineError, ValueError."""
+    find_plugins(config.drafter_plugins)
+    keys_of(settings.api_key, settings.api_keys_file)
+    check_telemetry(settings.otlp_endpoint)
 
 
 def _follow(config: EngineConfig) -> None:
@@ -141,7 +145,8 @@ def _speak_http(
         server.run([listener])
 
 
-def _preloads(settings: Settings, config: EngineConfig) -> dict[str, str]:
+def preloads(settings: Settings, config: EngineConfig) -> dict[str, str]:
+    """Variables that the engine's process gets beside its parent's."""
     if not settings.preload or config.device != "cpu":
         return {}
     found = preload_environment()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from engine.async_engine import AsyncEngine
 from engine.build import build_engine
 from engine.config import EngineConfig
 from server.app import build_app
+from server.cli import main
 from server.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -374,3 +376,36 @@ def test_calls_and_what_came_of_them_are_shown_to_the_model(served: Served) -> N
     assert text.count("<|system|>") == text.count("Be brief.") == 1
     assert '<|assistant|>\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>' in text
     assert text.endswith("<|user|>noon<|eos|><|assistant|>")
+
+
+def test_a_warmed_drafter_copies_from_the_log(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(salt: str) -> Any:
+        # A grant that knows no clock: what is accepted is a function of the text.
+        speculative = {"draft_strategy": "suffix", "adaptive_depth": "fixed"}
+        body = {"cache_salt": salt, "speculative": speculative}
+        return served.client().completions.create(
+            model="slipstream-bundled",
+            prompt="def parse(line):\n",
+            max_tokens=64,
+            temperature=0.9,
+            seed=11,
+            extra_body=body,
+        )
+
+    def accepted(reply: Any) -> int:
+        found: int = reply.usage.model_extra["speculative"]["num_accepted_tokens"]
+        return found
+
+    cold = ask("cold")
+    log = tmp_path / "log.jsonl"
+    line = {"prompt": "def parse(line):\n", "completion": cold.choices[0].text}
+    log.write_text(json.dumps(line | {"cache_salt": "warm"}), encoding="utf-8")
+    monkeypatch.setenv("SLIPSTREAM_URL", served.url)
+    assert main(["warm", str(log)]) == 0
+    warm, other = ask("warm"), ask("other")
+    assert warm.choices[0].text == other.choices[0].text == cold.choices[0].text
+    assert accepted(warm) > accepted(cold) + 20
+    # What was taught under one salt is nobody else's.
+    assert accepted(other) == accepted(cold)

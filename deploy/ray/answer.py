@@ -1,0 +1,109 @@
+"""One answer on its way from a replica to the client, and what becomes of it when the replica is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.types import Message, Send
+
+from deploy.ray.errors import ReplicaLostError
+from server.errors import ApiError
+from server.reply.sse import DONE, event
+
+# By these a replica says that another one has to do it: its engine has died, or it ends.
+_ELSEWHERE = ("engine_dead", "shutting_down")
+_COMMENT = b":"
+_ERROR_EVENT = b'data: {"error":'
+
+
+class Answer:
+    """Passes a replica's messages on to ``send``. Until something of the answer itself has been written,
+    another replica's may take its place: a stream's head and comments commit to nothing."""
+
+    def __init__(self, send: Send, is_typed: bool) -> None:
+        """``is_typed``: whether events have names and numbers, as those of ``/v1/responses`` have."""
+        self._send = send
+        self._is_typed = is_typed
+        self._head: Message | None = None
+        self._is_head_sent = False
+        self._is_stream = False
+        self._num_events = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has seen a part of the answer, so that it cannot be begun anew."""
+        return self._num_events > 0 or (self._is_head_sent and not self._is_stream)
+
+    async def take(self, message: Message) -> None:
+        """A message of a replica. Raises ReplicaLostError where it says that it cannot answer and the
+        answer has not begun."""
+        if message["type"] == "http.response.start":
+            # Serve adds it, the same.
+            headers = [each for each in message["headers"] if each[0] != b"x-request-id"]
+            self._head = {**message, "headers": headers}
+            if not self._is_head_sent and _is_stream(message):
+                self._is_stream = True
+                await self._send_head()
+        elif self._head is not None:
+            await self._take_body(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """The end of an answer that no replica gives."""
+        if self._is_stream:
+            await self._send_event(error.body())
+        elif not self._is_head_sent:
+            await _respond(self._send, error)
+        # Else a whole reply was cut off, which its length tells.
+
+    async def _take_body(self, message: Message) -> None:
+        assert self._head is not None
+        body = message.get("body", b"")
+        if not self.has_begun:
+            if _says_elsewhere(self._head["status"], body):
+                raise ReplicaLostError
+            if self._is_stream and not _is_stream(self._head):
+                # The replica that was asked next refused: the client has seen a status already.
+                await self._send_event(from_json(body))
+                self._head = None
+                return
+        if not self._is_head_sent:
+            await self._send_head()
+        if body and not body.startswith(_COMMENT):
+            self._num_events += body.count(b"\n\n") if self._is_stream else 1
+        await self._send(message)
+
+    async def _send_head(self) -> None:
+        assert self._head is not None
+        self._is_head_sent = True
+        await self._send(self._head)
+
+    async def _send_event(self, error: Any) -> None:
+        if self._is_typed:
+            fields = {**error["error"], "type": "error", "sequence_number": self._num_events}
+            content = event(fields, "error")
+        else:
+            content = event(error) + DONE
+        await self._send({"type": "http.response.body", "body": content, "more_body": False})
+
+
+def _is_stream(head: Message) -> bool:
+    kind = next((value for name, value in head["headers"] if name == b"content-type"), b"")
+    return bool(head["status"] == 200 and kind.startswith(b"text/event-stream"))
+
+
+def _says_elsewhere(status: int, body: bytes) -> bool:
+    if status != 503 and not body.startswith(_ERROR_EVENT):
+        return False
+    try:
+        error = from_json(body.removeprefix(b"data: ").partition(b"\n\n")[0])["error"]
+        return error["code"] in _ELSEWHERE
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+async def _respond(send: Send, error: ApiError) -> None:
+    found = error.response()
+    head = {"type": "http.response.start", "status": found.status_code}
+    await send({**head, "headers": found.raw_headers})
+    await send({"type": "http.response.body", "body": found.body, "more_body": False})

@@ -1,0 +1,38 @@
+"""Metrics of all replicas as one text for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+
+class _Found(Collector):
+    def __init__(self, families: Mapping[str, Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families.values()
+
+
+def merge(texts: Mapping[str, str]) -> bytes:
+    """By replica its exposition, in Prometheus's text format; every sample of the result has its
+    ``replica`` as a label."""
+    families: dict[str, Metric] = {}
+    for replica, text in sorted(texts.items()):
+        for family in text_string_to_metric_families(text):
+            kept = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for name, labels, value in _samples(family):
+                kept.add_sample(name, {**labels, "replica": replica}, value)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Found(families))
+    return generate_latest(registry)
+
+
+def _samples(family: Metric) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    for sample in family.samples:
+        yield sample.name, sample.labels, sample.value

@@ -1,0 +1,99 @@
+"""A replica: the server's application and its engine's process, without a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+from ray import serve
+from starlette.types import Message
+
+from deploy.ray.exchange import Forwarded, Whole, answers, whole_answer
+from deploy.ray.open_tokens import OpenTokens
+from deploy.ray.settings import read_settings
+from engine.events import TokenEvent
+from engine.params import GenerationRequest
+from engine.process.client import RemoteEngine
+from engine.process.launch import EngineProcess
+from engine.tokenizer import load_tokenizer, model_path
+from server.app import build_app
+from server.request.large_bodies import default_body_bytes
+from server.serve import check, preloads
+
+
+class CountingEngine(RemoteEngine):
+    """Knows how much it has to do."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.tokens = OpenTokens()
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        return self.tokens.counted(request, super().generate(request))
+
+
+class Replica:
+    """What Serve makes and asks. ``given``: settings of the server."""
+
+    async def __init__(self, given: dict[str, Any]) -> None:  # type: ignore[misc]
+        """Raises EngineError, ValueError, OSError where the model or the settings rule it out."""
+        self.name: str = serve.get_replica_context().replica_id.unique_id
+        settings = read_settings(given)
+        config = settings.engine_config()
+        check(settings, config)
+        settings.log_options().begin()
+        self._process = EngineProcess(
+            config, logs=settings.log_options(), environment=preloads(settings, config)
+        )
+        self._open = AsyncExitStack()
+        self._open.push_async_callback(asyncio.to_thread, self._process.stop)
+        try:
+            self._process.begin()
+            tokenizer = await asyncio.to_thread(
+                load_tokenizer, model_path(config), config.revision, config.trust_remote_code
+            )
+            info = await asyncio.to_thread(self._process.ready)
+            self._engine = CountingEngine(info, self._process.connect(), self._process.pulse)
+            self._process.watch(None, settings.step_timeout)
+            self._app = build_app(self._engine, tokenizer, settings)
+            self._services = self._app.state.services
+            self._services.bodies.warm()
+            await self._open.enter_async_context(self._app.router.lifespan_context(self._app))
+        except BaseException:
+            await self._open.aclose()
+            raise
+        self._max_body_bytes = settings.max_body_bytes or default_body_bytes(
+            info.max_model_len, tokenizer
+        )
+
+    async def __del__(self) -> None:
+        """Serve calls it when the open requests have ended."""
+        await self._open.aclose()
+
+    async def answer(self, request: Forwarded) -> AsyncGenerator[str | list[Message], None]:
+        """The replica's name, and then the answer's ASGI messages in lists."""
+        yield self.name
+        async with aclosing(answers(self._app, request)) as found:
+            async for messages in found:
+                yield messages
+
+    async def answer_whole(self, request: Forwarded) -> Whole:
+        """The answer to a request that all replicas get."""
+        return await whole_answer(self._app, request, self.name)
+
+    async def max_body_bytes(self) -> int:
+        """The longest body that it takes."""
+        return self._max_body_bytes
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError where Serve has to replace it: its engine is dead, or hangs."""
+        if not self._engine.is_alive:
+            raise RuntimeError("the engine is dead")
+        if self._services.is_hung:
+            raise RuntimeError("the engine hangs in a step")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What ``TokenScaling`` goes by."""
+        return {"open_tokens": float(self._engine.tokens.total)}

@@ -1,0 +1,231 @@
+"""The ingress under Ray Serve, in front of replicas in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.ray.errors import too_many_waiting
+from engine.errors import EngineDeadError
+from worlds.gathered_replicas import Fleet, fleet
+from worlds.scripted_engine import AsgiCall, ScriptedEngine
+from worlds.serving import endless, events, until
+
+pytestmark = pytest.mark.anyio
+ADMIN = {"authorization": "Bearer secret"}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def body(prompt: str = "once", **more: Any) -> dict[str, Any]:
+    return {"model": "test/scripted", "prompt": prompt, "max_tokens": 64, "seed": 1} | more
+
+
+def texts(stream: str) -> str:
+    return "".join(
+        choice["text"]
+        for each in events(stream)
+        if each != "[DONE]" and "error" not in each
+        for choice in each["choices"]
+    )
+
+
+async def first_asked(found: Fleet, path: str = "/v1/completions", **more: Any) -> str:
+    """The replica that such a request belongs to."""
+    await found.client.post(path, json=body(**more))
+    (name,) = found.replicas.asked
+    found.replicas.asked.clear()
+    return name
+
+
+async def test_everything_of_a_replica_is_there() -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        whole = await found.client.post("/v1/completions", json=body())
+        assert whole.json()["choices"][0]["text"] == "hello world"
+        assert "x-request-id" not in whole.headers  # Serve's proxy adds it
+        stream = await found.client.post("/v1/completions", json=body(stream=True))
+        assert texts(stream.text) == "hello world"
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert (await found.client.get("/v1/models")).json()["data"][0]["id"] == "test/scripted"
+        refused = await found.client.post("/v1/completions", json=body(max_tokens="x"))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+        long = await found.client.post("/v1/completions", json=body("x" * 5000))
+        assert (long.status_code, long.json()["error"]["code"]) == (413, "body_too_large")
+        assert (await found.client.get("/nothing")).status_code == 404
+
+        async def endless_body() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 1000
+
+        long = await found.client.post("/v1/completions", content=endless_body())
+        assert (long.status_code, long.json()["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_what_begins_alike_goes_to_one_replica() -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        beginning = "a system's prompt of more than the sixty-four characters that count here; "
+        for number in range(6):
+            await found.client.post("/v1/completions", json=body(f"{beginning}{number}"))
+        assert len(set(found.replicas.asked)) == 1
+        for number in range(20):
+            await found.client.post("/v1/completions", json=body(f"{number} {beginning}"))
+        assert set(found.replicas.asked) == {"a", "b"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("messages", [0, 1])
+async def test_a_request_that_wrote_nothing_is_done_by_another(stream: bool, messages: int) -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        name = await first_asked(found)
+        found.replicas.lives[name] = messages  # its end comes before or after the answer's head
+        reply = await found.client.post("/v1/completions", json=body(stream=stream))
+        assert reply.status_code == 200
+        text = texts(reply.text) if stream else reply.json()["choices"][0]["text"]
+        assert text == "hello world"
+        assert found.replicas.asked == [name, *({"a", "b"} - {name})]
+        assert not any(engine.open for engine in found.engines.values())
+
+
+async def test_a_stream_that_has_begun_ends_with_an_error() -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        name = await first_asked(found)
+        found.replicas.lives[name] = 3  # the head, and two events
+        reply = await found.client.post("/v1/completions", json=body(stream=True))
+        *written, error, done = events(reply.text)
+        assert "".join(each["choices"][0]["text"] for each in written) == "hello world"[:4]
+        assert (error["error"]["code"], done) == ("replica_lost", "[DONE]")
+        assert found.replicas.asked == [name]
+        await until(lambda: not found.engines[name].open)
+
+
+async def test_an_error_among_events_with_names_has_one() -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        found.replicas.lives = {"a": 4, "b": 4}
+        asked = {"model": "test/scripted", "input": "x", "stream": True, "max_output_tokens": 64}
+        reply = await found.client.post("/v1/responses", json=asked)
+        *written, last = reply.text.removesuffix("\n\n").split("\n\n")
+        numbers = [json.loads(each.split("data: ")[1])["sequence_number"] for each in written]
+        name, data = last.split("\n")
+        assert name == "event: error"
+        error = json.loads(data.removeprefix("data: "))
+        assert (error["type"], error["code"]) == ("error", "replica_lost")
+        assert [*numbers, error["sequence_number"]] == list(range(len(numbers) + 1))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_where_nobody_is_left_it_says_so(stream: bool) -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        found.replicas.lives = {"a": 0, "b": 0}
+        reply = await found.client.post("/v1/completions", json=body(stream=stream))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "replica_lost")
+        assert reply.headers["retry-after"] == "1"
+        assert len(found.replicas.asked) == 3
+        for path in ("/health", "/ready"):
+            assert (await found.client.get(path)).status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_replica_whose_engine_has_died_is_passed_over(stream: bool) -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        name = await first_asked(found)
+        dead = found.engines[name]
+        dead.break_after, dead.error = 0, EngineDeadError("the engine died")
+        reply = await found.client.post("/v1/completions", json=body(stream=stream))
+        assert "hello world" in (texts(reply.text) if stream else reply.text)
+        dead.is_alive = False
+        assert (await found.client.get("/health")).status_code == 200
+        for engine in found.engines.values():
+            engine.is_alive = False
+        reply = await found.client.post("/v1/completions", json=body(stream=stream))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "replica_lost")
+        assert (await found.client.get("/health")).json() == {"status": "dead"}
+
+
+async def test_a_stream_that_waited_hears_of_the_next_replicas_refusal() -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        name = await first_asked(found)
+        (other,) = {"a", "b"} - {name}
+        found.replicas.lives[name] = 1  # its head only
+        found.engines[other].capacity = 0
+        reply = await found.client.post("/v1/completions", json=body(stream=True))
+        assert reply.status_code == 200
+        error, done = events(reply.text)
+        assert (error["error"]["code"], done) == ("queue_full", "[DONE]")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [(too_many_waiting(), 429, "queue_full"), (KeyError("own"), 500, "internal_error")],
+)
+async def test_what_stops_a_request_on_its_way_is_answered(
+    refusal: Exception, status: int, code: str
+) -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        found.replicas.refusal = refusal
+        reply = await found.client.post("/v1/completions", json=body(stream=True))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+        assert "own" not in reply.text
+
+
+async def test_a_client_who_leaves_ends_its_request() -> None:
+    engines = endless(), endless()
+    async with fleet(*engines) as found:
+        async with AsgiCall(found.app, "/v1/completions", body(stream=True)) as call:
+            for _ in range(3):
+                await call.messages.get()
+            assert sum(len(each.open) for each in engines) == 1
+            await call.hang_up()
+        await until(lambda: not any(each.open for each in engines))
+        assert sum(len(each.closed_early) for each in engines) == 1
+
+
+async def test_metrics_are_of_all_replicas() -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        name = await first_asked(found)
+        reply = await found.client.get("/metrics")
+        families = {each.name: each for each in text_string_to_metric_families(reply.text)}
+        served = {
+            each.labels["replica"]: each.value
+            for each in families["slipstream_requests"].samples
+            if each.name.endswith("_total") and each.labels["finish_reason"] == "stop"
+        }
+        assert served[name] == 1
+        assert sum(served.values()) == 1
+        up = families["slipstream_engine_up"]
+        assert {each.labels["replica"]: each.value for each in up.samples} == {"a": 1, "b": 1}
+        assert up.type == "gauge"
+        samples = [each for family in families.values() for each in family.samples]
+        assert all(each.labels.get("replica") in ("a", "b") for each in samples)
+
+
+async def test_a_change_is_made_in_all_replicas() -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine(), admin_key="secret") as found:
+        change = {"defaults": {"draft_strategy": "nasd"}}
+        refused = await found.client.patch("/admin/speculative", json=change)
+        assert refused.status_code == 401
+        done = await found.client.patch("/admin/speculative", json=change, headers=ADMIN)
+        assert done.json()["defaults"]["draft_strategy"] == "nasd"
+        for app in found.replicas.apps.values():
+            assert app.state.services.resolver.defaults.draft_strategy == "nasd"
+        found.replicas.lives = {"a": 0, "b": 0}
+        lost = await found.client.patch("/admin/speculative", json=change, headers=ADMIN)
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "not_adopted")
+
+
+async def test_guards_hold_behind_a_prefix() -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine(), api_key="secret") as found:
+        transport = httpx.ASGITransport(app=found.app, root_path="/some/where")
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            reply = await client.post("/some/where/v1/completions", json=body())
+            assert reply.status_code == 401
+            headers = {"authorization": "Bearer secret"}
+            reply = await client.post("/some/where/v1/completions", json=body(), headers=headers)
+            assert reply.json()["choices"][0]["text"] == "hello world"
