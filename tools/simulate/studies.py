@@ -18,14 +18,15 @@ from tools.simulate.routing import ROUTERS
 from tools.simulate.work import Arrivals, poisson
 
 Rows: TypeAlias = list[tuple[str, Figures]]
-_POLICIES = ("none", "fixed:2", "fixed:8", "goodput")
+_POLICIES = ("none", "fixed:4", "fixed:16", "goodput")
 _REPLICAS = 8
 _WARM_UP = 10.0
 _TENANTS = 64
 """Per replica: their prefixes together are more than a replica's cache holds."""
-_LOADS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.3)
+_LOADS = (0.2, 0.5, 0.8, 1.0, 1.2, 1.5)
 """Requests per second and replica over what one can serve without drafts."""
 _FLEETS = (1, 10, 100, 1000, 10_000)
+_FLEET_LOAD = 0.5
 _PREFIX = 512
 _PREFIX_LOADS = (0.3, 0.5, 0.7, 0.9, 1.1)
 
@@ -86,7 +87,7 @@ def scale_study(profile: Profile, picture: Path, most_replicas: int, seconds: fl
         for size in sizes:
             shorter = seconds * min(1.0, max(0.1, 100 / size))
             start = time.perf_counter()
-            found = simulate(profile, size, 0.8 * capacity, "goodput", routing, shorter)
+            found = simulate(profile, size, _FLEET_LOAD * capacity, "goodput", routing, shorter)
             rows.append((routing, found))
             speed = found.num_steps / (time.perf_counter() - start)
             sys.stderr.write(f"{routing}, {size} replicas: {speed:.0f} steps per second\n")

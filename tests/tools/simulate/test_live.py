@@ -61,6 +61,13 @@ async def test_texts_are_asked_for_in_tokens_and_counted_by_kind() -> None:
     assert kinds["edit"].lengths[0] == (len(texts[0].prompt_token_ids), 4)
 
 
+async def test_a_kind_whose_answers_are_all_empty_is_refused() -> None:
+    async with live(ScriptedEngine("")) as found:
+        prompts = {"edit": builtin_prompts()[1:2]}
+        with pytest.raises(ClientError, match="kind 'edit' have no answers"):
+            await measure.measure_texts(Address(found.address[1]), prompts, 4)
+
+
 def test_a_period_is_of_the_steps_in_which_all_were_written() -> None:
     streams = [
         streamed(0.0, 1.0, 2.0, 3.0, 4.0, drafts=8),

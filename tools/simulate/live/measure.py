@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from client.bench import BenchPrompt
+from client.errors import ClientError
 from engine.speculation.cost import CostModel
 from tools.simulate.live.streams import Address, Streamed
 from tools.simulate.profile import Costs, Kind
@@ -22,6 +23,7 @@ _GAMMAS = (1, 2, 4, 8, 16)
 _TOGETHER = (2, 4, 8)
 _PROMPTS = (32, 64, 128, 256, 512)
 _FAR = 1024
+_BESIDE = 4
 _SHORT = 16
 _CYCLE = 8
 """A text that repeats itself after so many tokens is one that ``ngram`` always has a draft for."""
@@ -84,7 +86,7 @@ async def measure_costs(address: Address, neighbours: Sequence[Address] = ()) ->
     share = median(per_request)
     mixed = await _side_by_side(address, 4, fixed(4))
     believed = curve.step_seconds(round(mixed.rows), 0, 4)
-    busy = await _beside(address, neighbours) if neighbours else plain.seconds
+    beside = await _beside(address, neighbours) if neighbours else 1.0
     return Costs(
         # The first request's share is in the curve.
         steps=tuple(steps),
@@ -93,18 +95,21 @@ async def measure_costs(address: Address, neighbours: Sequence[Address] = ()) ->
         per_admission=max(0.0, first - alone[1]),
         drafting=median(drafting),
         with_drafts=max(0.5, (mixed.seconds - 4 * median(drafting) - 3 * share) / believed),
-        with_neighbour=max(1.0, busy / plain.seconds),
+        with_neighbour=max(1.0, beside),
     )
 
 
 async def measure_texts(
     address: Address, prompts: Mapping[str, Sequence[BenchPrompt]], num_tokens: int
 ) -> tuple[dict[str, Kind], list[Text]]:
-    """Each prompt once, with 8 drafts a step: how answers of each kind draft, and the texts. Raises
-    ClientError."""
+    """Each prompt once, with 8 drafts a step: how answers of each kind draft, and the texts. Answers
+    without a token are left out. Raises ClientError, also for a kind that has no others."""
     kinds, texts = {}, []
     for kind, some in prompts.items():
-        found = [await _text(address, kind, prompt, num_tokens) for prompt in some]
+        answers = [await _text(address, kind, prompt, num_tokens) for prompt in some]
+        found = [each for each in answers if each[0].completion_token_ids]
+        if not found:
+            raise ClientError(f"prompts of kind {kind!r} have no answers with a token")
         accounts = [account for _, account in found]
         texts += [text for text, _ in found]
         lengths = [
@@ -181,14 +186,14 @@ async def _first_token(address: Address, num_prompt: int) -> float:
 
 
 async def _beside(address: Address, neighbours: Sequence[Address]) -> float:
-    """Seconds of a step while the neighbours write, too."""
-    others = [
-        asyncio.ensure_future(each.stream(_body(_SHORT, 16 * _NUM_TOKENS, NO_DRAFTS)))
-        for each in neighbours
-    ]
-    found = await _side_by_side(address, 1, NO_DRAFTS)
+    """How much longer a step of some requests takes while the neighbours write as many, and the client
+    reads them all."""
+    alone = await _side_by_side(address, _BESIDE, NO_DRAFTS)
+    bodies = [_body(_SHORT, 16 * _NUM_TOKENS, NO_DRAFTS) for _ in range(_BESIDE)]
+    others = [asyncio.ensure_future(each.stream(body)) for each in neighbours for body in bodies]
+    together = await _side_by_side(address, _BESIDE, NO_DRAFTS)
     await asyncio.gather(*others)
-    return found.seconds
+    return together.seconds / alone.seconds
 
 
 def _body(num_prompt: int, num_tokens: int, speculative: Mapping[str, Any]) -> dict[str, Any]:
