@@ -30,5 +30,7 @@ class Picture:
             if logarithmic:
                 axes.set_xscale("log")
         self._axes[0].legend(fontsize=8)
-        # No time of day in it: the same figures give the same file.
-        self._figure.savefig(self._path, metadata={"Date": None})
+        # The same figures give the same file; and letters stay letters, which are small.
+        style = {"svg.fonttype": "none", "svg.hashsalt": "slipstream"}
+        with import_module("matplotlib").rc_context(style):
+            self._figure.savefig(self._path, metadata={"Date": None})

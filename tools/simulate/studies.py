@@ -21,14 +21,14 @@ Rows: TypeAlias = list[tuple[str, Figures]]
 _POLICIES = ("none", "fixed:4", "fixed:16", "goodput")
 _REPLICAS = 8
 _WARM_UP = 10.0
-_TENANTS = 64
-"""Per replica: their prefixes together are more than a replica's cache holds."""
-_LOADS = (0.2, 0.5, 0.8, 1.0, 1.2, 1.5)
+_TENANTS = 8
+"""Per replica: its cache holds the prefixes of its own, and not those of a whole fleet."""
+_LOADS = (0.3, 0.8, 1.2, 1.6, 2.0, 2.5)
 """Requests per second and replica over what one can serve without drafts."""
 _FLEETS = (1, 10, 100, 1000, 10_000)
 _FLEET_LOAD = 0.5
 _PREFIX = 512
-_PREFIX_LOADS = (0.3, 0.5, 0.7, 0.9, 1.1)
+_PREFIX_LOADS = (0.4, 0.8, 1.2)
 
 
 def load_study(profile: Profile, picture: Path, most_replicas: int, seconds: float) -> Rows:
@@ -91,12 +91,11 @@ def scale_study(profile: Profile, picture: Path, most_replicas: int, seconds: fl
             rows.append((routing, found))
             speed = found.num_steps / (time.perf_counter() - start)
             sys.stderr.write(f"{routing}, {size} replicas: {speed:.0f} steps per second\n")
-    axes = Picture(picture, ("p99 to the first token (s)", "p99 of whole answers (s)", "busy"))
+    axes = Picture(picture, ("p99 to the first token (s)", "p99 of whole answers (s)"))
     for index, routing in enumerate(ROUTERS):
         some = [found for _, found in rows[index * len(sizes) :][: len(sizes)]]
         axes.draw(0, sizes, [each.first_token.p99 for each in some], routing)
         axes.draw(1, sizes, [each.whole.p99 for each in some], routing)
-        axes.draw(2, sizes, [each.utilisation for each in some], routing)
     axes.save("replicas", logarithmic=True)
     return rows
 
