@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "drafters": {"drafters"},
     "kvpool": {"kvpool"},
     "client": {"client"},
-    "tools": {"tools", "client", "engine", "drafters"},
+    "tools": {"tools", "client", "engine", "drafters", "kvpool"},
     "slipstream": {"slipstream", "engine", "drafters"},
 }
 # A module that imports nothing of the project, so that everybody may have its words.

@@ -1,0 +1,145 @@
+"""What is made of what real servers answer; the server here is the real one around a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client.bench import builtin_prompts
+from client.errors import ClientError
+from tools.simulate.live import calibrate, measure
+from tools.simulate.live.servers import served
+from tools.simulate.live.streams import Address, Streamed
+from tools.simulate.profile import Costs
+from tools.simulate.routing import RoundRobin
+from tools.simulate.work import Arrivals
+from worlds.live_server import live
+from worlds.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+TEXTS = [measure.Text("edit", (1, 2), (3, 4, 5)), measure.Text("code", (6,), (7,))]
+
+
+def streamed(start: float, *times: float, drafts: int = 0) -> Streamed:
+    account = {"num_steps": len(times), "num_draft_tokens": drafts, "draft_ms": 2.0 * len(times)}
+    return Streamed(start, times, (1,) * len(times), {"speculative": account})
+
+
+async def test_a_stream_is_taken_apart_with_the_time_of_every_chunk() -> None:
+    async with live(ScriptedEngine("abc")) as found:
+        address = Address(found.address[1])
+        body = {"prompt": "x", "max_tokens": 3, "speculative": {"return_drafted": True}}
+        stream = await address.stream(body)
+    # The script writes two tokens in its first step.
+    assert stream.steps == (1, 1)
+    assert stream.usage["completion_tokens"] == 3
+    assert 0 < stream.first < stream.whole
+    assert list(stream.times) == sorted(stream.times)
+
+
+async def test_a_refusal_and_a_closed_port_are_told_in_words() -> None:
+    async with live(ScriptedEngine("abc")) as found:
+        address = Address(found.address[1])
+        with pytest.raises(ClientError, match=r"400 [^$]*max_tokens"):
+            await address.stream({"prompt": "x", "max_tokens": -1})
+        whole = await address.post({"prompt": "x", "max_tokens": 3})
+        assert b'"usage"' in whole
+    with pytest.raises(ClientError, match=f"port {address.port}"):
+        await address.stream({"prompt": "x"})
+
+
+async def test_texts_are_asked_for_in_tokens_and_counted_by_kind() -> None:
+    async with live(ScriptedEngine("abcd")) as found:
+        prompts = {"edit": builtin_prompts()[1::2][:2]}
+        kinds, texts = await measure.measure_texts(Address(found.address[1]), prompts, 4)
+    assert [text.kind for text in texts] == ["edit", "edit"]
+    assert texts[0].completion_token_ids == tuple(b"abcd")
+    assert kinds["edit"].lengths[0] == (len(texts[0].prompt_token_ids), 4)
+
+
+async def test_a_kind_whose_answers_are_all_empty_is_refused() -> None:
+    async with live(ScriptedEngine("")) as found:
+        prompts = {"edit": builtin_prompts()[1:2]}
+        with pytest.raises(ClientError, match="kind 'edit' have no answers"):
+            await measure.measure_texts(Address(found.address[1]), prompts, 4)
+
+
+def test_a_period_is_of_the_steps_in_which_all_were_written() -> None:
+    streams = [
+        streamed(0.0, 1.0, 2.0, 3.0, 4.0, drafts=8),
+        streamed(0.0, 1.5, 2.5, 3.5, 4.5, drafts=8),
+    ]
+    period = measure._period(streams)
+    # From 1.5 to 4: three chunks of the first and two of the second.
+    assert period.seconds == pytest.approx(2.5 / 2.5)
+    assert period.rows == 2 * (1 + 2)
+    assert period.draft_seconds == pytest.approx(0.002)
+
+
+def test_acceptance_is_by_depth_where_the_depth_before_was_right() -> None:
+    accounts: list[Mapping[str, Any]] = [
+        {"num_steps": 10, "num_drafts": 8, "accepted_per_position": [6, 3]},
+        {"num_steps": 10, "num_drafts": 2, "accepted_per_position": [2]},
+    ]
+    assert measure._acceptance(accounts) == (0.5, (0.8, pytest.approx(3 / 8)))
+    assert measure._acceptance(
+        [{"num_steps": 3, "num_drafts": 0, "accepted_per_position": []}]
+    ) == (
+        0.0,
+        (),
+    )
+
+
+def test_two_measurements_meet_in_the_middle() -> None:
+    before = Costs(((1, 0, 0.01, 1), (3, 0, 0.02, 1)), per_request=0.001, with_drafts=1.0)
+    after = Costs(((1, 0, 0.04, 1), (4, 0, 0.05, 1)), per_request=0.004, with_drafts=1.21)
+    found = calibrate.between(before, after)
+    assert [step[:2] for step in found.steps] == [(1, 0), (3, 0), (4, 0)]
+    assert [step[2] for step in found.steps] == pytest.approx([0.02, 0.02, 0.05])
+    assert found.per_request == pytest.approx(0.002)
+    assert found.with_drafts == pytest.approx(1.1)
+
+
+class _Echo(Address):
+    """Answers when it is told to."""
+
+    async def stream(self, body: Mapping[str, Any]) -> Streamed:
+        loop = asyncio.get_running_loop()
+        sent.append((self.port, body["cache_salt"], body["max_tokens"]))
+        return streamed(loop.time(), loop.time() + 1.0, loop.time() + 3.0)
+
+
+sent: list[tuple[int, str, int]] = []
+
+
+async def test_a_replay_sends_every_request_to_where_the_router_says() -> None:
+    works = calibrate.of_texts(TEXTS, Arrivals(2000.0, 0.01, 2, seed=3), "load")
+    assert {work.kind for work in works} == {"edit", "code"}
+    sent.clear()
+    router = RoundRobin(2)
+    found = await calibrate.replay([_Echo(0), _Echo(1)], works, router)
+    assert [port for port, _, _ in sent] == [index % 2 for index in range(len(works))]
+    assert sorted((salt, most) for _, salt, most in sent) == sorted(
+        (work.tenant, len(work.completion_token_ids)) for work in works
+    )
+    assert len(found.first) == len(found.whole) == len(works)
+    assert all(whole > first >= 1.0 for first, whole in zip(found.first, found.whole, strict=True))
+
+
+def test_the_table_names_load_and_difference() -> None:
+    pairs = {"tokens per second": (100.0, 93.0), "whole answer, p99 (ms)": (10.0, 11.0)}
+    comparison = calibrate.Comparison(0.5, 4.0, pairs)
+    said = calibrate.table([comparison])
+    assert "50% (4.0/s)" in said
+    assert "-7.0%" in said
+    assert calibrate.largest_difference([comparison]) == pytest.approx(0.1)
+
+
+async def test_a_server_that_does_not_come_up_is_told_with_its_words(tmp_path: Path) -> None:
+    with pytest.raises(ClientError, match="no-such-flag"):
+        async with served([8449], ["--no-such-flag"], tmp_path):
+            pass
