@@ -168,11 +168,20 @@ def steady_call(
 def choose_call(
     products: Sequence[tuple[LinearProduct, Product]], rows: torch.Tensor, most: int
 ) -> Call | None:
-    """Of products that keep a row's bits in some span, the fastest; the first one unless another is so
-    clearly. ``products``: each with itself over a probe's weight; ``rows`` as in ``stable_span``. None:
-    there is none."""
+    """Of products that keep a row's bits in some span, the fastest; None: there is none. ``products``:
+    each with itself over a probe's weight; ``rows`` as in ``stable_span``."""
     spans = [(stable_span(bound, rows, most), product, bound) for product, bound in products]
-    found = [(Call(span, product), bound) for span, product, bound in spans if span is not None]
+    return fastest_call(
+        [(Call(span, product), bound) for span, product, bound in spans if span is not None],
+        rows,
+        most,
+    )
+
+
+def fastest_call(
+    found: Sequence[tuple[Call, Product]], rows: torch.Tensor, most: int
+) -> Call | None:
+    """The first one unless another is clearly faster, as timed where there are several."""
     if len(found) < 2:
         return found[0][0] if found else None
     costs = [_cost(call, bound, rows, most) for call, bound in found]

@@ -34,7 +34,7 @@ def row_norm_for(device: torch.device, length: int) -> RowNorm | None:
     if device.type == "cuda":
         return row_norm if missing_for(device) is None else None
     kernel = find_kernel("rms_norm") if device.type == "cpu" and length % LANES == 0 else None
-    return None if kernel is None else kernel.rms_norm  # type: ignore[no-any-return]
+    return None if kernel is None else kernel.rms_norm
 
 
 class FusedNorm(nn.Module):
