@@ -13,8 +13,8 @@ imported. In turn:
 4. a model's texts with speculation and without, and what ``ngram`` and ``suffix`` gain on edits and
    code, beside transformers' own ``generate``.
 
-``--toy`` takes sizes that an interpreter on a CPU has time for. Ends with 1 if a backend or a product is wrong, if
-an fp32 stream differs from gamma 0's, or if no draft was accepted, so that nothing was tested.
+``--toy`` takes sizes that an interpreter on a CPU has time for. Ends with 1 if a backend or a product is
+wrong, if an fp32 stream differs from gamma 0's, or if no draft was accepted, so that nothing was tested.
 """
 
 from __future__ import annotations

