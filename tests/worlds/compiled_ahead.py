@@ -1,8 +1,8 @@
 """Compiles Triton's programs for a kind of device, without having one, and says what came out, for all
 variants or those named:
 ``python compiled_ahead.py 90``. Fails where a program needs more shared memory than the smallest
-devices of compute capability 8 have, keeps more elsewhere for want of registers than is known, or takes no
-tensor cores."""
+devices of compute capability 8 have, keeps more elsewhere for want of registers than is known, or takes
+no tensor cores."""
 
 from __future__ import annotations
 
