@@ -129,7 +129,7 @@ class Work:
         # Of the whole step, since small operations are what planning takes its time with.
         self._rows, ends = _text_rows(requests)
         self._num_partials = np.zeros(len(self._rows), dtype=np.int32)
-        firsts = [0, *ends[:-1]]
+        firsts = [0, *ends][:-1]
         self._requests = [self._of(*each) for each in zip(requests, firsts, ends, strict=True)]
         self._divide(room)
         self._pieces = [list(self._cut_up(each)) for each in self._requests]
