@@ -57,8 +57,8 @@ def attend_variant(
         "VALUE_LANES": value_lanes,
         "BLOCK_SIZE": block_size,
         "PAIRS": pairs,
-        # With more of them, or fewer threads, programs run out of registers.
-        "KEYS": min(chunk, 16 if is_wide or pairs >= 64 else 32),
+        # With more of them, or fewer threads, programs run out of registers, which interpreters have not.
+        "KEYS": min(chunk, 16 if is_wide or (pairs >= 64 and not is_interpreted()) else 32),
         "CHUNK": chunk,
         "HAS_WINDOW": window > 0,
         "HAS_SOFTCAP": softcap > 0,
