@@ -4,7 +4,8 @@ Needs torch and transformers with what they bring, and triton on a GPU; nothing 
 imported. In turn:
 
 1. every attention backend on tiny models: logits against transformers', bits of a row however steps
-   are cut, tokens that flip;
+   are cut, tokens that flip (none under ``exact``); what products of layers cost that keep a row's bits,
+   beside the library's;
 2. texts of tiny fp32 models with speculation and without, on every backend that knows the type: all
    equal;
 3. a model of 8 billion parameters in bf16 (``--large none``: not): a step of one row against the
@@ -12,8 +13,8 @@ imported. In turn:
 4. a model's texts with speculation and without, and what ``ngram`` and ``suffix`` gain on edits and
    code, beside transformers' own ``generate``.
 
-``--toy`` takes sizes that an interpreter on a CPU has time for. Ends with 1 if a backend is wrong, if
-an fp32 stream differs from gamma 0's, or if no draft was accepted, so that nothing was tested.
+``--toy`` takes sizes that an interpreter on a CPU has time for. Ends with 1 if a backend or a product is
+wrong, if an fp32 stream differs from gamma 0's, or if no draft was accepted, so that nothing was tested.
 """
 
 from __future__ import annotations
@@ -46,6 +47,14 @@ from bench.equality import (
     compare,
 )
 from bench.gpu.backends import BackendResult, best_backend, check_backends
+from bench.gpu.products import (
+    ROW_COUNTS,
+    SHAPES,
+    TOY_ROW_COUNTS,
+    TOY_SHAPES,
+    ProductResult,
+    check_products,
+)
 from bench.gpu.roofline import copy_bandwidth, graph_gains, roofline
 from bench.machine import describe_machine
 from bench.models import BUNDLED, LARGE, BenchModel, load_bench_model
@@ -54,6 +63,8 @@ from bench.runner import Cell, make_jobs, measure_cell
 from bench.tables import cell_tables, table
 from bench.workloads import PromptSource, load_prompts
 from engine.config import EngineConfig
+from engine.kernels.triton import missing_for
+from engine.model.linear import fixed_order_product, library_product
 from engine.model.runner import ModelRunner
 from engine.params import SamplingParams, SpeculativeParams
 
@@ -77,11 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _part("attention backends", seconds):
         backends = check_backends(device, args.flip_tokens, args.backend, _models(args))
         print(backend_table(backends), flush=True)
+    with _part("products of layers in bf16, exact beside fast", seconds):
+        products = _check_products(device, args)
+        print(product_table(products), flush=True)
     with _part("fp32, tiny random models: must all be equal", seconds):
         exact = _check_texts(device, backends, args)
         print(equality_table(exact), flush=True)
     document |= {
         "backends": [asdict(result) | {"holds": result.holds} for result in backends],
+        "products": [asdict(result) | {"holds": result.holds} for result in products],
         "best_backend": best_backend(device),
         "fp32_equality": [asdict(result) for result in exact],
         "fp32_holds": fp32_holds(exact),
@@ -95,9 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.output is not None:
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     is_right = bool(backends) and all(result.holds for result in backends)
+    are_exact = bool(products) and all(result.holds for result in products)
     print("\nbackends", "hold" if is_right else "FAIL")
+    print("products", "hold" if are_exact else "FAIL")
     print("fp32 equality", "holds" if fp32_holds(exact) else "FAILS")
-    return 0 if is_right and fp32_holds(exact) else 1
+    return 0 if is_right and are_exact and fp32_holds(exact) else 1
 
 
 def _models(args: argparse.Namespace) -> Sequence[str]:
@@ -133,6 +150,22 @@ def backend_table(results: Sequence[BackendResult]) -> str:
     return table(("backend", "error", "same bits", "flips", ""), rows)
 
 
+def product_table(results: Sequence[ProductResult]) -> str:
+    """With the seconds of as many rows as were measured, over those of ``fast``."""
+    counts = sorted({count for each in results for count in each.seconds})
+    rows = [
+        [
+            f"{each.product}, {each.in_features} by {each.out_features}",
+            "-" if each.span is None else "{} to {}".format(*each.span),
+            f"{each.error:.1e}",
+            *(f"{each.ratio(count):.2f}x" for count in counts),
+            "WRONG" if not each.holds else "taken" if each.is_chosen else "",
+        ]
+        for each in results
+    ]
+    return table(("product", "rows", "error", *(f"{count} rows" for count in counts), ""), rows)
+
+
 def equality_table(results: Sequence[EqualityResult]) -> str:
     """One line per model and speculation, samplings and batch sizes together."""
     groups: dict[tuple[str, str], list[EqualityResult]] = {}
@@ -147,6 +180,15 @@ def equality_table(results: Sequence[EqualityResult]) -> str:
         rows.append([f"{model}: {drafter}", str(num_drafted), str(num_accepted)])
         rows[-1] += [f"{num_equal} of {num_streams}", "" if num_equal == num_streams else "DIFFER"]
     return table(("speculation", "drafted", "accepted", "equal streams", ""), rows)
+
+
+def _check_products(device: torch.device, args: argparse.Namespace) -> list[ProductResult]:
+    """On a CPU the GPU's product runs under its interpreter, at toy sizes alone."""
+    if device.type == "cuda" and not args.toy:
+        return check_products(device, None, SHAPES, ROW_COUNTS)
+    missing = missing_for(device)
+    own = () if missing is not None else (fixed_order_product,)
+    return check_products(device, (library_product, *own), TOY_SHAPES, TOY_ROW_COUNTS)
 
 
 def _check_texts(

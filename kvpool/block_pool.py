@@ -14,6 +14,7 @@ Logical slot i of a request is physical slot
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from kvpool.block_table import BlockTable
@@ -175,8 +176,8 @@ class BlockPool:
 
     # Reading
 
-    def block_table(self, request_id: str) -> list[int]:
-        """The live list, committed blocks then draft blocks: read it, never keep or change it."""
+    def block_table(self, request_id: str) -> array[int]:
+        """The live table, committed blocks then draft blocks: read it, never keep or change it."""
         return self._table(request_id).block_ids
 
     @property
@@ -226,9 +227,9 @@ class BlockPool:
 
     def _match(
         self, token_ids: Sequence[int], cache_salt: str, max_tokens: int
-    ) -> tuple[bytes, list[int]]:
+    ) -> tuple[bytes, array[int]]:
         digest = root_digest(cache_salt)
-        block_ids: list[int] = []
+        block_ids = array("i")
         for start in range(0, max_tokens - self.block_size + 1, self.block_size):
             next_digest = block_digest(digest, token_ids[start : start + self.block_size])
             block_id = self._cache.lookup(next_digest)

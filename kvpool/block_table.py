@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 
@@ -13,12 +14,13 @@ class BlockTable:
         [.., num_committed_blocks * size)   committed blocks still to be filled, private
         [.., len(block_ids) * size)         draft blocks, private, never published
 
+    ``block_ids`` are ints of 32 bits, as kernels read them: a step that copies the table copies memory.
     ``digest`` names the last full committed block (at first the tenant's root); None: this request
     publishes nothing.
     """
 
     digest: bytes | None
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
     num_committed_blocks: int = 0
     num_committed_tokens: int = 0
     cache_salt: str = ""

@@ -12,7 +12,7 @@ text, by a list of their slots (the tail).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -106,17 +106,16 @@ class _Tile:
 
 @dataclass(slots=True)
 class _RequestWork:
-    """``rows``: records; their last two columns are filled in where they are written. ``num_partials``:
-    of each row, where its sums are joined; 0: they are not."""
+    """``first``: where its rows begin among those of the step. ``rows``: their records, of the step's;
+    their last two columns are filled in where they are written. ``num_partials``: of each row, where its
+    sums are joined; 0: they are not."""
 
     request: RequestRows
+    first: int
     rows: Ints
+    num_partials: Ints
     tiles: list[_Tile]
     words: Ints
-    num_partials: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_partials = np.zeros(len(self.rows), dtype=np.int32)
 
 
 class Work:
@@ -125,18 +124,24 @@ class Work:
 
     def __init__(self, requests: Sequence[RequestRows], cut: Cut, room: Room | None = None) -> None:
         self._cut = cut
+        requests = [request for request in requests if request.num_rows]
         self.tile_rows = cut.tile_rows(requests) if room is None else room.tile_rows
-        self._requests = [self._of(request) for request in requests if request.num_rows]
+        # Of the whole step, since small operations are what planning takes its time with.
+        self._rows, ends = _text_rows(requests)
+        self._num_partials = np.zeros(len(self._rows), dtype=np.int32)
+        firsts = [0, *ends][:-1]
+        self._requests = [self._of(*each) for each in zip(requests, firsts, ends, strict=True)]
         self._divide(room)
         self._pieces = [list(self._cut_up(each)) for each in self._requests]
         num_items = sum(len(pieces) for pieces in self._pieces)
-        num_joins = sum(int(np.count_nonzero(each.num_partials)) for each in self._requests)
-        self.num_partials = sum(int(each.num_partials.sum()) for each in self._requests)
+        num_joins = int(np.count_nonzero(self._num_partials))
+        self.num_partials = int(self._num_partials.sum())
         self.num_items = num_items if room is None else room.num_items
         self.num_joins = num_joins if room is None else room.num_joins
         self.joins_at = -(-self.num_items * ITEM_INTS // _ALIGNED_INTS) * _ALIGNED_INTS
         self._rest_at = self.joins_at + self.num_joins * JOIN_INTS
-        self.num_ints = self._rest_at + sum(self._num_ints(each) for each in self._requests)
+        self.num_ints = self._rest_at + self._rows.size
+        self.num_ints += sum(self._num_ints(each) for each in self._requests)
         if room is not None and (
             num_items > room.num_items
             or num_joins > room.num_joins
@@ -146,24 +151,21 @@ class Work:
 
     def write(self, ints: Ints) -> None:
         """Into the first ``num_ints`` of ``ints``."""
+        rows, num_partials = self._rows.copy(), self._num_partials
+        divided = num_partials > 0
+        rows[:, 3] = np.where(divided, np.cumsum(num_partials) - num_partials, -1)
+        joins = np.stack([rows[:, 0], rows[:, 3], num_partials], axis=1)[divided]
+        writer = _Writer(ints, self._rest_at + rows.size)
         items: list[tuple[int, ...]] = []
-        joins: list[Ints] = []
-        at, next_partial = self._rest_at, 0
         for each, pieces in zip(self._requests, self._pieces, strict=True):
-            writer = _Writer(ints, at)
-            divided = each.num_partials > 0
-            ends = np.cumsum(each.num_partials) + next_partial
-            each.rows[:, 3] = np.where(divided, ends - each.num_partials, -1)
-            next_partial = int(ends[-1])
-            joins.append(
-                np.stack([each.rows[:, 0], each.rows[:, 3], each.num_partials], axis=1)[divided]
-            )
-            words_at = writer.put(each.words.reshape(-1))
-            is_masked = each.rows[:, 4] >= 0
-            each.rows[:, 4] = np.where(is_masked, words_at + each.rows[:, 4], -1)
-            rows_at = writer.put(each.rows.reshape(-1))
+            positions_at = 0
+            if len(each.words):
+                words_at = writer.put(each.words.reshape(-1))
+                mine = rows[each.first : each.first + len(each.rows), 4]
+                mine[mine >= 0] += words_at
+                positions_at = writer.put(_node_positions(each.request))
+            rows_at = self._rest_at + each.first * ROW_INTS
             table_at = writer.put(self._table(each))
-            positions_at = writer.put(_node_positions(each.request)) if len(each.words) else 0
             tails: dict[int, int] = {}
             for tile, first_chunk, num_chunks in pieces:
                 if tile.tail and id(tile) not in tails:
@@ -183,45 +185,46 @@ class Work:
                         int(tile.is_divided),
                     )
                 )
-            at = writer.at
         ints[: self._rest_at] = 0
+        ints[self._rest_at : self._rest_at + rows.size] = rows.reshape(-1)
         if items:
             ints[: len(items) * ITEM_INTS].reshape(-1, ITEM_INTS)[:] = items
-            joined = np.concatenate(joins).reshape(-1)
-            ints[self.joins_at : self.joins_at + len(joined)] = joined
+            ints[self.joins_at : self.joins_at + joins.size] = joins.reshape(-1)
 
     # --- tiles ---
 
-    def _of(self, request: RequestRows) -> _RequestWork:
+    def _of(self, request: RequestRows, first: int, end: int) -> _RequestWork:
+        each = _RequestWork(
+            request, first, self._rows[first:end], self._num_partials[first:end], [], _NO_WORDS
+        )
         if request.is_chain():
-            return self._chain(request)
-        return self._branches(request) if self._cut.in_text_order else self._masked(request)
+            each.tiles += self._tiles(each.rows)
+        elif self._cut.in_text_order:
+            self._add_branches(each)
+        else:
+            self._add_masked(each)
+        return each
 
-    def _chain(self, request: RequestRows) -> _RequestWork:
-        rows = _text_rows(request, request.num_rows)
-        return _RequestWork(request, rows, list(self._tiles(rows)), _no_words())
-
-    def _masked(self, request: RequestRows) -> _RequestWork:
+    def _add_masked(self, each: _RequestWork) -> None:
+        request, rows = each.request, each.rows
         known, root_end = request.num_known, request.base + request.num_known
-        rows = _text_rows(request, request.num_rows)
         depths = np.array(request.depths(), dtype=np.int32)[request.num_stored :]
         rows[known:, 1] = root_end
         rows[known:, 2] = root_end - 1 + depths
-        words = _ancestor_words(request)
-        rows[known:, 4] = np.arange(len(words)) * words.shape[1]
-        tiles = list(self._tiles(rows))
-        for tile in tiles:
+        each.words = _ancestor_words(request)
+        rows[known:, 4] = np.arange(len(each.words)) * each.words.shape[1]
+        each.tiles += self._tiles(rows)
+        for tile in each.tiles:
             if tile.first_row + tile.num_rows > known:
                 tile.draft_start, tile.num_keys = root_end, request.end
                 tile.end_chunk = self._chunks(request.end)
-        return _RequestWork(request, rows, tiles, words)
 
-    def _branches(self, request: RequestRows) -> _RequestWork:
+    def _add_branches(self, each: _RequestWork) -> None:
         """Known rows first, then branch by branch. Chunks that end before the first node are every
         branch's, and may be taken for all of them together (``_share_text``)."""
+        request, rows = each.request, each.rows
         known, root_end = request.num_known, request.base + request.num_known
-        rows = _text_rows(request, request.num_rows)
-        tiles = list(self._tiles(rows[:known]))
+        each.tiles += self._tiles(rows[:known])
         at, first_node_row = known, request.first_row + known - request.num_stored
         for nodes, mine in branches_of(request):
             slots = [
@@ -235,15 +238,15 @@ class Work:
             for tile in self._tiles(rows[at : at + len(mine)]):
                 tile.first_row += at
                 tile.tail, tile.tail_start = slots, root_end
-                tiles.append(tile)
+                each.tiles.append(tile)
             at += len(mine)
-        return _RequestWork(request, rows, tiles, _no_words())
 
     def _tiles(self, rows: Ints) -> Iterator[_Tile]:
+        """Of rows none of which sees more of the text than the next."""
         for first in range(0, len(rows), self.tile_rows):
-            some = rows[first : first + self.tile_rows]
-            num_keys = int(some[:, 1].max())
-            yield _Tile(first, len(some), num_keys, 0, self._chunks(num_keys))
+            count = min(self.tile_rows, len(rows) - first)
+            num_keys = int(rows[first + count - 1, 1])
+            yield _Tile(first, count, num_keys, 0, self._chunks(num_keys))
 
     def _chunks(self, num_keys: int) -> int:
         return -(-num_keys // self._cut.chunk)
@@ -304,12 +307,16 @@ class Work:
     # --- sizes ---
 
     def _table(self, each: _RequestWork) -> Sequence[int]:
-        return each.request.block_table[: -(-each.request.end // self._cut.block_size)]
+        return each.request.block_table[: self._num_blocks(each)]
+
+    def _num_blocks(self, each: _RequestWork) -> int:
+        """Read of its table, which names them all."""
+        return -(-each.request.end // self._cut.block_size)
 
     def _num_ints(self, each: _RequestWork) -> int:
         num_nodes = len(each.request.parents) if len(each.words) else 0
         tails = sum(len(tile.tail) for tile in each.tiles)
-        return each.rows.size + each.words.size + len(self._table(each)) + num_nodes + tails
+        return each.words.size + self._num_blocks(each) + num_nodes + tails
 
 
 class _Writer:
@@ -324,19 +331,21 @@ class _Writer:
         return begin
 
 
-def _text_rows(request: RequestRows, count: int) -> Ints:
-    """Records of a chain's rows."""
-    rows = np.empty((count, ROW_INTS), dtype=np.int32)
-    places = np.arange(count, dtype=np.int32)
-    rows[:, 0] = request.first_row + places
-    rows[:, 1] = request.base + 1 + places
-    rows[:, 2] = request.base + places
+_NO_WORDS: Ints = np.empty((0, 0), dtype=np.int32)
+
+
+def _text_rows(requests: Sequence[RequestRows]) -> tuple[Ints, list[int]]:
+    """Records as of chains' rows, request after request, and where each one's end."""
+    told = [(each.num_rows, each.first_row, each.base) for each in requests]
+    counts, first_rows, bases = np.array(told, dtype=np.int32).reshape(-1, 3).T
+    ends = np.cumsum(counts)
+    rows = np.empty((int(counts.sum()), ROW_INTS), dtype=np.int32)
+    places = np.arange(len(rows), dtype=np.int32) - np.repeat(ends - counts, counts)
+    rows[:, 0] = np.repeat(first_rows, counts) + places
+    rows[:, 2] = np.repeat(bases, counts) + places
+    rows[:, 1] = rows[:, 2] + 1
     rows[:, 3:] = -1
-    return rows
-
-
-def _no_words() -> Ints:
-    return np.empty((0, 0), dtype=np.int32)
+    return rows, ends.tolist()
 
 
 def _ancestor_words(request: RequestRows) -> Ints:

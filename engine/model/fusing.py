@@ -1,4 +1,4 @@
-"""Gives a model on a CPU fewer and longer passes over its rows, where compiled kernels are to be had."""
+"""Gives a model fewer and longer passes over its rows, where compiled kernels are to be had."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 def fuse(model: nn.Module) -> None:
     """In place, once a model's weights are what they will be; a second time it finds nothing."""
-    if any(each.device.type != "cpu" for each in model.parameters()):
+    devices = {each.device.type for each in model.parameters()}
+    if not devices <= {"cpu"} and devices != {"cuda"}:
         return
-    counts = {
-        "norms": fuse_norms(model),
-        "rotary embeddings": fuse_rotary(model),
-        "gated networks": fuse_gated(model),
-    }
+    counts = {"norms": fuse_norms(model)}
+    if devices <= {"cpu"}:
+        counts["rotary embeddings"] = fuse_rotary(model)
+        counts["gated networks"] = fuse_gated(model)
     found = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     logger.info("in one pass each: %s", found or "nothing")

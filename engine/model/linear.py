@@ -1,4 +1,4 @@
-"""Linear layers on CPUs: weights packed once, and row counts held to those that keep a row's bits.
+"""Linear layers: weights packed once on CPUs, and in exact mode calls that keep a row's bits.
 
 torch's ``F.linear`` re-packs a bf16 weight at every call; oneDNN's prepacked form reads it once and
 gives the same bits (measured here: 1.3-1.5x as fast at 1-16 rows). What bits a row gets depends on how
@@ -8,14 +8,22 @@ products, which ``F.linear`` uses, change from 12-16 rows on, and with AVX2 by a
 So in exact mode every type is packed, the span of row counts that share their bits is measured at load,
 and inputs go through in pieces within that span.
 
+On GPUs the library's kernels follow the number of rows, too, and there is a second product to choose
+from: a program of our own, whose sums have one order (``engine.kernels.triton``). The same probe measures
+both, and of those that keep a row's bits the faster is taken.
+
 Models also multiply by weights that are no layer: routers, and experts kept in one tensor.
 ``SteadyProducts`` does the same for these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +32,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from engine.kernels.triton import missing_for
+from engine.kernels.triton.row_ops import row_product
 from engine.machine import is_packable
+
+logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _PROBED_ROWS = (2, 3, 4, 5, 6, 8, 12, 13, 16, 17, 24, 31, 32, 33, 48, 64, 128, 256, 512, 1024)
@@ -38,6 +50,11 @@ _LARGE_WEIGHT_ROWS = 64
 _MOST_DISTINCT_ROWS = 64
 _ENOUGH_SUMS = 8192
 """Sums of the probe, in distinct rows: a difference shows in about every other one."""
+_TIMED_ROWS = (1, 16, 256)
+_REPEATS = 7
+_CLEARLY_FASTER = 1.25
+"""Another product than the library's gives other bits, so that a start should not choose by a hair what
+the last one did not."""
 
 
 class RowSpan(NamedTuple):
@@ -54,24 +71,54 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 """``[rows, in_features]`` to ``[rows, out_features]``."""
 
 
+LinearProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""As ``F.linear``: of rows, a weight ``[out_features, in_features]`` and a bias or None."""
+
+
+def library_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return F.linear(rows, weight, bias)
+
+
+def fixed_order_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """By a Triton program (``engine.kernels.triton.row_ops``)."""
+    result: torch.Tensor = row_product(rows, weight, bias)
+    return result
+
+
+def products_for(device: torch.device) -> tuple[LinearProduct, ...]:
+    """What exact mode chooses from there."""
+    if device.type != "cuda" or missing_for(device) is not None:
+        return (library_product,)
+    return (library_product, fixed_order_product)
+
+
+class Call(NamedTuple):
+    """How a layer multiplies. ``span``: inputs are cut into calls of so many rows, and padded where there
+    are fewer; None: as they come. ``product``: where weights are not packed."""
+
+    span: RowSpan | None = None
+    product: LinearProduct = library_product
+
+
 class PackedLinear(nn.Module):
     """``nn.Linear`` over a oneDNN-prepacked weight, or over the weight itself where oneDNN does not take
-    its type.
+    its type."""
 
-    ``span``: inputs are cut into calls of so many rows, and padded where there are fewer. None: as
-    they come.
-    """
-
-    def __init__(self, linear: nn.Linear, span: RowSpan | None = None) -> None:
+    def __init__(self, linear: nn.Linear, call: Call | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         weight = linear.weight.detach()
-        self.is_packed = is_packable(weight.device, weight.dtype)
+        self.span, self._product = call or Call()
+        is_library = self._product is library_product
+        self.is_packed = is_library and is_packable(weight.device, weight.dtype)
         self.packed = (
             torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.is_packed else weight
         )
-        self.span = span
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # [..., in_features]
         rows = inputs.numel() // self.in_features
@@ -82,7 +129,7 @@ class PackedLinear(nn.Module):
 
     def _apply_packed(self, inputs: torch.Tensor) -> torch.Tensor:
         if not self.is_packed:
-            return F.linear(inputs, self.packed, self.bias)
+            return self._product(inputs, self.packed, self.bias)
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             inputs, self.packed, self.bias, "none", [], ""
         )
@@ -99,24 +146,76 @@ def in_pieces(product: Product, inputs: torch.Tensor, span: RowSpan) -> torch.Te
 
 
 @torch.inference_mode()
-def stable_rows(
+def steady_call(
     in_features: int,
     out_features: int,
     most: int,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device = _CPU,
-) -> RowSpan | None:
-    """The first long enough span of probed row counts, up to ``most``, that share their bits in a layer
-    of this shape; else tiles; None where a row's bits depend even on its place in a tile."""
+    products: Sequence[LinearProduct] | None = None,
+) -> Call | None:
+    """How a layer of this shape is to multiply up to ``most`` rows, for rows to keep their bits.
+    ``products``: what to choose from; None: what there is for the device."""
     weight, rows = cancelling(in_features, out_features, dtype, device)
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    return stable_span(PackedLinear(linear), rows, most)
+    named = products_for(device) if products is None else products
+    return choose_call(
+        [(each, PackedLinear(linear, Call(None, each))) for each in named], rows, most
+    )
+
+
+def choose_call(
+    products: Sequence[tuple[LinearProduct, Product]], rows: torch.Tensor, most: int
+) -> Call | None:
+    """Of products that keep a row's bits in some span, the fastest; None: there is none. ``products``:
+    each with itself over a probe's weight; ``rows`` as in ``stable_span``."""
+    spans = [(stable_span(bound, rows, most), product, bound) for product, bound in products]
+    return fastest_call(
+        [(Call(span, product), bound) for span, product, bound in spans if span is not None],
+        rows,
+        most,
+    )
+
+
+def fastest_call(
+    found: Sequence[tuple[Call, Product]], rows: torch.Tensor, most: int
+) -> Call | None:
+    """The first one unless another is clearly faster, as timed where there are several."""
+    if len(found) < 2:
+        return found[0][0] if found else None
+    costs = [_cost(call, bound, rows, most) for call, bound in found]
+    best = min(range(len(found)), key=costs.__getitem__)
+    return found[0 if costs[0] <= costs[best] + math.log(_CLEARLY_FASTER) else best][0]
+
+
+def _cost(call: Call, bound: Product, rows: torch.Tensor, most: int) -> float:
+    """Mean logarithm of the seconds that it takes few rows, some and many."""
+    assert call.span is not None
+    span, costs = call.span, []
+    for count in sorted({min(count, most) for count in _TIMED_ROWS}):
+        given = _repeated(rows, count)
+        times = []
+        for _ in range(_REPEATS):
+            _wait(rows.device)
+            start = time.perf_counter()
+            in_pieces(bound, given, span)
+            _wait(rows.device)
+            times.append(time.perf_counter() - start)
+        costs.append(math.log(median(times)))
+    return sum(costs) / len(costs)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def stable_span(product: Product, rows: torch.Tensor, most: int) -> RowSpan | None:
-    """``stable_rows`` of any product of rows. A row has to come out with the same bits alone, at every
-    place and in any company; ``rows`` ``[num_rows, in_features]`` are repeated to fill a call."""
+    """The first long enough span of probed row counts, up to ``most``, that share their bits; else tiles;
+    None where a row's bits depend even on its place in a tile. A row has to come out with the same bits
+    alone, at every place and in any company; ``rows`` ``[num_rows, in_features]`` are repeated to fill a
+    call."""
     most = max(1, min(most, _PROBED_ROWS[-1]))
     counts = sorted({1, most, *(count for count in _PROBED_ROWS if count < most)})
     outputs: dict[int, torch.Tensor] = {}
@@ -185,10 +284,16 @@ class SteadyProducts(TorchFunctionMode):
     probed when a shape is first seen, which the checks at load see to; ``failures`` names those that
     have none."""
 
-    def __init__(self, most_rows: int, failures: set[str]) -> None:
+    def __init__(
+        self,
+        most_rows: int,
+        failures: set[str],
+        products: Sequence[LinearProduct] | None = None,
+    ) -> None:
         super().__init__()
         self._most_rows = most_rows
-        self._spans: dict[tuple[object, ...], RowSpan] = {}
+        self._products = products
+        self._calls: dict[tuple[object, ...], Call] = {}
         self._failures = failures
 
     def __torch_function__(
@@ -216,24 +321,30 @@ class SteadyProducts(TorchFunctionMode):
     ) -> torch.Tensor:
         """``weight``: ``[out_features, in_features]``, as it lies or transposed."""
         flat = rows.reshape(-1, rows.shape[-1])
-        span = self._span(weight, bias)
-        result = in_pieces(lambda part: F.linear(part, weight, bias), flat, span)
+        span, product = self._call(weight, bias)
+        assert span is not None
+        result = in_pieces(lambda part: product(part, weight, bias), flat, span)
         return result.view(*rows.shape[:-1], weight.shape[0])
 
-    def _span(self, weight: torch.Tensor, bias: torch.Tensor | None) -> RowSpan:
+    def _call(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Call:
         key = (weight.shape, weight.stride(1) == 1, weight.dtype, bias is None)
-        if key not in self._spans:
+        if key not in self._calls:
             out_features, in_features = weight.shape
             probe, rows = cancelling(in_features, out_features, weight.dtype, weight.device)
             if weight.stride(1) != 1:
                 probe = probe.T.contiguous().T
             none = None if bias is None else torch.zeros_like(bias)
             most = _within_reason(in_features, out_features, self._most_rows)
-            span = stable_span(lambda part: F.linear(part, probe, none), rows, most)
-            if span is None:
+            products = products_for(weight.device) if self._products is None else self._products
+            call = choose_call([(each, _bound(each, probe, none)) for each in products], rows, most)
+            if call is None:
                 self._failures.add(_name(in_features, out_features))
-            self._spans[key] = span or TILES
-        return self._spans[key]
+            self._calls[key] = call or Call(TILES)
+        return self._calls[key]
+
+
+def _bound(product: LinearProduct, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    return lambda rows: product(rows, weight, bias)
 
 
 _MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
@@ -255,12 +366,18 @@ class PackedLayers(NamedTuple):
     failures: set[str]
 
 
-def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> PackedLayers:
+def pack_linears(
+    model: nn.Module,
+    most_rows: int,
+    exact: bool,
+    products: Sequence[LinearProduct] | None = None,
+) -> PackedLayers:
     """Replace every plain ``nn.Linear`` of the model, and transformers' ``Conv1D``, in place.
+    ``products``: what exact mode chooses from; None: what there is for the model's device.
 
     The unpacked weight is dropped with its module; a tied head keeps the embedding and packs a copy.
     """
-    spans: dict[tuple[int, int, torch.dtype], RowSpan] = {}
+    calls: dict[tuple[int, int, torch.dtype], Call] = {}
     failures: set[str] = set()
     replaced = 0
     for parent in list(model.modules()):
@@ -270,17 +387,25 @@ def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> PackedLayers:
                 continue
             sizes = (linear.in_features, linear.out_features)
             shape = (*sizes, linear.weight.dtype)
-            if exact and shape not in spans:
+            if exact and shape not in calls:
                 most = _within_reason(*sizes, most_rows)
-                span = stable_rows(*sizes, most, linear.weight.dtype, linear.weight.device)
-                if span is None:
+                weight = linear.weight
+                call = steady_call(*sizes, most, weight.dtype, weight.device, products)
+                if call is None:
                     failures.add(_name(*sizes))
-                spans[shape] = span or TILES
-            setattr(parent, name, PackedLinear(linear, spans.get(shape)))
+                calls[shape] = call or Call(TILES)
+                logger.info("%s: %s, %s", _name(*sizes), *_described(calls[shape]))
+            setattr(parent, name, PackedLinear(linear, calls.get(shape)))
             replaced += 1
     if exact:
-        _steady(model, SteadyProducts(most_rows, failures))
+        _steady(model, SteadyProducts(most_rows, failures, products))
     return PackedLayers(replaced, failures)
+
+
+def _described(call: Call) -> tuple[str, str]:
+    assert call.span is not None
+    rows = f"{call.span.least} to {call.span.most} rows at a time"
+    return call.product.__name__.replace("_", " "), rows
 
 
 def as_linear(module: nn.Module) -> nn.Linear | None:

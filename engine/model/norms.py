@@ -1,15 +1,22 @@
 """Gives a model's root mean square norms one compiled pass each, in place.
 
-transformers writes them as seven operations, which for a few rows cost more than what they compute. Which
-modules are such norms is seen in what they do with random rows, not in what they are called.
+transformers writes them as seven operations, which for a few rows cost more than what they compute. On
+GPUs one of these, the mean of the squares, divides a row among threads by how many rows there are, so
+that its bits follow them; our pass has one order for rows of a length. Which modules are such norms is
+seen in what they do with random rows, not in what they are called.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from engine.kernels import LANES, find_kernel
+from engine.kernels.triton import missing_for
+from engine.kernels.triton.row_ops import row_norm
 from engine.model.replacing import replace_modules
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -18,45 +25,61 @@ _PROBED_ROWS = 8
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 
 
+RowNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
+"""Of rows, float32 weights and an epsilon, rounded before they are weighed or not."""
+
+
+def row_norm_for(device: torch.device, length: int) -> RowNorm | None:
+    """One pass over rows of a length; None: there is none for the device."""
+    if device.type == "cuda":
+        return row_norm if missing_for(device) is None else None
+    kernel = find_kernel("rms_norm") if device.type == "cpu" and length % LANES == 0 else None
+    return None if kernel is None else kernel.rms_norm
+
+
 class FusedNorm(nn.Module):
     """In such a module's place. ``offset``: added to its weights (Gemma). ``is_rounded``: rows are
     rounded to their type before they are weighed (Llama)."""
 
     def __init__(
-        self, weight: nn.Parameter, epsilon: float, offset: float, is_rounded: bool
+        self,
+        weight: nn.Parameter,
+        epsilon: float,
+        offset: float,
+        is_rounded: bool,
+        compute: RowNorm,
     ) -> None:
         super().__init__()
         self.weight, self.epsilon, self.is_rounded = weight, epsilon, is_rounded
         self.offset = offset
         self._factors = (weight.detach().float() + offset).contiguous()
-        self._kernel = find_kernel("rms_norm")
+        self._compute = compute
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self._kernel.rms_norm(
-            hidden_states, self._factors, self.epsilon, self.is_rounded
-        )
-        return result
+        return self._compute(hidden_states, self._factors, self.epsilon, self.is_rounded)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.epsilon}, one pass"
 
 
 @torch.inference_mode()
-def fuse_norms(model: nn.Module) -> int:
-    """Replace them; returns how many. None on other devices than a CPU, and without numba."""
-    if find_kernel("rms_norm") is None:
-        return 0
-    return replace_modules(model, FusedNorm, _fused)
+def fuse_norms(model: nn.Module, compute: RowNorm | None = None) -> int:
+    """Replace them; returns how many. ``compute``: by what; None: by what there is for the device they
+    are on, where there is something: numba on a CPU, triton on a GPU."""
+    return replace_modules(model, FusedNorm, partial(_fused, asked=compute))
 
 
-def _fused(module: nn.Module) -> FusedNorm | None:
+def _fused(module: nn.Module, asked: RowNorm | None) -> FusedNorm | None:
     """What computes the same; None: nothing here does."""
     weight, epsilon = _parts(module)
     if weight is None or epsilon is None:
         return None
+    compute = asked or row_norm_for(weight.device, weight.shape[0])
+    if compute is None:
+        return None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_PROBED_ROWS, weight.shape[0], generator=generator) * 3
-    rows = rows.to(weight.dtype)
+    rows = rows.to(weight.device, weight.dtype)
     try:
         expected = module(rows)
     except Exception:  # it takes something else than rows
@@ -64,7 +87,7 @@ def _fused(module: nn.Module) -> FusedNorm | None:
     if not isinstance(expected, torch.Tensor) or expected.dtype != rows.dtype:
         return None
     found = [
-        FusedNorm(weight, epsilon, offset, is_rounded)
+        FusedNorm(weight, epsilon, offset, is_rounded, compute)
         for offset in (0.0, 1.0)
         for is_rounded in (True, False)
     ]
@@ -79,9 +102,7 @@ def _parts(module: nn.Module) -> tuple[nn.Parameter | None, float | None]:
     has_more = any(True for _ in module.children()) or any(True for _ in module.buffers())
     if len(own) != 1 or weight is None or has_more:
         return None, None
-    if weight.dim() != 1 or weight.dtype not in _TOLERANCE or weight.device.type != "cpu":
-        return None, None
-    if weight.shape[0] % LANES:
+    if weight.dim() != 1 or weight.dtype not in _TOLERANCE:
         return None, None
     found = (getattr(module, name, None) for name in _EPSILONS)
     return weight, next((float(each) for each in found if isinstance(each, float)), None)

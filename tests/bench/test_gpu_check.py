@@ -14,7 +14,8 @@ import torch
 
 from bench.equality import EqualityResult, check_tiny_models
 from bench.gpu.backends import BackendResult, check_backends
-from bench.gpu_check import _check_texts, equality_table, fp32_holds, main
+from bench.gpu.products import ProductResult
+from bench.gpu_check import _check_texts, equality_table, fp32_holds, main, product_table
 from worlds.fake_flashinfer import fake_flashinfer
 
 GOOD = EqualityResult("m", "ngram", "greedy", 2, 2, 2, num_draft_tokens=9, num_accepted_tokens=4)
@@ -22,6 +23,10 @@ DIFFERENT = replace(GOOD, num_equal=1)
 RIGHT = BackendResult("m", "b", "exact", "float32", 1e-6, 1e-3, same_bits=True, flip_rate=0.0)
 FAST = replace(RIGHT, determinism="fast", same_bits=False)
 WRONG = replace(RIGHT, error=1e-2)
+TIMES = {1: 2e-3, 64: 3e-3}
+OWN = ProductResult(
+    "fixed_order_product", 64, 8, "bfloat16", (1, 64), 1e-3, TIMES, {1: 1e-3, 64: 3e-3}, True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -63,16 +68,24 @@ def test_table_sums_over_samplings_and_points_at_differences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backends", "texts"),
-    [([RIGHT, FAST], [GOOD, DIFFERENT]), ([WRONG, FAST], [GOOD]), ([], [GOOD])],
+    ("backends", "products", "texts"),
+    [
+        ([RIGHT, FAST], [OWN], [GOOD, DIFFERENT]),
+        ([WRONG, FAST], [OWN], [GOOD]),
+        ([], [OWN], [GOOD]),
+        ([RIGHT, FAST], [OWN, replace(OWN, span=(4, 4))], [GOOD]),
+        ([RIGHT, FAST], [], [GOOD]),
+    ],
 )
 def test_command_fails_on_a_difference(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     backends: list[BackendResult],
+    products: list[ProductResult],
     texts: list[EqualityResult],
 ) -> None:
     monkeypatch.setattr("bench.gpu_check.check_backends", lambda *_: backends)
+    monkeypatch.setattr("bench.gpu_check.check_products", lambda *_: products)
     monkeypatch.setattr("bench.gpu_check.check_tiny_models", lambda *_, **__: texts)
     output = tmp_path / "check.json"
     assert main(["--device", "cpu", "--toy", "--output", str(output)]) == 1
@@ -81,10 +94,27 @@ def test_command_fails_on_a_difference(
     assert len(document["fp32_equality"]) == (len(texts) if backends else 0)
 
 
+def test_a_product_of_ours_keeps_bits_in_calls_of_any_size_and_the_table_says_what_it_costs() -> (
+    None
+):
+    library = replace(OWN, product="library_product", span=None, is_chosen=False)
+    assert library.holds
+    assert not replace(OWN, span=None).holds
+    assert not replace(OWN, error=0.1).holds
+    first, second = product_table([OWN, library]).splitlines()[2:]
+    assert "1 to 64" in first
+    assert "2.00x" in first
+    assert "1.00x" in first
+    assert "taken" in first
+    assert "taken" not in second
+
+
 def test_exact_keeps_a_row_s_bits_and_fast_need_not() -> None:
     assert not replace(RIGHT, same_bits=False).holds
     assert replace(RIGHT, same_bits=False, determinism="fast").holds
     assert replace(RIGHT, same_bits=None).holds
+    assert not replace(RIGHT, flip_rate=0.01).holds
+    assert replace(FAST, flip_rate=0.01).holds
     assert not WRONG.holds
 
 
@@ -98,6 +128,10 @@ def test_the_command_passes_here_at_toy_size(tmp_path: Path) -> None:
     assert {each["backend"] for each in document["backends"]} == {"triton"}
     assert {each["determinism"] for each in document["backends"]} == {"exact", "fast"}
     assert document["fp32_holds"]
+    assert {each["product"]: each["holds"] for each in document["products"]} == {
+        "library_product": True,
+        "fixed_order_product": True,
+    }
 
 
 def test_a_backend_that_knows_few_kinds_of_models_is_checked_on_those() -> None:

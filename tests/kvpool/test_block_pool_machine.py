@@ -123,7 +123,7 @@ class PoolMachine(RuleBasedStateMachine):
         fits = num_new <= self._model_available()
         assert self.pool.allocate(request_id, num_tokens) == fits
         after = self.pool.block_table(request_id)
-        assert after[: len(before)] == before
+        assert list(after[: len(before)]) == before
         assert len(after) - len(before) == (max(0, num_new) if fits else 0)
         if fits:
             num_kept = len(after) - self._num_blocks_for(num_tokens)
@@ -162,7 +162,7 @@ class PoolMachine(RuleBasedStateMachine):
         before = list(self.pool.block_table(request_id))
         self.pool.free_draft(request_id)
         kept = len(before) - request.num_draft_blocks
-        assert self.pool.block_table(request_id) == before[:kept]
+        assert list(self.pool.block_table(request_id)) == before[:kept]
         request.num_draft_blocks = 0
 
     @rule(request_id=consumes(requests))

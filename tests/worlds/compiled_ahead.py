@@ -1,12 +1,16 @@
 """Compiles Triton's programs for a kind of device, without having one, and says what came out, for all
 variants or those named:
 ``python compiled_ahead.py 90``. Fails where a program needs more shared memory than the smallest
-devices of compute capability 8 have, or takes no tensor cores."""
+devices of compute capability 8 have, keeps more elsewhere for want of registers than is known, or takes
+no tensor cores."""
 
 from __future__ import annotations
 
+import io
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.triton import ragged_attention as programs
+from engine.kernels.triton import row_programs
 from engine.kernels.triton.ops import attend_variant, join_variant, store_variant
+from engine.kernels.triton.row_ops import adding_tile, norm_tile, product_tile
 
 MOST_SHARED_BYTES = 99 << 10
 BF16 = torch.bfloat16
@@ -45,24 +51,41 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"key_dim": 64, "value_dim": 64, "share": 8, "window": 128, "has_sinks": True},
     "gemma 2": {"key_dim": 256, "value_dim": 256, "share": 2, "window": 4096, "softcap": 50.0},
 }
-TYPES = {torch.bfloat16: "bf16", torch.uint8: "u8"}
+ROWS: dict[str, tuple[torch.dtype, bool]] = {
+    "products, divided": (BF16, True),
+    "products, bf16": (BF16, False),
+    "products, fp16": (torch.float16, False),
+    "products, fp32": (torch.float32, False),
+}
+"""Of rows with weights: types, and whether chunks of inputs go to several programs."""
+TYPES = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INTS = {"slots": "*i64", "plan": "*i32", "joins": "*i32"}
-_FLOATS = {"sums": "*fp32", "stats": "*fp32"}
-_NUMBERS = {"scale", "softcap", "largest_key", "largest_value"}
+_FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
+_NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
+_OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias"}
+SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656}
+"""Bytes that programs do keep elsewhere for want of registers, by capability and variant: at most."""
+_SPILLED = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def compiled(program: Any, variant: Any, dtype: str, stored: str, capability: int) -> Any:
-    """As it is launched: pointers are aligned."""
+    """As it is launched: pointers are aligned, and so are a layer's sizes. With what the assembler says
+    of registers."""
     names = program.arg_names
     signature = {name: _type_of(name, variant.constants, dtype, stored) for name in names}
+    sizes = {"in_features", "out_features", "weight_row_stride"}
     attrs: Mapping[Any, Any] = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if signature[name].startswith("*")
+        if signature[name].startswith("*") or name in sizes
     }
     constexprs = {(names.index(name),): value for name, value in variant.constants.items()}
     source = ASTSource(fn=program, signature=signature, constexprs=constexprs, attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=variant.launch)
+    target, said = GPUTarget("cuda", capability, 32), io.StringIO()
+    triton.knobs.nvidia.dump_ptxas_log = True
+    with redirect_stdout(said):
+        binary = triton.compile(source, target=target, options=variant.launch)
+    return binary, said.getvalue()
 
 
 def _type_of(name: str, constants: Mapping[str, Any], dtype: str, stored: str) -> str:
@@ -70,29 +93,49 @@ def _type_of(name: str, constants: Mapping[str, Any], dtype: str, stored: str) -
         return "constexpr"
     if name in ("keys", "values"):
         return f"*{stored}"
-    if name in ("query", "key", "value", "output", "sinks"):
+    if name in _OF_ROWS:
         return f"*{dtype}"
     return {**_INTS, **_FLOATS}.get(name, "fp32" if name in _NUMBERS else "i32")
 
 
+def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
+    """Programs with what they are compiled for: their sizes, and types of rows and of what is stored."""
+    if name in ROWS:
+        dtype, is_divided = ROWS[name]
+        tile = product_tile(dtype)
+        asked = {"HAS_BIAS": True, "IS_DIVIDED": is_divided, "weight_column_stride": 1}
+        asked_tile = tile._replace(constants=tile.constants | asked)
+        yield row_programs.multiply, asked_tile, TYPES[dtype], ""
+        if is_divided:
+            adding = adding_tile(4)
+            adding = adding._replace(constants=adding.constants | {"HAS_BIAS": True})
+            yield row_programs.add_chunks, adding, TYPES[dtype], ""
+            norm = norm_tile(4096)
+            norm = norm._replace(constants=norm.constants | {"IS_ROUNDED": True})
+            yield row_programs.normalize, norm, TYPES[dtype], ""
+        return
+    asked = PLAIN | VARIANTS[name]
+    variant, is_exact = attend_variant(**asked), asked["is_exact"]
+    stored = "u8" if asked["is_fp8"] else "bf16"
+    yield programs.attend, variant, "bf16", stored
+    if asked["is_fp8"]:
+        yield programs.join, join_variant(variant, is_exact), "bf16", stored
+        yield programs.store_rows, store_variant(variant, is_exact), "bf16", stored
+
+
 def main(capability: int, names: Sequence[str]) -> None:
     for name in names:
-        asked = PLAIN | VARIANTS[name]
-        variant = attend_variant(**asked)
-        made = [(programs.attend, variant)]
-        if asked["is_fp8"]:
-            made.append((programs.join, join_variant(variant, asked["is_exact"])))
-            made.append((programs.store_rows, store_variant(variant, asked["is_exact"])))
-        for program, each in made:
-            stored = "u8" if asked["is_fp8"] else "bf16"
-            binary = compiled(program, each, "bf16", stored, capability)
+        for program, variant, dtype, stored in _made_for(name):
+            binary, said = compiled(program, variant, dtype, stored, capability)
             ptx, shared = binary.asm["ptx"], binary.metadata.shared
             assert len(binary.asm["cubin"]) > 0
             assert shared <= MOST_SHARED_BYTES, f"{name}: {shared} bytes of shared memory"
-            if program is programs.attend:
+            ((_, spilled, _),) = _SPILLED.findall(said)
+            assert int(spilled) <= SPILLING.get((capability, name), 0), f"{name}: {said}"
+            if program in (programs.attend, row_programs.multiply) and dtype != "fp32":
                 assert any(word in ptx for word in ("mma.sync", "wgmma", "tcgen05.mma")), name
             sys.stdout.write(f"compiled {program.__name__} for {name}: {shared} bytes shared\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:] or list(VARIANTS))
+    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS])

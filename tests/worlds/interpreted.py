@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,11 +41,56 @@ def counting_loads(planes: Iterator[torch.Tensor]) -> Iterator[list[int]]:
 
 @contextmanager
 def patching_once() -> Iterator[None]:
-    """The interpreter replaces the language's functions at every call of a function by a program, though
-    they are replaced already: a third of its time."""
+    """Less of what the interpreter does over and over: it replaces the language's functions at every call
+    of a function by a program, though they are replaced already, and works out types of numpy and of
+    blocks for every operation."""
     if DEVICE.type == "cuda":
         yield
         return
+    with pytest.MonkeyPatch.context() as patch, _patching_language_once():
+        _remember_types(patch)
+        yield
+
+
+def _remember_types(patch: pytest.MonkeyPatch) -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    of_numpy: dict[str, Any] = {}
+    of_blocks: dict[Any, tuple[Any, ...]] = {}
+    of_shapes: dict[Any, tuple[Any, ...]] = {}
+    find_dtype = interpreter._get_np_dtype
+    make_block, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+
+    def dtype(found: Any) -> Any:
+        if found.name not in of_numpy:
+            of_numpy[found.name] = find_dtype(found)
+        return of_numpy[found.name]
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(each, "value", each) for each in shape))
+        if key not in of_blocks:
+            make_block(self, element_ty, shape)
+            of_blocks[key] = (self.shape, self.numel, self.name)
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = of_blocks[key]
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = type.shape.values if type.is_block() else ()
+        key = (*key,)
+        if key not in of_shapes:
+            make_tensor(self, handle, type)
+            of_shapes[key] = (self.shape, self.numel)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_shapes[key]
+
+    patch.setattr(interpreter, "_get_np_dtype", dtype)
+    patch.setattr(tl.block_type, "__init__", block)
+    patch.setattr(tl.tensor, "__init__", tensor)
+
+
+@contextmanager
+def _patching_language_once() -> Iterator[None]:
     from triton.runtime import interpreter
 
     plain, patched = interpreter._patch_lang, set()

@@ -7,6 +7,10 @@ from hypothesis import settings
 _PINNED = settings.get_profile("pinned").max_examples
 
 
-def examples(pinned: int) -> int:
-    """Examples for a test that runs ``pinned`` of them where they are pinned (tests/conftest.py)."""
-    return pinned * settings().max_examples // _PINNED
+def examples(pinned: int, fuzzed: int | None = None) -> int:
+    """Examples for a test that runs ``pinned`` of them where they are pinned (tests/conftest.py), and
+    ``fuzzed`` where faults are sought; None: as many more as other tests do."""
+    most = settings().max_examples
+    if fuzzed is not None and most > _PINNED:
+        return fuzzed
+    return pinned * most // _PINNED

@@ -57,7 +57,8 @@ def attend_variant(
         "VALUE_LANES": value_lanes,
         "BLOCK_SIZE": block_size,
         "PAIRS": pairs,
-        "KEYS": min(chunk, 16 if is_wide else 32),
+        # With more of them, or fewer threads, programs run out of registers, which interpreters have not.
+        "KEYS": min(chunk, 16 if is_wide or (pairs >= 64 and not is_interpreted()) else 32),
         "CHUNK": chunk,
         "HAS_WINDOW": window > 0,
         "HAS_SOFTCAP": softcap > 0,
@@ -66,7 +67,7 @@ def attend_variant(
         "PRECISION": "tf32" if may_round and not is_exact else "ieee",
         "WIDEN": is_interpreted() and dtype == torch.bfloat16,
     }
-    return Variant(constants, _launch(8 if is_wide or pairs >= 64 else 4, is_exact))
+    return Variant(constants, _launch(8, is_exact))
 
 
 def join_variant(attending: Variant, is_exact: bool) -> Variant:

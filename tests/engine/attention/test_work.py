@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.attention.work import ITEM_INTS, JOIN_INTS, ROW_INTS, Cut, Ints, Room, Work
 from engine.batch import RequestRows, build_batch, slot_of
+from kvpool.block_pool import BlockPool
 from worlds.lanes import examples
 from worlds.tiny_models import path_to, scattered_table
 
@@ -153,6 +154,47 @@ def test_every_row_gets_the_keys_of_its_text_each_once(
     if room is not None:
         assert (work.num_items, work.num_joins) == (room.num_items, room.num_joins)
     check(work, requests)
+
+
+@settings(deadline=None, max_examples=examples(10))
+@given(data=st.data(), in_text_order=st.booleans())
+def test_a_step_reads_the_blocks_that_requests_hold_now(data: Any, in_text_order: bool) -> None:
+    """Whatever became of them since the step before: grown, leased for drafts and given back, taken over
+    by accepted drafts, freed and begun anew, shared."""
+    pool = BlockPool(96, SIZE)
+    made, buffer = cut(in_text_order), np.zeros(1 << 14, dtype=np.int32)
+    lengths: dict[str, int] = {}
+    for _ in range(data.draw(st.integers(2, 5))):
+        for name in "ab":
+            if name in lengths and data.draw(st.booleans()):
+                pool.free(name)
+                del lengths[name]
+            if name not in lengths:
+                lengths[name] = pool.open(name, range(1000), "", 64)
+        parts = []
+        for name, base in lengths.items():
+            known = data.draw(st.sampled_from([1, 1, 3, 20]))
+            parents = data.draw(st.sampled_from([(), (-1, 0, 1), (-1, -1, 0, 1, 1)]))
+            end = base + known + len(parents)
+            assert pool.allocate(name, base + known)
+            assert pool.allocate_draft(name, end) >= end
+            rows = known + len(parents)
+            table = pool.block_table(name)
+            parts.append(RequestRows([0] * rows, known, base, parents, table, rows))
+        requests = build_batch(parts, SIZE).requests
+        work = Work(requests, made)
+        work.write(buffer[: work.num_ints])
+        rows_of, _ = read(work, buffer[: work.num_ints])
+        for request in requests:
+            for row, wanted in enumerate(expected(request), request.first_row):
+                got = [slot for chunk in rows_of[row].values() for slot, _ in chunk]
+                assert sorted(got) == sorted(slot for slot, _ in wanted)
+        for name, request in zip(lengths, requests, strict=True):
+            lengths[name] += request.num_known + data.draw(st.integers(0, 1))
+            lengths[name] = min(lengths[name], request.end)
+            pool.promote(name, range(1000), lengths[name])
+            pool.free_draft(name)
+            pool.check_integrity()
 
 
 def text(base: int, known: int = 1, parents: Sequence[int] = ()) -> RequestRows:

@@ -10,16 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.triton.row_ops import row_product
 from engine.machine import can_pack, is_packable
 from engine.model import linear as linear_module
 from engine.model.linear import (
     TILES,
+    Call,
     PackedLinear,
     RowSpan,
     SteadyProducts,
+    choose_call,
+    fixed_order_product,
+    library_product,
     pack_linears,
-    stable_rows,
+    products_for,
+    steady_call,
 )
+from worlds.interpreted import patching_once
 
 torch.set_num_threads(1)
 
@@ -78,8 +85,8 @@ def test_packed_products_equal_f_linear(
     )
     own = F.linear(inputs, linear.weight, linear.bias)
     for exact in (False, True):
-        span = stable_rows(in_features, out_features, 64, dtype) if exact else None
-        packed = PackedLinear(linear, span)
+        call = steady_call(in_features, out_features, 64, dtype) if exact else None
+        packed = PackedLinear(linear, call)
         output = packed(inputs)
         assert output.shape == (2, 9, out_features)
         assert output.dtype == dtype
@@ -96,12 +103,12 @@ def test_packed_products_equal_f_linear(
 def test_an_exact_layer_gives_a_row_the_same_bits_alone_and_among_600(
     in_features: int, out_features: int, dtype: torch.dtype
 ) -> None:
-    span = stable_rows(in_features, out_features, MOST_ROWS, dtype)
-    if span is None:  # the probe claims nothing, and this is what the engine hears
+    call = steady_call(in_features, out_features, MOST_ROWS, dtype)
+    if call is None:  # the probe claims nothing, and this is what the engine hears
         model = nn.Sequential(make_linear(in_features, out_features, dtype=dtype))
         assert pack_linears(model, MOST_ROWS, exact=True).failures
         return
-    layer = PackedLinear(make_linear(in_features, out_features, dtype=dtype), span)
+    layer = PackedLinear(make_linear(in_features, out_features, dtype=dtype), call)
     rows = cancelling_rows(MOST_ROWS, in_features, dtype)
     assert rows.unique(dim=0).shape[0] == MOST_ROWS
     alone = torch.cat([layer(rows[index : index + 1]) for index in range(MOST_ROWS)])
@@ -115,7 +122,7 @@ def test_an_exact_layer_gives_a_row_the_same_bits_alone_and_among_600(
 def test_where_weights_are_packed_no_type_is_left_without_exact_calls(dtype: torch.dtype) -> None:
     """Else the assertions above could say nothing on a machine where they ought to."""
     if is_packable(CPU, dtype):
-        assert all(stable_rows(*shape, 64, dtype) for shape in SHAPES)
+        assert all(steady_call(*shape, 64, dtype) for shape in SHAPES)
 
 
 def fussy_kernel(*limits: int) -> Callable[[PackedLinear, torch.Tensor], torch.Tensor]:
@@ -150,8 +157,8 @@ def test_the_probe_finds_which_row_counts_share_bits_and_the_layer_stays_among_t
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ...], most: int, span: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(PackedLinear, "_apply_packed", fussy_kernel(*limits))
-    assert stable_rows(64, 8, most) == span
-    layer = PackedLinear(make_linear(64, 8), RowSpan(*span))
+    assert steady_call(64, 8, most) == Call(span)
+    layer = PackedLinear(make_linear(64, 8), Call(RowSpan(*span)))
     rows = cancelling_rows(70, 64)
     alone = torch.cat([layer(row[None]) for row in rows])
     for count in (1, 2, 3, 4, 5, 33, 65, 70):
@@ -170,10 +177,85 @@ def test_where_bits_follow_a_row_s_place_the_probe_says_no(
         return sums.expand(-1, self.out_features).to(inputs.dtype)
 
     monkeypatch.setattr(PackedLinear, "_apply_packed", apply)
-    assert stable_rows(64, 8, MOST_ROWS) is None
+    assert steady_call(64, 8, MOST_ROWS) is None
     packed = pack_linears(nn.Sequential(make_linear(64, 8)), MOST_ROWS, exact=True)
     assert packed.failures == {"products of 64 by 8"}
     assert not pack_linears(nn.Sequential(make_linear(64, 8)), MOST_ROWS, exact=False).failures
+
+
+# --- several products to choose from ---
+
+
+def follows_company(rows: torch.Tensor, weight: torch.Tensor, bias: object) -> torch.Tensor:
+    del bias
+    return F.linear(rows, weight) + rows.shape[0]
+
+
+def follows_place(rows: torch.Tensor, weight: torch.Tensor, bias: object) -> torch.Tensor:
+    del bias
+    return F.linear(rows, weight) + torch.arange(rows.shape[0])[:, None]
+
+
+def in_order(rows: torch.Tensor, weight: torch.Tensor, bias: object) -> torch.Tensor:
+    del bias
+    products = rows[:, None].double() * weight.double()
+    return products.cumsum(-1)[..., -1].to(rows.dtype)
+
+
+@pytest.mark.parametrize(
+    ("products", "costs", "chosen"),
+    [
+        ((follows_company, in_order), {follows_company: 2.0, in_order: 1.9}, (TILES, follows_company)),
+        ((follows_company, in_order), {follows_company: 2.0, in_order: 1.5}, ((1, 64), in_order)),
+        ((in_order, follows_company), {follows_company: 1.0, in_order: 9.0}, (TILES, follows_company)),
+        ((follows_place, in_order), {}, ((1, 64), in_order)),
+        ((follows_place,), {}, None),
+    ],
+)  # fmt: skip
+def test_of_products_that_keep_bits_the_clearly_faster_one_is_taken(
+    products: Any, costs: Any, chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only where there are several is anything timed."""
+    monkeypatch.setattr(linear_module, "_cost", lambda call, *_: costs[call.product])
+    weight, rows = linear_module.cancelling(64, 8, torch.float32, CPU)
+    bound = [(each, linear_module._bound(each, weight, None)) for each in products]
+    assert choose_call(bound, rows, 64) == chosen
+
+
+def test_the_cost_of_a_call_is_that_of_all_its_pieces() -> None:
+    """At each of the timed row counts, as often as it is timed."""
+    seen: list[int] = []
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        seen.append(rows.shape[0])
+        return rows
+
+    linear_module._cost(Call(RowSpan(4, 8)), product, torch.zeros(4, 16), 20)
+    assert seen == [*[4] * 7, *[8, 8] * 7, *[8, 8, 4] * 7]
+
+
+def test_on_a_cpu_there_is_nothing_to_choose_from() -> None:
+    assert products_for(CPU) == (library_product,)
+
+
+@torch.inference_mode()
+def test_a_model_multiplies_by_the_product_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers and weights outside of layers, some of which lie transposed; under the interpreter, with
+    few rows in the probe."""
+    monkeypatch.setattr(linear_module, "_ENOUGH_SUMS", 160)
+    model = nn.Sequential(make_linear(256, 256, True, torch.float32), Experts(torch.float32))
+    rows = cancelling_rows(12, 256, torch.float32)
+    expected = model(rows)
+    with patching_once():
+        packed = pack_linears(model, 5, True, (fixed_order_product,))
+        every = model(rows)
+        assert packed == (1, set())
+        torch.testing.assert_close(every, expected, rtol=1e-4, atol=1e-3)
+        assert torch.equal(torch.cat([model(row) for row in rows.split(3)]), every)
+        by_tensor = model[0](rows)
+    assert torch.equal(by_tensor, row_product(rows, model[0].packed, model[0].bias))
 
 
 class Experts(nn.Module):
@@ -241,7 +323,7 @@ def test_tiles_have_one_shape_however_many_rows_there_are(monkeypatch: pytest.Mo
         return inputs[..., :1].expand(*inputs.shape[:-1], self.out_features)
 
     monkeypatch.setattr(PackedLinear, "_apply_packed", apply)
-    layer = PackedLinear(make_linear(64, 8), TILES)
+    layer = PackedLinear(make_linear(64, 8), Call(TILES))
     for count in (1, 4, 7, 600):
         inputs = torch.arange(count, dtype=torch.bfloat16)[None, :, None].expand(1, count, 64)
         output = layer(inputs)
@@ -279,11 +361,11 @@ def test_packing_replaces_every_linear_and_leaves_the_tied_embedding(
     embedding = toy.embedding.weight.clone()
     probed: list[tuple[int, int]] = []
 
-    def probe(in_features: int, out_features: int, *rest: Any) -> RowSpan | None:
+    def probe(in_features: int, out_features: int, *rest: Any) -> Call | None:
         probed.append((in_features, out_features))
-        return stable_rows(in_features, out_features, *rest)
+        return steady_call(in_features, out_features, *rest)
 
-    monkeypatch.setattr(linear_module, "stable_rows", probe)
+    monkeypatch.setattr(linear_module, "steady_call", probe)
     assert pack_linears(toy, 64, exact=True).num_layers == 3
     assert sorted(probed) == [(64, 50), (64, 64)]  # once per shape
     kinds = [type(module) for module in toy.modules()]
@@ -299,11 +381,11 @@ def test_a_vocabulary_sized_head_is_probed_for_few_rows_and_kept_to_them(
 ) -> None:
     asked: list[int] = []
 
-    def probe(in_features: int, out_features: int, most: int, *_: object) -> RowSpan:  # noqa: ARG001
+    def probe(in_features: int, out_features: int, most: int, *_: object) -> Call:  # noqa: ARG001
         asked.append(most)
-        return RowSpan(1, most)
+        return Call(RowSpan(1, most))
 
-    monkeypatch.setattr(linear_module, "stable_rows", probe)
+    monkeypatch.setattr(linear_module, "steady_call", probe)
     monkeypatch.setattr(linear_module, "_LARGE_WEIGHT", 64 * 50)
     toy = nn.ModuleDict({"small": nn.Linear(64, 50), "large": nn.Linear(64, 51)})
     toy.to(torch.bfloat16)

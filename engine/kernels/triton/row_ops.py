@@ -1,0 +1,167 @@
+"""Products with weights and norms that give a row its own bits, as operators of torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.kernels.triton import is_interpreted
+
+_CHUNK = 1024
+_ELEMENTS = 1024
+_PROGRAMS_PER_PROCESSOR = 2
+"""Products of fewer programs are divided by chunks of inputs."""
+_LANES_PER_WARP = 512
+_INTERPRETED_ROWS = 64
+"""Of a norm, where a program's operations cost what numpy's calls do, however much they take."""
+
+
+class Tile(NamedTuple):
+    """What a program of ``multiply`` is compiled for and how it is launched: nothing of it may depend on
+    a call's rows."""
+
+    constants: dict[str, Any]
+    launch: dict[str, Any]
+
+
+def product_tile(dtype: torch.dtype) -> Tile:
+    """One for all layers of a type."""
+    is_wide = dtype == torch.float32
+    constants = {
+        "ROWS": 16 if is_wide else 64,
+        "FEATURES": 64,
+        "DEPTH": 32 if is_wide else 64,
+        "CHUNK": _CHUNK,
+        "WIDEN": is_interpreted() and dtype == torch.bfloat16,
+    }
+    return Tile(constants, _launch(8, 3))
+
+
+def adding_tile(num_chunks: int) -> Tile:
+    """Of ``add_chunks``."""
+    return Tile({"NUM_CHUNKS": num_chunks, "ELEMENTS": _ELEMENTS}, _launch(4, 1))
+
+
+def norm_tile(length: int) -> Tile:
+    lanes = 1 << (length - 1).bit_length()
+    rows = _INTERPRETED_ROWS if is_interpreted() else 1
+    constants = {"LENGTH": length, "LANES": lanes, "ROWS": rows}
+    return Tile(constants, _launch(max(1, min(16, lanes // _LANES_PER_WARP)), 1))
+
+
+def _launch(num_warps: int, num_stages: int) -> dict[str, Any]:
+    """Without fusion of a product and a sum into one operation, which rounds once: two programs add
+    chunks, and both are to round alike."""
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+
+
+@torch.library.custom_op("slipstream::row_product", mutates_args=())
+def row_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """As ``F.linear``: ``rows`` ``[.., in_features]``, ``weight`` ``[out_features, in_features]``, which
+    may be a transposed view, ``bias`` ``[out_features]``, all of one type (float32, bfloat16, float16);
+    returns ``[.., out_features]`` of it. Sums are float32's, in an order that the layer alone decides."""
+    from engine.kernels.triton.row_programs import add_chunks, multiply
+
+    in_features, out_features = rows.shape[-1], weight.shape[0]
+    flat = _lying_together(rows.reshape(-1, in_features))
+    num_rows = flat.shape[0]
+    output = rows.new_empty(*rows.shape[:-1], out_features)
+    if not output.numel():
+        return output
+    constants, launch = product_tile(rows.dtype)
+    num_chunks = -(-in_features // _CHUNK)
+    grid = (-(-num_rows // constants["ROWS"]), -(-out_features // constants["FEATURES"]))
+    is_divided = num_chunks > 1 and grid[0] * grid[1] < _enough_programs(rows.device)
+    sums = output
+    if is_divided:
+        sums = rows.new_empty(num_chunks, num_rows, out_features, dtype=torch.float32)
+    added = weight if bias is None else bias
+    with torch.cuda.device_of(rows):
+        multiply[(*grid, num_chunks if is_divided else 1)](
+            flat,
+            weight,
+            added,
+            output,
+            sums,
+            num_rows,
+            out_features,
+            in_features,
+            flat.stride(0),
+            weight.stride(0),
+            weight.stride(1),
+            **constants,
+            HAS_BIAS=bias is not None,
+            IS_DIVIDED=is_divided,
+            **launch,
+        )
+        if is_divided:
+            count = num_rows * out_features
+            constants, launch = adding_tile(num_chunks)
+            add_chunks[(-(-count // _ELEMENTS),)](
+                added,
+                output,
+                sums,
+                count,
+                out_features,
+                **constants,
+                HAS_BIAS=bias is not None,
+                **launch,
+            )
+    return output
+
+
+@row_product.register_fake
+def _(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    del bias
+    return rows.new_empty(*rows.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("slipstream::row_norm", mutates_args=())
+def row_norm(
+    rows: torch.Tensor, factors: torch.Tensor, epsilon: float, is_rounded: bool
+) -> torch.Tensor:
+    """Each of ``rows`` ``[.., length]`` over its root mean square, times ``factors`` ``[length]``
+    float32. ``is_rounded``: rounded to its type before it is weighed."""
+    from engine.kernels.triton.row_programs import normalize
+
+    length = rows.shape[-1]
+    flat = _lying_together(rows.reshape(-1, length))
+    output = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    if output.numel():
+        constants, launch = norm_tile(length)
+        with torch.cuda.device_of(rows):
+            normalize[(-(-flat.shape[0] // constants["ROWS"]),)](
+                flat,
+                factors,
+                output,
+                flat.shape[0],
+                flat.stride(0),
+                epsilon,
+                **constants,
+                IS_ROUNDED=is_rounded,
+                **launch,
+            )
+    return output
+
+
+@row_norm.register_fake
+def _(rows: torch.Tensor, factors: torch.Tensor, epsilon: float, is_rounded: bool) -> torch.Tensor:
+    del factors, epsilon, is_rounded
+    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+
+
+def _lying_together(rows: torch.Tensor) -> torch.Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@cache
+def _enough_programs(device: torch.device) -> int:
+    """For a device to be busy."""
+    if device.type != "cuda":
+        return _PROGRAMS_PER_PROCESSOR
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return int(_PROGRAMS_PER_PROCESSOR * count)
