@@ -83,6 +83,17 @@ class DraftGrowth:
     def num_candidates(self) -> int:
         return min(self.ask.shape.width, self.ask.max_nodes)
 
+    @property
+    def has_known_places(self) -> bool:
+        """Where its nodes come to lie does not depend on what is chosen; but a chain may end early."""
+        return self.is_sampled or self.num_candidates == 1
+
+    def fillers(self) -> list[int]:
+        """Distinct tokens to complete a sampled node's children by; enough of them."""
+        recent = self.ask.token_ids[: -_NUM_RECENT - 1 : -1]
+        tokens = dict.fromkeys((*recent, *range(self.num_candidates)))
+        return list(tokens)[: 2 * self.num_candidates]
+
     def add_level(self, nodes: Sequence[int], candidates: Sequence[Candidates]) -> None:
         """Hang each node's candidates under it; ``[ROOT]`` first, then what ``frontier`` was."""
         self._depth += 1
@@ -132,10 +143,9 @@ class DraftGrowth:
         if self.num_candidates == 1:
             pairs = zip(tokens, each.confidences, strict=False)
             return self._add_children(node, [(t, feature_of(sure, 0), sure) for t, sure in pairs])
-        recent = self.ask.token_ids[: -_NUM_RECENT - 1 : -1]
-        others = (token for token in (*recent, *range(wanted)) if token not in tokens)
-        while len(tokens) < wanted:
-            tokens.append(next(others))
+        if len(tokens) < wanted:
+            others = [token for token in self.fillers() if token not in tokens]
+            tokens += others[: wanted - len(tokens)]
         ranks = [min(rank, NUM_RANKS - 1) for rank in range(wanted)]
         return self._add_children(
             node,

@@ -14,9 +14,10 @@ lie in place. A model on the target's rows misses the anchor alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from drafters.base import (
     Drafter,
@@ -28,10 +29,13 @@ from drafters.base import (
     Observation,
     drafter,
 )
+from drafters.model.ahead import Ahead, plan_ahead
 from drafters.model.block_contents import BlockContents, TextDigests
 from drafters.model.growth import DraftGrowth, is_first_child
-from drafters.model.protocol import Candidates, DraftModel, DraftRows
+from drafters.model.protocol import Candidates, DraftModel, DraftRows, Levels
 from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, chain_length
+
+_Growth = TypeVar("_Growth", bound=DraftGrowth)
 
 _EMA = 0.1
 _STRENGTH = 8.0
@@ -142,32 +146,43 @@ class ModelDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Raises KeyError for a request that is not open."""
+        return self._model.read_now(partial(self.begin, requests))
+
+    def begin(
+        self, requests: Sequence[DraftRequest], readback: Any
+    ) -> Callable[[], list[DraftTree]]:
+        """See ``Drafter``: rounds that can be run ahead of what is read, the first of all among them."""
         trees = [EMPTY] * len(requests)
-        growing = self._start(requests)
-        while ready := self._worth_a_round(growing):
-            self._grow(ready)
-        for index, growth in growing.items():
-            trees[index] = growth.tree()
-        return trees
+        turns = [self._turn(index, ask) for index, ask in enumerate(requests)]
+        rows, drafting = self._deal([turn for turn in turns if self._has_room(turn.ask)])
+        if not rows:
+            return lambda: trees
+        growing = {turn.index: self._growth(turn) for turn, _ in rows if turn.index in drafting}
+        ahead = self._ahead(growing.values())
+        levels = [ahead.first([part for _, part in rows]), *ahead.levels]
+        for level in levels:
+            self._forget(level)
+        pending = self._model.begin(levels, readback)
+
+        def finish() -> list[DraftTree]:
+            found = pending()
+            self._wrote(levels[0])
+            for (turn, _), candidates in zip(rows, found.candidates[0], strict=True):
+                if turn.index in drafting:
+                    growing[turn.index].add_level([ROOT], candidates)
+            self._grow_ahead(growing.values(), ahead, found)
+            self._grow_on([each for each in growing.values() if not ahead.has(each)])
+            for index, growth in growing.items():
+                trees[index] = growth.tree()
+            return trees
+
+        return finish
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
             self._calibration.learn(seen.tree, seen.path)
 
     # The first round: known tokens
-
-    def _start(self, requests: Sequence[DraftRequest]) -> dict[int, DraftGrowth]:
-        """Feed what is missing; growths, one level deep, of the requests that have caught up."""
-        turns = [self._turn(index, ask) for index, ask in enumerate(requests)]
-        rows, drafting = self._deal([turn for turn in turns if self._has_room(turn.ask)])
-        candidates = self._run([part for _, part in rows])
-        growing: dict[int, DraftGrowth] = {}
-        for (turn, _), found in zip(rows, candidates, strict=True):
-            if turn.index in drafting:
-                growth = self._growth(turn)
-                growth.add_level([ROOT], found)
-                growing[turn.index] = growth
-        return growing
 
     def _turn(self, index: int, ask: DraftRequest) -> _Turn:
         state = self._states[ask.request_id]
@@ -224,10 +239,16 @@ class ModelDrafter(Drafter):
         depth = min(ask.shape.depth, self._model.max_len - len(ask.token_ids))
         return DraftGrowth(ask, turn.state.min_confidence, depth, self._calibration.acceptance)
 
-    def _worth_a_round(self, growing: Mapping[int, DraftGrowth]) -> list[DraftGrowth]:
+    def _ahead(self, growing: Iterable[DraftGrowth]) -> Ahead:
+        """The rounds that are run before the first one's candidates are read."""
+        if not self._model.runs_ahead:
+            return Ahead({}, [])
+        return plan_ahead(growing, self._calibration.mean, self._worth_a_round)
+
+    def _worth_a_round(self, growing: Iterable[_Growth]) -> list[_Growth]:
         """Who runs another round: all that can, if it is expected to bring more tokens than the engine
         writes in the time it takes. Requests that do not weigh costs pay for the others."""
-        ready = [growth for growth in growing.values() if growth.frontier]
+        ready = [growth for growth in growing if growth.frontier]
         rates = [growth.ask.tokens_per_second for growth in ready]
         if not ready or not min(rates):
             return ready
@@ -236,32 +257,58 @@ class ModelDrafter(Drafter):
         gain = self._calibration.mean * sum(growth.expected_gain for growth in ready)
         return ready if gain > price else []
 
-    def _grow(self, ready: Sequence[DraftGrowth]) -> None:
-        frontiers = [growth.frontier for growth in ready]
-        rows = [growth.next_rows() for growth in ready]
-        start = time.perf_counter()
-        candidates = self._run(rows)
-        num_rows = sum(len(each.token_ids) for each in rows)
-        self._times.observe(num_rows, time.perf_counter() - start)
-        for growth, nodes, found in zip(ready, frontiers, candidates, strict=True):
-            growth.add_level(nodes, found)
+    def _grow_ahead(self, growing: Iterable[DraftGrowth], ahead: Ahead, found: Levels) -> None:
+        """By what the rounds that were run ahead have found."""
+        for level, candidates in zip(ahead.levels, found.candidates[1:], strict=True):
+            by_request = {
+                planned.ask.request_id: (planned, each)
+                for planned, each in zip(level, candidates, strict=True)
+            }
+            for growth in growing:
+                if growth.frontier and growth.ask.request_id in by_request:
+                    planned, each = by_request[growth.ask.request_id]
+                    nodes, rows = growth.frontier, growth.next_rows()
+                    assert rows.parents == planned.parents, "a draft lies elsewhere than planned"
+                    self._wrote([rows])
+                    growth.add_level(nodes, each)
+            num_rows = sum(len(planned.token_ids) for planned in level)
+            self._times.observe(num_rows, found.seconds / len(ahead.levels))
+
+    def _grow_on(self, growing: Sequence[DraftGrowth]) -> None:
+        """Round by round, each by what the one before has found."""
+        while ready := self._worth_a_round(growing):
+            frontiers = [growth.frontier for growth in ready]
+            rows = [growth.next_rows() for growth in ready]
+            start = time.perf_counter()
+            candidates = self._run(rows)
+            num_rows = sum(len(each.token_ids) for each in rows)
+            self._times.observe(num_rows, time.perf_counter() - start)
+            for growth, nodes, found in zip(ready, frontiers, candidates, strict=True):
+                growth.add_level(nodes, found)
 
     # The model, and what is known of its store
 
     def _run(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
-        if not rows:
-            return []
-        if not self._model.owns_rows:
-            return self._model.forward(rows)
-        for each in rows:
-            first = each.base + each.num_stored
-            self._contents.forget(each.ask.block_table, first, len(each.token_ids))
-        candidates = self._model.forward(rows)
-        for each in rows:
-            root = self._states[each.ask.request_id].text.root
-            tokens = each.token_ids[: _num_in_place(each)]
-            self._contents.write(each.ask.block_table, root, each.base + each.num_stored, tokens)
-        return candidates
+        self._forget(rows)
+        found = self._model.read_now(partial(self._model.begin, [rows]))
+        self._wrote(rows)
+        return found.candidates[0]
+
+    def _forget(self, rows: Sequence[DraftRows]) -> None:
+        """These rows are about to be overwritten."""
+        if self._model.owns_rows:
+            for each in rows:
+                first = each.base + each.num_stored
+                self._contents.forget(each.ask.block_table, first, len(each.token_ids))
+
+    def _wrote(self, rows: Sequence[DraftRows]) -> None:
+        """These rows were run, and are known by their tokens."""
+        if self._model.owns_rows:
+            for each in rows:
+                root = self._states[each.ask.request_id].text.root
+                tokens = each.token_ids[: _num_in_place(each)]
+                first = each.base + each.num_stored
+                self._contents.write(each.ask.block_table, root, first, tokens)
 
 
 def _num_in_place(rows: DraftRows) -> int:

@@ -202,28 +202,19 @@ class _StepInts:
 
 
 class _Ints:
-    """A buffer on the device, and two on the host that are copied to it in turn: one may be filled while
-    the copy of the last step's is still waiting for the device to come to it."""
+    """A buffer on the device. Copies to a GPU come from pinned memory that is taken anew each time, and
+    used again once they are done: several steps may be planned before the first has run."""
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._turn = 0
         self.tensor = torch.zeros(count, dtype=torch.int32, device=device)
-        self._hosts: list[torch.Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
-        if device.type == "cuda":
-            self._hosts = [torch.zeros(count, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-            self._copied = [torch.cuda.Event() for _ in range(2)]
 
     def fill(self, work: Work) -> None:
-        if not self._hosts:
+        if self.tensor.device.type != "cuda":
             work.write(self.tensor.numpy())
             return
-        self._turn ^= 1
-        host, copied = self._hosts[self._turn], self._copied[self._turn]
-        copied.synchronize()
+        host = torch.empty(work.num_ints, dtype=torch.int32, pin_memory=True)
         work.write(host.numpy())
-        self.tensor[: work.num_ints].copy_(host[: work.num_ints], non_blocking=True)
-        copied.record()
+        self.tensor[: work.num_ints].copy_(host, non_blocking=True)
 
 
 def _cut(needs: AttentionNeeds, chunk: int) -> Cut:

@@ -19,13 +19,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.model.protocol import Candidates, DraftRows
+from drafters.model.protocol import DraftRows
 from drafters.tree import ROOT
 from engine.attention.backend import IMPLEMENTATION, AttentionBackend
-from engine.batch import InputBatch, InputBuffers, build_batch
-from engine.drafting.candidates import ScoredRow, choose_candidates
-from engine.drafting.draft_model import request_rows
+from engine.batch import InputBatch, InputBuffers
 from engine.drafting.head_files import HeadFolder, HeadsRefusedError
+from engine.drafting.levels import LevelModel
 from engine.drafting.medusa import OutputHead
 from engine.machine import can_pack
 from engine.model.fusing import fuse
@@ -120,7 +119,7 @@ class _Features:
             self.first += len(self.known.pop(0))
 
 
-class EagleModel:
+class EagleModel(LevelModel):
     """``drafters.model.eagle.FeatureModel``: a draft model whose rows also read hidden states."""
 
     owns_rows = True
@@ -136,14 +135,17 @@ class EagleModel:
         max_len: int,
         max_catch_up_rows: int,
     ) -> None:
+        super().__init__(
+            attention.store.device,
+            vocab_size=vocab_size,
+            block_size=attention.store.block_size,
+            max_len=max_len,
+            max_catch_up_rows=max_catch_up_rows,
+        )
         self._layer = layer
         self._embed = embed
         self._output_head = output_head
         self._attention = attention
-        self._vocab_size = vocab_size
-        self.block_size = attention.store.block_size
-        self.max_len = max_len
-        self.max_catch_up_rows = max_catch_up_rows
         self._blank = torch.zeros_like(layer.token_norm.weight)  # [hidden_size]
         self._buffers = InputBuffers(attention.store.device, max_catch_up_rows)
         self._requests: dict[str, _Features] = {}
@@ -155,30 +157,15 @@ class EagleModel:
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
-    @torch.inference_mode()
-    def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
-        """One forward over all rows; per request, candidates per scored row."""
-        batch = build_batch([request_rows(each) for each in rows], self.block_size)
+    def _logits(self, rows: Sequence[DraftRows], batch: InputBatch) -> torch.Tensor:
         hidden = self._blank.repeat(batch.num_rows, 1)
         for each, run in zip(rows, batch.requests, strict=True):
             hidden[run.first_row : run.first_row + run.num_rows] = self._read(each)
         features = self._run(batch, hidden)
-        scored: list[ScoredRow] = []
-        picked: list[int] = []
         for each, run in zip(rows, batch.requests, strict=True):
-            end = run.first_row + run.num_rows
-            wanted = range(end - each.num_scored, end)
-            picked += wanted
-            scored += [
-                ScoredRow(each.ask.sampling, batch.positions[row] + 1, each.num_candidates)
-                for row in wanted
-            ]
-            self._keep(each, features[run.first_row : end])
-        if not picked:
-            return [[] for _ in rows]
-        chosen = features.index_select(0, upload(picked, features.device))
-        found = iter(choose_candidates(self._output_head(chosen), scored, self._vocab_size))
-        return [[next(found) for _ in range(each.num_scored)] for each in rows]
+            self._keep(each, features[run.first_row : run.first_row + run.num_rows])
+        picked = upload(batch.logits_indices or [0], features.device)
+        return self._output_head(features.index_select(0, picked))
 
     def _read(self, rows: DraftRows) -> torch.Tensor:
         """What stands before each row: the target's states, or those of the draft's own parents."""

@@ -37,6 +37,7 @@ from engine.speculation.gamma.controller import GammaController
 from engine.speculation.gamma.policy import DraftCandidate, Traffic
 from engine.speculation.shedding import Shedding
 from engine.stats import Reason
+from engine.transfer import Readback
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,19 @@ class _Turn:
     @property
     def request(self) -> Request:
         return self.scheduled.request
+
+
+@dataclass(slots=True)
+class _Proposal:
+    """What a drafter was asked by these turns, and what ends it. ``waits``: for the device.
+    ``seconds``: that it took to begin."""
+
+    name: str
+    turns: Sequence[_Turn]
+    asks: Sequence[DraftRequest]
+    finish: Callable[[], list[DraftTree]]
+    waits: bool
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -370,15 +384,48 @@ class Speculation:
         for turn in turns:
             if turn.num_asked > 0:
                 by_drafter.setdefault(turn.drafting.info.name, []).append(turn)
-        for name, group in by_drafter.items():
-            for turn in group:
-                self._catch_up(turn.request, turn.drafting)
+        readback = Readback()
+        proposals = [
+            self._begin(name, group, plain_rate, readback) for name, group in by_drafter.items()
+        ]
+        waiting = [each for each in proposals if each.waits]
+        waited = self._fetch(readback) / len(waiting) if waiting else 0.0
+        for each in proposals:
             start = time.perf_counter()
-            round_.asked[name] = {turn.request.request_id for turn in group}
-            asks = [self._ask(turn, plain_rate) for turn in group]
-            for turn, tree in zip(group, self._ask_all(name, asks, round_), strict=True):
+            name = each.name
+            round_.asked[name] = {turn.request.request_id for turn in each.turns}
+            for turn, tree in zip(each.turns, self._finish(each, round_), strict=True):
                 turn.tree = tree
-            round_.seconds_by_drafter[name] = time.perf_counter() - start
+            spent = each.seconds + time.perf_counter() - start
+            round_.seconds_by_drafter[name] = spent + (waited if each.waits else 0.0)
+
+    def _begin(
+        self, name: str, turns: Sequence[_Turn], plain_rate: float, readback: Readback
+    ) -> _Proposal:
+        """Ask a drafter for all its requests at once, since those with a model batch."""
+        for turn in turns:
+            self._catch_up(turn.request, turn.drafting)
+        start, num_before = time.perf_counter(), readback.num_added
+        asks = [self._ask(turn, plain_rate) for turn in turns]
+        try:
+            finish = self.drafters[name].begin(asks, readback)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            finish = _raising(error)
+        seconds = time.perf_counter() - start
+        return _Proposal(name, turns, asks, finish, readback.num_added > num_before, seconds)
+
+    def _fetch(self, readback: Readback) -> float:
+        """What all drafters wait for, at once: the seconds that it took."""
+        start = time.perf_counter()
+        try:
+            readback.fetch()
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            logger.exception("what drafters wait for does not come")
+        return time.perf_counter() - start
 
     def _ask(self, turn: _Turn, plain_rate: float) -> DraftRequest:
         request, num_nodes = turn.request, turn.num_asked
@@ -399,13 +446,11 @@ class Speculation:
             plain_rate if self._gamma.weighs_cost(wanted) else 0.0,
         )
 
-    def _ask_all(
-        self, name: str, asks: Sequence[DraftRequest], round_: DraftRound
-    ) -> list[DraftTree]:
-        """All at once, since drafters with a model batch; one by one if that goes wrong."""
-        drafter = self.drafters[name]
+    def _finish(self, proposal: _Proposal, round_: DraftRound) -> list[DraftTree]:
+        """All at once; one by one if that goes wrong."""
+        asks, drafter = proposal.asks, self.drafters[proposal.name]
         try:
-            return self._checked(drafter.propose(asks), asks)
+            return self._checked(proposal.finish(), asks)
         except BaseException as error:
             if is_interrupt(error):
                 raise
@@ -482,6 +527,13 @@ class Speculation:
     ) -> int:
         """What ``call`` gives back, where that is a number up to ``most``; else it has failed, for 0."""
         return self._guarded(drafting, lambda: count_of(call(*args), most)) or 0
+
+
+def _raising(error: BaseException) -> Callable[[], list[DraftTree]]:
+    def finish() -> list[DraftTree]:
+        raise error
+
+    return finish
 
 
 def _constrain(turns: Sequence[_Turn]) -> None:
