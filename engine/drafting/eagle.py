@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +22,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.model.protocol import DraftRows
 from drafters.tree import ROOT
-from engine.attention.backend import IMPLEMENTATION, AttentionBackend
-from engine.batch import InputBatch, InputBuffers
+from engine.attention.backend import IMPLEMENTATION, AttentionBackend, AttentionPlan
+from engine.batch import ForwardOutput, InputBatch, InputBuffers, InputTensors
+from engine.capture.replays import GraphSizes, make_replays
 from engine.drafting.head_files import HeadFolder, HeadsRefusedError
 from engine.drafting.levels import LevelModel
 from engine.drafting.medusa import OutputHead
 from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
-from engine.transfer import upload
 
 KIND = "eagle"
 SIZES = (
@@ -134,7 +135,9 @@ class EagleModel(LevelModel):
         vocab_size: int,
         max_len: int,
         max_catch_up_rows: int,
+        graphs: GraphSizes | None = None,
     ) -> None:
+        """``graphs``: what ``prepare`` captures where the device has graphs; None: nothing."""
         super().__init__(
             attention.store.device,
             vocab_size=vocab_size,
@@ -148,7 +151,18 @@ class EagleModel(LevelModel):
         self._attention = attention
         self._blank = torch.zeros_like(layer.token_norm.weight)  # [hidden_size]
         self._buffers = InputBuffers(attention.store.device, max_catch_up_rows)
+        self._replays = make_replays(attention, graphs, can_capture=False)
+        most = 0 if graphs is None else graphs.most_rows
+        self._captured_hidden = self._blank.repeat(most, 1)
+        """Where captured forwards read hidden states."""
         self._requests: dict[str, _Features] = {}
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture what is captured at start. Once, while the store is unused."""
+        self._replays.prepare(
+            lambda batch: partial(self._run, *self._plan(batch), self._memory(batch.num_rows))
+        )
 
     def take_hidden(self, request_id: str, first: int, hidden: torch.Tensor) -> None:
         """The target's states of newly committed tokens, ``[num_rows, hidden_size]``."""
@@ -158,14 +172,22 @@ class EagleModel(LevelModel):
         self._requests.pop(request_id, None)
 
     def _logits(self, rows: Sequence[DraftRows], batch: InputBatch) -> torch.Tensor:
-        hidden = self._blank.repeat(batch.num_rows, 1)
+        padded = self._replays.pad(batch)
+        hidden = self._memory(padded.num_rows)
         for each, run in zip(rows, batch.requests, strict=True):
             hidden[run.first_row : run.first_row + run.num_rows] = self._read(each)
-        features = self._run(batch, hidden)
+        output = self._forward(padded, hidden)
+        features = output.hidden
+        assert features is not None
         for each, run in zip(rows, batch.requests, strict=True):
             self._keep(each, features[run.first_row : run.first_row + run.num_rows])
-        picked = upload(batch.logits_indices or [0], features.device)
-        return self._output_head(features.index_select(0, picked))
+        return output.logits[: len(batch.logits_indices)]
+
+    def _memory(self, num_rows: int) -> torch.Tensor:
+        """For the hidden states that a forward reads."""
+        if num_rows <= len(self._captured_hidden):
+            return self._captured_hidden[:num_rows]
+        return self._blank.repeat(num_rows, 1)
 
     def _read(self, rows: DraftRows) -> torch.Tensor:
         """What stands before each row: the target's states, or those of the draft's own parents."""
@@ -189,15 +211,26 @@ class EagleModel(LevelModel):
         else:
             state.drafted += features.unbind(0)
 
-    def _run(self, batch: InputBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward(self, batch: InputBatch, hidden: torch.Tensor) -> ForwardOutput:
+        inputs, plan = self._plan(batch)
+        return self._replays.forward(batch, inputs, plan, partial(self._run, inputs, plan, hidden))
+
+    def _plan(self, batch: InputBatch) -> tuple[InputTensors, AttentionPlan]:
         inputs = self._buffers.fill(batch)
-        output: torch.Tensor = self._layer(
+        return inputs, self._attention.plan(batch, inputs)
+
+    def _run(
+        self, inputs: InputTensors, plan: AttentionPlan, hidden: torch.Tensor
+    ) -> ForwardOutput:
+        """``hidden``: what each row's layer wrote."""
+        features: torch.Tensor = self._layer(
             self._embed(inputs.token_ids)[None],
             hidden[None],
             position_ids=inputs.positions[None],
-            slipstream_plan=self._attention.plan(batch, inputs),
-        )
-        return output[0]
+            slipstream_plan=plan,
+        )[0]
+        picked = features.index_select(0, inputs.logits_indices)
+        return ForwardOutput(self._output_head(picked), features)
 
 
 def eagle_config(layer: FeatureLayer) -> dict[str, Any]:
