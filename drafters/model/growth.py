@@ -22,11 +22,13 @@ from drafters.base import DraftRequest
 from drafters.model.protocol import Candidates, DraftRows
 from drafters.tree import ROOT, DraftTree, TreeBuilder
 
-_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
-NUM_LEVELS = len(_EDGES) + 1
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
+NUM_LEVELS = len(EDGES) + 1
 NUM_RANKS = 4
 NUM_FEATURES = (NUM_LEVELS + 1) * NUM_RANKS
 
+STRENGTH = 8.0
+"""For how many nodes of a feature the draft model's own opinion counts."""
 _SAMPLED = NUM_LEVELS * NUM_RANKS
 """The first feature of nodes of sampled trees: one per rank, whatever the draft model thought."""
 _SAMPLED_CONFIDENCE = 0.7
@@ -37,7 +39,7 @@ _NUM_RECENT = 64
 
 def feature_of(confidence: float, rank: int) -> int:
     """A bucket for the acceptance estimates: how sure the draft model was, and which sibling it is."""
-    level = sum(confidence >= edge for edge in _EDGES)
+    level = sum(confidence >= edge for edge in EDGES)
     return level + NUM_LEVELS * min(rank, NUM_RANKS - 1)
 
 

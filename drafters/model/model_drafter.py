@@ -29,16 +29,15 @@ from drafters.base import (
     Observation,
     drafter,
 )
-from drafters.model.ahead import Ahead, plan_ahead
+from drafters.model.ahead import Ahead, Planned, Reader, plan_ahead
 from drafters.model.block_contents import BlockContents, TextDigests
-from drafters.model.growth import DraftGrowth, is_first_child
+from drafters.model.growth import NUM_LEVELS, NUM_RANKS, STRENGTH, DraftGrowth, is_first_child
 from drafters.model.protocol import Candidates, DraftModel, DraftRows, Levels
-from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, chain_length
+from drafters.tree import EMPTY, FORCED, DraftTree, chain_length
 
-_Growth = TypeVar("_Growth", bound=DraftGrowth)
+_Growth = TypeVar("_Growth", DraftGrowth, Planned)
 
 _EMA = 0.1
-_STRENGTH = 8.0
 _DECAY = 0.995
 
 OPTIONS = (
@@ -91,7 +90,12 @@ class Calibration:
 
     def acceptance(self, feature: int, confidence: float) -> float:
         num_accepted, num_labels = self._counts.get(feature, (0.0, 0.0))
-        return (num_accepted + _STRENGTH * confidence) / (num_labels + _STRENGTH)
+        return (num_accepted + STRENGTH * confidence) / (num_labels + STRENGTH)
+
+    def counts(self) -> list[tuple[float, float]]:
+        """Accepted and labelled nodes of each feature but those of sampled trees."""
+        none = (0.0, 0.0)
+        return [self._counts.get(feature, none) for feature in range(NUM_LEVELS * NUM_RANKS)]
 
     def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
         """``path``: accepted rows, as in ``Observation``. Nodes whose parent was reached are labelled."""
@@ -157,8 +161,10 @@ class ModelDrafter(Drafter):
         rows, drafting = self._deal([turn for turn in turns if self._has_room(turn.ask)])
         if not rows:
             return lambda: trees
-        growing = {turn.index: self._growth(turn) for turn, _ in rows if turn.index in drafting}
-        ahead = self._ahead(growing.values())
+        growing = {
+            turn.index: Reader(self._growth(turn)) for turn, _ in rows if turn.index in drafting
+        }
+        ahead = self._ahead([each.growth for each in growing.values()])
         levels = [ahead.first([part for _, part in rows]), *ahead.levels]
         for level in levels:
             self._forget(level)
@@ -169,11 +175,11 @@ class ModelDrafter(Drafter):
             self._wrote(levels[0])
             for (turn, _), candidates in zip(rows, found.candidates[0], strict=True):
                 if turn.index in drafting:
-                    growing[turn.index].add_level([ROOT], candidates)
-            self._grow_ahead(growing.values(), ahead, found)
-            self._grow_on([each for each in growing.values() if not ahead.has(each)])
-            for index, growth in growing.items():
-                trees[index] = growth.tree()
+                    growing[turn.index].start(candidates)
+            self._grow_along(list(growing.values()), ahead, found)
+            self._grow_on([each.growth for each in growing.values()], ahead)
+            for index, each in growing.items():
+                trees[index] = each.growth.tree()
             return trees
 
         return finish
@@ -243,7 +249,8 @@ class ModelDrafter(Drafter):
         """The rounds that are run before the first one's candidates are read."""
         if not self._model.runs_ahead:
             return Ahead({}, [])
-        return plan_ahead(growing, self._calibration.mean, self._worth_a_round)
+        counts = self._calibration.counts() if self._model.picks_ahead else None
+        return plan_ahead(growing, self._calibration.mean, counts, self._worth_a_round)
 
     def _worth_a_round(self, growing: Iterable[_Growth]) -> list[_Growth]:
         """Who runs another round: all that can, if it is expected to bring more tokens than the engine
@@ -257,25 +264,24 @@ class ModelDrafter(Drafter):
         gain = self._calibration.mean * sum(growth.expected_gain for growth in ready)
         return ready if gain > price else []
 
-    def _grow_ahead(self, growing: Iterable[DraftGrowth], ahead: Ahead, found: Levels) -> None:
+    def _grow_along(self, growing: Sequence[Reader], ahead: Ahead, found: Levels) -> None:
         """By what the rounds that were run ahead have found."""
-        for level, candidates in zip(ahead.levels, found.candidates[1:], strict=True):
-            by_request = {
-                planned.ask.request_id: (planned, each)
-                for planned, each in zip(level, candidates, strict=True)
-            }
-            for growth in growing:
-                if growth.frontier and growth.ask.request_id in by_request:
-                    planned, each = by_request[growth.ask.request_id]
-                    nodes, rows = growth.frontier, growth.next_rows()
-                    assert rows.parents == planned.parents, "a draft lies elsewhere than planned"
+        for number, level in enumerate(ahead.levels):
+            read = ahead.read(number, found)
+            for each in growing:
+                mine = read.get(each.growth.ask.request_id)
+                rows = None if mine is None else each.read(mine)
+                if rows is not None:
                     self._wrote([rows])
-                    growth.add_level(nodes, each)
             num_rows = sum(len(planned.token_ids) for planned in level)
             self._times.observe(num_rows, found.seconds / len(ahead.levels))
+        for each in growing:
+            if each.has_gaps:
+                self._model.keep(each.growth.ask, each.kept)
 
-    def _grow_on(self, growing: Sequence[DraftGrowth]) -> None:
-        """Round by round, each by what the one before has found."""
+    def _grow_on(self, growing: Sequence[DraftGrowth], ahead: Ahead) -> None:
+        """Round by round, each by what the one before has found: all that could not be planned."""
+        growing = [each for each in growing if not ahead.is_final(each)]
         while ready := self._worth_a_round(growing):
             frontiers = [growth.frontier for growth in ready]
             rows = [growth.next_rows() for growth in ready]

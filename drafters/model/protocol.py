@@ -13,6 +13,17 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
+class Beam:
+    """By what the nodes of a tree are chosen that are followed further, where nobody reads what they are
+    before: as ``DraftGrowth`` chooses them. ``counts``: by feature, how many nodes were accepted of how
+    many; ``strength``: how many the draft model's own opinion counts for."""
+
+    min_survival: float
+    counts: Sequence[tuple[float, float]]
+    strength: float
+
+
+@dataclass(frozen=True, slots=True)
 class DraftRows:
     """One request's rows of a draft forward.
 
@@ -26,7 +37,8 @@ class DraftRows:
     ``picks``: of rows whose tokens nobody has read yet, what they are: which of the request's scored rows
     of the level before, and which of its candidates. ``token_ids`` are stand-ins then. ``fillers``:
     distinct tokens that complete the candidates that are picked, in this order, where the request's
-    sampling leaves fewer.
+    sampling leaves fewer. ``beam``: the likeliest candidates of the level before are picked, by this;
+    ``parents`` then say how deep nodes lie, not what they hang on.
     """
 
     ask: DraftRequest
@@ -38,6 +50,7 @@ class DraftRows:
     num_stored: int = 0
     picks: Sequence[tuple[int, int]] = ()
     fillers: Sequence[int] = ()
+    beam: Beam | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +73,12 @@ class Candidates:
 
 class Levels(NamedTuple):
     """What forwards one after another said: by level and by request, candidates per scored row.
-    ``seconds``: that all levels but the first took."""
+    ``seconds``: that all levels but the first took. ``picks``: by level and request, for rows with a
+    ``beam``, what each holds, best first, as in ``DraftRows``; rows past these hold nothing."""
 
     candidates: list[list[list[Candidates]]]
     seconds: float
+    picks: list[list[list[tuple[int, int]]]]
 
 
 class Reader(Protocol):
@@ -80,7 +95,7 @@ class DraftModel(Reader, Protocol):
     otherwise it reads the target's committed rows, and what it writes is overwritten by verification.
     ``max_catch_up_rows``: the most rows of known text per ``propose``. ``max_len``: positions it has.
     ``runs_ahead``: to read what it chose means to wait, so that levels whose places are known are run
-    before.
+    before; ``picks_ahead``: it can pick rows by a ``Beam``.
     """
 
     @property
@@ -93,10 +108,16 @@ class DraftModel(Reader, Protocol):
     def max_catch_up_rows(self) -> int: ...
     @property
     def runs_ahead(self) -> bool: ...
+    @property
+    def picks_ahead(self) -> bool: ...
 
     def begin(self, levels: Sequence[Sequence[DraftRows]], readback: Any) -> Callable[[], Levels]:
         """Run one level after another, all rows of each at once, and keep their keys and values. What
         they said is there once ``readback`` was fetched."""
+
+    def keep(self, ask: DraftRequest, rows: Sequence[int]) -> None:
+        """Of the rows of drafts that a request has in the store, by their order, move these to the first
+        slots."""
 
 
 class FeatureModel(DraftModel, Protocol):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from engine.attention.branches import branches_of
 from engine.batch import RequestRows, slot_of
@@ -136,6 +137,8 @@ class Work:
         self.num_joins = num_joins if room is None else room.num_joins
         self.joins_at = -(-self.num_items * ITEM_INTS // _ALIGNED_INTS) * _ALIGNED_INTS
         self._rest_at = self.joins_at + self.num_joins * JOIN_INTS
+        self.unknown: list[tuple[int, torch.Tensor]] = []
+        """Where words of draft nodes were written that are stand-ins, and what they should say."""
         self.num_ints = self._rest_at + sum(self._num_ints(each) for each in self._requests)
         if room is not None and (
             num_items > room.num_items
@@ -159,6 +162,8 @@ class Work:
                 np.stack([each.rows[:, 0], each.rows[:, 3], each.num_partials], axis=1)[divided]
             )
             words_at = writer.put(each.words.reshape(-1))
+            if each.request.seen is not None and len(each.words):
+                self.unknown.append((words_at, each.request.seen))
             is_masked = each.rows[:, 4] >= 0
             each.rows[:, 4] = np.where(is_masked, words_at + each.rows[:, 4], -1)
             rows_at = writer.put(each.rows.reshape(-1))

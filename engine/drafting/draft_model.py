@@ -27,15 +27,16 @@ class EngineDraftModel(LevelModel):
         if runner.attention.needs.determinism != "fast":
             raise ValueError("a draft model runs in fast mode: its trees are fed level by level")
         super().__init__(
-            runner.device,
+            runner.attention,
             vocab_size=vocab_size,
-            block_size=runner.store.block_size,
             max_len=max_len,
             max_catch_up_rows=max_catch_up_rows,
         )
         self._runner = runner
         self.owns_rows = owns_rows
 
-    def _logits(self, rows: Sequence[DraftRows], batch: InputBatch) -> Tensor:
-        del rows
+    def _logits(
+        self, rows: Sequence[DraftRows], batch: InputBatch, lanes: Sequence[Tensor | None]
+    ) -> Tensor:
+        del rows, lanes
         return self._runner.forward(batch).logits

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from drafters.base import DraftRequest
 from drafters.model.protocol import DraftRows
 from drafters.tree import ROOT
 from engine.attention.backend import IMPLEMENTATION, AttentionBackend, AttentionPlan
@@ -86,11 +87,13 @@ class FeatureLayer(nn.Module):
 @dataclass(slots=True)
 class _Features:
     """One request's states. ``known``: the target's, of positions ``first ..``; ``drafted``: the
-    layer's own, of the anchor and of this step's drafted rows in the order of their slots."""
+    layer's own, of the anchor and of this step's drafted rows in the order of their slots, of which
+    ``num_newest`` are the newest level's."""
 
     first: int = 0
     known: list[torch.Tensor] = field(default_factory=list)  # each [num_rows, hidden_size]
     drafted: list[torch.Tensor] = field(default_factory=list)  # each [hidden_size]
+    num_newest: int = 0
 
     @property
     def end(self) -> int:
@@ -139,16 +142,14 @@ class EagleModel(LevelModel):
     ) -> None:
         """``graphs``: what ``prepare`` captures where the device has graphs; None: nothing."""
         super().__init__(
-            attention.store.device,
+            attention,
             vocab_size=vocab_size,
-            block_size=attention.store.block_size,
             max_len=max_len,
             max_catch_up_rows=max_catch_up_rows,
         )
         self._layer = layer
         self._embed = embed
         self._output_head = output_head
-        self._attention = attention
         self._blank = torch.zeros_like(layer.token_norm.weight)  # [hidden_size]
         self._buffers = InputBuffers(attention.store.device, max_catch_up_rows)
         self._replays = make_replays(attention, graphs, can_capture=False)
@@ -171,11 +172,20 @@ class EagleModel(LevelModel):
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
-    def _logits(self, rows: Sequence[DraftRows], batch: InputBatch) -> torch.Tensor:
+    @torch.inference_mode()
+    def keep(self, ask: DraftRequest, rows: Sequence[int]) -> None:
+        super().keep(ask, rows)
+        state = self._requests[ask.request_id]
+        anchor, *drafted = state.drafted
+        state.drafted = [anchor, *(drafted[row] for row in rows)]
+
+    def _logits(
+        self, rows: Sequence[DraftRows], batch: InputBatch, lanes: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
         padded = self._replays.pad(batch)
         hidden = self._memory(padded.num_rows)
-        for each, run in zip(rows, batch.requests, strict=True):
-            hidden[run.first_row : run.first_row + run.num_rows] = self._read(each)
+        for each, run, above in zip(rows, batch.requests, lanes, strict=True):
+            hidden[run.first_row : run.first_row + run.num_rows] = self._read(each, above)
         output = self._forward(padded, hidden)
         features = output.hidden
         assert features is not None
@@ -189,12 +199,14 @@ class EagleModel(LevelModel):
             return self._captured_hidden[:num_rows]
         return self._blank.repeat(num_rows, 1)
 
-    def _read(self, rows: DraftRows) -> torch.Tensor:
+    def _read(self, rows: DraftRows, lanes: torch.Tensor | None) -> torch.Tensor:
         """What stands before each row: the target's states, or those of the draft's own parents."""
         state = self._requests.setdefault(rows.ask.request_id, _Features())
         drafted_before = rows.base + rows.num_stored - len(rows.ask.token_ids)
         if rows.base < len(rows.ask.token_ids):
             return state.before(rows.base, len(rows.token_ids), self._blank)
+        if lanes is not None:
+            return torch.stack(state.drafted[-state.num_newest :]).index_select(0, lanes)
         if rows.parents:
             parents = rows.parents[rows.num_stored :]
             return torch.stack([state.drafted[parent - ROOT] for parent in parents])
@@ -207,9 +219,10 @@ class EagleModel(LevelModel):
             state.drop(rows.base + len(rows.token_ids) - 1)
             state.drafted = []
             if rows.base + len(rows.token_ids) == known_end:
-                state.drafted = [features[-1]]
+                state.drafted, state.num_newest = [features[-1]], 1
         else:
             state.drafted += features.unbind(0)
+            state.num_newest = len(features)
 
     def _forward(self, batch: InputBatch, hidden: torch.Tensor) -> ForwardOutput:
         inputs, plan = self._plan(batch)

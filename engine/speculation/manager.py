@@ -37,7 +37,6 @@ from engine.speculation.gamma.controller import GammaController
 from engine.speculation.gamma.policy import DraftCandidate, Traffic
 from engine.speculation.shedding import Shedding
 from engine.stats import Reason
-from engine.transfer import Readback
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +56,14 @@ class DraftSlots(Protocol):
 
     def allocate_draft(self, request_id: str, num_tokens: int) -> int: ...
     def block_table(self, request_id: str) -> Sequence[int]: ...
+
+
+class Waits(Protocol):
+    """The part of a ``Readback`` that is no drafter's."""
+
+    @property
+    def num_added(self) -> int: ...
+    def fetch(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -196,9 +203,10 @@ class Speculation:
         self._guarded(drafting, drafting.drafter.close, request.request_id)
         return drafting.num_failures
 
-    def draft(self, plan: Plan) -> DraftRound:
+    def draft(self, plan: Plan, readback: Waits) -> DraftRound:
         """Give every request that samples in this step its draft, as far as the policies grant it and
-        there are blocks to lease, and say what its drafter wants to see."""
+        there are blocks to lease, and say what its drafter wants to see. ``readback``: for what drafters
+        read of a device; it is fetched once."""
         for request in plan.admitted:
             self.open(request)
         if self._unread:
@@ -207,7 +215,7 @@ class Speculation:
         found = [self._turn(each, plan.num_waiting) for each in plan.scheduled]
         turns = [turn for turn in found if turn is not None]
         if turns:
-            self._draft(turns, plan, round_)
+            self._draft(turns, plan, round_, readback)
         for each in plan.scheduled:
             drafting = self._drafting.get(each.request.request_id)
             if (
@@ -272,12 +280,14 @@ class Speculation:
         max_nodes = min(max(num_asked, num_free), self.max_num_nodes)
         return _Turn(scheduled, drafting, max_nodes, depth, num_asked, params, is_shed)
 
-    def _draft(self, turns: Sequence[_Turn], plan: Plan, round_: DraftRound) -> None:
+    def _draft(
+        self, turns: Sequence[_Turn], plan: Plan, round_: DraftRound, readback: Waits
+    ) -> None:
         num_kv_tokens = sum(each.base for each in plan.scheduled)
         num_requests = len(plan.scheduled)
         num_sampling = sum(each.samples for each in plan.scheduled)
         plain_seconds = self._cost.step_seconds(plan.num_rows, num_kv_tokens, num_requests)
-        self._propose(turns, round_, num_sampling / plain_seconds)
+        self._propose(turns, round_, num_sampling / plain_seconds, readback)
         _constrain(turns)
         grants = self._gamma.grant(
             [self._candidate(turn) for turn in turns],
@@ -378,13 +388,14 @@ class Speculation:
             is_asked=turn.num_asked > 0,
         )
 
-    def _propose(self, turns: Sequence[_Turn], round_: DraftRound, plain_rate: float) -> None:
+    def _propose(
+        self, turns: Sequence[_Turn], round_: DraftRound, plain_rate: float, readback: Waits
+    ) -> None:
         """Put the trees that the drafters propose into the turns."""
         by_drafter: dict[str, list[_Turn]] = {}
         for turn in turns:
             if turn.num_asked > 0:
                 by_drafter.setdefault(turn.drafting.info.name, []).append(turn)
-        readback = Readback()
         proposals = [
             self._begin(name, group, plain_rate, readback) for name, group in by_drafter.items()
         ]
@@ -400,7 +411,7 @@ class Speculation:
             round_.seconds_by_drafter[name] = spent + (waited if each.waits else 0.0)
 
     def _begin(
-        self, name: str, turns: Sequence[_Turn], plain_rate: float, readback: Readback
+        self, name: str, turns: Sequence[_Turn], plain_rate: float, readback: Waits
     ) -> _Proposal:
         """Ask a drafter for all its requests at once, since those with a model batch."""
         for turn in turns:
@@ -416,7 +427,7 @@ class Speculation:
         seconds = time.perf_counter() - start
         return _Proposal(name, turns, asks, finish, readback.num_added > num_before, seconds)
 
-    def _fetch(self, readback: Readback) -> float:
+    def _fetch(self, readback: Waits) -> float:
         """What all drafters wait for, at once: the seconds that it took."""
         start = time.perf_counter()
         try:

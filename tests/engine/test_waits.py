@@ -17,6 +17,7 @@ from drafters.tree import DraftTree
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams, VerificationName
 from engine.schedule.scheduler import Plan
 from engine.speculation.manager import DraftRound
+from engine.transfer import Readback
 from worlds.device_world import Looks, WatchedDriver
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
 from worlds.every_drafter import EveryDrafterTarget
@@ -153,9 +154,9 @@ class Drafts:
         self._draft = driver.core.speculation.draft
         driver.core.speculation.draft = self._watched  # type: ignore[method-assign]
 
-    def _watched(self, plan: Plan) -> DraftRound:
+    def _watched(self, plan: Plan, readback: Readback) -> DraftRound:
         before = self._looks.num_waits
-        found = self._draft(plan)
+        found = self._draft(plan, readback)
         self.waits.append(self._looks.num_waits - before)
         self.steps.append(
             {
@@ -212,6 +213,16 @@ def test_sampled_trees_of_all_models_wait_once_together(every_drafter: EveryDraf
     sampled = [each for each in drafts_of_models(3, "rejection") if each.sampling.temperature > 0]
     _, drafts = drafts_on_both(every_drafter, sampled)
     assert max(drafts.waits) == 1
+    assert any(not tree.is_chain() for step in drafts.steps for tree in step.values())
+
+
+def test_trees_of_all_models_wait_once_for_what_there_is_room_for(
+    every_drafter: EveryDrafterTarget,
+) -> None:
+    """And once per level beyond that, where levels were not full."""
+    _, drafts = drafts_on_both(every_drafter, drafts_of_models(3))
+    assert max(drafts.waits) > 1
+    assert min(waits for waits, step in zip(drafts.waits, drafts.steps, strict=True) if step) == 1
     assert any(not tree.is_chain() for step in drafts.steps for tree in step.values())
 
 

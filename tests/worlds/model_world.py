@@ -38,6 +38,10 @@ class Forwards:
     """What of a draft model follows from its ``forward`` of one level. It takes half a second."""
 
     runs_ahead = False
+    picks_ahead = False
+
+    def keep(self, ask: DraftRequest, rows: Sequence[int]) -> None:
+        raise AssertionError(f"{ask.request_id} has picked no rows ahead: {rows}")
 
     def read_now(self, begin: Callable[[Any], Callable[[], Any]]) -> Any:
         return begin(None)()
@@ -49,7 +53,8 @@ class Forwards:
         for rows in levels:
             found.append(self.forward(_picked(rows, above, found[-1]) if found else rows))
             above = rows
-        return lambda: Levels(found, 0.5 * (len(found) - 1))
+        picks: list[list[list[tuple[int, int]]]] = [[[] for _ in rows] for rows in levels]
+        return lambda: Levels(found, 0.5 * (len(found) - 1), picks)
 
     def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
         """Of all rows at once; per request, candidates per scored row."""
