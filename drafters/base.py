@@ -355,6 +355,16 @@ class Drafter:
             for each in requests
         ]
 
+    def begin(
+        self, requests: Sequence[DraftRequest], readback: Any
+    ) -> Callable[[], list[DraftTree]]:
+        """``propose`` in two parts, which is how the engine asks: what is to be read from a device is
+        added to ``readback``, which is fetched once for all drafters before what is returned is called.
+        For those who run a model; others propose at once."""
+        del readback
+        trees = self.propose(requests)
+        return lambda: trees
+
     def observe(self, observations: Sequence[Observation]) -> None:
         """Learn from verified rows. ``token_ids`` already ends with ``emitted_token_ids``. Raises
         KeyError for a request that is not open.

@@ -21,6 +21,9 @@ class RequestRows:
     model that grows its tree level by level leaves them. Then there are no known rows, and -1 is the
     token before ``base``.
 
+    ``seen``: which nodes each of its node rows sees ``[num_rows, num_nodes]``, bool, its own among them,
+    where only the device knows; ``parents`` then say how deep nodes lie.
+
     ``first_row``, ``first_logit``: where its rows begin in the batch, and its logits among the batch's;
     ``build_batch`` says so.
     """
@@ -34,6 +37,7 @@ class RequestRows:
     num_stored: int = 0
     first_row: int = 0
     first_logit: int = 0
+    seen: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -66,11 +70,13 @@ class Bucket(NamedTuple):
 @dataclass(slots=True)
 class InputBatch:
     """Flat rows, in the order of the requests. ``wants_hidden``: the forward also returns what the output
-    head read. ``bucket``: what the rows were padded to; None: not at all."""
+    head read. ``bucket``: what the rows were padded to; None: not at all. ``chosen``: the rows' tokens
+    ``[num_rows]``, int64, where only the device knows them yet; ``token_ids`` are stand-ins then."""
 
     requests: Sequence[RequestRows]
     wants_hidden: bool = False
     bucket: Bucket | None = None
+    chosen: torch.Tensor | None = None
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)
@@ -167,32 +173,33 @@ class InputBuffers:
         if num_rows > most:
             self._memories.append(_InputMemory(self._device, max(num_rows, 2 * most)))
         memory = next(each for each in self._memories if num_rows <= each.num_rows)
-        return InputTensors(*memory.fill(columns, num_rows))
+        tensors = InputTensors(*memory.fill(columns, num_rows))
+        if batch.chosen is not None:
+            tensors.token_ids[: len(batch.chosen)].copy_(batch.chosen)
+        return tensors
 
 
 class _InputMemory:
-    """Four columns of ``num_rows`` numbers, and their copies on the host."""
+    """Four columns of ``num_rows`` numbers. Copies to a GPU come from pinned memory that is taken anew
+    each time, and used again once they are done: several steps may be launched ahead."""
 
     def __init__(self, device: torch.device, num_rows: int) -> None:
         self.num_rows = num_rows
         count = len(InputTensors._fields) * num_rows
         self._tensor = torch.zeros(count, dtype=torch.long, device=device)
-        self._host, self._copied = self._tensor, None
-        if device.type == "cuda":
-            self._host = torch.zeros(count, dtype=torch.long, pin_memory=True)
-            self._copied = torch.cuda.Event()
-        self._array = self._host.numpy()
+        self._array = None if device.type == "cuda" else self._tensor.numpy()
 
     def fill(self, columns: Sequence[Sequence[int]], num_rows: int) -> list[torch.Tensor]:
         """Views of the columns, each of its own length and ``num_rows`` after the one before."""
-        if self._copied is not None:
-            self._copied.synchronize()  # The copy of the last step's may still be reading.
         end = len(columns) * num_rows
+        host, array = None, self._array
+        if array is None:
+            host = torch.empty(end, dtype=torch.long, pin_memory=True)
+            array = host.numpy()
         for first, values in zip(range(0, end, num_rows), columns, strict=True):
-            self._array[first : first + len(values)] = values
-        if self._copied is not None:
-            self._tensor[:end].copy_(self._host[:end], non_blocking=True)
-            self._copied.record()
+            array[first : first + len(values)] = values
+        if host is not None:
+            self._tensor[:end].copy_(host, non_blocking=True)
         views = self._tensor[:end].view(len(columns), num_rows)
         return [view[: len(values)] for view, values in zip(views, columns, strict=True)]
 

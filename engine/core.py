@@ -37,6 +37,7 @@ from engine.stats import (
     StepStats,
     estimate_baseline,
 )
+from engine.transfer import Readback
 from kvpool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ class EngineCore:
 
     def _run(self, plan: Plan, clock: StepClock) -> None:
         with clock.measure("draft"):
-            round_ = self.speculation.draft(plan)
+            round_ = self.speculation.draft(plan, Readback())
         batch = self._build_batch(plan)
         parts = [Part(*pair) for pair in zip(plan.scheduled, batch.requests, strict=True)]
         with clock.measure("forward"):

@@ -62,6 +62,11 @@ class Readback:
         self._added.append(arrival)
         return arrival
 
+    @property
+    def num_added(self) -> int:
+        """Since the last fetch."""
+        return len(self._added)
+
     def fetch(self) -> None:
         """What was added since the last fetch. Nobody waits where that is nothing."""
         added, self._added = self._added, []

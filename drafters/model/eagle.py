@@ -14,7 +14,7 @@ from typing import Any
 
 from drafters.base import DrafterContext, DrafterNeeds, DraftRequest, HiddenRows, drafter
 from drafters.model.model_drafter import OPTIONS, ModelDrafter
-from drafters.model.protocol import Candidates, DraftRows, FeatureModel
+from drafters.model.protocol import DraftRows, FeatureModel
 
 
 @drafter(
@@ -53,17 +53,10 @@ class EagleDrafter(ModelDrafter):
         seen = self._num_seen.get(ask.request_id)
         return seen == len(ask.token_ids) - 1 and super()._has_room(ask)
 
-    def _run(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
+    def _wrote(self, rows: Sequence[DraftRows]) -> None:
         """Rows of drafts are not remembered as the text's, even if accepted: what they read was only
         expected."""
-        if not rows:
-            return []
-        for each in rows:
-            first = each.base + each.num_stored
-            self._contents.forget(each.ask.block_table, first, len(each.token_ids))
-        candidates = self._model.forward(rows)
         for each in rows:
             if each.base < len(each.ask.token_ids):
                 root = self._states[each.ask.request_id].text.root
                 self._contents.write(each.ask.block_table, root, each.base, each.token_ids)
-        return candidates

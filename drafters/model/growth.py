@@ -22,11 +22,13 @@ from drafters.base import DraftRequest
 from drafters.model.protocol import Candidates, DraftRows
 from drafters.tree import ROOT, DraftTree, TreeBuilder
 
-_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
-NUM_LEVELS = len(_EDGES) + 1
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
+NUM_LEVELS = len(EDGES) + 1
 NUM_RANKS = 4
 NUM_FEATURES = (NUM_LEVELS + 1) * NUM_RANKS
 
+STRENGTH = 8.0
+"""For how many nodes of a feature the draft model's own opinion counts."""
 _SAMPLED = NUM_LEVELS * NUM_RANKS
 """The first feature of nodes of sampled trees: one per rank, whatever the draft model thought."""
 _SAMPLED_CONFIDENCE = 0.7
@@ -37,7 +39,7 @@ _NUM_RECENT = 64
 
 def feature_of(confidence: float, rank: int) -> int:
     """A bucket for the acceptance estimates: how sure the draft model was, and which sibling it is."""
-    level = sum(confidence >= edge for edge in _EDGES)
+    level = sum(confidence >= edge for edge in EDGES)
     return level + NUM_LEVELS * min(rank, NUM_RANKS - 1)
 
 
@@ -82,6 +84,17 @@ class DraftGrowth:
     @property
     def num_candidates(self) -> int:
         return min(self.ask.shape.width, self.ask.max_nodes)
+
+    @property
+    def has_known_places(self) -> bool:
+        """Where its nodes come to lie does not depend on what is chosen; but a chain may end early."""
+        return self.is_sampled or self.num_candidates == 1
+
+    def fillers(self) -> list[int]:
+        """Distinct tokens to complete a sampled node's children by; enough of them."""
+        recent = self.ask.token_ids[: -_NUM_RECENT - 1 : -1]
+        tokens = dict.fromkeys((*recent, *range(self.num_candidates)))
+        return list(tokens)[: 2 * self.num_candidates]
 
     def add_level(self, nodes: Sequence[int], candidates: Sequence[Candidates]) -> None:
         """Hang each node's candidates under it; ``[ROOT]`` first, then what ``frontier`` was."""
@@ -132,10 +145,9 @@ class DraftGrowth:
         if self.num_candidates == 1:
             pairs = zip(tokens, each.confidences, strict=False)
             return self._add_children(node, [(t, feature_of(sure, 0), sure) for t, sure in pairs])
-        recent = self.ask.token_ids[: -_NUM_RECENT - 1 : -1]
-        others = (token for token in (*recent, *range(wanted)) if token not in tokens)
-        while len(tokens) < wanted:
-            tokens.append(next(others))
+        if len(tokens) < wanted:
+            others = [token for token in self.fillers() if token not in tokens]
+            tokens += others[: wanted - len(tokens)]
         ranks = [min(rank, NUM_RANKS - 1) for rank in range(wanted)]
         return self._add_children(
             node,

@@ -10,8 +10,9 @@ are not part of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from drafters.base import (
@@ -72,6 +73,12 @@ class MedusaDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Empty where the anchor's predecessor has not been seen: in a request's first step."""
+        return self._heads.read_now(partial(self.begin, requests))
+
+    def begin(
+        self, requests: Sequence[DraftRequest], readback: Any
+    ) -> Callable[[], list[DraftTree]]:
+        """See ``Drafter``."""
         trees = [EMPTY] * len(requests)
         ready = [
             index
@@ -80,16 +87,21 @@ class MedusaDrafter(Drafter):
             and each.max_nodes > 0
         ]
         if not ready:
-            return trees
-        found = self._heads.candidates(
+            return lambda: trees
+        found = self._heads.begin(
             [self._states[requests[index].request_id].hidden for index in ready],
             [requests[index] for index in ready],
             NUM_CANDIDATES,
+            readback,
         )
-        for index, levels in zip(ready, found, strict=True):
-            each = requests[index]
-            trees[index] = product_tree(levels, each.max_nodes, each.shape)
-        return trees
+
+        def finish() -> list[DraftTree]:
+            for index, levels in zip(ready, found(), strict=True):
+                each = requests[index]
+                trees[index] = product_tree(levels, each.max_nodes, each.shape)
+            return trees
+
+        return finish
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Nothing to learn: the heads stay as they are."""

@@ -14,9 +14,10 @@ lie in place. A model on the target's rows misses the anchor alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from drafters.base import (
     Drafter,
@@ -28,13 +29,15 @@ from drafters.base import (
     Observation,
     drafter,
 )
+from drafters.model.ahead import Ahead, Planned, Reader, plan_ahead
 from drafters.model.block_contents import BlockContents, TextDigests
-from drafters.model.growth import DraftGrowth, is_first_child
-from drafters.model.protocol import Candidates, DraftModel, DraftRows
-from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, chain_length
+from drafters.model.growth import NUM_LEVELS, NUM_RANKS, STRENGTH, DraftGrowth, is_first_child
+from drafters.model.protocol import Candidates, DraftModel, DraftRows, Levels
+from drafters.tree import EMPTY, FORCED, DraftTree, chain_length
+
+_Growth = TypeVar("_Growth", DraftGrowth, Planned)
 
 _EMA = 0.1
-_STRENGTH = 8.0
 _DECAY = 0.995
 
 OPTIONS = (
@@ -87,7 +90,12 @@ class Calibration:
 
     def acceptance(self, feature: int, confidence: float) -> float:
         num_accepted, num_labels = self._counts.get(feature, (0.0, 0.0))
-        return (num_accepted + _STRENGTH * confidence) / (num_labels + _STRENGTH)
+        return (num_accepted + STRENGTH * confidence) / (num_labels + STRENGTH)
+
+    def counts(self) -> list[tuple[float, float]]:
+        """Accepted and labelled nodes of each feature but those of sampled trees."""
+        none = (0.0, 0.0)
+        return [self._counts.get(feature, none) for feature in range(NUM_LEVELS * NUM_RANKS)]
 
     def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
         """``path``: accepted rows, as in ``Observation``. Nodes whose parent was reached are labelled."""
@@ -142,32 +150,45 @@ class ModelDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Raises KeyError for a request that is not open."""
+        return self._model.read_now(partial(self.begin, requests))
+
+    def begin(
+        self, requests: Sequence[DraftRequest], readback: Any
+    ) -> Callable[[], list[DraftTree]]:
+        """See ``Drafter``: rounds that can be run ahead of what is read, the first of all among them."""
         trees = [EMPTY] * len(requests)
-        growing = self._start(requests)
-        while ready := self._worth_a_round(growing):
-            self._grow(ready)
-        for index, growth in growing.items():
-            trees[index] = growth.tree()
-        return trees
+        turns = [self._turn(index, ask) for index, ask in enumerate(requests)]
+        rows, drafting = self._deal([turn for turn in turns if self._has_room(turn.ask)])
+        if not rows:
+            return lambda: trees
+        growing = {
+            turn.index: Reader(self._growth(turn)) for turn, _ in rows if turn.index in drafting
+        }
+        ahead = self._ahead([each.growth for each in growing.values()])
+        levels = [ahead.first([part for _, part in rows]), *ahead.levels]
+        for level in levels:
+            self._forget(level)
+        pending = self._model.begin(levels, readback)
+
+        def finish() -> list[DraftTree]:
+            found = pending()
+            self._wrote(levels[0])
+            for (turn, _), candidates in zip(rows, found.candidates[0], strict=True):
+                if turn.index in drafting:
+                    growing[turn.index].start(candidates)
+            self._grow_along(list(growing.values()), ahead, found)
+            self._grow_on([each.growth for each in growing.values()], ahead)
+            for index, each in growing.items():
+                trees[index] = each.growth.tree()
+            return trees
+
+        return finish
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
             self._calibration.learn(seen.tree, seen.path)
 
     # The first round: known tokens
-
-    def _start(self, requests: Sequence[DraftRequest]) -> dict[int, DraftGrowth]:
-        """Feed what is missing; growths, one level deep, of the requests that have caught up."""
-        turns = [self._turn(index, ask) for index, ask in enumerate(requests)]
-        rows, drafting = self._deal([turn for turn in turns if self._has_room(turn.ask)])
-        candidates = self._run([part for _, part in rows])
-        growing: dict[int, DraftGrowth] = {}
-        for (turn, _), found in zip(rows, candidates, strict=True):
-            if turn.index in drafting:
-                growth = self._growth(turn)
-                growth.add_level([ROOT], found)
-                growing[turn.index] = growth
-        return growing
 
     def _turn(self, index: int, ask: DraftRequest) -> _Turn:
         state = self._states[ask.request_id]
@@ -224,10 +245,17 @@ class ModelDrafter(Drafter):
         depth = min(ask.shape.depth, self._model.max_len - len(ask.token_ids))
         return DraftGrowth(ask, turn.state.min_confidence, depth, self._calibration.acceptance)
 
-    def _worth_a_round(self, growing: Mapping[int, DraftGrowth]) -> list[DraftGrowth]:
+    def _ahead(self, growing: Iterable[DraftGrowth]) -> Ahead:
+        """The rounds that are run before the first one's candidates are read."""
+        if not self._model.runs_ahead:
+            return Ahead({}, [])
+        counts = self._calibration.counts() if self._model.picks_ahead else None
+        return plan_ahead(growing, self._calibration.mean, counts, self._worth_a_round)
+
+    def _worth_a_round(self, growing: Iterable[_Growth]) -> list[_Growth]:
         """Who runs another round: all that can, if it is expected to bring more tokens than the engine
         writes in the time it takes. Requests that do not weigh costs pay for the others."""
-        ready = [growth for growth in growing.values() if growth.frontier]
+        ready = [growth for growth in growing if growth.frontier]
         rates = [growth.ask.tokens_per_second for growth in ready]
         if not ready or not min(rates):
             return ready
@@ -236,32 +264,57 @@ class ModelDrafter(Drafter):
         gain = self._calibration.mean * sum(growth.expected_gain for growth in ready)
         return ready if gain > price else []
 
-    def _grow(self, ready: Sequence[DraftGrowth]) -> None:
-        frontiers = [growth.frontier for growth in ready]
-        rows = [growth.next_rows() for growth in ready]
-        start = time.perf_counter()
-        candidates = self._run(rows)
-        num_rows = sum(len(each.token_ids) for each in rows)
-        self._times.observe(num_rows, time.perf_counter() - start)
-        for growth, nodes, found in zip(ready, frontiers, candidates, strict=True):
-            growth.add_level(nodes, found)
+    def _grow_along(self, growing: Sequence[Reader], ahead: Ahead, found: Levels) -> None:
+        """By what the rounds that were run ahead have found."""
+        for number, level in enumerate(ahead.levels):
+            read = ahead.read(number, found)
+            for each in growing:
+                mine = read.get(each.growth.ask.request_id)
+                rows = None if mine is None else each.read(mine)
+                if rows is not None:
+                    self._wrote([rows])
+            num_rows = sum(len(planned.token_ids) for planned in level)
+            self._times.observe(num_rows, found.seconds / len(ahead.levels))
+        for each in growing:
+            if each.has_gaps:
+                self._model.keep(each.growth.ask, each.kept)
+
+    def _grow_on(self, growing: Sequence[DraftGrowth], ahead: Ahead) -> None:
+        """Round by round, each by what the one before has found: all that could not be planned."""
+        growing = [each for each in growing if not ahead.is_final(each)]
+        while ready := self._worth_a_round(growing):
+            frontiers = [growth.frontier for growth in ready]
+            rows = [growth.next_rows() for growth in ready]
+            start = time.perf_counter()
+            candidates = self._run(rows)
+            num_rows = sum(len(each.token_ids) for each in rows)
+            self._times.observe(num_rows, time.perf_counter() - start)
+            for growth, nodes, found in zip(ready, frontiers, candidates, strict=True):
+                growth.add_level(nodes, found)
 
     # The model, and what is known of its store
 
     def _run(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
-        if not rows:
-            return []
-        if not self._model.owns_rows:
-            return self._model.forward(rows)
-        for each in rows:
-            first = each.base + each.num_stored
-            self._contents.forget(each.ask.block_table, first, len(each.token_ids))
-        candidates = self._model.forward(rows)
-        for each in rows:
-            root = self._states[each.ask.request_id].text.root
-            tokens = each.token_ids[: _num_in_place(each)]
-            self._contents.write(each.ask.block_table, root, each.base + each.num_stored, tokens)
-        return candidates
+        self._forget(rows)
+        found = self._model.read_now(partial(self._model.begin, [rows]))
+        self._wrote(rows)
+        return found.candidates[0]
+
+    def _forget(self, rows: Sequence[DraftRows]) -> None:
+        """These rows are about to be overwritten."""
+        if self._model.owns_rows:
+            for each in rows:
+                first = each.base + each.num_stored
+                self._contents.forget(each.ask.block_table, first, len(each.token_ids))
+
+    def _wrote(self, rows: Sequence[DraftRows]) -> None:
+        """These rows were run, and are known by their tokens."""
+        if self._model.owns_rows:
+            for each in rows:
+                root = self._states[each.ask.request_id].text.root
+                tokens = each.token_ids[: _num_in_place(each)]
+                first = each.base + each.num_stored
+                self._contents.write(each.ask.block_table, root, first, tokens)
 
 
 def _num_in_place(rows: DraftRows) -> int:

@@ -3,11 +3,24 @@ ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from drafters.base import DraftRequest
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """By what the nodes of a tree are chosen that are followed further, where nobody reads what they are
+    before: as ``DraftGrowth`` chooses them. ``counts``: by feature, how many nodes were accepted of how
+    many; ``strength``: how many the draft model's own opinion counts for."""
+
+    min_survival: float
+    counts: Sequence[tuple[float, float]]
+    strength: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +33,12 @@ class DraftRows:
     order of the nodes; the ``num_stored`` nodes before them are in the store already.
 
     The last ``num_scored`` rows are each asked for ``num_candidates`` tokens that may follow.
+
+    ``picks``: of rows whose tokens nobody has read yet, what they are: which of the request's scored rows
+    of the level before, and which of its candidates. ``token_ids`` are stand-ins then. ``fillers``:
+    distinct tokens that complete the candidates that are picked, in this order, where the request's
+    sampling leaves fewer. ``beam``: the likeliest candidates of the level before are picked, by this;
+    ``parents`` then say how deep nodes lie, not what they hang on.
     """
 
     ask: DraftRequest
@@ -29,6 +48,9 @@ class DraftRows:
     num_candidates: int = 1
     parents: Sequence[int] = ()
     num_stored: int = 0
+    picks: Sequence[tuple[int, int]] = ()
+    fillers: Sequence[int] = ()
+    beam: Beam | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +71,31 @@ class Candidates:
     distribution: Any = None
 
 
-class DraftModel(Protocol):
+class Levels(NamedTuple):
+    """What forwards one after another said: by level and by request, candidates per scored row.
+    ``seconds``: that all levels but the first took. ``picks``: by level and request, for rows with a
+    ``beam``, what each holds, best first, as in ``DraftRows``; rows past these hold nothing."""
+
+    candidates: list[list[list[Candidates]]]
+    seconds: float
+    picks: list[list[list[tuple[int, int]]]]
+
+
+class Reader(Protocol):
+    """What can begin something whose results are read later, once for all that was begun."""
+
+    def read_now(self, begin: Callable[[Any], Callable[[], _Result]]) -> _Result:
+        """Begin it with a readback of its own, wait for what it reads, and finish it."""
+
+
+class DraftModel(Reader, Protocol):
     """A model that drafts for a target, over slots that the target's block tables name.
 
     ``owns_rows``: it keeps keys and values of its own, so that the drafter has to feed it the text;
     otherwise it reads the target's committed rows, and what it writes is overwritten by verification.
     ``max_catch_up_rows``: the most rows of known text per ``propose``. ``max_len``: positions it has.
+    ``runs_ahead``: to read what it chose means to wait, so that levels whose places are known are run
+    before; ``picks_ahead``: it can pick rows by a ``Beam``.
     """
 
     @property
@@ -65,10 +106,18 @@ class DraftModel(Protocol):
     def max_len(self) -> int: ...
     @property
     def max_catch_up_rows(self) -> int: ...
+    @property
+    def runs_ahead(self) -> bool: ...
+    @property
+    def picks_ahead(self) -> bool: ...
 
-    def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
-        """Run all rows at once and keep their keys and values; per request, candidates per scored
-        row."""
+    def begin(self, levels: Sequence[Sequence[DraftRows]], readback: Any) -> Callable[[], Levels]:
+        """Run one level after another, all rows of each at once, and keep their keys and values. What
+        they said is there once ``readback`` was fetched."""
+
+    def keep(self, ask: DraftRequest, rows: Sequence[int]) -> None:
+        """Of the rows of drafts that a request has in the store, by their order, move these to the first
+        slots."""
 
 
 class FeatureModel(DraftModel, Protocol):
@@ -81,17 +130,19 @@ class FeatureModel(DraftModel, Protocol):
         """Drop what is kept for a request."""
 
 
-class PredictionHeads(Protocol):
+class PredictionHeads(Reader, Protocol):
     """Heads over a target's hidden states."""
 
     @property
     def num_heads(self) -> int: ...
 
-    def candidates(
+    def begin(
         self,
         hidden: Sequence[Any],  # each [hidden_size]
         asks: Sequence[DraftRequest],
         num: int,
-    ) -> list[list[Candidates]]:
+        readback: Any,
+    ) -> Callable[[], list[list[Candidates]]]:
         """``[request][head]``: ``num`` tokens each, chosen as the request samples; all requests in one
-        batch. The tokens of head 0 would stand right after the request's known tokens."""
+        batch. The tokens of head 0 would stand right after the request's known tokens. They are there
+        once ``readback`` was fetched."""

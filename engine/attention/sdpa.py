@@ -77,6 +77,7 @@ class Scratch:
 @attention_backend("sdpa")
 class SdpaAttention(AttentionBackend):
     determinisms: ClassVar[frozenset[Determinism]] = frozenset({"fast"})
+    can_see_by_tensor: ClassVar[bool] = True
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         super().__init__(store, needs)
@@ -146,9 +147,18 @@ class AttentionGroup:
             )
             mask = torch.full(visible.shape, 0.0 if fused else math.inf, dtype=like.dtype)
             mask.masked_fill_(torch.from_numpy(~visible), -math.inf)
-            mask = mask.to(like.device, non_blocking=True).unsqueeze(2)
+            mask = mask.to(like.device, non_blocking=True)
+            self._hide_unseen(mask, start)
+            mask = mask.unsqueeze(2)
             self.masks[key] = Limits(start, mask, ends)
         return self.masks[key]
+
+    def _hide_unseen(self, mask: torch.Tensor, start: int) -> None:
+        """Where only the device knows what rows see; in place."""
+        for index, branch in enumerate(self.branches):
+            if branch.tree is not None and branch.tree.seen is not None:
+                nodes, columns = _tree_part(branch.tree, start)
+                mask[index, nodes, columns].masked_fill_(~branch.tree.seen, -math.inf)
 
     def _start(self) -> int:
         """All rows see the keys before it."""
@@ -371,6 +381,12 @@ def _row_indices(
     return _indices(query.reshape(-1), device), _indices(output, device)
 
 
+def _tree_part(request: RequestRows, start: int) -> tuple[slice, slice]:
+    """Rows and keys of a draft's nodes, keys counted from number ``start`` on."""
+    first = request.base + request.num_known - start
+    return slice(request.num_known, request.num_rows), slice(first, first + len(request.parents))
+
+
 def visibility(
     branches: Sequence[Branch], rows: int, start: int, num_keys: int, window: int | None
 ) -> tuple[np.ndarray[Any, Any], list[int]]:
@@ -393,15 +409,14 @@ def visibility(
         if not key_places.flags.writeable:
             key_places = key_places.copy()
         request = branch.tree
-        nodes = slice(request.num_known, request.num_rows)
+        nodes, columns = _tree_part(request, start)
         anchor = request.base + request.num_known - 1
         count, stored = len(request.parents), request.num_stored
         positions = anchor + np.array(request.depths(), dtype=np.int64)
-        columns = slice(anchor + 1 - start, anchor + 1 - start + count)
         places[index, nodes] = positions[stored:]
         ends[index, nodes] = request.end
         key_places[index, columns] = positions
-        seen = np.eye(count, dtype=bool)
+        seen = np.eye(count, dtype=bool) if request.seen is None else np.ones((count, count), bool)
         for node, parent in enumerate(request.parents):
             if parent >= 0:
                 seen[node] |= seen[parent]

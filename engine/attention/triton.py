@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from engine.attention.backend import (
     LARGEST_KEY,
@@ -50,6 +51,7 @@ class TritonAttention(AttentionBackend):
     device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu", "cuda"})
     rank: ClassVar[int] = 2
     can_graph: ClassVar[bool] = True
+    can_see_by_tensor: ClassVar[bool] = True
     failures: ClassVar[tuple[str, ...]] = ()
     chunk: ClassVar[int] = 512
 
@@ -198,32 +200,33 @@ class _StepInts:
             self._pieces.append(_Ints(self._device, 2 * count))
         piece = next(each for each in self._pieces if count <= len(each.tensor))
         piece.fill(work)
+        for at, seen in work.unknown:
+            words = _words_of(seen).flatten()
+            piece.tensor[at : at + len(words)].copy_(words)
         return piece.tensor
 
 
 class _Ints:
-    """A buffer on the device, and two on the host that are copied to it in turn: one may be filled while
-    the copy of the last step's is still waiting for the device to come to it."""
+    """A buffer on the device. Copies to a GPU come from pinned memory that is taken anew each time, and
+    used again once they are done: several steps may be planned before the first has run."""
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._turn = 0
         self.tensor = torch.zeros(count, dtype=torch.int32, device=device)
-        self._hosts: list[torch.Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
-        if device.type == "cuda":
-            self._hosts = [torch.zeros(count, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-            self._copied = [torch.cuda.Event() for _ in range(2)]
 
     def fill(self, work: Work) -> None:
-        if not self._hosts:
+        if self.tensor.device.type != "cuda":
             work.write(self.tensor.numpy())
             return
-        self._turn ^= 1
-        host, copied = self._hosts[self._turn], self._copied[self._turn]
-        copied.synchronize()
+        host = torch.empty(work.num_ints, dtype=torch.int32, pin_memory=True)
         work.write(host.numpy())
-        self.tensor[: work.num_ints].copy_(host[: work.num_ints], non_blocking=True)
-        copied.record()
+        self.tensor[: work.num_ints].copy_(host, non_blocking=True)
+
+
+def _words_of(seen: torch.Tensor) -> torch.Tensor:
+    """As ``work`` has them: ``[num_rows, num_nodes]`` bool to ``[num_rows, num_words]``, int32."""
+    num_words = -(-seen.shape[1] // 32)
+    padded = F.pad(seen, (0, 32 * num_words - seen.shape[1])).view(-1, num_words, 32)
+    return (padded.long() << torch.arange(32, device=seen.device)).sum(dim=-1).to(torch.int32)
 
 
 def _cut(needs: AttentionNeeds, chunk: int) -> Cut:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from drafters.base import DraftSampling
 from drafters.model.protocol import Candidates
 from engine.sampling.noise_torch import gumbel
 from engine.sampling.truncation import truncated
-from engine.transfer import Readback, read_now, upload
+from engine.transfer import Readback, upload
 
 _NUM_SAMPLED_FROM = 256
 """Sampled drafts come from so many of the likeliest tokens; what is beyond is never drafted."""
@@ -41,27 +42,32 @@ class ScoredRow:
         return self.sampling.verification != "match" and not self.is_greedy
 
 
+class Choice(NamedTuple):
+    """What was chosen, on the device: ``token_ids`` and ``confidences`` ``[num_rows, most]``, best first,
+    of confidence 0 where a token is ruled out. ``finish``: each row's candidates, once what was added to
+    the readback is fetched."""
+
+    token_ids: Tensor
+    confidences: Tensor
+    finish: Callable[[], list[Candidates]]
+
+
 @torch.inference_mode()
-def choose_candidates(
+def begin_candidates(
     logits: Tensor,  # [num_rows, vocab_size], any float type
     rows: Sequence[ScoredRow],
     vocab_size: int,
-) -> list[Candidates]:
-    """Each row's candidates, best first. Tokens from ``vocab_size`` on, which the target does not have,
-    are left out; ``distribution``s have this size. The device is waited for once."""
-    return read_now(lambda readback: _begin(logits, rows, vocab_size, readback))
-
-
-def _begin(
-    logits: Tensor, rows: Sequence[ScoredRow], vocab_size: int, readback: Readback
-) -> Callable[[], list[Candidates]]:
+    readback: Readback,
+) -> Choice:
+    """Choose each row's candidates. Tokens from ``vocab_size`` on, which the target does not have, are
+    left out; ``distribution``s have this size."""
     values = logits[:, :vocab_size].float()
     samplings = [row.sampling for row in rows]
     most = max(row.num_candidates for row in rows)
     if all(row.is_greedy for row in rows):
         top, token_ids = values.topk(min(most, values.shape[1]), dim=-1)  # [num_rows, most]
         shares = (top - values.logsumexp(dim=-1, keepdim=True)).exp()
-        return _listed(token_ids, shares, rows, readback)
+        return Choice(token_ids, shares, _listed(token_ids, shares, rows, readback))
     top, token_ids = values.topk(min(max(most, _NUM_SAMPLED_FROM), values.shape[1]), dim=-1)
     covered = None
     if any(sampling.top_p < 1 and not sampling.top_k for sampling in samplings):
@@ -72,9 +78,10 @@ def _begin(
     scores = log_probs + _noise(token_ids, rows)
     best, order = scores.topk(min(most, scores.shape[1]), dim=-1)
     confidences = (best - scores.logsumexp(dim=-1, keepdim=True)).exp()
-    listed = _listed(token_ids.gather(1, order), confidences, rows, readback)
+    chosen = token_ids.gather(1, order)
+    listed = _listed(chosen, confidences, rows, readback)
     if not any(row.is_sampled for row in rows):
-        return listed
+        return Choice(chosen, confidences, listed)
     probs = log_probs.exp().float()
     likeliest = readback.add(probs[:, 0])
     distributions = probs.new_zeros(len(rows), vocab_size).scatter_(1, token_ids, probs)
@@ -87,7 +94,24 @@ def _begin(
             )
         ]
 
-    return finish
+    return Choice(chosen, confidences, finish)
+
+
+def completed(choice: Choice, rows: Sequence[int], fillers: Sequence[Sequence[int]]) -> Tensor:
+    """The chosen tokens; in these rows ``fillers``, each row's own, stand in the order given for tokens
+    that are ruled out, none twice: ``[num_rows, most]``."""
+    device = choice.token_ids.device
+    longest = max(map(len, fillers))
+    padded = [[*each, *[-1] * (longest - len(each))] for each in fillers]
+    index, others = upload(rows, device), upload(padded, device)
+    tokens = choice.token_ids.index_select(0, index)
+    is_ruled_out = ~(choice.confidences.index_select(0, index) > 0)
+    taken = tokens.masked_fill(is_ruled_out, -1)
+    is_taken = (others[:, :, None] == taken[:, None, :]).any(dim=-1) | (others < 0)
+    order = torch.cat([is_ruled_out, is_taken], dim=1).int().argsort(dim=1, stable=True)
+    pool = torch.cat([tokens, others], dim=1)
+    best = pool.gather(1, order[:, : tokens.shape[1]])
+    return choice.token_ids.index_copy(0, index, best)
 
 
 def _noise(token_ids: Tensor, rows: Sequence[ScoredRow]) -> Tensor:

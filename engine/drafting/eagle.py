@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,18 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.model.protocol import Candidates, DraftRows
+from drafters.base import DraftRequest
+from drafters.model.protocol import DraftRows
 from drafters.tree import ROOT
-from engine.attention.backend import IMPLEMENTATION, AttentionBackend
-from engine.batch import InputBatch, InputBuffers, build_batch
-from engine.drafting.candidates import ScoredRow, choose_candidates
-from engine.drafting.draft_model import request_rows
+from engine.attention.backend import IMPLEMENTATION, AttentionBackend, AttentionPlan
+from engine.batch import ForwardOutput, InputBatch, InputBuffers, InputTensors
+from engine.capture.replays import GraphSizes, make_replays
 from engine.drafting.head_files import HeadFolder, HeadsRefusedError
+from engine.drafting.levels import LevelModel
 from engine.drafting.medusa import OutputHead
 from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
-from engine.transfer import upload
 
 KIND = "eagle"
 SIZES = (
@@ -86,11 +87,13 @@ class FeatureLayer(nn.Module):
 @dataclass(slots=True)
 class _Features:
     """One request's states. ``known``: the target's, of positions ``first ..``; ``drafted``: the
-    layer's own, of the anchor and of this step's drafted rows in the order of their slots."""
+    layer's own, of the anchor and of this step's drafted rows in the order of their slots, of which
+    ``num_newest`` are the newest level's."""
 
     first: int = 0
     known: list[torch.Tensor] = field(default_factory=list)  # each [num_rows, hidden_size]
     drafted: list[torch.Tensor] = field(default_factory=list)  # each [hidden_size]
+    num_newest: int = 0
 
     @property
     def end(self) -> int:
@@ -120,7 +123,7 @@ class _Features:
             self.first += len(self.known.pop(0))
 
 
-class EagleModel:
+class EagleModel(LevelModel):
     """``drafters.model.eagle.FeatureModel``: a draft model whose rows also read hidden states."""
 
     owns_rows = True
@@ -135,18 +138,32 @@ class EagleModel:
         vocab_size: int,
         max_len: int,
         max_catch_up_rows: int,
+        graphs: GraphSizes | None = None,
     ) -> None:
+        """``graphs``: what ``prepare`` captures where the device has graphs; None: nothing."""
+        super().__init__(
+            attention,
+            vocab_size=vocab_size,
+            max_len=max_len,
+            max_catch_up_rows=max_catch_up_rows,
+        )
         self._layer = layer
         self._embed = embed
         self._output_head = output_head
-        self._attention = attention
-        self._vocab_size = vocab_size
-        self.block_size = attention.store.block_size
-        self.max_len = max_len
-        self.max_catch_up_rows = max_catch_up_rows
         self._blank = torch.zeros_like(layer.token_norm.weight)  # [hidden_size]
         self._buffers = InputBuffers(attention.store.device, max_catch_up_rows)
+        self._replays = make_replays(attention, graphs, can_capture=False)
+        most = 0 if graphs is None else graphs.most_rows
+        self._captured_hidden = self._blank.repeat(most, 1)
+        """Where captured forwards read hidden states."""
         self._requests: dict[str, _Features] = {}
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture what is captured at start. Once, while the store is unused."""
+        self._replays.prepare(
+            lambda batch: partial(self._run, *self._plan(batch), self._memory(batch.num_rows))
+        )
 
     def take_hidden(self, request_id: str, first: int, hidden: torch.Tensor) -> None:
         """The target's states of newly committed tokens, ``[num_rows, hidden_size]``."""
@@ -156,36 +173,40 @@ class EagleModel:
         self._requests.pop(request_id, None)
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
-        """One forward over all rows; per request, candidates per scored row."""
-        batch = build_batch([request_rows(each) for each in rows], self.block_size)
-        hidden = self._blank.repeat(batch.num_rows, 1)
-        for each, run in zip(rows, batch.requests, strict=True):
-            hidden[run.first_row : run.first_row + run.num_rows] = self._read(each)
-        features = self._run(batch, hidden)
-        scored: list[ScoredRow] = []
-        picked: list[int] = []
-        for each, run in zip(rows, batch.requests, strict=True):
-            end = run.first_row + run.num_rows
-            wanted = range(end - each.num_scored, end)
-            picked += wanted
-            scored += [
-                ScoredRow(each.ask.sampling, batch.positions[row] + 1, each.num_candidates)
-                for row in wanted
-            ]
-            self._keep(each, features[run.first_row : end])
-        if not picked:
-            return [[] for _ in rows]
-        chosen = features.index_select(0, upload(picked, features.device))
-        found = iter(choose_candidates(self._output_head(chosen), scored, self._vocab_size))
-        return [[next(found) for _ in range(each.num_scored)] for each in rows]
+    def keep(self, ask: DraftRequest, rows: Sequence[int]) -> None:
+        super().keep(ask, rows)
+        state = self._requests[ask.request_id]
+        anchor, *drafted = state.drafted
+        state.drafted = [anchor, *(drafted[row] for row in rows)]
 
-    def _read(self, rows: DraftRows) -> torch.Tensor:
+    def _logits(
+        self, rows: Sequence[DraftRows], batch: InputBatch, lanes: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        padded = self._replays.pad(batch)
+        hidden = self._memory(padded.num_rows)
+        for each, run, above in zip(rows, batch.requests, lanes, strict=True):
+            hidden[run.first_row : run.first_row + run.num_rows] = self._read(each, above)
+        output = self._forward(padded, hidden)
+        features = output.hidden
+        assert features is not None
+        for each, run in zip(rows, batch.requests, strict=True):
+            self._keep(each, features[run.first_row : run.first_row + run.num_rows])
+        return output.logits[: len(batch.logits_indices)]
+
+    def _memory(self, num_rows: int) -> torch.Tensor:
+        """For the hidden states that a forward reads."""
+        if num_rows <= len(self._captured_hidden):
+            return self._captured_hidden[:num_rows]
+        return self._blank.repeat(num_rows, 1)
+
+    def _read(self, rows: DraftRows, lanes: torch.Tensor | None) -> torch.Tensor:
         """What stands before each row: the target's states, or those of the draft's own parents."""
         state = self._requests.setdefault(rows.ask.request_id, _Features())
         drafted_before = rows.base + rows.num_stored - len(rows.ask.token_ids)
         if rows.base < len(rows.ask.token_ids):
             return state.before(rows.base, len(rows.token_ids), self._blank)
+        if lanes is not None:
+            return torch.stack(state.drafted[-state.num_newest :]).index_select(0, lanes)
         if rows.parents:
             parents = rows.parents[rows.num_stored :]
             return torch.stack([state.drafted[parent - ROOT] for parent in parents])
@@ -198,19 +219,31 @@ class EagleModel:
             state.drop(rows.base + len(rows.token_ids) - 1)
             state.drafted = []
             if rows.base + len(rows.token_ids) == known_end:
-                state.drafted = [features[-1]]
+                state.drafted, state.num_newest = [features[-1]], 1
         else:
             state.drafted += features.unbind(0)
+            state.num_newest = len(features)
 
-    def _run(self, batch: InputBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward(self, batch: InputBatch, hidden: torch.Tensor) -> ForwardOutput:
+        inputs, plan = self._plan(batch)
+        return self._replays.forward(batch, inputs, plan, partial(self._run, inputs, plan, hidden))
+
+    def _plan(self, batch: InputBatch) -> tuple[InputTensors, AttentionPlan]:
         inputs = self._buffers.fill(batch)
-        output: torch.Tensor = self._layer(
+        return inputs, self._attention.plan(batch, inputs)
+
+    def _run(
+        self, inputs: InputTensors, plan: AttentionPlan, hidden: torch.Tensor
+    ) -> ForwardOutput:
+        """``hidden``: what each row's layer wrote."""
+        features: torch.Tensor = self._layer(
             self._embed(inputs.token_ids)[None],
             hidden[None],
             position_ids=inputs.positions[None],
-            slipstream_plan=self._attention.plan(batch, inputs),
-        )
-        return output[0]
+            slipstream_plan=plan,
+        )[0]
+        picked = features.index_select(0, inputs.logits_indices)
+        return ForwardOutput(self._output_head(picked), features)
 
 
 def eagle_config(layer: FeatureLayer) -> dict[str, Any]:

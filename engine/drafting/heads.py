@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from drafters.base import DrafterUnavailableError
 from engine.attention.backend import AttentionNeeds, KVShape, build_attention, choose_backend
+from engine.capture.replays import graph_sizes
 from engine.config import EngineConfig
 from engine.drafting import eagle as eagle_head
 from engine.drafting import medusa as medusa_heads
@@ -77,19 +78,20 @@ class DraftHeads:
         """Raises DrafterUnavailableError with the reason where there is none."""
         folder = self._folder(eagle_head.KIND)
         layer = eagle_head.load_layer(folder, self._dtype, self._device)
-        return EagleModel(
+        needs, max_len = self._eagle_needs(folder), layer.sizes["max_position_embeddings"]
+        wanted = self._config.attention_backend
+        attention = build_attention(needs, runner.store.num_blocks, wanted, strict=False)
+        model = EagleModel(
             layer,
             *self._ends_of(runner),
-            build_attention(
-                self._eagle_needs(folder),
-                runner.store.num_blocks,
-                self._config.attention_backend,
-                strict=False,
-            ),
+            attention,
             vocab_size=self.facts.vocab_size,
-            max_len=layer.sizes["max_position_embeddings"],
+            max_len=max_len,
             max_catch_up_rows=self._config.max_num_batched_tokens,
+            graphs=graph_sizes(self._config, attention, max_len, strict=False),
         )
+        model.prepare()
+        return model
 
     def _ends_of(self, runner: ModelRunner) -> tuple[nn.Module, nn.Module]:
         return self._ends or _ends(runner.model)

@@ -8,7 +8,7 @@ Here the projection stays the target's, so that a head costs ``hidden_size`` squ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,12 @@ from torch import nn
 
 from drafters.base import DraftRequest
 from drafters.model.protocol import Candidates
-from engine.drafting.candidates import ScoredRow, choose_candidates
+from engine.drafting.candidates import ScoredRow, begin_candidates
 from engine.drafting.head_files import HeadFolder
+from engine.transfer import Readback, read_now
 
 KIND = "medusa"
+_Result = TypeVar("_Result")
 OutputHead = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``."""
 
@@ -54,10 +56,18 @@ class MedusaHeads:
     def num_heads(self) -> int:
         return self._heads.num_heads
 
+    def read_now(self, begin: Callable[[Readback], Callable[[], _Result]]) -> _Result:
+        return read_now(begin)
+
     @torch.inference_mode()
-    def candidates(
-        self, hidden: Sequence[torch.Tensor], asks: Sequence[DraftRequest], num: int
-    ) -> list[list[Candidates]]:
+    def begin(
+        self,
+        hidden: Sequence[torch.Tensor],
+        asks: Sequence[DraftRequest],
+        num: int,
+        readback: Readback,
+    ) -> Callable[[], list[list[Candidates]]]:
+        """The device is not waited for."""
         states = self._heads(torch.stack(list(hidden)))  # [num_heads, num_rows, hidden_size]
         scored = [
             ScoredRow(ask.sampling, len(ask.token_ids) + head, num)
@@ -65,8 +75,13 @@ class MedusaHeads:
             for ask in asks
         ]
         logits = self._output_head(states.flatten(0, 1))
-        found = choose_candidates(logits, scored, self._vocab_size)
-        return [found[row :: len(asks)] for row in range(len(asks))]
+        choice = begin_candidates(logits, scored, self._vocab_size, readback)
+
+        def finish() -> list[list[Candidates]]:
+            found = choice.finish()
+            return [found[row :: len(asks)] for row in range(len(asks))]
+
+        return finish
 
 
 def load_medusa(

@@ -58,6 +58,14 @@ class DraftSlots(Protocol):
     def block_table(self, request_id: str) -> Sequence[int]: ...
 
 
+class Waits(Protocol):
+    """The part of a ``Readback`` that is no drafter's."""
+
+    @property
+    def num_added(self) -> int: ...
+    def fetch(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Drafting:
     """What the engine keeps per request that drafts."""
@@ -102,6 +110,19 @@ class _Turn:
     @property
     def request(self) -> Request:
         return self.scheduled.request
+
+
+@dataclass(slots=True)
+class _Proposal:
+    """What a drafter was asked by these turns, and what ends it. ``waits``: for the device.
+    ``seconds``: that it took to begin."""
+
+    name: str
+    turns: Sequence[_Turn]
+    asks: Sequence[DraftRequest]
+    finish: Callable[[], list[DraftTree]]
+    waits: bool
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -182,9 +203,10 @@ class Speculation:
         self._guarded(drafting, drafting.drafter.close, request.request_id)
         return drafting.num_failures
 
-    def draft(self, plan: Plan) -> DraftRound:
+    def draft(self, plan: Plan, readback: Waits) -> DraftRound:
         """Give every request that samples in this step its draft, as far as the policies grant it and
-        there are blocks to lease, and say what its drafter wants to see."""
+        there are blocks to lease, and say what its drafter wants to see. ``readback``: for what drafters
+        read of a device; it is fetched once."""
         for request in plan.admitted:
             self.open(request)
         if self._unread:
@@ -193,7 +215,7 @@ class Speculation:
         found = [self._turn(each, plan.num_waiting) for each in plan.scheduled]
         turns = [turn for turn in found if turn is not None]
         if turns:
-            self._draft(turns, plan, round_)
+            self._draft(turns, plan, round_, readback)
         for each in plan.scheduled:
             drafting = self._drafting.get(each.request.request_id)
             if (
@@ -258,12 +280,14 @@ class Speculation:
         max_nodes = min(max(num_asked, num_free), self.max_num_nodes)
         return _Turn(scheduled, drafting, max_nodes, depth, num_asked, params, is_shed)
 
-    def _draft(self, turns: Sequence[_Turn], plan: Plan, round_: DraftRound) -> None:
+    def _draft(
+        self, turns: Sequence[_Turn], plan: Plan, round_: DraftRound, readback: Waits
+    ) -> None:
         num_kv_tokens = sum(each.base for each in plan.scheduled)
         num_requests = len(plan.scheduled)
         num_sampling = sum(each.samples for each in plan.scheduled)
         plain_seconds = self._cost.step_seconds(plan.num_rows, num_kv_tokens, num_requests)
-        self._propose(turns, round_, num_sampling / plain_seconds)
+        self._propose(turns, round_, num_sampling / plain_seconds, readback)
         _constrain(turns)
         grants = self._gamma.grant(
             [self._candidate(turn) for turn in turns],
@@ -364,21 +388,55 @@ class Speculation:
             is_asked=turn.num_asked > 0,
         )
 
-    def _propose(self, turns: Sequence[_Turn], round_: DraftRound, plain_rate: float) -> None:
+    def _propose(
+        self, turns: Sequence[_Turn], round_: DraftRound, plain_rate: float, readback: Waits
+    ) -> None:
         """Put the trees that the drafters propose into the turns."""
         by_drafter: dict[str, list[_Turn]] = {}
         for turn in turns:
             if turn.num_asked > 0:
                 by_drafter.setdefault(turn.drafting.info.name, []).append(turn)
-        for name, group in by_drafter.items():
-            for turn in group:
-                self._catch_up(turn.request, turn.drafting)
+        proposals = [
+            self._begin(name, group, plain_rate, readback) for name, group in by_drafter.items()
+        ]
+        waiting = [each for each in proposals if each.waits]
+        waited = self._fetch(readback) / len(waiting) if waiting else 0.0
+        for each in proposals:
             start = time.perf_counter()
-            round_.asked[name] = {turn.request.request_id for turn in group}
-            asks = [self._ask(turn, plain_rate) for turn in group]
-            for turn, tree in zip(group, self._ask_all(name, asks, round_), strict=True):
+            name = each.name
+            round_.asked[name] = {turn.request.request_id for turn in each.turns}
+            for turn, tree in zip(each.turns, self._finish(each, round_), strict=True):
                 turn.tree = tree
-            round_.seconds_by_drafter[name] = time.perf_counter() - start
+            spent = each.seconds + time.perf_counter() - start
+            round_.seconds_by_drafter[name] = spent + (waited if each.waits else 0.0)
+
+    def _begin(
+        self, name: str, turns: Sequence[_Turn], plain_rate: float, readback: Waits
+    ) -> _Proposal:
+        """Ask a drafter for all its requests at once, since those with a model batch."""
+        for turn in turns:
+            self._catch_up(turn.request, turn.drafting)
+        start, num_before = time.perf_counter(), readback.num_added
+        asks = [self._ask(turn, plain_rate) for turn in turns]
+        try:
+            finish = self.drafters[name].begin(asks, readback)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            finish = _raising(error)
+        seconds = time.perf_counter() - start
+        return _Proposal(name, turns, asks, finish, readback.num_added > num_before, seconds)
+
+    def _fetch(self, readback: Waits) -> float:
+        """What all drafters wait for, at once: the seconds that it took."""
+        start = time.perf_counter()
+        try:
+            readback.fetch()
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            logger.exception("what drafters wait for does not come")
+        return time.perf_counter() - start
 
     def _ask(self, turn: _Turn, plain_rate: float) -> DraftRequest:
         request, num_nodes = turn.request, turn.num_asked
@@ -399,13 +457,11 @@ class Speculation:
             plain_rate if self._gamma.weighs_cost(wanted) else 0.0,
         )
 
-    def _ask_all(
-        self, name: str, asks: Sequence[DraftRequest], round_: DraftRound
-    ) -> list[DraftTree]:
-        """All at once, since drafters with a model batch; one by one if that goes wrong."""
-        drafter = self.drafters[name]
+    def _finish(self, proposal: _Proposal, round_: DraftRound) -> list[DraftTree]:
+        """All at once; one by one if that goes wrong."""
+        asks, drafter = proposal.asks, self.drafters[proposal.name]
         try:
-            return self._checked(drafter.propose(asks), asks)
+            return self._checked(proposal.finish(), asks)
         except BaseException as error:
             if is_interrupt(error):
                 raise
@@ -482,6 +538,13 @@ class Speculation:
     ) -> int:
         """What ``call`` gives back, where that is a number up to ``most``; else it has failed, for 0."""
         return self._guarded(drafting, lambda: count_of(call(*args), most)) or 0
+
+
+def _raising(error: BaseException) -> Callable[[], list[DraftTree]]:
+    def finish() -> list[DraftTree]:
+        raise error
+
+    return finish
 
 
 def _constrain(turns: Sequence[_Turn]) -> None:

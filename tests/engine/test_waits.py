@@ -6,17 +6,19 @@ what the host's own kernels write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
-from worlds.device_world import WatchedDriver
+from drafters.base import DraftShape
+from drafters.tree import DraftTree
+from engine.params import GenerationRequest, SamplingParams, SpeculativeParams, VerificationName
+from engine.schedule.scheduler import Plan
+from engine.speculation.manager import DraftRound
+from engine.transfer import Readback
+from worlds.device_world import Looks, WatchedDriver
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
 from worlds.every_drafter import EveryDrafterTarget
 from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_compiler
@@ -109,46 +111,119 @@ def test_a_step_of_prompts_alone_reads_nothing(tiny_target: TinyTarget) -> None:
 
 
 DRAFT_MODELS = ("small_model", "quantized", "prefix_layers", "eagle", "medusa")
+SHORT = {name: replace(each, max_tokens=8) for name, each in SAMPLINGS.items()}
+NO_LIMIT = {"min_confidence": 0.0}
 
 
-def test_a_model_that_drafts_waits_once_for_every_level(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing else that they do is waited for."""
-    target = EveryDrafterTarget(tmp_path)
-    requests = [
+def drafts_of_models(
+    width: int, verification: VerificationName = "match"
+) -> list[GenerationRequest]:
+    """Of every model, drafts of different depths in one batch."""
+    return [
         request(
-            f"{drafter}, {width}, {sampling}",
-            circle_prompt(width),
-            replace(SAMPLINGS[sampling], max_tokens=8),
-            drafting(drafter, num_tokens=6, width=width),
+            f"{drafter}, {depth}, {sampling}",
+            circle_prompt(depth),
+            SHORT[sampling],
+            replace(
+                drafting(drafter, "fixed", 2 * depth, width, **options),
+                shape=DraftShape(width, depth),
+                verification=verification,
+            ),
         )
         for drafter in DRAFT_MODELS
-        for width, sampling in ((1, "greedy"), (3, "truncated"))
+        for depth, sampling, options in (
+            (2, "greedy", {}),
+            (5, "truncated", NO_LIMIT if drafter != "medusa" else {}),
+            (6, "sampled", {}),
+        )
     ]
-    levels: list[str] = []
-    for name in ("engine.drafting.draft_model", "engine.drafting.eagle", "engine.drafting.medusa"):
-        module = import_module(name)
-        monkeypatch.setattr(module, "choose_candidates", counted(levels, module.choose_candidates))
-    driver = WatchedDriver(target.core(SETUP))
-    driver.submit(*requests)
-    while driver.core.has_work:
-        levels.clear()
-        driver.step()
-        assert driver.waits[-1] <= 1 + len(levels)
-    assert driver.looks.looks == {}
-    assert max(driver.waits) > 2
+
+
+@pytest.fixture(scope="module")
+def every_drafter(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
+    return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
+
+
+class Drafts:
+    """What a core's drafters propose from now on, by step and request, and how often they wait for it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.steps: list[dict[str, DraftTree]] = []
+        self.waits: list[int] = []
+        self._looks = driver.looks if isinstance(driver, WatchedDriver) else Looks()
+        self._draft = driver.core.speculation.draft
+        driver.core.speculation.draft = self._watched  # type: ignore[method-assign]
+
+    def _watched(self, plan: Plan, readback: Readback) -> DraftRound:
+        before = self._looks.num_waits
+        found = self._draft(plan, readback)
+        self.waits.append(self._looks.num_waits - before)
+        self.steps.append(
+            {
+                each.request.request_id: each.draft.proposal
+                for each in plan.scheduled
+                if each.draft.proposal
+            }
+        )
+        return found
+
+
+def drafts_on_both(
+    target: EveryDrafterTarget, requests: Sequence[GenerationRequest]
+) -> tuple[WatchedDriver, Drafts]:
+    """On a device, where nothing but the texts and drafts of a host may come out."""
     usual = Driver(target.core(SETUP))
+    wanted = Drafts(usual)
     usual.run(*requests)
+    driver = WatchedDriver(target.core(SETUP))
+    found = Drafts(driver)
+    driver.run(*requests)
+    assert driver.looks.looks == {}
     assert_equal_texts(driver, usual)
+    assert len(found.steps) == len(wanted.steps)
+    for mine, theirs in zip(found.steps, wanted.steps, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, tree in theirs.items():
+            assert_equal_trees(mine[name], tree)
+    return driver, found
 
 
-def counted(calls: list[str], function: Callable[..., Any]) -> Callable[..., Any]:
-    def count(*arguments: Any) -> Any:
-        calls.append(function.__name__)
-        return function(*arguments)
+def assert_equal_trees(mine: DraftTree, tree: DraftTree) -> None:
+    assert list(mine.token_ids) == list(tree.token_ids)
+    assert list(mine.parents) == list(tree.parents)
+    assert list(mine.features) == list(tree.features)
+    assert mine.draft_probs.keys() == tree.draft_probs.keys()
+    for node, probs in tree.draft_probs.items():
+        torch.testing.assert_close(mine.draft_probs[node], probs, atol=1e-4, rtol=1e-3)
 
-    return count
+
+@pytest.mark.parametrize("verification", ["match", "rejection"])
+def test_chains_of_all_models_wait_once_together(
+    verification: VerificationName, every_drafter: EveryDrafterTarget
+) -> None:
+    driver, drafts = drafts_on_both(every_drafter, drafts_of_models(1, verification))
+    assert max(drafts.waits) == 1
+    if verification == "match":
+        assert max(driver.waits) == 2
+    lengths = {len(tree) for step in drafts.steps for tree in step.values()}
+    assert lengths >= set(range(1, 7))
+
+
+def test_sampled_trees_of_all_models_wait_once_together(every_drafter: EveryDrafterTarget) -> None:
+    sampled = [each for each in drafts_of_models(3, "rejection") if each.sampling.temperature > 0]
+    _, drafts = drafts_on_both(every_drafter, sampled)
+    assert max(drafts.waits) == 1
+    assert any(not tree.is_chain() for step in drafts.steps for tree in step.values())
+
+
+def test_trees_of_all_models_wait_once_for_what_there_is_room_for(
+    every_drafter: EveryDrafterTarget,
+) -> None:
+    """And once per level beyond that, where levels were not full."""
+    _, drafts = drafts_on_both(every_drafter, drafts_of_models(3))
+    assert max(drafts.waits) > 1
+    assert min(waits for waits, step in zip(drafts.waits, drafts.steps, strict=True) if step) == 1
+    assert any(not tree.is_chain() for step in drafts.steps for tree in step.values())
 
 
 def rejecting(verification: str, width: int) -> Sequence[GenerationRequest]:

@@ -38,7 +38,7 @@ _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
 _CREATING = frozenset({torch.tensor, torch.as_tensor, torch.from_numpy, Tensor.new_tensor})
 """A copy from memory that is not pinned waits as well."""
 
-_FORWARDS = ((ModelRunner, "forward"), (EagleModel, "_run"))
+_FORWARDS = ((ModelRunner, "forward"), (EagleModel, "_forward"))
 
 
 @contextmanager

@@ -6,12 +6,13 @@ A row that attends to anything but its own text's rows fails the test at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from drafters.base import DraftRequest, DraftSampling, DraftShape, Observation, OptionValue
 from drafters.model.model_drafter import SmallModelDrafter
-from drafters.model.protocol import Candidates, DraftRows
+from drafters.model.protocol import Candidates, DraftRows, Levels
 from drafters.tree import ROOT, DraftTree
 from kvpool.block_pool import BlockPool
 
@@ -33,7 +34,53 @@ def target(text: Sequence[int]) -> int:
     return ranking(text)[place]
 
 
-class FakeDraftModel:
+class Forwards:
+    """What of a draft model follows from its ``forward`` of one level. It takes half a second."""
+
+    runs_ahead = False
+    picks_ahead = False
+
+    def keep(self, ask: DraftRequest, rows: Sequence[int]) -> None:
+        raise AssertionError(f"{ask.request_id} has picked no rows ahead: {rows}")
+
+    def read_now(self, begin: Callable[[Any], Callable[[], Any]]) -> Any:
+        return begin(None)()
+
+    def begin(self, levels: Sequence[Sequence[DraftRows]], readback: Any) -> Callable[[], Levels]:
+        del readback
+        found: list[list[list[Candidates]]] = []
+        above: Sequence[DraftRows] = ()
+        for rows in levels:
+            found.append(self.forward(_picked(rows, above, found[-1]) if found else rows))
+            above = rows
+        picks: list[list[list[tuple[int, int]]]] = [[[] for _ in rows] for rows in levels]
+        return lambda: Levels(found, 0.5 * (len(found) - 1), picks)
+
+    def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
+        """Of all rows at once; per request, candidates per scored row."""
+        raise NotImplementedError
+
+
+def _picked(
+    rows: Sequence[DraftRows], above: Sequence[DraftRows], found: Sequence[Sequence[Candidates]]
+) -> list[DraftRows]:
+    """The rows with the tokens that the level above has chosen for them."""
+    chosen = {
+        each.ask.request_id: [
+            [*one.token_ids, *(token for token in each.fillers if token not in one.token_ids)]
+            for one in scored
+        ]
+        for each, scored in zip(above, found, strict=True)
+    }
+    return [
+        replace(
+            each, token_ids=[chosen[each.ask.request_id][lane][rank] for lane, rank in each.picks]
+        )
+        for each in rows
+    ]
+
+
+class FakeDraftModel(Forwards):
     """See ``drafters.model.protocol.DraftModel``. ``rows[slot]`` is the text up to and with its token."""
 
     def __init__(
@@ -42,7 +89,9 @@ class FakeDraftModel:
         max_catch_up_rows: int = 64,
         max_len: int = 500,
         confidences: Sequence[float] = (0.8, 0.1, 0.05),
+        runs_ahead: bool = False,
     ) -> None:
+        self.runs_ahead = runs_ahead
         self.owns_rows = owns_rows
         self.block_size = BLOCK_SIZE
         self.max_len = max_len

@@ -40,15 +40,18 @@ def eagle_layer() -> FeatureLayer:
     return layer.requires_grad_(False)
 
 
-def eagle_model(layer: torch.nn.Module, setup: Setup) -> EagleModel:
+def eagle_needs(setup: Setup) -> AttentionNeeds:
     _, num_heads, num_kv_heads, dim, _ = EAGLE_SIZES
     shape = KVShape(num_heads, num_kv_heads, dim, dim)
-    needs = AttentionNeeds("fast", torch.device("cpu"), torch.float32, setup.block_size, [shape])
+    return AttentionNeeds("fast", torch.device("cpu"), torch.float32, setup.block_size, [shape])
+
+
+def eagle_model(layer: torch.nn.Module, setup: Setup) -> EagleModel:
     return EagleModel(
         layer,  # type: ignore[arg-type]  # the oracle's is another module
         TARGET.reference.get_input_embeddings(),
         TARGET.reference.get_output_embeddings(),
-        build_attention(needs, setup.num_blocks),
+        build_attention(eagle_needs(setup), setup.num_blocks),
         vocab_size=TINY_VOCAB,
         max_len=256,
         max_catch_up_rows=setup.max_num_batched_tokens,

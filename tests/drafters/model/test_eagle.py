@@ -9,12 +9,13 @@ from drafters.base import DraftRequest, DraftShape, HiddenRows
 from drafters.model.eagle import EagleDrafter
 from drafters.model.protocol import Candidates, DraftRows
 from drafters.tree import DraftTree
+from worlds.model_world import Forwards
 from worlds.simulated_target import check_tree
 
 BLOCK_SIZE = 4
 
 
-class FakeFeatures:
+class FakeFeatures(Forwards):
     """Is sure that counting goes on, thinks of the number after that too, and notes what it is fed."""
 
     owns_rows = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -115,14 +115,19 @@ class FakeHeads:
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], list[str]]] = []
 
-    def candidates(
-        self, hidden: Sequence[Any], asks: Sequence[DraftRequest], num: int
-    ) -> list[list[Candidates]]:
+    def read_now(self, begin: Callable[[Any], Callable[[], Any]]) -> Any:
+        return begin(None)()
+
+    def begin(
+        self, hidden: Sequence[Any], asks: Sequence[DraftRequest], num: int, readback: Any
+    ) -> Callable[[], list[list[Candidates]]]:
+        del readback
         self.calls.append((list(hidden), [ask.request_id for ask in asks]))
-        return [
+        found = [
             [Candidates([state + 2 + h, state + 3 + h][:num], [0.6, 0.3]) for h in range(3)]
             for state in hidden
         ]
+        return lambda: found
 
 
 def counting(request_id: str, length: int, max_nodes: int = 8) -> DraftRequest:

@@ -315,12 +315,40 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=examples(150))
-@given(ACTIONS, st.booleans(), st.sampled_from([5, 64]), st.integers(12, 40))
+@given(
+    ACTIONS,
+    st.booleans(),
+    st.sampled_from([5, 64]),
+    st.integers(12, 40),
+    st.sampled_from(["match", "rejection"]),
+)
 def test_every_row_attends_to_its_own_text_whatever_happens(
-    actions: list[tuple[str, int]], owns_rows: bool, budget: int, num_blocks: int
+    actions: list[tuple[str, int]],
+    owns_rows: bool,
+    budget: int,
+    num_blocks: int,
+    verification: str,
 ) -> None:
-    """Preemption, reuse, sharing, other requests' blocks, steps without drafts, trees and chains."""
-    world = World(FakeDraftModel(owns_rows, budget), num_blocks)
+    """Preemption, reuse, sharing, other requests' blocks, steps without drafts, trees and chains. Where
+    levels are run ahead of what is read, the same is drafted."""
+    sampling = DraftSampling(1.0, key=5, verification=verification)
+    worlds = [
+        World(FakeDraftModel(owns_rows, budget, runs_ahead=ahead), num_blocks, sampling)
+        for ahead in (False, True)
+    ]
+    for world in worlds:
+        act(world, actions)
+        for request in world.requests.values():
+            assert (
+                request.token_ids[-1:]
+                == greedy_text(request.token_ids[:-1], len(request.token_ids))[-1:]
+                or request.num_steps == 0
+            )
+    trees = [{name: each.trees for name, each in world.requests.items()} for world in worlds]
+    assert trees[0] == trees[1]
+
+
+def act(world: World, actions: list[tuple[str, int]]) -> None:
     for index, (action, number) in enumerate(actions):
         names = list(world.requests)
         if action == "add" or not names:
@@ -343,12 +371,44 @@ def test_every_row_attends_to_its_own_text_whatever_happens(
             world.remove(name)
         else:
             world.step(names[number % len(names) :], speculate=action == "step")
-    for request in world.requests.values():
-        assert (
-            request.token_ids[-1:]
-            == greedy_text(request.token_ids[:-1], len(request.token_ids))[-1:]
-            or request.num_steps == 0
-        )
+
+
+# --- levels that are run ahead of what is read ---
+
+
+def test_chains_are_run_to_their_full_depth_and_cut_when_they_are_read() -> None:
+    model = FakeDraftModel(confidences=(0.7,), runs_ahead=True)
+    world = World(model)
+    request = world.add("r", PROMPT, max_nodes=9, options={"min_confidence": 0.3})
+    other = world.add("s", PROMPT[:5], max_nodes=3, options={"min_confidence": 0.0})
+    world.step()
+    assert len(request.trees[0]) == 4
+    assert len(other.trees[0]) == 3
+    assert [len(call) for call in model.calls] == [2, 2, 2, *[1] * 6]
+
+
+def test_levels_ahead_have_to_be_worth_it_by_what_is_accepted_on_average(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(FakeDraftModel(confidences=(0.9,), runs_ahead=True))
+    monkeypatch.setattr(world.drafter._times, "expect", lambda _: 0.01)
+    request = world.add("r", PROMPT, max_nodes=8, options={"min_confidence": 0.0})
+    # The estimate before anything was verified: half of the nodes, so the next level brings 1/4, 1/8, ..
+    for rate, length in ((0.0, 8), (20.0, 2), (1000.0, 1)):
+        world.tokens_per_second = rate
+        monkeypatch.setattr(world.drafter, "observe", lambda _: None)
+        world.step()
+        assert len(request.trees[-1]) == length
+
+
+def test_levels_ahead_are_timed_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(FakeDraftModel(confidences=(1.0,), runs_ahead=True))
+    times: list[tuple[int, float]] = []
+    monkeypatch.setattr(world.drafter._times, "observe", lambda *each: times.append(each))
+    world.add("r", PROMPT, max_nodes=4)
+    world.add("s", PROMPT[:5], max_nodes=3)
+    world.step()
+    assert times == [(2, 0.5), (2, 0.5), (1, 0.5)]
 
 
 # --- edges ---

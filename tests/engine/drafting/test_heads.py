@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from engine.drafting.medusa import MedusaHeads, ResidualHeads
 from engine.model.loader import BUNDLED, load_model
 from engine.params import GenerationRequest, SamplingParams
 from engine.sampling.noise import gumbel_list, request_key
+from engine.transfer import Readback, read_now
 from worlds.engine_harness import (
     TINY_VOCAB,
     Driver,
@@ -67,6 +69,12 @@ MAKERS: dict[str, Callable[[Setup], Drafter]] = {
     "medusa": lambda _: MedusaDrafter(medusa_heads()),
     "eagle": lambda setup: EagleDrafter(eagle_model(eagle_layer(), setup)),
 }
+
+
+def candidates_of(
+    heads: MedusaHeads, hidden: Sequence[torch.Tensor], asks: Sequence[DraftRequest], num: int
+) -> list[list[Candidates]]:
+    return heads.read_now(partial(heads.begin, hidden, asks, num))
 
 
 def run(drafter: str, setup: Setup, *requests: GenerationRequest) -> Driver:
@@ -178,12 +186,16 @@ class OracleHeads:
             body = TARGET.reference.base_model(torch.tensor([token_ids]))
         self._hidden = body.last_hidden_state[0]
 
-    def candidates(
-        self, hidden: Sequence[torch.Tensor], asks: Sequence[DraftRequest], num: int
-    ) -> list[list[Candidates]]:
+    def read_now(self, begin: Callable[[Readback], Callable[[], Any]]) -> Any:
+        return read_now(begin)
+
+    def begin(
+        self, hidden: Sequence[torch.Tensor], asks: Sequence[DraftRequest], num: int, readback: Any
+    ) -> Callable[[], list[list[Candidates]]]:
+        del readback
         assert num > 0
         assert len(asks) == len(hidden)
-        return [self._after(row) for row in hidden]
+        return lambda: [self._after(row) for row in hidden]
 
     def _after(self, row: torch.Tensor) -> list[Candidates]:
         position = int((self._hidden - row).abs().sum(-1).argmin())
@@ -213,7 +225,7 @@ def test_a_head_that_is_all_zeros_says_what_the_target_says() -> None:
     with torch.inference_mode():
         probs = output_head(hidden).softmax(-1)
     asks = [DraftRequest("r", [1, 2, 3], 4, DraftShape()) for _ in hidden]
-    for row, by_head in enumerate(heads.candidates(list(hidden), asks, 5)):
+    for row, by_head in enumerate(candidates_of(heads, list(hidden), asks, 5)):
         wanted = probs[row].topk(5)
         for candidates in by_head:
             assert candidates.token_ids == wanted.indices.tolist()
@@ -227,7 +239,7 @@ def test_heads_draw_with_the_noise_of_the_positions_they_predict() -> None:
     key = request_key(7, 0)
     sampling = DraftSampling(0.7, noise=partial(gumbel_list, key), key=key)
     ask = DraftRequest("r", [1, 2, 3, 4, 5], 4, DraftShape(), sampling)
-    (by_head,) = heads.candidates([hidden], [ask], 4)
+    (by_head,) = candidates_of(heads, [hidden], [ask], 4)
     with torch.inference_mode():
         logits = output_head(hidden[None])[0] / 0.7
     for head, candidates in enumerate(by_head):
@@ -301,10 +313,17 @@ def test_eagles_candidates_are_those_of_a_forward_over_the_whole_path() -> None:
     trees: list[tuple[list[int], DraftTree]] = []
 
     class Watched(EagleDrafter):
-        def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-            found = super().propose(requests)
-            trees.append((list(requests[0].token_ids), found[0]))
-            return found
+        def begin(
+            self, requests: Sequence[DraftRequest], readback: Any
+        ) -> Callable[[], list[DraftTree]]:
+            text, finish = list(requests[0].token_ids), super().begin(requests, readback)
+
+            def watched() -> list[DraftTree]:
+                found = finish()
+                trees.append((text, found[0]))
+                return found
+
+            return watched
 
     each = request(
         "r",

@@ -6,9 +6,9 @@ target with noise on its weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafters.model.protocol import Candidates, DraftRows
+from drafters.model.protocol import Candidates, DraftRows, Levels
 from drafters.tree import ROOT
 from engine import build
 from engine.build import build_engine_for
@@ -28,7 +28,9 @@ from engine.errors import UnsupportedModelError
 from engine.model.loader import prepare_model
 from engine.model.quantization import quantize_model, refusal
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.transfer import Readback
 from worlds.engine_harness import Driver, drafting, request
+from worlds.model_world import Forwards
 from worlds.tiny_models import CPU, VOCAB_SIZE, own_logits, random_ids, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -176,7 +178,7 @@ def test_the_target_as_its_own_draft_is_always_right(
         assert account.num_accepted_tokens / account.num_steps > (3 if width == 1 else 1)
 
 
-class Watched:
+class Watched(Forwards):
     """An ``EngineDraftModel`` whose every candidate is compared with a fresh forward over its text."""
 
     def __init__(self, model: EngineDraftModel, reference: PreTrainedModel) -> None:
@@ -189,7 +191,9 @@ class Watched:
         return getattr(self.model, name)
 
     def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
-        found = self.model.forward(rows)
+        found: list[list[Candidates]] = self.model.read_now(
+            partial(self.model.begin, [rows])
+        ).candidates[0]
         for part, candidates in zip(rows, found, strict=True):
             texts = self._texts(part)[len(part.token_ids) - part.num_scored :]
             for text, each in zip(texts, candidates, strict=True):
@@ -259,15 +263,15 @@ def test_draft_logits_are_those_of_a_fresh_forward_over_the_same_text(
 def test_a_failing_draft_model_costs_only_its_drafts(folders: dict[str, str]) -> None:
     core = full_core(folders)
     drafter: Any = core.speculation.drafters["small_model"]
-    healthy, calls = drafter._model.forward, []
+    healthy, calls = drafter._model.begin, []
 
-    def forward(rows: Sequence[DraftRows]) -> list[list[Candidates]]:
-        calls.append(len(rows))
+    def begin(levels: Sequence[Sequence[DraftRows]], readback: Readback) -> Callable[[], Levels]:
+        calls.append(len(levels))
         if len(calls) % 3 == 0:
             raise RuntimeError("told to fail")
-        return healthy(rows)  # type: ignore[no-any-return]
+        return healthy(levels, readback)  # type: ignore[no-any-return]
 
-    drafter._model.forward = forward
+    drafter._model.begin = begin
     requests = subjects("greedy")
     driver = Driver(core).run(*requests)
     for each in requests:

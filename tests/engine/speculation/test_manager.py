@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from drafters.base import DrafterNeeds, DraftRequest, DraftShape, Observation
 from drafters.tree import EMPTY, DraftTree, chain
@@ -17,6 +19,7 @@ from engine.speculation.cost import CostModel
 from engine.speculation.manager import DraftRound, Speculation
 from engine.speculation.shedding import Shedding
 from engine.stats import RequestStats
+from engine.transfer import Readback
 from engine.verification.match import Outcome
 from kvpool.block_pool import BlockPool
 from worlds.engine_harness import DictatedCost
@@ -85,7 +88,7 @@ class World:
         plan = Plan(
             scheduled, num_rows=len(scheduled), spare_rows=spare_rows, num_waiting=num_waiting
         )
-        self.round_ = self.speculation.draft(plan)
+        self.round_ = self.speculation.draft(plan, Readback())
         return scheduled
 
     def observe(
@@ -176,7 +179,7 @@ def test_a_step_with_a_long_prompt_reads_as_much_as_it_computes() -> None:
     drafter = SlowReader(5000)
     world = World(drafter)
     request = world.open("a")
-    world.speculation.draft(Plan([ScheduledRequest(request, 1)], num_rows=3000))
+    world.speculation.draft(Plan([ScheduledRequest(request, 1)], num_rows=3000), Readback())
     assert drafter.num_read["a"] == 3000
 
 
@@ -199,7 +202,7 @@ def test_rows_that_do_not_sample_get_no_draft() -> None:
     request = world.open("r")
     request.num_computed_tokens = 0
     chunk = ScheduledRequest(request, 2)
-    world.speculation.draft(Plan([chunk], num_rows=2, spare_rows=100))
+    world.speculation.draft(Plan([chunk], num_rows=2, spare_rows=100), Readback())
     assert chunk.draft is NO_DRAFT
     assert drafter.asks == []
 
@@ -429,3 +432,80 @@ def test_a_request_that_never_drafts_is_not_shed() -> None:
     world = World(fake(), shedding=Shedding("all", 1))
     (scheduled,) = world.draft(world.open("r", replace(FIXED, num_draft_tokens=0)), num_waiting=9)
     assert scheduled.draft.reason == "client_cap"
+
+
+# --- what drafters read of a device ---
+
+
+class Reading(FakeDrafter):
+    """Notes in ``order`` when it begins and when it ends; ``fails`` then, if it is told to."""
+
+    def __init__(self, name: str, order: list[str], fails: str = "") -> None:
+        super().__init__(name, zeros)
+        self._order = order
+        self._fails = fails
+
+    def begin(
+        self, requests: Sequence[DraftRequest], readback: Any
+    ) -> Callable[[], list[DraftTree]]:
+        self._note("begin")
+        length = readback.add(torch.tensor([2]))
+
+        def finish() -> list[DraftTree]:
+            self._note("finish")
+            return [chain([0] * length.tolist()[0]) for _ in requests]
+
+        return finish
+
+    def _note(self, part: str) -> None:
+        self._order.append(f"{self.info.name} {part}")
+        if part == self._fails:
+            raise RuntimeError(f"told to fail in {part}")
+
+
+def test_all_drafters_begin_before_one_fetch_and_end_after_it() -> None:
+    order: list[str] = []
+
+    class Fetched(Readback):
+        def fetch(self) -> None:
+            order.append(f"fetch of {self.num_added}")
+            super().fetch()
+
+    world = World(Reading("a", order), fake(), Reading("b", order))
+    requests = [world.open(name, replace(FIXED, drafter=name)) for name in ("a", "fake", "b")]
+    parts = [ScheduledRequest(request, 1) for request in requests]
+    round_ = world.speculation.draft(Plan(parts, num_rows=3, spare_rows=100), Fetched())
+    assert order == ["a begin", "b begin", "fetch of 2", "a finish", "b finish"]
+    assert [len(each.draft.tree) for each in parts] == [2, 4, 2]
+    assert round_.num_failures == 0
+    assert round_.seconds_by_drafter.keys() == {"a", "fake", "b"}
+
+
+@pytest.mark.parametrize("part", ["begin", "finish"])
+def test_who_fails_in_either_part_is_asked_one_by_one(part: str) -> None:
+    order: list[str] = []
+    world = World(Reading("fake", order, part), Reading("other", order))
+    requests = [world.open(name) for name in "rs"]
+    beside = world.open("t", replace(FIXED, drafter="other"))
+    drafts = [each.draft for each in world.draft(*requests, beside)]
+    assert [len(draft.tree) for draft in drafts] == [4, 4, 2]
+    assert world.round_.num_failures == 0
+    (alone,) = world.draft(requests[0])
+    assert alone.draft is NO_DRAFT or not len(alone.draft.tree)
+    assert world.round_.num_failures == 1
+
+
+def test_what_does_not_come_from_the_device_costs_no_more_than_drafts() -> None:
+    class Broken(Readback):
+        def fetch(self) -> None:
+            raise RuntimeError("the device is gone")
+
+    order: list[str] = []
+    world = World(Reading("fake", order), fake("other"))
+    parts = [
+        ScheduledRequest(world.open("r"), 1),
+        ScheduledRequest(world.open("s", replace(FIXED, drafter="other")), 1),
+    ]
+    round_ = world.speculation.draft(Plan(parts, num_rows=2, spare_rows=100), Broken())
+    assert [len(each.draft.tree) for each in parts] == [0, 4]
+    assert round_.num_failures == 1
