@@ -50,7 +50,13 @@ def test_every_package_is_listed() -> None:
 def test_what_the_packages_import_is_declared() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
     wanted = [*PYPROJECT["project"]["dependencies"], *extras["quantized"], *extras["client"]]
-    wanted += [*extras["otel"], *extras["gpu"], *extras["flashinfer"], *extras["kv-events"], *extras["simulate"]]
+    wanted += [
+        *extras["otel"],
+        *extras["gpu"],
+        *extras["flashinfer"],
+        *extras["kv-events"],
+        *extras["simulate"],
+    ]
     declared = {normal(each) for each in wanted}
     # pydantic pins the one build of its core that it works with.
     declared |= {"pydantic-core"} if "pydantic" in declared else set()

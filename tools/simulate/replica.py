@@ -19,6 +19,7 @@ from engine.speculation.cost import CostModel
 from engine.speculation.manager import NO_DRAFTER, Speculation
 from engine.speculation.shedding import Shedding
 from engine.stats import RequestStats
+from engine.transfer import Readback
 from engine.verification.match import Outcome, verify
 from kvpool.block_pool import BlockPool
 from tools.simulate.drafting import MeasuredDrafter
@@ -154,7 +155,7 @@ class Replica:
     def begin(self) -> float:
         """Plan a step of what is open, which must be something, and draft for it; its seconds."""
         plan = self._plan = self._scheduler.plan()
-        round_ = self._speculation.draft(plan)
+        round_ = self._speculation.draft(plan, Readback())
         num_drafts = num_tokens = num_sampling = 0
         for each in plan.scheduled:
             gamma = len(each.draft.tree.token_ids)
