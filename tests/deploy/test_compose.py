@@ -97,7 +97,7 @@ def test_no_file_holds_a_secret() -> None:
     # Of manifests test_kubernetes.py says it.
     for path in set(DEPLOY.rglob("*.y*ml")) - set((DEPLOY / "kubernetes").rglob("*.yaml")):
         for name, value in settings(yaml.safe_load(path.read_text())):
-            if re.search("password|token|key|secret", name, re.IGNORECASE):
+            if re.search("password|token(?!s)|key|secret", name, re.IGNORECASE):
                 found[name] = value
     assert set(found) == {"SLIPSTREAM_API_KEY", "HF_TOKEN", "GF_SECURITY_ADMIN_PASSWORD"}
     # Passed on, or a variable without a default.

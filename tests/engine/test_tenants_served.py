@@ -3,8 +3,9 @@ the registry, in the engine, over blocks and stores that change hands."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -59,17 +60,22 @@ def drafts_of(
     driver = Driver(core).run(*before)
     subject = core.speculation.drafters[drafter]
     proposed: list[tuple[list[int], list[int], list[int]]] = []
-    propose = subject.propose
+    begin = subject.begin
 
-    def watched(asks: Sequence[DraftRequest]) -> list[DraftTree]:
-        trees = propose(asks)
-        proposed.extend(
-            (list(ask.token_ids), list(tree.token_ids), list(tree.parents))
-            for ask, tree in zip(asks, trees, strict=True)
-        )
-        return trees
+    def watched(asks: Sequence[DraftRequest], readback: Any) -> Callable[[], list[DraftTree]]:
+        finish = begin(asks, readback)
 
-    subject.propose = watched  # type: ignore[method-assign]
+        def finished() -> list[DraftTree]:
+            trees = finish()
+            proposed.extend(
+                (list(ask.token_ids), list(tree.token_ids), list(tree.parents))
+                for ask, tree in zip(asks, trees, strict=True)
+            )
+            return trees
+
+        return finished
+
+    subject.begin = watched  # type: ignore[method-assign]
     for each in wanted(target, "subject", drafter, "mine"):
         driver.run(each)
     return proposed

@@ -75,7 +75,8 @@ def drafted(model: EngineDraftModel) -> list[Candidates]:
         table = list(range(8 * index, 8 * index + 8))
         ask = DraftRequest(f"r{index}", text, 8, DraftShape(), block_table=table)
         rows.append(DraftRows(ask, text, 0, len(text), 4))
-    return [each for part in model.forward(rows) for each in part]
+    found = model.read_now(lambda readback: model.begin([rows], readback)).candidates[0]
+    return [each for part in found for each in part]
 
 
 def check_same(got: list[Candidates], expected: list[Candidates]) -> None:
