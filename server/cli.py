@@ -16,9 +16,9 @@ from client.commands import add_client_commands
 from engine.errors import EngineError
 from server.settings import Settings, add_flags, load_settings
 from server.version import server_version
-from tools.quantize import add_quantize
-from tools.replay_command import add_replay
-from tools.stand_template import add_template_command
+from tools.quantize.command import add_quantize
+from tools.replay.command import add_replay
+from tools.template.command import add_template_command
 
 logger = logging.getLogger("slipstream")
 

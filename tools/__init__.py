@@ -1,1 +1,1 @@
-"""Commands beside serving: replay and the stand template."""
+"""Commands beside serving: quantise, replay, fit a template of drafts, simulate fleets."""

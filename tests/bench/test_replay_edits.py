@@ -20,9 +20,9 @@ from bench.replay_edits import (
     edit_lines,
     main,
 )
-from tools.replay import ReplayCase, replay
-from tools.replay_cost import StepCost
-from tools.replay_log import LogLine
+from tools.replay.cost import StepCost
+from tools.replay.log import LogLine
+from tools.replay.replay import ReplayCase, replay
 
 
 class Letters:

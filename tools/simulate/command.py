@@ -16,7 +16,7 @@ from typing import Any
 from client.bench import BenchPrompt, builtin_prompts, read_prompts
 from client.errors import ClientError, FlagError
 from engine.config import EngineConfig
-from tools.replay_log import Tokenizer
+from tools.replay.log import Tokenizer
 from tools.simulate.drafting import MeasuredDrafter
 from tools.simulate.fleet import Fleet
 from tools.simulate.live import calibrate as calibration

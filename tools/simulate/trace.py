@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.replay_log import LogError, Tokenizer, read_log
+from tools.replay.log import LogError, Tokenizer, read_log
 from tools.simulate.profile import Kind
 from tools.simulate.work import Work, own_tokens, prompt_tokens
 

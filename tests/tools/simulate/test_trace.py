@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.replay_log import LogError
+from tools.replay.log import LogError
 from tools.simulate.profile import Kind
 from tools.simulate.trace import read_trace
 from tools.simulate.work import Work

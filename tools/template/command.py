@@ -9,7 +9,7 @@ from pathlib import Path
 
 from drafters.tables.prob_tables import NUM_TOKENS_KEPT
 from drafters.tables.template import MAX_TEMPLATE_NODES
-from tools.template_search import FIRST_NODES, search
+from tools.template.search import FIRST_NODES, search
 
 _DESCRIPTION = """Find the static draft tree of the `stand` drafter for a model and texts like yours.
 
@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from engine.errors import EngineError
     from engine.model.loader import BUNDLED, load_model, load_tokenizer
-    from tools.replay_texts import read_log, replay_texts
+    from tools.template.texts import read_log, replay_texts
 
     if not 1 <= arguments.nodes <= MAX_TEMPLATE_NODES:
         return _refuse(f"--nodes must be from 1 to {MAX_TEMPLATE_NODES}")

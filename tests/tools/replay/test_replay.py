@@ -15,17 +15,17 @@ from drafters.base import DrafterInfo, DrafterNeeds
 from drafters.registry import DrafterUnavailableError, NoneDrafter
 from drafters.tree import DraftTree
 from server.cli import main
-from tools import replay as replay_module
-from tools import replay_report
-from tools.replay import (
+from tools.replay import replay as replay_module
+from tools.replay import report
+from tools.replay.cost import DEFAULT_STEP_COST, StepCost
+from tools.replay.log import LogError, LogLine, read_log
+from tools.replay.replay import (
     ReplayCase,
     ReplayResult,
     accepted_path,
     build_replayable,
     replay,
 )
-from tools.replay_cost import DEFAULT_STEP_COST, StepCost
-from tools.replay_log import LogError, LogLine, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAT = StepCost([(1, 1.0), (65, 1.0)])
@@ -432,7 +432,7 @@ def test_a_plot_has_a_line_per_drafter_and_shape(
         for width in (1, 4)
         for budget in (7, 3)
     ]
-    replay_report.plot(results, tmp_path / "out.png")
+    report.plot(results, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes() == b"picture"
     tokens, speedup = figures[0].axes
     assert tokens.lines == {"ngram chain": ([3, 7], [4.0, 8.0]), "ngram tree": ([3, 7], [4.0, 8.0])}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drafters.base import GREEDY
 from drafters.tables.template import DraftTemplate, RankPath
-from tools.template_search import (
+from tools.template.search import (
     FIRST_DEPTH,
     ReplayText,
     best_paths,

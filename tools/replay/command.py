@@ -14,7 +14,9 @@ from typing import Any, TypeAlias
 
 from drafters.base import Drafter
 from drafters.registry import DrafterPluginError, drafter_names, find_plugins
-from tools.replay import (
+from tools.replay.cost import StepCost, read_step_cost
+from tools.replay.log import Tokenizer, read_log
+from tools.replay.replay import (
     CHAIN,
     TREE,
     LogContext,
@@ -23,9 +25,7 @@ from tools.replay import (
     build_replayable,
     replay,
 )
-from tools.replay_cost import StepCost, read_step_cost
-from tools.replay_log import Tokenizer, read_log
-from tools.replay_report import SCHEMA_VERSION, check_plot, plot, table, to_json
+from tools.replay.report import SCHEMA_VERSION, check_plot, plot, table, to_json
 
 MAX_BUDGET = 1024
 Build: TypeAlias = Callable[[str], Drafter]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from client.markdown import markdown_table
-from tools.replay import ReplayResult
+from tools.replay.replay import ReplayResult
 
 SCHEMA_VERSION = 1
 _HEADER = (

@@ -17,7 +17,7 @@ from drafters.base import GREEDY, DraftSampling
 from engine.model.loader import max_position
 from engine.sampling.logprobs import top_probs
 from engine.sampling.noise import gumbel_list, request_key
-from tools.template_search import ReplayText
+from tools.template.search import ReplayText
 
 _NUMBER = (int, float)
 _FIELDS: dict[str, tuple[type, ...]] = {

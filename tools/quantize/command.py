@@ -85,7 +85,7 @@ def _write(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> dict[str, float]:
     from engine.model.quantization import quantize_model
-    from tools.quantization_check import compare
+    from tools.quantize.check import compare
 
     text = arguments.check.read_text(encoding="utf-8")
     model, tokenizer = _load(arguments)

@@ -10,7 +10,7 @@ import torch
 
 from drafters.base import GREEDY
 from engine.sampling.noise import gumbel_list, request_key
-from tools.replay_texts import LoggedText, read_log, replay_texts
+from tools.template.texts import LoggedText, read_log, replay_texts
 from worlds.engine_harness import TINY_VOCAB, TinyTarget
 
 

@@ -21,8 +21,8 @@ from drafters.registry import (
     find_plugins,
 )
 from drafters.tree import DraftTree
-from tools.replay_cost import StepCost
-from tools.replay_log import LogLine
+from tools.replay.cost import StepCost
+from tools.replay.log import LogLine
 
 CHAIN = "chain"
 TREE = "tree"

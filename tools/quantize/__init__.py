@@ -1,0 +1,1 @@
+"""Checkpoints with 8-bit weights, and what that changes."""

@@ -1,0 +1,1 @@
+"""What drafting would have gained on texts that were written before: a log, through drafters."""
