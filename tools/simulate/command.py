@@ -256,8 +256,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
             )
         )
     sys.stdout.write(calibration.table(found) + "\n")
-    most = calibration.largest_difference(found)
-    sys.stdout.write(f"\nlargest difference: {most:.1%}\n")
+    difference, spread = calibration.largest(found)
+    sys.stdout.write(f"\nlargest difference: {difference:.1%}; of two measurements: {spread:.1%}\n")
     if arguments.profile is not None:
         write_profile(profile, arguments.profile)
     if arguments.json is not None:

@@ -50,6 +50,11 @@ class Fleet:
             for number in range(num_replicas)
         ]
         self._slowdown = profile.costs.with_neighbour - 1.0
+        self._admission = profile.costs.per_admission
+        # By replica: when its server has done what it has to do for those who came, and for how long
+        # that kept the engine from the step under way.
+        self._servers_free: dict[int, float] = {}
+        self._kept_from_step: dict[int, float] = {}
         self._router = router
         self._run = Run(num_replicas, totals=[each.totals for each in self._replicas])
 
@@ -70,20 +75,41 @@ class Fleet:
             number = self._router.send(work.tenant)
             served = Served(work, number)
             self._run.served.append(served)
-            if not self._replicas[number].submit(served):
-                self._router.done(number)
-            elif number in self._idle:
-                self._idle.pop(number).succeed()
+            if self._admission:
+                environment.process(self._admission_of(environment, served))
+            else:
+                self._submit(served)
+
+    def _admission_of(self, environment: simpy.Environment, served: Served) -> Events:
+        """The server takes in one request after the other. It shares its cores with the engine: of a step
+        under way each has half of the time."""
+        number, seconds = served.replica, self._admission
+        if self._replicas[number].is_busy:
+            self._kept_from_step[number] = self._kept_from_step.get(number, 0.0) + seconds
+            seconds *= 2
+        free = max(environment.now, self._servers_free.get(number, 0.0)) + seconds
+        self._servers_free[number] = free
+        yield environment.timeout(free - environment.now)
+        self._submit(served)
+
+    def _submit(self, served: Served) -> None:
+        number = served.replica
+        if not self._replicas[number].submit(served):
+            self._router.done(number)
+        elif number in self._idle:
+            self._idle.pop(number).succeed()
 
     def _steps(self, environment: simpy.Environment, replica: Replica) -> Events:
         while True:
             if not replica.num_open:
                 woken = self._idle[replica.number] = environment.event()
                 yield woken
-            seconds = replica.begin()
-            seconds *= self._contention(replica)
-            yield environment.timeout(seconds)
-            for served in replica.end(environment.now, seconds):
+            started = environment.now
+            left = replica.begin() * self._contention(replica)
+            while left:
+                yield environment.timeout(left)
+                left = self._kept_from_step.pop(replica.number, 0.0)
+            for served in replica.end(environment.now, environment.now - started):
                 self._router.done(served.replica)
 
     def _contention(self, replica: Replica) -> float:

@@ -36,7 +36,7 @@ class ProfileError(ValueError):
 class Costs:
     """Seconds. ``steps``: rows, tokens of context, seconds and requests of measured steps, as
     ``CostModel`` takes them. Besides: ``overhead`` of every step, ``per_request`` that samples in it,
-    ``per_admission`` of a request (what its server does for it before and after, on the same cores),
+    ``per_admission`` of a request before it reaches the engine (its server's work, on the same cores),
     ``drafting`` of one request that its drafter is asked for. ``with_drafts``: by how much a step is
     dearer whose requests have different numbers of rows. ``with_neighbour``: by how much steps are
     slower while the other replicas of a machine are busy.

@@ -169,7 +169,6 @@ class Replica:
         for name, asked in round_.asked.items():
             seconds += len(asked) * self._cost.draft_seconds(name)
         seconds += num_sampling * self._costs.per_request
-        seconds += len(plan.admitted) * self._costs.per_admission
         self.totals.num_steps += 1
         self.totals.num_rows += num_rows
         self.totals.num_request_steps += num_sampling

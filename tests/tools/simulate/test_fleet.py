@@ -58,7 +58,7 @@ def traffic(
 def test_a_request_alone_takes_what_the_cost_model_says_of_its_steps() -> None:
     found = run(profile(SLOPED), [work(1.0, 51, 4)])
     (served,) = found.served
-    # The prompt's step: 51 rows, 0.010 .. + 49 thousandths from the second row on; the admission's share.
+    # Admission; the prompt's step of 51 rows: 0.010 .. + 49 thousandths from the second row on.
     first = 0.001 + (0.011 + 49 * 0.001) + 0.002 + 0.005
     decode = 0.001 + 0.010 + 0.002
     assert served.first_token == pytest.approx(1.0 + first)
@@ -71,9 +71,30 @@ def test_a_prompt_runs_in_chunks_beside_those_who_write() -> None:
     assert long.first_token is not None
     # 40, 40 and 20 rows beside the one that writes and samples in every step; the long one in its last.
     chunks = [0.001 + 0.011 + rows * 0.001 for rows in (39, 39, 19)]
-    expected = sum(chunks) + 4 * 0.002 + 0.005
+    # Admission shares the cores with a step.
+    expected = sum(chunks) + 4 * 0.002 + 2 * 0.005
     under_way = 0.001 + 0.010 + 0.002
     assert expected <= long.first_token - long.work.at <= expected + under_way
+
+
+def test_what_a_server_does_for_new_requests_keeps_the_step_under_way_from_its_cores() -> None:
+    step, admission = 0.001 + 0.010 + 0.002, 0.005
+    of = profile(SLOPED, max_num_seqs=1)
+    alone = run(of, [work(0.0, 1, 3)]).served[0]
+    assert alone.end == pytest.approx(admission + 3 * step)
+    # Two come while the first is in its second step, one right after the other.
+    at = admission + 1.5 * step
+    works = [work(0.0, 1, 3), work(at, 1, 1, serial=2), work(at, 1, 1, serial=3)]
+    first, second, third = run(of, works).served
+    assert first.end == pytest.approx(admission + 3 * step + 2 * admission)
+    # Each of them is in before there is a seat for it.
+    assert second.end == pytest.approx(first.end + step)
+    assert third.end == pytest.approx(first.end + 2 * step)
+    # With a seat, the second begins when the server has taken it in: half as fast, beside a step.
+    of = profile(SLOPED, max_num_seqs=8)
+    (_, second) = run(of, [work(0.0, 1, 30), work(at, 1, 1, serial=2)]).served
+    assert second.first_token is not None
+    assert second.first_token - at >= 2 * admission + step
 
 
 @pytest.mark.parametrize(

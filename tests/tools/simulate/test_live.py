@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from client.bench import builtin_prompts
-from client.errors import ClientError
+from client.errors import ClientError, RefusedError
 from tools.simulate.live import calibrate, measure
 from tools.simulate.live.servers import served
 from tools.simulate.live.streams import Address, Streamed
-from tools.simulate.profile import Costs
 from tools.simulate.routing import RoundRobin
 from tools.simulate.work import Arrivals
 from worlds.live_server import live
@@ -94,14 +93,47 @@ def test_acceptance_is_by_depth_where_the_depth_before_was_right() -> None:
     )
 
 
-def test_two_measurements_meet_in_the_middle() -> None:
-    before = Costs(((1, 0, 0.01, 1), (3, 0, 0.02, 1)), per_request=0.001, with_drafts=1.0)
-    after = Costs(((1, 0, 0.04, 1), (4, 0, 0.05, 1)), per_request=0.004, with_drafts=1.21)
-    found = calibrate.between(before, after)
-    assert [step[:2] for step in found.steps] == [(1, 0), (3, 0), (4, 0)]
-    assert [step[2] for step in found.steps] == pytest.approx([0.02, 0.02, 0.05])
-    assert found.per_request == pytest.approx(0.002)
-    assert found.with_drafts == pytest.approx(1.1)
+async def test_rounds_take_every_probe_in_turn_and_costs_their_medians(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine of which all is known: slower by a third in one round of three, which nobody notices."""
+    asked, slowness = 0, 1.0
+
+    async def stream(_: Address, body: Mapping[str, Any]) -> Streamed:
+        nonlocal asked
+        asked += 1
+        gamma = body["speculative"].get("num_speculative_tokens", 0)
+        num_prompt, num_steps = len(body["prompt"]), body["max_tokens"]
+        step = slowness * (0.004 + 0.0001 * gamma + (0.001 if num_prompt == 1024 else 0.0))
+        first = slowness * (0.006 + 0.0001 * (num_prompt - 2))
+        times = [first + index * step for index in range(num_steps)]
+        account = {
+            "num_steps": num_steps,
+            "num_draft_tokens": gamma * num_steps,
+            "draft_ms": 0.02 * slowness * num_steps,
+        }
+        return Streamed(0.0, tuple(times), (1,) * num_steps, {"speculative": account})
+
+    monkeypatch.setattr(Address, "stream", stream)
+    probes = measure.Probes(Address(1), [Address(2)])
+    await probes.measure(1)
+    per_round = asked // 2
+    slowness = 4 / 3
+    await probes.measure(1)
+    slowness = 1.0
+    await probes.measure(1)
+    assert asked == 4 * per_round
+    costs = probes.costs()
+    steps = {(rows, context): seconds for rows, context, seconds, _ in costs.steps}
+    assert steps[1, 0] == pytest.approx(0.004)
+    assert steps[5, 0] == pytest.approx(0.0044 - 0.00002)
+    assert steps[128, 0] == pytest.approx(0.004 + 0.0126)
+    assert steps[1, 1024] == pytest.approx(0.005)
+    assert costs.per_admission == pytest.approx(0.002)
+    assert costs.drafting == pytest.approx(0.00002)
+    # Requests side by side cost nothing more on this machine, and neighbours slow nobody down.
+    assert costs.per_request == 0.0
+    assert costs.with_neighbour == 1.0
 
 
 class _Echo(Address):
@@ -121,22 +153,69 @@ async def test_a_replay_sends_every_request_to_where_the_router_says() -> None:
     assert {work.kind for work in works} == {"edit", "code"}
     sent.clear()
     router = RoundRobin(2)
-    found = await calibrate.replay([_Echo(0), _Echo(1)], works, router)
+    gone, found = await calibrate.replay([_Echo(0), _Echo(1)], works, router)
     assert [port for port, _, _ in sent] == [index % 2 for index in range(len(works))]
-    assert sorted((salt, most) for _, salt, most in sent) == sorted(
-        (work.tenant, len(work.completion_token_ids)) for work in works
-    )
+    asked = sorted((work.tenant, len(work.completion_token_ids)) for work in works)
+    assert sorted((salt, most) for _, salt, most in sent) == asked
+    assert sorted((work.tenant, len(work.completion_token_ids)) for work in gone) == asked
+    # Never before its time; and in the order in which they went out.
+    assert [work.at for work in gone] == sorted(work.at for work in gone)
+    assert all(at.at >= work.at for at, work in zip(gone, works, strict=True))
     assert len(found.first) == len(found.whole) == len(works)
     assert all(whole > first >= 1.0 for first, whole in zip(found.first, found.whole, strict=True))
+    assert found.num_refused == 0
 
 
-def test_the_table_names_load_and_difference() -> None:
-    pairs = {"tokens per second": (100.0, 93.0), "whole answer, p99 (ms)": (10.0, 11.0)}
-    comparison = calibrate.Comparison(0.5, 4.0, pairs)
+async def test_a_replay_tells_what_the_host_gave_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 0 100 0 0 0 50 7 7\ncpu0 1 1\n")
+
+    class Host(Address):
+        async def stream(self, body: Mapping[str, Any]) -> Streamed:
+            del body
+            stat.write_text("cpu  150 0 10 100 0 0 0 90 9 9\ncpu0 1 1\n")
+            return streamed(0.0, 1.0)
+
+    monkeypatch.setattr(calibrate, "_STAT", stat)
+    works = calibrate.of_texts(TEXTS, Arrivals(2000.0, 0.01, 2, seed=3), "load")
+    _, found = await calibrate.replay([Host(0)], works, RoundRobin(1))
+    assert found.stolen == pytest.approx(0.4)
+    monkeypatch.setattr(calibrate, "_STAT", tmp_path / "none")
+    _, found = await calibrate.replay([_Echo(0)], works, RoundRobin(1))
+    assert found.stolen == 0.0
+
+
+class _Full(Address):
+    async def stream(self, body: Mapping[str, Any]) -> Streamed:
+        del body
+        raise RefusedError("too much to do", self.port)
+
+
+async def test_a_full_replica_is_counted_and_a_broken_one_ends_the_run() -> None:
+    works = calibrate.of_texts(TEXTS, Arrivals(2000.0, 0.01, 2, seed=3), "load")
+    gone, found = await calibrate.replay([_Full(429), _Echo(1)], works, RoundRobin(2))
+    assert len(gone) == len(works)
+    assert found.num_refused == len(works) - len(works) // 2
+    assert len(found.whole) == len(works) // 2
+    with pytest.raises(RefusedError, match="too much"):
+        await calibrate.replay([_Full(500), _Echo(1)], works, RoundRobin(2))
+
+
+def test_the_table_names_load_difference_and_the_noise_of_measuring() -> None:
+    figures = [
+        calibrate.Figure("tokens per second", (99.0, 101.0), 93.0),
+        calibrate.Figure("whole answer, p99 (ms)", (8.0, 12.0), 11.0),
+        calibrate.Figure("refused", (0.0, 0.0), 0.0),
+    ]
+    comparison = calibrate.Comparison(0.5, 4.0, figures, stolen=(0.0, 0.07))
     said = calibrate.table([comparison])
-    assert "50% (4.0/s)" in said
+    assert "50% (4.0/s), 7% stolen |" in said
     assert "-7.0%" in said
-    assert calibrate.largest_difference([comparison]) == pytest.approx(0.1)
+    difference, spread = calibrate.largest([comparison])
+    assert difference == pytest.approx(0.1)
+    assert spread == pytest.approx(0.4)
 
 
 async def test_a_server_that_does_not_come_up_is_told_with_its_words(tmp_path: Path) -> None:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from client.bench import BenchPrompt
+from client.errors import RefusedError
 from client.markdown import markdown_table
 from engine.config import EngineConfig
 from engine.params import SpeculativeParams
 from slipstream.options import SpeculativeOptions
 from tools.simulate.fleet import Fleet
-from tools.simulate.live.measure import DRAFTER, Text, measure_costs, measure_texts
+from tools.simulate.live.measure import DRAFTER, Probes, Text, measure_texts
 from tools.simulate.live.servers import served
-from tools.simulate.live.streams import Address
-from tools.simulate.profile import Costs, Profile
+from tools.simulate.live.streams import Address, Streamed
+from tools.simulate.profile import Profile
 from tools.simulate.results import Latency, figures
 from tools.simulate.routing import ROUTERS, Router
 from tools.simulate.work import Arrivals, Work, tenant_name
@@ -30,28 +29,65 @@ _NUM_TENANTS = 8
 _SIZES: dict[str, Any] = {"max_num_seqs": 32, "num_blocks": 2048}
 _WARM_UP_RATE = 12.0
 _WARM_UP_SECONDS = 10.0
+_FIRST_ROUNDS, _ROUNDS = 5, 2
+_BUSY = 429
+_STAT = Path("/proc/stat")
 _FLOOD_SECONDS = 8.0
 _FLOOD = 200.0
 """Requests per second and replica that none of them can serve."""
 
 
 @dataclass(frozen=True, slots=True)
+class Figure:
+    """One of a load: ``measured`` twice, with the same requests, and simulated."""
+
+    name: str
+    measured: tuple[float, float]
+    simulated: float
+
+    @property
+    def difference(self) -> float:
+        """Of what was simulated from the mean of what was measured, relative; of nothing, 0."""
+        mean = sum(self.measured) / 2
+        return self.simulated / mean - 1.0 if mean else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Of what was measured, relative to its mean."""
+        low, high = sorted(self.measured)
+        return (high - low) * 2 / (low + high) if high else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """One load. ``rate``: requests per second over both replicas; ``pairs``: measured and simulated, by
-    what they are figures of."""
+    """One load. ``rate``: requests per second over both replicas; ``stolen``: the share of the cores'
+    time that the machine's host gave to others while it was measured, where the machine is told."""
 
     load: float
     rate: float
-    pairs: Mapping[str, tuple[float, float]]
+    figures: Sequence[Figure]
+    stolen: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What real replicas did: seconds to the first token and to the last, and tokens per second."""
+    """What replicas did: seconds to the first token and to the last of what they answered, tokens per
+    second, and how many requests they refused; ``stolen`` as in ``Comparison``."""
 
     first: Sequence[float]
     whole: Sequence[float]
     tokens_per_second: float
+    num_refused: int
+    stolen: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """``sent``: the requests at the times at which they went out."""
+
+    load: float
+    sent: Sequence[Work]
+    measured: tuple[Replayed, Replayed]
 
 
 async def calibrate(
@@ -63,54 +99,37 @@ async def calibrate(
     num_tokens: int,
     logs: Path,
 ) -> tuple[Profile, list[Comparison]]:
-    """``loads``: shares of what the simulation says that the replicas can serve. Costs are measured
-    before and after the loads, and taken in the middle. Raises ClientError."""
+    """``loads``: shares of what the simulation says that the replicas can serve. Each is replayed twice,
+    under salts of its own; costs are measured before, between and after. Raises ClientError."""
     flags = [f"--{name.replace('_', '-')}={size}" for name, size in _SIZES.items()]
     flags += [f"--drafters={DRAFTER},none", "--log-level=warning"]
-    replayed: list[tuple[list[Work], Replayed]] = []
+    replayed: list[_Load] = []
     async with served(ports, flags, logs) as addresses:
         first, *others = addresses
         kinds, texts = await measure_texts(first, prompts, num_tokens)
         await _warm_up(addresses, texts, routing)
-        before = await measure_costs(first, others)
+        probes = Probes(first, others)
+        await probes.measure(_FIRST_ROUNDS)
         engine = EngineConfig(**_SIZES)
-        rough = Profile(before, kinds, engine)
-        most = _capacity(rough, texts, routing)
+        most = _capacity(Profile(probes.costs(), kinds, engine), texts, routing)
         for index, load in enumerate(loads):
             arrivals = Arrivals(load * most, seconds, _NUM_TENANTS, seed=index)
-            works = list(of_texts(texts, arrivals, f"load-{index}"))
-            router = ROUTERS[routing](NUM_REPLICAS)
-            replayed.append((works, await replay(addresses, works, router)))
-        after = await measure_costs(first, others)
-    profile = Profile(between(before, after), kinds, engine)
-    comparisons = []
-    for load, (works, measured) in zip(loads, replayed, strict=True):
-        pairs = _pairs(measured, _simulated(profile, works, routing))
-        comparisons.append(Comparison(load, load * most, pairs))
-    return profile, comparisons
-
-
-def between(before: Costs, after: Costs) -> Costs:
-    """The geometric mean of two measurements of the same steps, where they have the same; of what one
-    of them lacks, the other's."""
-    steps = {(rows, context): (seconds, n) for rows, context, seconds, n in before.steps}
-    for rows, context, seconds, num_requests in after.steps:
-        known = steps.get((rows, context))
-        both = seconds if known is None else (known[0] * seconds) ** 0.5
-        steps[(rows, context)] = (both, num_requests)
-    rest = {
-        name: (getattr(before, name) * getattr(after, name)) ** 0.5
-        for name in (
-            "overhead",
-            "per_request",
-            "per_admission",
-            "drafting",
-            "with_drafts",
-            "with_neighbour",
+            sent, once = await _replay(addresses, texts, arrivals, routing, f"load-{index}")
+            await probes.measure(_ROUNDS)
+            _, again = await _replay(addresses, texts, arrivals, routing, f"again-{index}")
+            await probes.measure(_ROUNDS)
+            replayed.append(_Load(load, sent, (once, again)))
+    profile = Profile(probes.costs(), kinds, engine)
+    comparisons = [
+        Comparison(
+            each.load,
+            each.load * most,
+            _figures(profile, each, routing),
+            (each.measured[0].stolen, each.measured[1].stolen),
         )
-    }
-    ordered = sorted((rows, context, *each) for (rows, context), each in steps.items())
-    return Costs(tuple(ordered), **rest)
+        for each in replayed
+    ]
+    return profile, comparisons
 
 
 def of_texts(texts: Sequence[Text], arrivals: Arrivals, salt: str) -> list[Work]:
@@ -127,31 +146,66 @@ def of_texts(texts: Sequence[Text], arrivals: Arrivals, salt: str) -> list[Work]
     ]
 
 
-async def replay(addresses: Sequence[Address], works: Sequence[Work], router: Router) -> Replayed:
-    """Send each request at its time to where the router says. Raises ClientError."""
+async def _replay(
+    addresses: Sequence[Address],
+    texts: Sequence[Text],
+    arrivals: Arrivals,
+    routing: str,
+    salt: str,
+) -> tuple[list[Work], Replayed]:
+    router = ROUTERS[routing](len(addresses))
+    return await replay(addresses, list(of_texts(texts, arrivals, salt)), router)
+
+
+async def replay(
+    addresses: Sequence[Address], works: Sequence[Work], router: Router
+) -> tuple[list[Work], Replayed]:
+    """Send each request at its time to where the router says. Returns them with the times at which they
+    went out, which a busy client may miss, in the order of these. Raises ClientError."""
     start = time.perf_counter()
 
-    async def one(work: Work) -> tuple[float, float, float]:
+    async def one(work: Work) -> tuple[Work, Streamed | None]:
         await asyncio.sleep(max(0.0, start + work.at - time.perf_counter()))
-        late = time.perf_counter() - start - work.at
+        sent = replace(work, at=time.perf_counter() - start)
         number = router.send(work.tenant)
         try:
-            streamed = await addresses[number].stream(_body(work))
+            return sent, await addresses[number].stream(_body(work))
+        except RefusedError as error:
+            if error.status != _BUSY:
+                raise
+            return sent, None
         finally:
             router.done(number)
-        return streamed.first + late, streamed.whole + late, streamed.times[-1] - start
 
+    before = _core_seconds()
     found = await asyncio.gather(*map(one, works))
-    first, whole, ends = zip(*found, strict=True)
-    num_tokens = sum(len(work.completion_token_ids) for work in works)
-    return Replayed(first, whole, num_tokens / max(ends))
+    after = _core_seconds()
+    answered = [streamed for _, streamed in found if streamed is not None]
+    num_tokens = sum(len(work.completion_token_ids) for work, each in found if each is not None)
+    seconds = max((each.times[-1] for each in answered), default=start) - start
+    return sorted((work for work, _ in found), key=lambda work: work.at), Replayed(
+        [each.first for each in answered],
+        [each.whole for each in answered],
+        num_tokens / seconds if seconds else 0.0,
+        len(found) - len(answered),
+        (after[1] - before[1]) / max(after[0] - before[0], 1),
+    )
+
+
+def _core_seconds() -> tuple[int, int]:
+    """Time of all cores since the machine's start, and what of it the host gave to others; in ticks, 0
+    where nothing is told."""
+    try:
+        ticks = [int(each) for each in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return 0, 0
+    return sum(ticks), ticks[7] if len(ticks) > 7 else 0
 
 
 async def _warm_up(addresses: Sequence[Address], texts: Sequence[Text], routing: str) -> None:
     """Traffic for nobody: engines record forwards of the sizes that come often, and go faster then."""
     arrivals = Arrivals(_WARM_UP_RATE, _WARM_UP_SECONDS, _NUM_TENANTS)
-    router = ROUTERS[routing](len(addresses))
-    await replay(addresses, list(of_texts(texts, arrivals, "warm-up")), router)
+    await _replay(addresses, texts, arrivals, routing, "warm-up")
 
 
 def _body(work: Work) -> dict[str, object]:
@@ -188,45 +242,47 @@ def _simulated(profile: Profile, works: Sequence[Work], routing: str) -> Replaye
     ended = [each for each in run.served if each.end is not None and each.first_token is not None]
     first = [each.first_token - each.work.at for each in ended if each.first_token is not None]
     whole = [each.end - each.work.at for each in ended if each.end is not None]
-    return Replayed(first, whole, figures(run).tokens_per_second)
+    found = figures(run)
+    return Replayed(first, whole, found.tokens_per_second, found.num_refused)
 
 
-def _pairs(measured: Replayed, simulated: Replayed) -> dict[str, tuple[float, float]]:
-    pairs = {"tokens per second": (measured.tokens_per_second, simulated.tokens_per_second)}
-    for name in ("first", "whole"):
-        real, made = (Latency.of(getattr(each, name)) for each in (measured, simulated))
-        what = "first token" if name == "first" else "whole answer"
-        pairs[f"{what}, mean (ms)"] = (real.mean * 1e3, made.mean * 1e3)
-        pairs[f"{what}, p99 (ms)"] = (real.p99 * 1e3, made.p99 * 1e3)
-    return pairs
+def _figures(profile: Profile, load: _Load, routing: str) -> list[Figure]:
+    once, again = map(_named, load.measured)
+    simulated = _named(_simulated(profile, load.sent, routing))
+    return [Figure(name, (once[name], again[name]), made) for name, made in simulated.items()]
+
+
+def _named(replayed: Replayed) -> dict[str, float]:
+    found = {"tokens per second": replayed.tokens_per_second}
+    for name, seconds in (("first token", replayed.first), ("whole answer", replayed.whole)):
+        latency = Latency.of(seconds)
+        found[f"{name}, mean (ms)"] = latency.mean * 1e3
+        found[f"{name}, p99 (ms)"] = latency.p99 * 1e3
+    return {**found, "refused": float(replayed.num_refused)}
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
     """Markdown."""
-    rows = [("load", "figure", "measured", "simulated", "difference")]
+    rows = [("load", "figure", "measured", "again", "simulated", "difference")]
     for each in comparisons:
-        for name, (measured, simulated) in each.pairs.items():
-            difference = simulated / measured - 1.0
+        # Beside other machines on one host no measurement is worth much.
+        stolen = "".join(f", {share:.0%} stolen" for share in each.stolen if share >= 0.01)
+        for figure in each.figures:
+            once, again = figure.measured
             rows.append(
                 (
-                    f"{each.load:.0%} ({each.rate:.1f}/s)",
-                    name,
-                    f"{measured:.1f}",
-                    f"{simulated:.1f}",
-                    f"{difference:+.1%}",
+                    f"{each.load:.0%} ({each.rate:.1f}/s){stolen}",
+                    figure.name,
+                    f"{once:.1f}",
+                    f"{again:.1f}",
+                    f"{figure.simulated:.1f}",
+                    f"{figure.difference:+.1%}",
                 )
             )
     return markdown_table(rows, 2)
 
 
-def largest_difference(comparisons: Sequence[Comparison]) -> float:
-    """Of all figures, relative."""
-    return float(
-        np.max(
-            [
-                abs(simulated / measured - 1.0)
-                for each in comparisons
-                for measured, simulated in each.pairs.values()
-            ]
-        )
-    )
+def largest(comparisons: Sequence[Comparison]) -> tuple[float, float]:
+    """Of all figures: the difference of simulated from measured, and the spread of what was measured."""
+    found = [figure for each in comparisons for figure in each.figures]
+    return max(abs(each.difference) for each in found), max(each.spread for each in found)

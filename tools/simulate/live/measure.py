@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from itertools import count
 from statistics import fmean, median
 from typing import Any
@@ -17,18 +17,23 @@ from engine.speculation.cost import CostModel
 from tools.simulate.live.streams import Address, Streamed
 from tools.simulate.profile import Costs, Kind
 
-_REPEATS = 5
+_ROUNDS = 7
 _NUM_TOKENS = 64
 _GAMMAS = (1, 2, 4, 8, 16)
-_TOGETHER = (2, 4, 8)
-_PROMPTS = (32, 64, 128, 256, 512)
-_FAR = 1024
-_BESIDE = 4
+_TOGETHER = (2, 4, 8, 16)
+_MIXED = (4, 8)
+_LEAST = 2
+_PROMPTS = (_LEAST, 32, 64, 128, 256, 512)
+_FAR_TOKENS = 1024
+_NUM_BESIDE = 4
 _SHORT = 16
 _CYCLE = 8
 """A text that repeats itself after so many tokens is one that ``ngram`` always has a draft for."""
 DRAFTER = "ngram"
 NO_DRAFTS: Mapping[str, Any] = {"draft_strategy": "none"}
+_PLAIN, _FAR, _BESIDE = "plain", "far", "beside"
+_plain, _mixed = "plain {}".format, "mixed {}".format
+_drafts, _prompt = "drafts {}".format, "prompt {}".format
 _serial = count(1)
 
 
@@ -51,7 +56,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class _Period:
+class Period:
     """Steps of requests side by side: seconds and rows of one, and seconds of it spent drafting."""
 
     seconds: float
@@ -59,44 +64,115 @@ class _Period:
     draft_seconds: float
 
 
-async def measure_costs(address: Address, neighbours: Sequence[Address] = ()) -> Costs:
-    """What steps cost at ``address``. ``neighbours``: replicas of the same machine, which are kept busy
-    for one of the figures. Raises ClientError."""
-    await _side_by_side(address, 2, fixed(4))  # whatever is made at the first use
-    plain = await _side_by_side(address, 1, NO_DRAFTS)
-    alone = {1: plain.seconds}
-    drafting = []
-    for gamma in _GAMMAS:
-        period = await _side_by_side(address, 1, fixed(gamma))
-        alone[round(period.rows)] = period.seconds - period.draft_seconds
-        drafting.append(period.draft_seconds)
-    first = await _first_token(address, 2)
-    for num_tokens in _PROMPTS:
-        taken = await _first_token(address, num_tokens)
-        alone[num_tokens] = max(taken - first + alone[1], alone[1])
-    far = await _side_by_side(address, 1, NO_DRAFTS, _FAR)
-    steps = [(rows, 0, seconds, 1) for rows, seconds in sorted(alone.items())]
-    steps.append((1, _FAR, far.seconds, 1))
-    curve = CostModel(steps)
-    per_request = []
-    for num_requests in _TOGETHER:
-        period = await _side_by_side(address, num_requests, NO_DRAFTS)
-        rest = period.seconds - curve.step_seconds(num_requests, 0, num_requests)
-        per_request.append(max(0.0, rest) / (num_requests - 1))
-    share = median(per_request)
-    mixed = await _side_by_side(address, 4, fixed(4))
-    believed = curve.step_seconds(round(mixed.rows), 0, 4)
-    beside = await _beside(address, neighbours) if neighbours else 1.0
-    return Costs(
-        # The first request's share is in the curve.
-        steps=tuple(steps),
-        overhead=0.0,
-        per_request=share,
-        per_admission=max(0.0, first - alone[1]),
-        drafting=median(drafting),
-        with_drafts=max(0.5, (mixed.seconds - 4 * median(drafting) - 3 * share) / believed),
-        with_neighbour=max(1.0, beside),
-    )
+Probe = Callable[[], Awaitable[Period]]
+
+
+class Probes:
+    """Steps to measure at ``address``, by name. ``neighbours``: replicas of the same machine, which are
+    kept busy for one of them.
+
+    A round takes each once, so that a machine that is slower for a while is so for all of them alike.
+    """
+
+    def __init__(self, address: Address, neighbours: Sequence[Address] = ()) -> None:
+        self._address = address
+        self._neighbours = neighbours
+        self._probes: dict[str, Probe] = {_PLAIN: self._steps(1, NO_DRAFTS)}
+        self._probes |= {_drafts(gamma): self._steps(1, fixed(gamma)) for gamma in _GAMMAS}
+        self._probes |= {_prompt(tokens): self._first_token(tokens) for tokens in _PROMPTS}
+        self._probes[_FAR] = self._steps(1, NO_DRAFTS, _FAR_TOKENS)
+        self._probes |= {_plain(number): self._steps(number, NO_DRAFTS) for number in _TOGETHER}
+        self._probes |= {_mixed(number): self._steps(number, fixed(4)) for number in _MIXED}
+        if neighbours:
+            self._probes[_BESIDE] = self._beside
+        self._rounds: list[dict[str, Period]] = []
+
+    async def measure(self, num_rounds: int) -> None:
+        """So many rounds more. Raises ClientError."""
+        if not self._rounds:
+            # Whatever is made at the first use.
+            for probe in self._probes.values():
+                await probe()
+        for _ in range(num_rounds):
+            self._rounds.append({name: await probe() for name, probe in self._probes.items()})
+
+    def costs(self) -> Costs:
+        """By the medians of all rounds so far; there must be one."""
+        found = {name: self._median(name) for name in self._probes}
+        plain = found[_PLAIN]
+        alone = {1: plain.seconds}
+        for gamma in _GAMMAS:
+            period = found[_drafts(gamma)]
+            alone[round(period.rows)] = period.seconds - period.draft_seconds
+        first = found[_prompt(_LEAST)].seconds
+        for tokens in _PROMPTS[1:]:
+            alone[tokens] = max(found[_prompt(tokens)].seconds - first + alone[1], alone[1])
+        steps = [(rows, 0, seconds, 1) for rows, seconds in sorted(alone.items())]
+        steps.append((1, _FAR_TOKENS, found[_FAR].seconds, 1))
+        curve = CostModel(steps)
+        drafting = median(found[_drafts(gamma)].draft_seconds for gamma in _GAMMAS)
+        share = median(
+            max(0.0, found[_plain(number)].seconds - curve.step_seconds(number, 0, number))
+            / (number - 1)
+            for number in _TOGETHER
+        )
+
+        def dearer(number: int) -> float:
+            mixed = found[_mixed(number)]
+            rest = mixed.seconds - number * drafting - (number - 1) * share
+            return rest / curve.step_seconds(round(mixed.rows), 0, number)
+
+        beside = (
+            found[_BESIDE].seconds / found[_plain(_NUM_BESIDE)].seconds if self._neighbours else 1.0
+        )
+        return Costs(
+            # The first request's share is in the curve.
+            steps=tuple(steps),
+            overhead=0.0,
+            per_request=share,
+            per_admission=max(0.0, first - alone[1]),
+            drafting=drafting,
+            with_drafts=max(0.5, median(map(dearer, _MIXED))),
+            with_neighbour=max(1.0, beside),
+        )
+
+    def _median(self, name: str) -> Period:
+        """Of each figure by itself."""
+        taken = [astuple(each[name]) for each in self._rounds]
+        return Period(*map(median, zip(*taken, strict=True)))
+
+    def _steps(
+        self, num_requests: int, speculative: Mapping[str, Any], num_prompt: int = _SHORT
+    ) -> Probe:
+        async def probe() -> Period:
+            bodies = [_body(num_prompt, _NUM_TOKENS, speculative) for _ in range(num_requests)]
+            return _period(await asyncio.gather(*map(self._address.stream, bodies)))
+
+        return probe
+
+    def _first_token(self, num_prompt: int) -> Probe:
+        async def probe() -> Period:
+            stream = await self._address.stream(_body(num_prompt, 1, NO_DRAFTS))
+            return Period(stream.first, num_prompt, 0.0)
+
+        return probe
+
+    async def _beside(self) -> Period:
+        """While the neighbours write as much, and the client reads them all."""
+        bodies = [_body(_SHORT, 3 * _NUM_TOKENS, NO_DRAFTS) for _ in range(_NUM_BESIDE)]
+        others = [
+            asyncio.ensure_future(each.stream(body)) for each in self._neighbours for body in bodies
+        ]
+        together = await self._steps(_NUM_BESIDE, NO_DRAFTS)()
+        await asyncio.gather(*others)
+        return together
+
+
+async def measure_costs(address: Address) -> Costs:
+    """What steps cost at ``address``. Raises ClientError."""
+    probes = Probes(address)
+    await probes.measure(_ROUNDS)
+    return probes.costs()
 
 
 async def measure_texts(
@@ -154,18 +230,7 @@ async def _text(
     return text, reply["usage"]["speculative"]
 
 
-async def _side_by_side(
-    address: Address, num_requests: int, speculative: Mapping[str, Any], num_prompt: int = _SHORT
-) -> _Period:
-    """The median of several rounds of as many requests at once."""
-    rounds = []
-    for _ in range(_REPEATS):
-        bodies = [_body(num_prompt, _NUM_TOKENS, speculative) for _ in range(num_requests)]
-        rounds.append(_period(await asyncio.gather(*map(address.stream, bodies))))
-    return sorted(rounds, key=lambda each: each.seconds)[len(rounds) // 2]
-
-
-def _period(streams: Sequence[Streamed]) -> _Period:
+def _period(streams: Sequence[Streamed]) -> Period:
     """Of the steps in which all of them were written."""
     start = max(each.times[0] for each in streams)
     end = min(each.times[-1] for each in streams)
@@ -177,23 +242,7 @@ def _period(streams: Sequence[Streamed]) -> _Period:
     )
     drafts = fmean(each.num_draft_tokens / each.num_steps for each in streams)
     spent = fmean(each.usage["speculative"]["draft_ms"] / 1000 / each.num_steps for each in streams)
-    return _Period((end - start) / max(num_steps, 1.0), len(streams) * (1 + drafts), spent)
-
-
-async def _first_token(address: Address, num_prompt: int) -> float:
-    bodies = [_body(num_prompt, 1, NO_DRAFTS) for _ in range(_REPEATS)]
-    return median([(await address.stream(body)).first for body in bodies])
-
-
-async def _beside(address: Address, neighbours: Sequence[Address]) -> float:
-    """How much longer a step of some requests takes while the neighbours write as many, and the client
-    reads them all."""
-    alone = await _side_by_side(address, _BESIDE, NO_DRAFTS)
-    bodies = [_body(_SHORT, 16 * _NUM_TOKENS, NO_DRAFTS) for _ in range(_BESIDE)]
-    others = [asyncio.ensure_future(each.stream(body)) for each in neighbours for body in bodies]
-    together = await _side_by_side(address, _BESIDE, NO_DRAFTS)
-    await asyncio.gather(*others)
-    return together.seconds / alone.seconds
+    return Period((end - start) / max(num_steps, 1.0), len(streams) * (1 + drafts), spent)
 
 
 def _body(num_prompt: int, num_tokens: int, speculative: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from client.errors import ClientError
+from client.errors import ClientError, RefusedError
 from client.stream import DONE, Piece, parse_event
 
 COMPLETIONS = "/v1/completions"
@@ -18,6 +19,7 @@ _READ = 1 << 16
 _SILENCE = 120.0
 """Seconds without a byte after which a server counts as hung."""
 _PREFIX = b"data: "
+_STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,10 @@ class Address:
         except (OSError, TimeoutError) as error:
             raise ClientError(f"port {self.port}: {error or 'nothing came in time'}") from error
         content = b"".join(parts)
-        if not content.startswith(b"HTTP/1.1 200 "):
-            raise ClientError(f"port {self.port} answers {content[:500].decode(errors='replace')}")
+        status = _STATUS.match(content)
+        if status is None or status[1] != b"200":
+            told = f"port {self.port} answers {content[:500].decode(errors='replace')}"
+            raise ClientError(told) if status is None else RefusedError(told, int(status[1]))
         return start, reads, content
 
 
