@@ -298,7 +298,7 @@ def test_a_lane_is_what_pytest_is_asked_for(
     sandbox: Sandbox, arguments: str, passed_on: str
 ) -> None:
     assert sandbox.test(arguments).returncode == 0
-    parallel = "--numprocesses auto --maxprocesses 4 --dist loadfile"
+    parallel = "--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
     assert sandbox.calls()[-1] == f"PYTHONPATH= -m pytest -q {parallel} {passed_on}".rstrip()
 
 
