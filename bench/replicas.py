@@ -33,7 +33,9 @@ _SCHEMA = {
     "required": ["name", "depth"],
     "additionalProperties": False,
 }
-_DRAFTERS = ("none", "ngram", "suffix", "nasd", "stand", "recycling", "lookahead")
+# Those that the bundled model has, but for "grammar", which goes along with schemas.
+_DRAFTERS = ("none", "ngram", "suffix", "prediction", "nasd", "nasd_one_level", "stand", "recycling",
+             "auto", "jacobi", "lookahead", "small_model", "medusa", "eagle")  # fmt: skip
 
 
 class Asked(NamedTuple):
@@ -74,6 +76,8 @@ def mixed_requests(count: int, max_tokens: int = 48) -> list[Asked]:
             "stream": chosen.random() < 0.5,
             "speculative": {"draft_strategy": chosen.choice(_DRAFTERS)},
         }
+        if body["speculative"]["draft_strategy"] == "prediction":
+            body["prediction"] = {"type": "content", "content": text}
         if chosen.random() < 0.2:
             body["response_format"] = {
                 "type": "json_schema",

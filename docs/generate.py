@@ -11,13 +11,14 @@ import types
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from fastapi.routing import APIRoute
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric
 from pydantic.fields import FieldInfo
 
+from deploy.ray.figures import Figures
 from drafters.registry import drafter_settings
 from engine.info import EngineInfo
 from engine.sampling.processor import parameters
@@ -30,6 +31,8 @@ from server.tenants.file import TenantEntry
 from slipstream.options import SpeculativeOptions
 
 DOCS = Path(__file__).resolve().parent
+ExportedMetric: TypeAlias = tuple[str, str, tuple[str, ...], str]
+"""Name as scraped, type, labels and help."""
 _MARKED = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -89,29 +92,44 @@ def _cell(text: str) -> str:
 
 
 def metrics_table() -> str:
+    return _metrics_table(exported_metrics())
+
+
+def gateway_metrics_table() -> str:
+    found = _described(Figures().registry)
+    return _metrics_table(
+        sorted((name, kind, ("ingress", *labels), text) for name, kind, labels, text in found)
+    )
+
+
+def _metrics_table(found: list[ExportedMetric]) -> str:
     lines = ["| metric | type | labels | |", "| --- | --- | --- | --- |"]
-    for name, kind, labels, text in exported_metrics():
+    for name, kind, labels, text in found:
         named = ", ".join(f"`{label}`" for label in labels)
         lines.append(f"| `{name}` | {kind} | {named} | {_cell(text)} |")
     return "\n".join(lines) + "\n"
 
 
-def exported_metrics() -> list[tuple[str, str, tuple[str, ...], str]]:
-    """(name as scraped, type, labels, help) of all that a server on a GPU exports, sorted."""
+def exported_metrics() -> list[ExportedMetric]:
+    """Of all that a server on a GPU exports, sorted."""
     own = make_metrics().registry
-    families = [
-        (family, tuple(getattr(collector, "_labelnames", ())))
-        for collector in own._collector_to_names
+    # What the prometheus client makes families of outside a registry knows its labels itself.
+    other = [(each, each._labelnames) for each in aliases(own.collect(), "model")]  # type: ignore[attr-defined]
+    return sorted([*_described(own), *(_exported(*each) for each in other)])
+
+
+def _described(registry: CollectorRegistry) -> list[ExportedMetric]:
+    return [
+        _exported(family, tuple(getattr(collector, "_labelnames", ())))
+        for collector in registry._collector_to_names
         for family in collector.collect()
     ]
-    # What the prometheus client makes families of outside a registry knows its labels itself.
-    families += [(each, each._labelnames) for each in aliases(own.collect(), "model")]  # type: ignore[attr-defined]
-    found = []
-    for family, labels in families:
-        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
-        names = labels or _info_labels(family)
-        found.append((f"{family.name}{suffix}", family.type, names, family.documentation))
-    return sorted(found)
+
+
+def _exported(family: Metric, labels: tuple[str, ...]) -> ExportedMetric:
+    suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+    names = labels or _info_labels(family)
+    return f"{family.name}{suffix}", family.type, names, family.documentation
 
 
 def _info_labels(family: Metric) -> tuple[str, ...]:
@@ -184,6 +202,7 @@ def tenants_table() -> str:
 TABLES = {
     "settings": settings_table,
     "metrics": metrics_table,
+    "gateway_metrics": gateway_metrics_table,
     "endpoints": endpoints_table,
     "speculative": speculative_table,
     "sampling": sampling_table,

@@ -2,6 +2,7 @@
 #
 #   make_environment serve    what the server and the terminal client need
 #   make_environment dev      that, and what tests and checks need
+#   make_environment ray      that, and Ray; for a folder of its own, which `venv` and `python` then name
 #
 # A stamp says what .venv was made from, so that nothing is done while it is current. It is written last:
 # an interrupted installation is taken up again, in a new .venv where it left damage that pip cannot mend.
@@ -23,18 +24,21 @@ make_environment() {
         return 0
     fi
     if _is_damaged; then
-        echo "the last installation in .venv was interrupted: making it anew" >&2
+        echo "the last installation in ${venv##*/} was interrupted: making it anew" >&2
         rm -rf "$venv"
     else
-        echo "making the environment in .venv; the first time takes a few minutes" >&2
+        echo "making the environment in ${venv##*/}; the first time takes a few minutes" >&2
     fi
     _make_venv
-    if [ "$wanted" = dev ]; then extra=dev; fi
+    case $wanted in
+        dev) extra=dev ;;
+        ray) extra=dev,ray ;;
+    esac
     local said
     said=$(_install "$extra" 2>&1) || status=$?
     # pip ends with 1 when something cannot be had, with more when it breaks: on what it found, mostly.
     if [ "$status" -gt 1 ]; then
-        echo "pip broke on what is in .venv: making it anew" >&2
+        echo "pip broke on what is in ${venv##*/}: making it anew" >&2
         rm -rf "$venv"
         _make_venv
         _install "$extra" >&2

@@ -1,4 +1,7 @@
-"""The dashboard *Fleet*: what each replica does, whether requests find their caches, whose they are."""
+"""The dashboard *Fleet*: what each replica does, whether requests find their caches, whose they are.
+
+A replica is an instance, or, where an ingress under Ray Serve shows those behind it, a label of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,10 @@ _TENANT = f'{HERE}, tenant=~"$tenant"'
 _WRITTEN = "slipstream_generation_tokens_total"
 _HITS, _QUERIES = "slipstream_prefix_cache_hits_total", "slipstream_prefix_cache_queries_total"
 _TENANT_TOKENS = "slipstream_tenant_tokens_total"
+_ROUTED = "slipstream_gateway_requests_total"
+_REPLICA = "instance, replica"
+# A replica that Serve ends tells nobody: the ingresses see what is open there.
+_LEAVING = f"max by ({_REPLICA}) (slipstream_gateway_replica_leaving{{{HERE}}})"
 
 
 def _now_at(gauge: str, by: str = "", selector: str = HERE) -> str:
@@ -28,7 +35,7 @@ def _now_at(gauge: str, by: str = "", selector: str = HERE) -> str:
 
 
 def _each(expr: str) -> list[tuple[str, str]]:
-    return [(expr, "{{instance}}")]
+    return [(expr, "{{instance}} {{replica}}")]
 
 
 def fleet() -> Dashboard:
@@ -37,7 +44,7 @@ def fleet() -> Dashboard:
         "Slipstream / Fleet",
         "What each replica does, whether requests go where their prompts are cached, and whose they are.",
     ).with_variable(choice("tenant", "Tenant", f"label_values({_TENANT_TOKENS}{{{HERE}}}, tenant)"))
-    for add in (_now, _replicas, _affinity, _tenants, _drain):
+    for add in (_now, _replicas, _affinity, _gateway, _tenants, _drain):
         add(dashboard)
     return dashboard
 
@@ -57,7 +64,7 @@ def _now(dashboard: Dashboard) -> None:
             "Draining",
             "Replicas that finish what they have and take nothing new.",
             "none",
-            _now_at("slipstream_draining"),
+            f"({_now_at('slipstream_draining')} or vector(0)) + (sum ({_LEAVING}) or vector(0))",
         ),
         number(
             "Waiting",
@@ -86,43 +93,43 @@ def _now(dashboard: Dashboard) -> None:
 
 def _replicas(dashboard: Dashboard) -> None:
     dashboard.with_row(Row("By replica"))
-    held = _now_at("slipstream_kv_blocks", "instance", f'{HERE}, state=~"committed|draft"')
+    held = _now_at("slipstream_kv_blocks", _REPLICA, f'{HERE}, state=~"committed|draft"')
     baseline, decode = (
-        total(f"slipstream_{each}_seconds_total", "instance") for each in ("baseline", "decode")
+        total(f"slipstream_{each}_seconds_total", _REPLICA) for each in ("baseline", "decode")
     )
     for panel in (
         lines(
             "Requests in the batch, by replica",
             "What each replica works on.",
             "none",
-            _each(_now_at("slipstream_requests_running", "instance")),
+            _each(_now_at("slipstream_requests_running", _REPLICA)),
             stacked=True,
         ),
         lines(
             "Requests waiting, by replica",
             "A queue at one replica while another has none: requests stick to the wrong places.",
             "none",
-            _each(_now_at("slipstream_requests_waiting", "instance")),
+            _each(_now_at("slipstream_requests_waiting", _REPLICA)),
             stacked=True,
         ),
         lines(
             "Tokens written, by replica",
             "Per second.",
             "cps",
-            _each(total(_WRITTEN, "instance")),
+            _each(total(_WRITTEN, _REPLICA)),
             stacked=True,
         ),
         lines(
             "Time to first token, by replica",
             "95 of 100 requests waited no longer.",
             "s",
-            _each(quantile(0.95, "slipstream_time_to_first_token_seconds", "instance")),
+            _each(quantile(0.95, "slipstream_time_to_first_token_seconds", _REPLICA)),
         ),
         lines(
             "KV blocks held, by replica",
             "Share of a replica's blocks that requests hold; cached ones do not count.",
             "percentunit",
-            _each(f"{held} / {_now_at('slipstream_kv_blocks_total', 'instance')}"),
+            _each(f"{held} / {_now_at('slipstream_kv_blocks_total', _REPLICA)}"),
             top=1,
         ),
         lines(
@@ -143,7 +150,7 @@ def _affinity(dashboard: Dashboard) -> None:
             "Affinity hits, by replica",
             "Share of the prompt tokens that each replica found in its prefix cache.",
             "percentunit",
-            _each(share_of(total(_HITS, "instance"), total(_QUERIES, "instance"))),
+            _each(share_of(total(_HITS, _REPLICA), total(_QUERIES, _REPLICA))),
             top=1,
         ),
         lines(
@@ -162,6 +169,70 @@ def _affinity(dashboard: Dashboard) -> None:
                 (total("slipstream_kv_events_total"), "sent"),
                 (total("slipstream_kv_events_dropped_total"), "dropped"),
             ],
+        ),
+    ):
+        dashboard.with_panel(panel)
+
+
+def _gateway(dashboard: Dashboard) -> None:
+    """What only the ingress knows."""
+    dashboard.with_row(Row("Ingress under Ray Serve"))
+    keyed = f'{HERE}, route=~"home|spilled"'
+    for panel in (
+        lines(
+            "Requests at home",
+            "Share of the requests with a key that went to the replica that the key belongs to. The rest "
+            "was sent on, since that one was busier than the others.",
+            "percentunit",
+            [
+                (
+                    share_of(
+                        total(_ROUTED, selector=f'{HERE}, route="home"'),
+                        total(_ROUTED, selector=keyed),
+                    ),
+                    "at home",
+                )
+            ],
+            top=1,
+        ),
+        lines(
+            "Where requests go",
+            "Per second: to the replica that has their key, to another one, or, where there is no key, "
+            "to the idlest.",
+            "reqps",
+            [(total(_ROUTED, "route"), "{{route}}")],
+            stacked=True,
+        ),
+        lines(
+            "Redone and lost",
+            "Per second: requests that another replica did after theirs was gone, streams that were cut "
+            "short, and what the ingress itself answered with an error.",
+            "reqps",
+            [
+                (total("slipstream_gateway_requests_redone_total"), "redone"),
+                (total("slipstream_gateway_streams_lost_total"), "streams cut short"),
+                (total("slipstream_gateway_errors_total", "code"), "{{code}}"),
+            ],
+        ),
+        lines(
+            "Requests open, by replica",
+            "As all ingresses together see it.",
+            "none",
+            [(_now_at("slipstream_gateway_requests_open", "replica"), "{{replica}}")],
+            stacked=True,
+        ),
+        lines(
+            "Requests waiting before the replicas",
+            "All replicas are full, or none has started yet.",
+            "none",
+            [(_now_at("slipstream_gateway_requests_waiting", "ingress"), "{{ingress}}")],
+            stacked=True,
+        ),
+        lines(
+            "Time until a replica takes a request",
+            "95 of 100 requests waited no longer before a replica's own queue.",
+            "s",
+            [(quantile(0.95, "slipstream_gateway_queue_seconds", "ingress"), "{{ingress}}")],
         ),
     ):
         dashboard.with_panel(panel)
@@ -186,10 +257,10 @@ def _tenants(dashboard: Dashboard) -> None:
                 (
                     total(
                         _TENANT_TOKENS,
-                        "tenant, instance",
+                        f"tenant, {_REPLICA}",
                         f'{HERE}, kind="written", tenant=~"$tenant"',
                     ),
-                    "{{tenant}} at {{instance}}",
+                    "{{tenant}} at {{instance}} {{replica}}",
                 )
             ],
             stacked=True,
@@ -212,21 +283,22 @@ def _tenants(dashboard: Dashboard) -> None:
 
 def _drain(dashboard: Dashboard) -> None:
     dashboard.with_row(Row("Drain"))
-    draining = _now_at("slipstream_draining", "instance")
-    running = _now_at("slipstream_requests_running", "instance")
+    draining = _now_at("slipstream_draining", _REPLICA)
+    running = _now_at("slipstream_requests_running", _REPLICA)
+    at_ingress = _now_at("slipstream_gateway_requests_open", _REPLICA)
     for panel in (
         lines(
             "Draining, by replica",
             "1 from the signal to end until the last byte.",
             "none",
-            _each(draining),
+            [*_each(draining), *_each(_LEAVING)],
             stacked=True,
         ),
         lines(
             "Requests left at replicas that drain",
             "What is open there; it has drain_seconds to finish.",
             "none",
-            _each(f"{running} * {draining}"),
+            [*_each(f"{running} * {draining}"), *_each(f"{at_ingress} * {_LEAVING}")],
             stacked=True,
         ),
         lines(
@@ -236,7 +308,7 @@ def _drain(dashboard: Dashboard) -> None:
             _each(
                 total(
                     "slipstream_requests_total",
-                    "instance",
+                    _REPLICA,
                     f'{HERE}, finish_reason=~"abort|error"',
                 )
             ),

@@ -43,6 +43,11 @@ def affinity_key(
     return found.hexdigest()
 
 
+def home(key: str, replicas: Iterable[str]) -> str:
+    """The replica that the key belongs to, however busy: the first of its own order."""
+    return min(replicas, key=lambda each: _place(key, each))
+
+
 def preferred(
     key: str | None,
     loads: Mapping[str, int],
@@ -63,11 +68,14 @@ def preferred(
         load = loads[replica]
         if key is None:
             return replica in avoid, False, load, replica
-        own = hashlib.blake2b(f"{key} {replica}".encode(), digest_size=8).hexdigest()
         is_full = load >= most
-        return replica in avoid, is_full, load if is_full else 0, own
+        return replica in avoid, is_full, load if is_full else 0, _place(key, replica)
 
     return sorted(loads, key=rank)
+
+
+def _place(key: str, replica: str) -> str:
+    return hashlib.blake2b(f"{key} {replica}".encode(), digest_size=8).hexdigest()
 
 
 def _leading(value: Any, num_characters: int) -> Iterator[str]:

@@ -19,7 +19,8 @@ _ERROR_EVENT = b'data: {"error":'
 
 class Answer:
     """Passes a replica's messages on to ``send``. Until something of the answer itself has been written,
-    another replica's may take its place: a stream's head and comments commit to nothing."""
+    another replica's may take its place: a stream's head and comments commit to nothing. ``is_lost``:
+    whether a stream that had begun was cut short, whoever noticed that its replica ends."""
 
     def __init__(self, send: Send, is_typed: bool) -> None:
         """``is_typed``: whether events have names and numbers, as those of ``/v1/responses`` have."""
@@ -29,6 +30,7 @@ class Answer:
         self._is_head_sent = False
         self._is_stream = False
         self._num_events = 0
+        self.is_lost = False
 
     @property
     def has_begun(self) -> bool:
@@ -51,6 +53,7 @@ class Answer:
     async def fail(self, error: ApiError) -> None:
         """The end of an answer that no replica gives."""
         if self._is_stream:
+            self.is_lost = self.has_begun
             await self._send_event(error.body())
         elif not self._is_head_sent:
             await _respond(self._send, error)
@@ -67,6 +70,8 @@ class Answer:
                 await self._send_event(from_json(body))
                 self._head = None
                 return
+        elif self._is_stream and _says_elsewhere(self._head["status"], body):
+            self.is_lost = True
         if not self._is_head_sent:
             await self._send_head()
         if body and not body.startswith(_COMMENT):

@@ -9,7 +9,11 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import BackPressureError, RequestCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RequestCancelledError,
+)
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.types import Message
@@ -23,6 +27,7 @@ from deploy.ray.settings import Arguments, read_settings
 
 # An answer to a question for all replicas that takes longer counts as none.
 _ASK_SECONDS = 10.0
+_GONE = (RayActorError, TaskCancelledError, RequestCancelledError, DeploymentUnavailableError)
 
 
 class ServeReplicas:
@@ -38,7 +43,7 @@ class ServeReplicas:
                 yield messages
         except BackPressureError as error:
             raise too_many_waiting() from error
-        except (RayActorError, TaskCancelledError, RequestCancelledError) as error:
+        except _GONE as error:
             raise ReplicaLostError from error
         finally:
             found.cancel()
@@ -47,7 +52,7 @@ class ServeReplicas:
         asked = self._handle.broadcast("answer_whole", request)
         try:
             found = await asked.results_async(timeout_s=_ASK_SECONDS, return_exceptions=True)
-        except TimeoutError:
+        except (TimeoutError, DeploymentUnavailableError):
             return []
         return [each for each in found if isinstance(each, Whole)]
 
@@ -69,9 +74,9 @@ def build(arguments: Arguments) -> serve.Application:
     num_characters = arguments.prefix_characters
 
     def ingress() -> Starlette:
-        app_name = serve.get_replica_context().app_name
-        replicas = ServeReplicas(serve.get_deployment_handle("engine", app_name))
-        return Gateway(replicas, num_characters).app()
+        own = serve.get_replica_context()
+        replicas = ServeReplicas(serve.get_deployment_handle("engine", own.app_name))
+        return Gateway(replicas, num_characters, own.replica_id.unique_id).app()
 
     gateway = serve.deployment(serve.ingress(ingress)(), name="gateway")
     return gateway.bind(engine.bind(arguments.settings))

@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message
+
+
+@dataclass(slots=True)
+class Choice:
+    """What the router, which is called in the ingress's process, says of a request that it was asked
+    about. ``home``: the replica that its key belongs to."""
+
+    home: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +28,7 @@ class Forwarded:
     body: bytes
     key: str | None = None
     avoid: frozenset[str] = frozenset()
+    choice: Choice = field(default_factory=Choice)
 
 
 @dataclass(frozen=True, slots=True)

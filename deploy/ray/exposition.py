@@ -1,4 +1,4 @@
-"""Metrics of all replicas as one text for Prometheus."""
+"""Metrics of several processes as one text for Prometheus."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class _Found(Collector):
         return self._families.values()
 
 
-def merge(texts: Mapping[str, str]) -> bytes:
-    """By replica its exposition, in Prometheus's text format; every sample of the result has its
-    ``replica`` as a label."""
+def merge(texts: Mapping[str, str], label: str = "replica") -> bytes:
+    """Expositions in Prometheus's text format, by the name of who made them, as one; every sample of the
+    result has that name as this label."""
     families: dict[str, Metric] = {}
-    for replica, text in sorted(texts.items()):
+    for source, text in sorted(texts.items()):
         for family in text_string_to_metric_families(text):
             kept = families.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type)
             )
             for name, labels, value in _samples(family):
-                kept.add_sample(name, {**labels, "replica": replica}, value)
+                kept.add_sample(name, {**labels, label: source}, value)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Found(families))
     return generate_latest(registry)

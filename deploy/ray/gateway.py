@@ -1,4 +1,4 @@
-"""The ingress: an ASGI application in front of the replicas, which has no state of its own.
+"""The ingress: an ASGI application in front of the replicas, with no state but what it counts.
 
 It reads a request whole, finds where it belongs, and passes on what the replica answers. A request
 whose replica is gone before anything was written goes to another one.
@@ -22,6 +22,7 @@ from deploy.ray.answer import Answer
 from deploy.ray.errors import ReplicaLostError, not_adopted, replica_lost
 from deploy.ray.exchange import Forwarded, Whole
 from deploy.ray.exposition import merge
+from deploy.ray.figures import HOME, SPILLED, UNKEYED, Figures
 from server.errors import ApiError, body_too_large, to_api_error
 from server.middleware import BodyLimitMiddleware
 from server.reply.streaming import ClientGoneError, unless_client_leaves
@@ -48,11 +49,14 @@ class Replicas(Protocol):
 
 
 class Gateway:
-    """``num_characters``: of a text's beginning, by which requests are kept together."""
+    """``num_characters``: of a text's beginning, by which requests are kept together. ``name``: which
+    ingress it is, in its metrics."""
 
-    def __init__(self, replicas: Replicas, num_characters: int) -> None:
+    def __init__(self, replicas: Replicas, num_characters: int, name: str) -> None:
         self._replicas = replicas
         self._num_characters = num_characters
+        self._name = name
+        self._figures = Figures()
         self._limited: BodyLimitMiddleware | None = None
 
     def app(self) -> Starlette:
@@ -92,8 +96,12 @@ class Gateway:
         except ClientGoneError:
             return
         except ApiError as error:
-            response = error.response()
+            response = self._refusal(error)
         await response(scope, receive, send)
+
+    def _refusal(self, error: ApiError) -> Response:
+        self._figures.error(error.code)
+        return error.response()
 
     async def _read(self, scope: Scope, receive: Receive) -> Forwarded | None:
         """The request, whole; None where the client left meanwhile. Raises HTTPException where it is too
@@ -116,27 +124,42 @@ class Gateway:
 
     async def _forward(self, request: Forwarded, send: Send) -> None:
         answer = Answer(send, request.scope["path"] == "/v1/responses")
-        for _ in range(ATTEMPTS):
-            async with aclosing(self._replicas.answer(request)) as messages:
-                try:
-                    async for found in messages:
-                        if isinstance(found, str):
-                            request = replace(request, avoid=request.avoid | {found})
-                            continue
-                        for message in found:
-                            await answer.take(message)
-                    return
-                except ReplicaLostError:
-                    if answer.has_begun:
-                        break
-                except Exception as error:
-                    await answer.fail(to_api_error(error))
-                    return
-        await answer.fail(replica_lost())
+        try:
+            error = await self._ask_in_turn(request, answer)
+            if error is not None and not answer.has_begun:
+                self._figures.error(error.code)
+            if error is not None:
+                await answer.fail(error)
+        finally:
+            if answer.is_lost:
+                self._figures.lost_stream()
+
+    async def _ask_in_turn(self, request: Forwarded, answer: Answer) -> ApiError | None:
+        """One replica after the other, until one has answered; the error where none has."""
+        for attempt in range(ATTEMPTS):
+            with self._figures.sent(is_first=attempt == 0) as sent:
+                async with aclosing(self._replicas.answer(request)) as messages:
+                    try:
+                        async for found in messages:
+                            if isinstance(found, str):
+                                sent.taken(found, _route(request, found))
+                                request = replace(request, avoid=request.avoid | {found})
+                                continue
+                            for message in found:
+                                await answer.take(message)
+                        return None
+                    except ReplicaLostError:
+                        if answer.has_begun:
+                            break
+                    except Exception as error:
+                        return to_api_error(error)
+        return replica_lost()
 
     async def _metrics(self, request: Forwarded) -> Response:
         found = await self._replicas.ask_all(request)
         content = merge({each.replica: each.body.decode() for each in found if each.status == 200})
+        own = self._figures.text([each.replica for each in found])
+        content += merge({self._name: own}, "ingress")
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _any(self, request: Forwarded) -> Response:
@@ -152,6 +175,12 @@ class Gateway:
         if len({each.status for each in found}) != 1:
             raise not_adopted()
         return _response(found[0])
+
+
+def _route(request: Forwarded, replica: str) -> str:
+    if request.key is None:
+        return UNKEYED
+    return HOME if replica == request.choice.home else SPILLED
 
 
 def _response(found: Whole) -> Response:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any
 
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import Message
 
+from deploy.ray.adoption import SharedSpeculation, Speculation
 from deploy.ray.exchange import Forwarded, Whole, answers, whole_answer
 from deploy.ray.open_tokens import OpenTokens
 from deploy.ray.settings import read_settings
@@ -21,6 +24,9 @@ from engine.tokenizer import load_tokenizer, model_path
 from server.app import build_app
 from server.request.large_bodies import default_body_bytes
 from server.serve import check, preloads
+
+# Siblings that take longer to say what they go by are asked again.
+_ASK_SECONDS = 5.0
 
 
 class CountingEngine(RemoteEngine):
@@ -39,7 +45,9 @@ class Replica:
 
     async def __init__(self, given: dict[str, Any]) -> None:  # type: ignore[misc]
         """Raises EngineError, ValueError, OSError where the model or the settings rule it out."""
-        self.name: str = serve.get_replica_context().replica_id.unique_id
+        own = serve.get_replica_context()
+        self.name: str = own.replica_id.unique_id
+        self._siblings = serve.get_deployment_handle(own.deployment, own.app_name)
         settings = read_settings(given)
         config = settings.engine_config()
         check(settings, config)
@@ -51,6 +59,7 @@ class Replica:
         self._open.push_async_callback(asyncio.to_thread, self._process.stop)
         try:
             self._process.begin()
+            asked = asyncio.ensure_future(self._ask_siblings())
             tokenizer = await asyncio.to_thread(
                 load_tokenizer, model_path(config), config.revision, config.trust_remote_code
             )
@@ -61,12 +70,31 @@ class Replica:
             self._services = self._app.state.services
             self._services.bodies.warm()
             await self._open.enter_async_context(self._app.router.lifespan_context(self._app))
+            fingerprint = hashlib.blake2b(settings.model_dump_json().encode()).hexdigest()
+            self._speculation = SharedSpeculation(self.name, fingerprint, self._services)
+            await self._speculation.adopt(await asked)
         except BaseException:
             await self._open.aclose()
             raise
         self._max_body_bytes = settings.max_body_bytes or default_body_bytes(
             info.max_model_len, tokenizer
         )
+
+        following = asyncio.ensure_future(self._follow())
+        self._open.callback(following.cancel)
+
+    async def _ask_siblings(self) -> list[Speculation]:
+        """What those who take requests go by."""
+        asked = self._siblings.broadcast("speculation")
+        with suppress(TimeoutError, DeploymentUnavailableError):
+            found = await asked.results_async(timeout_s=_ASK_SECONDS, return_exceptions=True)
+            return [each for each in found if isinstance(each, Speculation)]
+        return []
+
+    async def _follow(self) -> None:
+        """Changes made since the siblings were asked, until this is one of those who are told."""
+        while not await self._speculation.adopt(await self._ask_siblings()):
+            await asyncio.sleep(0.5)
 
     async def __del__(self) -> None:
         """Serve calls it when the open requests have ended."""
@@ -82,6 +110,10 @@ class Replica:
     async def answer_whole(self, request: Forwarded) -> Whole:
         """The answer to a request that all replicas get."""
         return await whole_answer(self._app, request, self.name)
+
+    async def speculation(self) -> Speculation:
+        """What ``/admin`` has made of it."""
+        return self._speculation.show()
 
     async def max_body_bytes(self) -> int:
         """The longest body that it takes."""

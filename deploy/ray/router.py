@@ -4,17 +4,17 @@ than the others."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deploy.ray.affinity import preferred
+from deploy.ray.affinity import home, preferred
+from deploy.ray.exchange import Forwarded
 
 
 class AffinityRouter(RequestRouter):
-    """What is routed has a ``key`` and a set of replicas to ``avoid`` in its first argument. Loads are
-    what this handle has sent; a replica that is full on others' behalf refuses, and the next is asked."""
+    """What is routed is the ``Forwarded`` among its arguments. Loads are what this handle has sent; a
+    replica that is full on others' behalf refuses, and the next is asked."""
 
     def initialize_state(self, load_factor: float = 1.5, free_requests: int = 8) -> None:
         """``request_router_kwargs``; see ``preferred``. Raises ValueError."""
@@ -32,12 +32,15 @@ class AffinityRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """One after the other, each only if those before it take no more."""
         by_id = {each.replica_id.unique_id: each for each in candidate_replicas}
-        asked: Sequence[Any] = () if pending_request is None else pending_request.args
-        request = asked[0] if asked else None
+        given = () if pending_request is None else pending_request.args
+        request = next((each for each in given if isinstance(each, Forwarded)), None)
+        key = None if request is None else request.key
+        if request is not None and key is not None and by_id:
+            request.choice.home = home(key, by_id)
         order = preferred(
-            getattr(request, "key", None),
+            key,
             {each: self._open[each] for each in by_id},
-            getattr(request, "avoid", ()),
+            () if request is None else request.avoid,
             **self._limits,
         )
         return [[by_id[each]] for each in order]

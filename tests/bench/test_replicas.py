@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from bench.replicas import Asked, ask_all, mixed_requests
+from drafters.registry import drafter_names
 from worlds.client_servers import ScriptedEngine, slipstream
 
 pytestmark = pytest.mark.slow
@@ -22,6 +23,9 @@ def test_the_mix_is_a_mix_and_the_same_again() -> None:
         assert 5 < sum(part in body for body in bodies) < 50
     assert 30 < sum(body["stream"] for body in bodies) < 70
     assert {body.get("n", 1) for body in bodies} == {1, 3}
+    assert {body["temperature"] for body in bodies} == {0, 0.7, 1.0}
+    drafters = {body["speculative"]["draft_strategy"] for body in bodies}
+    assert drafters == set(drafter_names()) - {"grammar", "quantized", "prefix_layers"}
 
 
 def test_answers_are_read_whole_streamed_and_refused() -> None:

@@ -44,6 +44,14 @@ WANTED = {
         "slipstream_kv_events_dropped_total",
         "slipstream_tenant_tokens_total",
         "slipstream_tenant_rejections_total",
+        "slipstream_gateway_requests_total",
+        "slipstream_gateway_requests_redone_total",
+        "slipstream_gateway_streams_lost_total",
+        "slipstream_gateway_errors_total",
+        "slipstream_gateway_requests_open",
+        "slipstream_gateway_requests_waiting",
+        "slipstream_gateway_queue_seconds_bucket",
+        "slipstream_gateway_replica_leaving",
     },
 }
 

@@ -1,5 +1,5 @@
 """Every PromQL expression of dashboards and alerts, answered by a real Prometheus that scrapes a real
-server under load."""
+server, and an ingress, under load."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from worlds.expressions import alerts, dashboard_queries, filled, selectors, var
 from worlds.live_prometheus import (
     LiveServer,
     Prometheus,
+    ask_ingress,
+    live_ingress,
     live_prometheus,
     live_server,
     put_under_load,
@@ -43,13 +45,18 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         patch.setattr(engine.runtime, "device_memory", lambda _device: memory)
         with (
             live_server("secret", api_keys_file=str(keys)) as live,
-            live_prometheus(tmp_path_factory.mktemp("prometheus"), live.address) as prometheus,
+            live_ingress() as ingress,
+            live_prometheus(
+                tmp_path_factory.mktemp("prometheus"), live.address, ingress
+            ) as prometheus,
         ):
             # Twice: a rate needs two scrapes of a series, with growth between them.
             prometheus.scrape_again()
             put_under_load(live)
+            ask_ingress(ingress)
             prometheus.scrape_again()
             statuses = put_under_load(live)
+            ask_ingress(ingress)
             prometheus.scrape_again()
             yield Watched(live, prometheus, statuses)
 
@@ -88,6 +95,7 @@ def test_shares_are_shares_and_gains_are_gains(watched: Watched) -> None:
         "Draining (A)": (0.0, 0.0),
         "Uneven load (A)": (0.0, 0.0),
         "Affinity hits (A)": (0.0, 1.0),
+        "Requests at home (A)": (0.0, 1.0),
         "Errors (A)": (0.0, 0.0),
     }
     seen = set()

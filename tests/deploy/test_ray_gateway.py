@@ -202,8 +202,117 @@ async def test_metrics_are_of_all_replicas() -> None:
         up = families["slipstream_engine_up"]
         assert {each.labels["replica"]: each.value for each in up.samples} == {"a": 1, "b": 1}
         assert up.type == "gauge"
-        samples = [each for family in families.values() for each in family.samples]
-        assert all(each.labels.get("replica") in ("a", "b") for each in samples)
+        for family in families.values():
+            is_own = family.name.startswith("slipstream_gateway_")
+            for each in family.samples:
+                assert is_own or each.labels["replica"] in ("a", "b")
+                assert each.labels.get("ingress") == ("front" if is_own else None)
+
+
+async def own_figures(found: Fleet) -> dict[str, float]:
+    """The ingress's samples, by name and what else tells them apart."""
+    reply = await found.client.get("/metrics")
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(reply.text):
+        for each in family.samples:
+            if each.name.startswith("slipstream_gateway_"):
+                told_by = [value for label, value in each.labels.items() if label != "ingress"]
+                samples[" ".join([each.name.removeprefix("slipstream_gateway_"), *told_by])] = (
+                    each.value
+                )
+    return samples
+
+
+async def test_where_requests_went_is_counted() -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        name = await first_asked(found)
+        await found.client.post("/v1/completions", json=body(stream=True))
+        await found.client.get("/v1/models")
+        found.replicas.loads = {name: 50}
+        await found.client.post("/v1/completions", json=body())
+        figures = await own_figures(found)
+        routes = {
+            each: figures[f"requests_total {each}"] for each in ("home", "spilled", "unkeyed")
+        }
+        assert routes == {"home": 2, "spilled": 1, "unkeyed": 1}
+        assert figures["requests_redone_total"] == figures["streams_lost_total"] == 0
+        assert figures["queue_seconds_count"] == 4
+        assert figures["requests_waiting"] == 0
+        assert {figures[f"requests_open {each}"] for each in "ab"} == {0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_lost_is_counted(stream: bool) -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        name = await first_asked(found)
+        found.replicas.lives[name] = 0
+        await found.client.post("/v1/completions", json=body(stream=stream))
+        figures = await own_figures(found)
+        assert figures["requests_redone_total"] == 1
+        assert figures["requests_total home"] == 2
+        assert figures["errors_total replica_lost"] == 0
+        found.replicas.lives = {"a": 0, "b": 0}
+        await found.client.post("/v1/completions", json=body(stream=stream))
+        figures = await own_figures(found)
+        assert figures["errors_total replica_lost"] == 1
+        assert figures["streams_lost_total"] == 0
+
+
+@pytest.mark.parametrize("who", ["ingress", "replica"])
+async def test_a_stream_cut_short_is_counted_once(who: str) -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        name = await first_asked(found)
+        if who == "ingress":
+            found.replicas.lives[name] = 3
+        else:
+            dead = found.engines[name]
+            dead.break_after, dead.error = 1, EngineDeadError("the engine died")
+        reply = await found.client.post("/v1/completions", json=body(stream=True))
+        assert texts(reply.text)
+        assert "error" in reply.text
+        figures = await own_figures(found)
+        assert figures["streams_lost_total"] == 1
+        assert figures["requests_redone_total"] == 0
+        assert figures["errors_total replica_lost"] == 0
+
+
+async def test_what_the_ingress_answers_itself_is_counted() -> None:
+    async with fleet(ScriptedEngine(), ScriptedEngine(), admin_key="secret") as found:
+        found.replicas.refusal = too_many_waiting()
+        await found.client.post("/v1/completions", json=body())
+        found.replicas.refusal = KeyError("own")
+        await found.client.post("/v1/completions", json=body())
+        found.replicas.lives = {"a": 0, "b": 0}
+        await found.client.patch("/admin/speculative", json={}, headers=ADMIN)
+        figures = await own_figures(found)
+        errors = {name: value for name, value in figures.items() if name.startswith("errors_total")}
+        assert errors == {
+            "errors_total queue_full": 1,
+            "errors_total internal_error": 1,
+            "errors_total not_adopted": 1,
+            "errors_total replica_lost": 0,
+        }
+
+
+async def test_what_is_open_at_a_replica_that_leaves_is_shown() -> None:
+    engines = endless(), endless()
+    async with fleet(*engines) as found:
+        async with AsgiCall(found.app, "/v1/completions", body(stream=True)) as call:
+            await call.messages.get()
+            (name,) = found.replicas.asked
+            (other,) = {"a", "b"} - {name}
+            figures = await own_figures(found)
+            assert figures[f"requests_open {name}"] == 1
+            assert figures[f"replica_leaving {name}"] == 0
+            found.replicas.lives[name] = 0  # no answer to what all are asked; what is open goes on
+            figures = await own_figures(found)
+            assert figures[f"requests_open {name}"] == 1
+            assert figures[f"replica_leaving {name}"] == 1
+            assert figures[f"replica_leaving {other}"] == 0
+            await call.hang_up()
+        await until(lambda: not any(each.open for each in engines))
+        figures = await own_figures(found)
+        assert f"requests_open {name}" not in figures
 
 
 async def test_a_change_is_made_in_all_replicas() -> None:

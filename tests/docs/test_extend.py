@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "extend.md"
 COPIED = (
     *("server", "engine", "drafters", "kvpool", "client", "tools", "slipstream"),
-    *("docs", "tests", "pyproject.toml"),
+    *("deploy", "docs", "tests", "pyproject.toml"),
 )
 _FILE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _BODY = re.compile(r"^curl localhost:8000(\S+) .*?-d '(.*?)'$", re.MULTILINE | re.DOTALL)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from starlette.types import Message
 
-from deploy.ray.affinity import preferred
+from deploy.ray.affinity import home, preferred
 from deploy.ray.errors import ReplicaLostError
 from deploy.ray.exchange import Forwarded, Whole, answers, whole_answer
 from deploy.ray.gateway import Gateway
@@ -20,17 +20,21 @@ from worlds.serving import serve
 
 @dataclass
 class Gathered:
-    """``apps``: by name. ``lives``: how many lists of messages a replica gives before it is gone;
-    forever where it is not named. ``refusal``: what happens in place of any. ``asked``: who was, in
-    order."""
+    """``apps``: by name. ``loads``: open requests that the router takes each to have. ``lives``: how many
+    lists of messages a replica gives before it is gone; forever where it is not named. ``refusal``: what
+    happens in place of any. ``asked``: who was, in order."""
 
     apps: dict[str, Any]
+    loads: dict[str, int] = field(default_factory=dict)
     lives: dict[str, int] = field(default_factory=dict)
     refusal: Exception | None = None
     asked: list[str] = field(default_factory=list)
 
     async def answer(self, request: Forwarded) -> AsyncGenerator[str | list[Message], None]:
-        name = preferred(request.key, dict.fromkeys(self.apps, 0), request.avoid)[0]
+        loads = dict.fromkeys(self.apps, 0) | self.loads
+        name = preferred(request.key, loads, request.avoid)[0]
+        if request.key is not None:
+            request.choice.home = home(request.key, loads)
         self.asked.append(name)
         if self.refusal is not None:
             raise self.refusal
@@ -63,7 +67,9 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(*engines: ScriptedEngine, **settings: Any) -> AsyncIterator[Fleet]:
+async def fleet(
+    *engines: ScriptedEngine, kind: type[Gathered] = Gathered, **settings: Any
+) -> AsyncIterator[Fleet]:
     """Two replicas and the ingress in front of them."""
     named = dict(zip("ab", engines, strict=True))
     async with AsyncExitStack() as stack:
@@ -73,8 +79,8 @@ async def fleet(*engines: ScriptedEngine, **settings: Any) -> AsyncIterator[Flee
                 serve(engine, body_processes=0, **settings)
             )
             apps[name] = server.app
-        replicas = Gathered(apps)
-        app = Gateway(replicas, num_characters=64).app()
+        replicas = kind(apps)
+        app = Gateway(replicas, num_characters=64, name="front").app()
         await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://test")

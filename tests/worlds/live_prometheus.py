@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ import httpx
 import uvicorn
 import yaml
 
+from deploy.ray.exchange import Forwarded, Whole
 from engine.async_engine import AsyncEngine
 from engine.build import build_engine
 from engine.config import EngineConfig
 from server.app import build_app
 from server.settings import Settings
 from worlds.deploy_tools import DEPLOY, debian_tool
+from worlds.gathered_replicas import Gathered, fleet
+from worlds.scripted_engine import ScriptedEngine
 
 CODE = '''def load_table(path, separator=","):
     """Read a table of numbers."""
@@ -78,6 +81,45 @@ def live_server(key: str = "", **settings: Any) -> Iterator[LiveServer]:
         server.should_exit = True
         thread.join(HANG)
         assert not thread.is_alive()
+
+
+class _Unseen(Gathered):
+    """Whose metrics nobody sees: what is scraped is the ingress's own."""
+
+    async def ask_all(self, request: Forwarded) -> list[Whole]:
+        return [replace(each, body=b"") for each in await super().ask_all(request)]
+
+
+@contextmanager
+def live_ingress() -> Iterator[str]:
+    """The address of an ingress in front of scripted replicas, the first of which is too busy for what
+    belongs to it."""
+
+    async def serve(listener: socket.socket) -> None:
+        async with fleet(ScriptedEngine(), ScriptedEngine(), kind=_Unseen) as found:
+            found.replicas.loads = {"a": 50}
+            config = uvicorn.Config(found.app, log_config=None, access_log=False, lifespan="off")
+            servers.append(uvicorn.Server(config))
+            await servers[0].serve([listener])
+
+    servers: list[uvicorn.Server] = []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=lambda: asyncio.run(serve(listener)), daemon=True)
+        thread.start()
+        until(lambda: bool(servers) and servers[0].started, "the ingress did not start")
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        servers[0].should_exit = True
+        thread.join(HANG)
+        assert not thread.is_alive()
+
+
+def ask_ingress(address: str) -> None:
+    """Requests that belong to either replica."""
+    for number in range(8):
+        body = {"prompt": f"{number}", "max_tokens": 4}
+        reply = httpx.post(f"http://{address}/v1/completions", json=body, timeout=HANG)
+        assert reply.status_code == 200, reply.text
 
 
 def put_under_load(server: LiveServer) -> dict[int, int]:
@@ -151,7 +193,7 @@ class Prometheus:
 
 
 @contextmanager
-def live_prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
+def live_prometheus(folder: Path, *targets: str) -> Iterator[Prometheus]:
     """Runs on the deployed configuration but for its addresses and intervals."""
     program = debian_tool("prometheus")
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
@@ -161,9 +203,9 @@ def live_prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         own = f"127.0.0.1:{free.getsockname()[1]}"
-    addresses = {"slipstream": target, "prometheus": own}
+    addresses = {"slipstream": list(targets), "prometheus": [own]}
     for job in config["scrape_configs"]:
-        job["static_configs"] = [{"targets": [addresses[job["job_name"]]]}]
+        job["static_configs"] = [{"targets": addresses[job["job_name"]]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     command = [
         program,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,6 +18,7 @@ from typing import Any
 import httpx
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from engine.process.launch import child_environment
 from worlds.served_command import HANG, until
@@ -26,27 +29,60 @@ _RUN = "from ray.serve.scripts import cli; cli()"
 
 @dataclass
 class RayFleet:
+    """``config``: what is served; ``folder`` has it, and the log. ``token``: opens its cluster, and no
+    other."""
+
     process: subprocess.Popen[bytes]
     url: str
-    log: Path
+    folder: Path
+    config: dict[str, Any]
+    token: str
+
+    def samples(self, name: str) -> list[Sample]:
+        """Those of a metric, of all replicas or of the ingress."""
+        reply = httpx.get(f"{self.url}/metrics", timeout=HANG)
+        # Until the application is there, Serve says in words that it is not.
+        families = text_string_to_metric_families(reply.text if reply.is_success else "")
+        return [each for family in families for each in family.samples if each.name == name]
 
     def by_replica(self, name: str) -> dict[str, float]:
         """The sum of a metric's samples of each replica."""
-        reply = httpx.get(f"{self.url}/metrics", timeout=HANG)
         found: dict[str, float] = {}
-        # Until the application is there, Serve says in words that it is not.
-        for family in text_string_to_metric_families(reply.text if reply.is_success else ""):
-            for sample in family.samples:
-                if sample.name == name:
-                    replica = sample.labels["replica"]
-                    found[replica] = found.get(replica, 0.0) + sample.value
+        for sample in self.samples(name):
+            replica = sample.labels["replica"]
+            found[replica] = found.get(replica, 0.0) + sample.value
         return found
 
-    def is_whole(self) -> bool:
-        """Whether both replicas answer, and their engines are up."""
+    def serves(self, num_replicas: int = 2) -> bool:
+        """Whether so many replicas answer, and their engines are up."""
         with suppress(httpx.TransportError):
-            return list(self.by_replica("slipstream_engine_up").values()) == [1.0, 1.0]
+            up = list(self.by_replica("slipstream_engine_up").values())
+            return up == [1.0] * num_replicas
         return False
+
+    def deploy(self, num_replicas: int, settings: dict[str, Any] | None = None) -> None:
+        """As who changes the configuration does; Serve takes its time. ``settings``: in place of those
+        that were."""
+        (application,) = self.config["applications"]
+        if settings is not None:
+            application["args"]["settings"] = settings
+        _engine(application)["num_replicas"] = num_replicas
+        done = subprocess.run(
+            [*_serve_run(self.folder, self.config), "--non-blocking"],
+            env=_environment(self._cluster(), self.token),
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=HANG,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def _cluster(self) -> str:
+        """The address of the cluster that ``serve run`` has begun."""
+        commands = b" ".join(_command(pid).replace(b"\0", b" ") for pid in self._below())
+        found = re.search(rb"--gcs-address=(\S+)", commands)
+        assert found is not None
+        return found[1].decode()
 
     def replica_pids(self) -> list[int]:
         """The processes of the engine's replicas."""
@@ -75,6 +111,30 @@ def _command(pid: int) -> bytes:
     return b""
 
 
+def _engine(application: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(
+        each for each in application["deployments"] if each["name"] == "engine"
+    )
+    return found
+
+
+def _serve_run(folder: Path, config: dict[str, Any]) -> list[str]:
+    path = folder / "serve.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return [sys.executable, "-c", _RUN, "run", str(path)]
+
+
+def _environment(cluster: str, token: str) -> dict[str, str]:
+    return {
+        **child_environment(),
+        "RAY_ADDRESS": cluster,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_WAIT_POLICY": "passive",
+    }
+
+
 @contextmanager
 def ray_fleet(folder: Path, settings: dict[str, Any]) -> Iterator[RayFleet]:
     """Serves for a block's length."""
@@ -85,29 +145,22 @@ def ray_fleet(folder: Path, settings: dict[str, Any]) -> Iterator[RayFleet]:
     config["http_options"]["port"] = port
     (application,) = config["applications"]
     application["args"]["settings"] = settings
-    engine = next(each for each in application["deployments"] if each["name"] == "engine")
+    engine = _engine(application)
     del engine["autoscaling_config"]
     engine |= {"num_replicas": 2, "health_check_period_s": 1}
     engine["ray_actor_options"] = {"num_cpus": 0.5}
-    path, log = folder / "serve.yaml", folder / "log"
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    environment = {
-        **child_environment(),
-        "RAY_ADDRESS": "local",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_WAIT_POLICY": "passive",
-    }
-    with log.open("wb") as stream:
+    token = secrets.token_hex(32)
+    with (folder / "log").open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-c", _RUN, "run", str(path)],
+            _serve_run(folder, config),
             stdout=stream,
             stderr=stream,
-            env=environment,
+            env=_environment("local", token),
         )
-    fleet = RayFleet(process, f"http://127.0.0.1:{port}", log)
+    fleet = RayFleet(process, f"http://127.0.0.1:{port}", folder, config, token)
     try:
-        until(lambda: fleet.is_whole() or process.poll() is not None)
-        assert process.poll() is None, log.read_text()
+        until(lambda: fleet.serves() or process.poll() is not None)
+        assert process.poll() is None, (folder / "log").read_text()
         yield fleet
     finally:
         below = fleet._below()

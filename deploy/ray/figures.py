@@ -1,0 +1,137 @@
+"""What an ingress counts: where requests went, what was done again, and what was lost.
+
+Replicas know nothing of it: a request that waits before them or whose replica is gone is in no metric of
+theirs. The text is without the ingress's own name, which whoever shows it adds as a label.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Collection
+from types import TracebackType
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_NAME = "slipstream_gateway"
+HOME, SPILLED, UNKEYED = "home", "spilled", "unkeyed"
+# Codes of the errors that the ingress itself answers with, clients' mistakes aside.
+CODES = ("internal_error", "not_adopted", "queue_full", "replica_lost")
+_QUEUE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Figures:
+    """Of one ingress, from one event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            f"{_NAME}_requests",
+            "Requests by where a replica took them first.",
+            ["route"],
+            registry=self.registry,
+        )
+        self._redone = Counter(
+            f"{_NAME}_requests_redone",
+            "Requests that another replica took after one was lost.",
+            registry=self.registry,
+        )
+        self._lost = Counter(
+            f"{_NAME}_streams_lost",
+            "Streams cut short since their replica was gone or ended.",
+            registry=self.registry,
+        )
+        self._errors = Counter(
+            f"{_NAME}_errors",
+            "Requests that the ingress itself answered with an error.",
+            ["code"],
+            registry=self.registry,
+        )
+        self._queue = Histogram(
+            f"{_NAME}_queue_seconds",
+            "Until a replica took a request.",
+            buckets=_QUEUE,
+            registry=self.registry,
+        )
+        self._waiting = Gauge(
+            f"{_NAME}_requests_waiting",
+            "Requests that no replica has taken yet.",
+            registry=self.registry,
+        )
+        self._open = Gauge(
+            f"{_NAME}_requests_open",
+            "Requests that a replica has taken and that go on.",
+            ["replica"],
+            registry=self.registry,
+        )
+        self._leaving = Gauge(
+            f"{_NAME}_replica_leaving",
+            "1 for a replica that is given no more requests and has open ones.",
+            ["replica"],
+            registry=self.registry,
+        )
+        # A rate needs a series before what it counts happens.
+        for route in (HOME, SPILLED, UNKEYED):
+            self._requests.labels(route)
+        for code in CODES:
+            self._errors.labels(code)
+        self._open_at: Tally[str] = Tally()
+
+    def sent(self, *, is_first: bool) -> Sent:
+        """A request on its way to a replica, for the length of a block."""
+        return Sent(self, is_first=is_first)
+
+    def lost_stream(self) -> None:
+        self._lost.inc()
+
+    def error(self, code: str | None) -> None:
+        self._errors.labels(code if code in CODES else "internal_error").inc()
+
+    def text(self, replicas: Collection[str]) -> str:
+        """In Prometheus's text format. ``replicas``: those that are given requests."""
+        self._open.clear()
+        self._leaving.clear()
+        for name in {*replicas, *self._open_at}:
+            self._open.labels(name).set(self._open_at[name])
+            self._leaving.labels(name).set(name not in replicas)
+        return generate_latest(self.registry).decode()
+
+
+class Sent:
+    """See ``Figures.sent``."""
+
+    def __init__(self, figures: Figures, *, is_first: bool) -> None:
+        self._figures = figures
+        self._is_first = is_first
+        self._start = time.perf_counter()
+        self._replica: str | None = None
+
+    def __enter__(self) -> Sent:
+        self._figures._waiting.inc()
+        return self
+
+    def taken(self, replica: str, route: str) -> None:
+        """This replica has it now; ``route`` says how it came there."""
+        figures = self._figures
+        self._replica = replica
+        figures._waiting.dec()
+        figures._open_at[replica] += 1
+        figures._queue.observe(time.perf_counter() - self._start)
+        if self._is_first:
+            figures._requests.labels(route).inc()
+        else:
+            figures._redone.inc()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        figures = self._figures
+        if self._replica is None:
+            figures._waiting.dec()
+            return
+        figures._open_at[self._replica] -= 1
+        if not figures._open_at[self._replica]:
+            del figures._open_at[self._replica]
