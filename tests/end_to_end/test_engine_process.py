@@ -34,7 +34,7 @@ LONG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--restart-engine", "--drain-seconds", "2")
+    flags = ("--restart-engine", "--drain-seconds", "5")
     with serving(tmp_path_factory.mktemp("server"), *flags) as found:
         yield found
 
@@ -158,7 +158,7 @@ def figure(server: Server, name: str) -> set[float]:
 
 
 def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
-    flags = ("--api-workers", "2", "--restart-engine", "--drain-seconds", "2")
+    flags = ("--api-workers", "2", "--restart-engine", "--drain-seconds", "5")
     keys = tmp_path / "keys.yaml"
     keys.write_text(KEYS)
     flags += ("--admin-key", "adm1n", "--log-format", "json", "--api-keys-file", str(keys))

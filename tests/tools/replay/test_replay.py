@@ -27,7 +27,7 @@ from tools.replay.replay import (
     replay,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FLAT = StepCost([(1, 1.0), (65, 1.0)])
 PERIODIC = LogLine(1, [1, 2, 3, 1, 2, 3], [1, 2, 3] * 8)  # 24 tokens to write
 
