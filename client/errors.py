@@ -14,6 +14,11 @@ class RefusedError(ClientError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def is_busy(self) -> bool:
+        """The server has too much to do; later it may take the same."""
+        return self.status == 429
+
 
 class FlagError(ValueError):
     """Flags or input that no request can be made of; the message names them."""

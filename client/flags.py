@@ -179,6 +179,14 @@ def _nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def comma_items(text: str) -> list[str]:
+    """Items between commas. Raises ArgumentTypeError where one is empty."""
+    found = [word.strip() for word in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty item")
+    return found
+
+
 def _pair(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):

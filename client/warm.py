@@ -23,7 +23,6 @@ from client.errors import FlagError, RefusedError
 from client.session import NOT_SLIPSTREAM, Service, connect, discover
 
 FIELDS = ("prompt", "messages", "completion", "cache_salt")
-_BUSY = 429
 _ATTEMPTS = 5
 
 
@@ -125,7 +124,7 @@ async def _work(
         try:
             await _send(connection, lesson.path, service.body(fields))
         except RefusedError as error:
-            refused[f"line {lesson.number}: {error}" if error.status != _BUSY else str(error)] += 1
+            refused[f"line {lesson.number}: {error}" if not error.is_busy else str(error)] += 1
 
 
 async def _send(connection: Connection, path: str, body: Mapping[str, Any]) -> None:
@@ -137,6 +136,6 @@ async def _send(connection: Connection, path: str, body: Mapping[str, Any]) -> N
                     pass
             return
         except RefusedError as error:
-            if error.status != _BUSY or attempt == _ATTEMPTS:
+            if not error.is_busy or attempt == _ATTEMPTS:
                 raise
             await asyncio.sleep(attempt)

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from client.flags import comma_items
 from drafters.base import Drafter
 from drafters.registry import DrafterPluginError, drafter_names, find_plugins
 from tools.replay.cost import StepCost, read_step_cost
@@ -80,7 +81,7 @@ def add_replay(commands: Any) -> None:
     )
     parser.add_argument(
         "--ignore-fields",
-        type=_words,
+        type=comma_items,
         default=[],
         metavar="NAME,...",
         help="fields of the log that are not to be read",
@@ -195,15 +196,8 @@ def _progress(num_replays: int) -> Iterator[Callable[[], None]]:
         yield bar.update
 
 
-def _words(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(words):
-        raise argparse.ArgumentTypeError(f"{text!r} has an empty item")
-    return words
-
-
 def _names(text: str) -> list[str]:
-    names = _words(text)
+    names = comma_items(text)
     unknown = set(names) - set(drafter_names())
     known = (*drafter_names(), *_plugin_names()) if unknown else ()
     for name in names:
@@ -220,7 +214,7 @@ def _plugin_names() -> tuple[str, ...]:
 
 
 def _shapes(text: str) -> list[str]:
-    shapes = _words(text)
+    shapes = comma_items(text)
     for shape in shapes:
         if shape not in (CHAIN, TREE):
             raise argparse.ArgumentTypeError(f"unknown shape {shape!r}; known: {CHAIN}, {TREE}")
@@ -234,7 +228,7 @@ def _number(text: str, minimum: int, maximum: int) -> int:
 
 
 def _budgets(text: str) -> list[int]:
-    return [_number(word, 1, MAX_BUDGET) for word in _words(text)]
+    return [_number(word, 1, MAX_BUDGET) for word in comma_items(text)]
 
 
 def _width(text: str) -> int:

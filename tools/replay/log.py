@@ -60,6 +60,17 @@ def read_log(
     return lines
 
 
+def json_object(number: int, text: str) -> dict[str, Any]:
+    """What a line is. Raises LogError, which names it by its ``number``, where that is no object."""
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise LogError(f"line {number}: not JSON: {error.msg}") from error
+    if not isinstance(fields, dict):
+        raise LogError(f"line {number}: not an object")
+    return fields
+
+
 class _Reader:
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], ignored: frozenset[str]) -> None:
         self._load_tokenizer = load_tokenizer
@@ -67,12 +78,7 @@ class _Reader:
         self._ignored = ignored
 
     def line(self, number: int, text: str) -> LogLine:
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise LogError(f"line {number}: not JSON: {error.msg}") from error
-        if not isinstance(fields, dict):
-            raise LogError(f"line {number}: not an object")
+        fields = json_object(number, text)
         for name in fields:
             if name not in _FIELDS and name not in self._ignored:
                 raise LogError(

@@ -15,6 +15,7 @@ from typing import Any
 
 from client.bench import BenchPrompt, builtin_prompts, read_prompts
 from client.errors import ClientError, FlagError
+from client.flags import comma_items
 from engine.config import EngineConfig
 from tools.replay.log import Tokenizer
 from tools.simulate.drafting import MeasuredDrafter
@@ -73,13 +74,13 @@ def _add_run(commands: Any) -> None:
     parser.add_argument("--per-machine", type=int, default=1, help="replicas that share a machine")
     parser.add_argument(
         "--policy",
-        type=_words,
+        type=comma_items,
         default=["goodput"],
         help="comma-separated: none, fixed:4, goodput, target_rate (default: goodput)",
     )
     parser.add_argument(
         "--routing",
-        type=_words,
+        type=comma_items,
         default=["least_loaded"],
         help=f"comma-separated, of: {', '.join(ROUTERS)} (default: least_loaded)",
     )
@@ -109,7 +110,7 @@ def _add_study(commands: Any) -> None:
     parser.add_argument("profile", type=Path, metavar="PROFILE")
     parser.add_argument("--out", type=Path, default=Path("docs/scale"), help="folder")
     parser.add_argument(
-        "--only", type=_words, default=list(STUDIES), help=f"of: {', '.join(STUDIES)}"
+        "--only", type=comma_items, default=list(STUDIES), help=f"of: {', '.join(STUDIES)}"
     )
     parser.add_argument(
         "--most-replicas", type=int, default=10_000, help="of the largest fleet (default: 10000)"
@@ -278,15 +279,8 @@ def _write_json(path: Path, document: Any) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def _words(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(words):
-        raise argparse.ArgumentTypeError(f"{text!r} has an empty item")
-    return words
-
-
 def _numbers(text: str) -> list[int]:
-    words = _words(text)
+    words = comma_items(text)
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1")
     return [int(word) for word in words]
@@ -294,7 +288,7 @@ def _numbers(text: str) -> list[int]:
 
 def _floats(text: str) -> list[float]:
     try:
-        found = [float(word) for word in _words(text)]
+        found = [float(word) for word in comma_items(text)]
     except ValueError:
         found = []
     if not found or not all(0 < each < 2 for each in found):

@@ -7,13 +7,12 @@ prompt all of the tenant's of that kind begin with.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.replay.log import LogError, Tokenizer, read_log
+from tools.replay.log import LogError, Tokenizer, json_object, read_log
 from tools.simulate.profile import Kind
 from tools.simulate.work import Work, own_tokens, prompt_tokens
 
@@ -34,7 +33,9 @@ def read_trace(
         texts = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise LogError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
-    lines = {number: _object(number, text) for number, text in enumerate(texts, 1) if text.strip()}
+    lines = {
+        number: json_object(number, text) for number, text in enumerate(texts, 1) if text.strip()
+    }
     if not lines:
         raise LogError(f"{path} has no lines")
     reader = _Reader(kinds, seed)
@@ -50,16 +51,6 @@ def read_trace(
         )
         for each in log
     ]
-
-
-def _object(number: int, text: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise LogError(f"line {number}: not JSON: {error.msg}") from error
-    if not isinstance(fields, dict):
-        raise LogError(f"line {number}: not an object")
-    return fields
 
 
 class _Reader:

@@ -30,7 +30,6 @@ _SIZES: dict[str, Any] = {"max_num_seqs": 32, "num_blocks": 2048}
 _WARM_UP_RATE = 12.0
 _WARM_UP_SECONDS = 10.0
 _FIRST_ROUNDS, _ROUNDS = 5, 2
-_BUSY = 429
 _STAT = Path("/proc/stat")
 _FLOOD_SECONDS = 8.0
 _FLOOD = 200.0
@@ -171,15 +170,15 @@ async def replay(
         try:
             return sent, await addresses[number].stream(_body(work))
         except RefusedError as error:
-            if error.status != _BUSY:
+            if not error.is_busy:
                 raise
             return sent, None
         finally:
             router.done(number)
 
-    before = _core_seconds()
+    before = _core_ticks()
     found = await asyncio.gather(*map(one, works))
-    after = _core_seconds()
+    after = _core_ticks()
     answered = [streamed for _, streamed in found if streamed is not None]
     num_tokens = sum(len(work.completion_token_ids) for work, each in found if each is not None)
     seconds = max((each.times[-1] for each in answered), default=start) - start
@@ -192,9 +191,9 @@ async def replay(
     )
 
 
-def _core_seconds() -> tuple[int, int]:
-    """Time of all cores since the machine's start, and what of it the host gave to others; in ticks, 0
-    where nothing is told."""
+def _core_ticks() -> tuple[int, int]:
+    """Of all cores since the machine's start, and those of them that the host gave to others; 0 where
+    nothing is told."""
     try:
         ticks = [int(each) for each in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
     except OSError:

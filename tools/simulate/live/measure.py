@@ -31,7 +31,7 @@ _CYCLE = 8
 """A text that repeats itself after so many tokens is one that ``ngram`` always has a draft for."""
 DRAFTER = "ngram"
 NO_DRAFTS: Mapping[str, Any] = {"draft_strategy": "none"}
-_PLAIN, _FAR, _BESIDE = "plain", "far", "beside"
+_FAR, _BESIDE = "far", "beside"
 _plain, _mixed = "plain {}".format, "mixed {}".format
 _drafts, _prompt = "drafts {}".format, "prompt {}".format
 _serial = count(1)
@@ -77,11 +77,12 @@ class Probes:
     def __init__(self, address: Address, neighbours: Sequence[Address] = ()) -> None:
         self._address = address
         self._neighbours = neighbours
-        self._probes: dict[str, Probe] = {_PLAIN: self._steps(1, NO_DRAFTS)}
+        self._probes: dict[str, Probe] = {
+            _plain(number): self._steps(number, NO_DRAFTS) for number in (1, *_TOGETHER)
+        }
         self._probes |= {_drafts(gamma): self._steps(1, fixed(gamma)) for gamma in _GAMMAS}
         self._probes |= {_prompt(tokens): self._first_token(tokens) for tokens in _PROMPTS}
         self._probes[_FAR] = self._steps(1, NO_DRAFTS, _FAR_TOKENS)
-        self._probes |= {_plain(number): self._steps(number, NO_DRAFTS) for number in _TOGETHER}
         self._probes |= {_mixed(number): self._steps(number, fixed(4)) for number in _MIXED}
         if neighbours:
             self._probes[_BESIDE] = self._beside
@@ -99,14 +100,7 @@ class Probes:
     def costs(self) -> Costs:
         """By the medians of all rounds so far; there must be one."""
         found = {name: self._median(name) for name in self._probes}
-        plain = found[_PLAIN]
-        alone = {1: plain.seconds}
-        for gamma in _GAMMAS:
-            period = found[_drafts(gamma)]
-            alone[round(period.rows)] = period.seconds - period.draft_seconds
-        first = found[_prompt(_LEAST)].seconds
-        for tokens in _PROMPTS[1:]:
-            alone[tokens] = max(found[_prompt(tokens)].seconds - first + alone[1], alone[1])
+        alone = _alone(found)
         steps = [(rows, 0, seconds, 1) for rows, seconds in sorted(alone.items())]
         steps.append((1, _FAR_TOKENS, found[_FAR].seconds, 1))
         curve = CostModel(steps)
@@ -130,7 +124,7 @@ class Probes:
             steps=tuple(steps),
             overhead=0.0,
             per_request=share,
-            per_admission=max(0.0, first - alone[1]),
+            per_admission=max(0.0, found[_prompt(_LEAST)].seconds - alone[1]),
             drafting=drafting,
             with_drafts=max(0.5, median(map(dearer, _MIXED))),
             with_neighbour=max(1.0, beside),
@@ -166,6 +160,18 @@ class Probes:
         together = await self._steps(_NUM_BESIDE, NO_DRAFTS)()
         await asyncio.gather(*others)
         return together
+
+
+def _alone(found: Mapping[str, Period]) -> dict[int, float]:
+    """Seconds of a step of one request, by its rows."""
+    alone = {1: found[_plain(1)].seconds}
+    for gamma in _GAMMAS:
+        period = found[_drafts(gamma)]
+        alone[round(period.rows)] = period.seconds - period.draft_seconds
+    first = found[_prompt(_LEAST)].seconds
+    for tokens in _PROMPTS[1:]:
+        alone[tokens] = max(found[_prompt(tokens)].seconds - first + alone[1], alone[1])
+    return alone
 
 
 async def measure_costs(address: Address) -> Costs:
