@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from engine.model_names import BUNDLED_MODEL
 from slipstream.options import check_ranges, described
 
 Determinism = Literal["exact", "fast"]
@@ -143,6 +144,16 @@ class EngineConfig:
         if self.tensor_parallel_size > 1:
             self._check_with_ranks()
         self._check_kv_events()
+
+    @property
+    def served_model(self) -> str:
+        """Name, folder, file or hub id of the model."""
+        return self.model or BUNDLED_MODEL
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether the model served is the one that comes with Slipstream."""
+        return self.served_model == BUNDLED_MODEL
 
     def _check_kv_events(self) -> None:
         """Raises ValueError naming a setting of KV events that cannot be or is without effect."""

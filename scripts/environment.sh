@@ -18,7 +18,7 @@ unset PYTHONPATH PYTHONHOME
 export PYTHONNOUSERSITE=1
 
 make_environment() {
-    local wanted=$1 extra=client,cpu current status=0
+    local wanted=$1 extra=client,cpu,gguf current status=0
     current="$root $(cat "$root/pyproject.toml" "$constraints" | cksum)"
     if _is_current dev "$current" || _is_current "$wanted" "$current"; then
         return 0

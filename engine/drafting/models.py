@@ -237,7 +237,7 @@ def with_bundled_draft(config: EngineConfig) -> EngineConfig:
     """The bundled target comes with a draft model of its own."""
     bundled = BUNDLED / "draft"
     wanted = any(_wanted(config, name) for name in _takers("draft_model"))
-    if config.model is None and config.draft_model is None and wanted and bundled.is_dir():
+    if config.is_bundled and config.draft_model is None and wanted and bundled.is_dir():
         return replace(config, draft_model=str(bundled))
     return config
 

@@ -97,7 +97,7 @@ def test_an_environment_is_made_once(sandbox: Sandbox) -> None:
     made = sandbox.calls()
     assert len(made) == 2
     assert made[0].endswith(f"-m venv --clear {sandbox.root.resolve()}/.venv")
-    assert made[1].endswith(f"--editable {sandbox.root.resolve()}[client,cpu]")
+    assert made[1].endswith(f"--editable {sandbox.root.resolve()}[client,cpu,gguf]")
     assert sandbox.make("serve") == 0
     assert sandbox.calls() == []
 
