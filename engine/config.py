@@ -105,7 +105,7 @@ class EngineConfig:
     drafter_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     draft_model: str | None = described(
         None,
-        "Folder or hub id of a small model with the same tokenizer, for the small_model "
+        "Folder, GGUF file or hub id of a small model with the same tokenizer, for the small_model "
         "drafter; default: the bundled model's.",
     )
     draft_kv_dtype: Literal["auto", "fp8"] = described(

@@ -53,8 +53,10 @@ does not know them and would take GPT-2's."""
 _GPT2_SPLITTERS = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"}
 
 
-def gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerBase:
-    """Raises UnsupportedModelError where the file has no tokenizer or one that does not fit together,
+def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """``chat_template``: in place of the file's.
+
+    Raises UnsupportedModelError where the file has no tokenizer or one that does not fit together,
     ValueError for a kind that transformers does not build."""
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (
@@ -73,6 +75,8 @@ def gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerBase:
     if parts.get("tokenizer_type") == "llama":
         # As llama.cpp takes files that do not say.
         options.setdefault("add_bos_token", True)
+    if chat_template is not None:
+        options["chat_template"] = chat_template
     for name, stored in _SPECIAL.items():
         found = _special_id(header, stored)
         options[f"{name}_token"] = None if found is None else tokens[found]

@@ -44,6 +44,12 @@ def locate(model: str) -> str:
     return model
 
 
+def own_chat_template(model: str) -> str | None:
+    """The chat template that a name brings in place of its model's own; None: there is none."""
+    path = Path(__file__).parent / "templates" / f"{model}.jinja"
+    return path.read_text(encoding="utf-8") if model == SMOLLM2 else None
+
+
 def usual_model() -> str:
     """What is served where no model is named: the real one where it is installed, else the bundled one,
     with a warning."""

@@ -13,7 +13,7 @@ from engine.gguf_tokenizer import gguf_tokenizer
 from engine.logs import log_through_root
 from engine.model_names import BUNDLED as BUNDLED
 from engine.model_names import bundled_path as bundled_path
-from engine.model_names import locate
+from engine.model_names import locate, own_chat_template
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -33,7 +33,7 @@ def load_tokenizer(
         path = locate(model)
         gguf = find_gguf(path)
         if gguf is not None:
-            return gguf_tokenizer(read_header(gguf))
+            return gguf_tokenizer(read_header(gguf), own_chat_template(model))
         check_folder(path)
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code

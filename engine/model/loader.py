@@ -17,7 +17,7 @@ from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
 from engine.errors import UnsupportedModelError
 from engine.gguf_file import find_gguf
 from engine.model.checkpoint import load_weights
-from engine.model.gguf_weights import load_gguf, read_config
+from engine.model.gguf_weights import load_gguf, parsed_once, read_config
 from engine.model.shards import sharding_options
 from engine.model.stored_int8 import read_scheme
 from engine.model_names import BUNDLED as BUNDLED
@@ -62,10 +62,11 @@ def load_model(
         wanted = resolve_dtype(dtype, device)
         gguf = find_gguf(path)
         if gguf is not None:
-            header, config = read_config(gguf)
-            refuse_unservable(config)
-            options = sharding_options(config, num_ranks)
-            return prepare_model(load_gguf(gguf, header, config, wanted, **options), device)
+            with parsed_once():
+                header, config = read_config(gguf)
+                refuse_unservable(config)
+                options = sharding_options(config, num_ranks)
+                return prepare_model(load_gguf(gguf, header, config, wanted, **options), device)
         check_folder(path, "config.json")
         config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
