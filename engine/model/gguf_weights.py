@@ -166,11 +166,7 @@ def _divide_frequencies(model: PreTrainedModel, path: Path, header: GgufHeader) 
     if found is None:
         return
     factors = _read_floats(path, found)
-    rotary = [
-        each
-        for each in model.modules()
-        if isinstance(getattr(each, "inv_freq", None), torch.Tensor)
-    ]
+    rotary: list[Any] = [each for each in model.modules() if hasattr(each, "inv_freq")]
     if not rotary or any(each.inv_freq.shape != factors.shape for each in rotary):
         raise UnsupportedModelError(f"its {_ROPE_FACTORS} does not fit the rotary embedding")
     for each in rotary:
