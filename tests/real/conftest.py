@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from engine.model.quantization import refusal
+from engine.model_names import SMOLLM2_REQUIREMENT
 from worlds.real_engine import WEIGHTS, RealEngine
-from worlds.real_model import real_server
+from worlds.real_model import is_installed, real_server
 from worlds.served_command import Server
 
 COUNTED = "equal_texts"
+REQUIRED = "REQUIRE_REAL"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever asks a server stays in the process that has it. Raises pytest.UsageError where the model is
+    required and not there."""
+    if os.environ.get(REQUIRED) and not is_installed():
+        raise pytest.UsageError(f"{REQUIRED} is set, and {SMOLLM2_REQUIREMENT} is not installed")
+    for item in items:
+        if "engine" not in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("server"))
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +34,10 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield found
 
 
-@pytest.fixture(scope="session", params=list(WEIGHTS))
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in WEIGHTS],
+)
 def engine(request: pytest.FixtureRequest) -> RealEngine:
     """In this process, by its weights."""
     if request.param == "int8":

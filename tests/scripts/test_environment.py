@@ -299,25 +299,32 @@ def test_pip_itself_gets_over_an_interruption(
 
 # --- the lanes of scripts/test ---
 
+FILES = "--dist loadfile --no-loadscope-reorder"
+GROUPS = "--dist loadgroup"
+
 
 @pytest.mark.parametrize(
     ("arguments", "passed_on"),
     [
-        ("", ""),
-        ("-k verifier", "-k verifier"),
-        ("--fast -x", "-m not slow -x"),
+        ("", f"{FILES} -m not real"),
+        ("-k verifier", f"{FILES} -m not real -k verifier"),
+        ("--fast -x", f"{FILES} -m not slow and not real -x"),
         (
             "--fuzz 7 tests/drafters",
-            "-m hypothesis --hypothesis-profile fuzz --hypothesis-seed=7 tests/drafters",
+            f"{FILES} -m hypothesis and not real "
+            "--hypothesis-profile fuzz --hypothesis-seed=7 tests/drafters",
         ),
+        ("--real", f"{GROUPS} -m real tests/real"),
+        ("--real --fast -x", f"{GROUPS} -m real and not slow -x tests/real"),
+        ("--real tests/real/test_a.py", f"{GROUPS} -m real tests/real/test_a.py"),
     ],
 )
 def test_a_lane_is_what_pytest_is_asked_for(
     sandbox: Sandbox, arguments: str, passed_on: str
 ) -> None:
     assert sandbox.test(arguments).returncode == 0
-    parallel = "--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
-    assert sandbox.calls()[-1] == f"PYTHONPATH= -m pytest -q {parallel} {passed_on}".rstrip()
+    parallel = "--numprocesses auto --maxprocesses 4"
+    assert sandbox.calls()[-1] == f"PYTHONPATH= -m pytest -q {parallel} {passed_on}"
 
 
 def test_every_search_has_a_seed_of_its_own_and_says_it(sandbox: Sandbox) -> None:
