@@ -32,22 +32,29 @@ from engine.drafting.heads import prepare_heads
 from engine.drafting.models import prepare_drafts, with_bundled_draft
 from engine.errors import UnsupportedModelError
 from engine.grammar.compiler import GrammarCompiler
-from engine.info import EngineInfo, QuantizationInfo
+from engine.info import EngineInfo
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
 from engine.machine import can_pack, free_bytes
 from engine.model.fusing import fuse
-from engine.model.int8 import find_agreeing_kernel
+from engine.model.int8 import is_exact
 from engine.model.linear import pack_linears
 from engine.model.loader import (
     attach_attention,
+    borrowed_attention,
     eos_token_ids,
     load_model,
     max_position,
 )
-from engine.model.quantization import has_stored_weights, quantize_model
+from engine.model.quantization import check_machine, has_stored_weights, quantize_model
 from engine.model.runner import ModelRunner
-from engine.model.selfcheck import Exactness, check_logits, reference_logits, verify_exact
+from engine.model.selfcheck import (
+    Exactness,
+    blocks_needed,
+    check_logits,
+    reference_logits,
+    verify_exact,
+)
 from engine.ranks.group import Ranks, join_ranks
 from engine.ranks.runner import LeadingRunner, follow_steps
 from engine.sampling.warm_up import warm_up
@@ -61,7 +68,6 @@ from kvpool.block_pool import BlockPool
 logger = logging.getLogger(__name__)
 
 BUNDLED_NAME = "slipstream-bundled"
-_PROBED_PRODUCT = (64, 64)
 
 
 def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizerBase]:
@@ -121,14 +127,13 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
 
 
 def with_fastest_weights(config: EngineConfig) -> EngineConfig:
-    """The bundled model comes in 8 bits where those are the fastest: with a kernel for few rows, and if
-    nothing else is asked for. Other models are for their owners to say."""
+    """The bundled model comes in 8 bits where the CPU has the instructions, if nothing else is asked
+    for. Other models are for their owners to say."""
     is_open = config.is_bundled and config.quantization is None and config.dtype == "auto"
     is_open = is_open and config.tensor_parallel_size == 1
     if not is_open or torch.device(config.device).type != "cpu":
         return config
-    has_kernel = find_agreeing_kernel(*_PROBED_PRODUCT) != "none"
-    return replace(config, quantization="int8") if has_kernel else config
+    return replace(config, quantization="int8") if is_exact() else config
 
 
 def build_engine_for(
@@ -154,8 +159,12 @@ def build_engine_for(
     eos = eos_token_ids(model, tokenizer)
     heads = prepare_heads(model, config)
     vocab_size = heads.facts.vocab_size
-    quantization = _quantize(model, config)
     reference = reference_logits(model)
+    quantization = None
+    if _is_quantized(model, config):
+        # Before: afterwards rounding would hide what a model keeps besides keys and values.
+        _check_unrounded(model, reference, config)
+        quantization = quantize_model(model, config.quantize_head)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
     fuse(model)
@@ -207,14 +216,25 @@ def build_engine_for(
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting)
 
 
-def _quantize(model: PreTrainedModel, config: EngineConfig) -> QuantizationInfo | None:
-    """Raises UnsupportedModelError where what is asked for cannot be had."""
+def _is_quantized(model: PreTrainedModel, config: EngineConfig) -> bool:
+    """Whether linear layers are to have 8 bits. Raises UnsupportedModelError where what is asked for
+    cannot be had."""
     stored = has_stored_weights(model)
     if stored and config.quantization == "none":
         raise UnsupportedModelError("quantization=none: the checkpoint's weights have 8 bits")
     if not stored and config.quantization != "int8":
-        return None
-    return quantize_model(model, config.quantize_head)
+        return False
+    check_machine(model.device)
+    return True
+
+
+def _check_unrounded(model: PreTrainedModel, reference: torch.Tensor, config: EngineConfig) -> None:
+    """Raises UnsupportedModelError unless the engine's forward writes transformers' own logits."""
+    with borrowed_attention(model) as shapes:
+        needs = replace(_needs(model, shapes, "fast", config), kv_dtype=None)
+        num_blocks = blocks_needed(config.block_size)
+        attention = build_attention(needs, num_blocks, config.attention_backend)
+        check_logits(ModelRunner(model, attention, can_capture=False), reference)
 
 
 def _usual_determinism(device: torch.device, ranks: Ranks | None) -> Determinism:

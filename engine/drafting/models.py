@@ -44,13 +44,12 @@ from engine.model.loader import (
     max_position,
 )
 from engine.model.runner import ModelRunner
-from engine.model.selfcheck import check_logits, reference_logits
+from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
 from engine.model_names import BUNDLED_MODEL
 from kvpool.store import KVStore
 
 logger = logging.getLogger(__name__)
 
-_CHECK_TOKENS = 24
 _SHARED_CATCH_UP_ROWS = 32
 """A draft model on the target's rows waits a step rather than run a prompt chunk that the target is
 about to run."""
@@ -133,7 +132,7 @@ class DraftModels:
         self, name: str, model: PreTrainedModel, needs: AttentionNeeds, reference: torch.Tensor
     ) -> None:
         """In a store of its own and in the model's type: an 8-bit store would not pass, nor has to."""
-        num_blocks = 2 * -(-_CHECK_TOKENS // needs.block_size)
+        num_blocks = blocks_needed(needs.block_size)
         try:
             check_logits(self._runner(model, replace(needs, kv_dtype=None), num_blocks), reference)
         except UnsupportedModelError as error:

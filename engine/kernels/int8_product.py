@@ -1,8 +1,20 @@
-"""Few rows times many weights in 8 bits: rows quantised, multiplied in integers and scaled in one pass.
+"""Rows times weights, both in 8 bits, by groups of features.
 
-What a product of few rows costs is reading its weights once. oneDNN's takes about twice as long for that
-where there is AVX-512 VNNI, and reads the same packed weights: blocks of 64 output channels, and in them
-four input features of each channel, then the next four.
+With plain numbers, for one row and one output channel::
+
+    total = 0.0
+    for group in groups:                                     # in ascending order
+        whole = sum(row[k] * weight[k] for k in group)       # integers: exact in any order
+        total = fma(float(whole) * weight.group_scale[group], row.scale[group], total)
+    output = total * weight.scale + bias
+
+Every operation is rounded once, and their order is that of the groups: a row's result has the same bits
+in whatever company it is computed. So few rows and many, on every machine with the instructions, are one
+loop.
+
+Weights lie in blocks of 32 channels; in a block group after group, and in those four features of each
+channel, then the next four. They are stored with 128 added: the instruction multiplies unsigned by signed
+bytes, and what that makes too much is one integer per row and group, where its sums begin.
 """
 
 from __future__ import annotations
@@ -14,39 +26,37 @@ import torch
 from numba import njit
 
 from engine.kernels import KINDS, LANES
-from engine.kernels.compiled import Kernel, numbers_at
-from engine.kernels.int8_rows import Gate, gated_or_plain, gating_of, quantize_row
-from engine.kernels.lanes import (
-    add,
-    argument,
-    dots1,
-    dots2,
-    dots3,
-    dots4,
-    fetch_add,
-    has_integer_products,
-    int_sums,
-    itemsize_of,
-    load32,
-    load_ints,
-    mul,
-    read_float,
-    splat,
-    store,
-    store_zeros,
+from engine.kernels.compiled import Kernel
+from engine.kernels.int8_rows import (
+    HEADER_BYTES,
+    ZERO_POINT,
+    Gate,
+    gated_or_plain,
+    gating_of,
+    quantize_row,
+    record_bytes,
 )
+from engine.kernels.integers import (
+    CHANNELS,
+    MOST_ROWS,
+    has_integer_products,
+    multiply_by_channel,
+    multiply_by_group,
+)
+from engine.kernels.lanes import add, argument, fetch_add, itemsize_of, load32, mul, store
+from engine.kernels.waiting import releasing, wait_until
 
-CHANNELS = 64
-"""Output channels of a block of packed weights; features are filled up to a multiple of it, too."""
-_ROWS_AT_ONCE = 4
-_FEATURES_AT_ONCE = 256
+_BLOCKS_AT_ONCE = 64
+"""Weights are packed in slices of so many blocks, which bounds the memory that takes."""
+_GROUP1, _GROUP2, _GROUP3, _GROUP4, _GROUP5, _GROUP6 = multiply_by_group
+_CHANNEL1, _CHANNEL2, _CHANNEL3, _CHANNEL4, _CHANNEL5, _CHANNEL6 = multiply_by_channel
 
 
 class Arg(IntEnum):
-    """Numbers, and addresses; strides in bytes. SUMS ``[out_features]`` int32: what zero points add to
-    every row's sums, as integers if IS_WHOLE; BIAS ``[out_features]`` float32, or 0; VALUES uint8 and
-    SCALES float32: the rows in 8 bits; PARTS int32, ``[threads, rows, 64]``; NUMBERS,
-    ACTIVATION, OTHER and GATED as in ``int8_rows``."""
+    """Numbers, and addresses; strides in bytes. RECORDS: room for rows in 8 bits. WEIGHT_SCALES and BIAS
+    ``[blocks * 32]`` float32: of channels; no BIAS is 0. BY_GROUP: weights have scales of groups. PARTS:
+    room for ``[threads, 6, 32]`` float32. OUTPUT ``[rows, OUTPUT_ROW]`` of OUTPUT_KIND. ACTIVATION, OTHER
+    and GATED as in ``int8_rows``. RELEASE as ``wait_until`` takes it."""
 
     NEXT_ROW = 0
     NUM_DONE = 1
@@ -54,25 +64,26 @@ class Arg(IntEnum):
     NUM_WORKERS = 3
     NUM_ROWS = 4
     IN_FEATURES = 5
-    OUT_FEATURES = 6
-    KIND = 7
-    OUTPUT_KIND = 8
-    ROWS = 9
-    ROW = 10
-    VALUES = 11
-    VALUE_ROW = 12
-    SCALES = 13
-    NUMBERS = 14
-    WEIGHTS = 15
+    NUM_BLOCKS = 6
+    GROUP = 7
+    KIND = 8
+    OUTPUT_KIND = 9
+    ROWS = 10
+    ROW = 11
+    RECORDS = 12
+    RECORD = 13
+    WEIGHTS = 14
+    BLOCK = 15
     WEIGHT_SCALES = 16
-    SUMS = 17
-    BIAS = 18
-    IS_WHOLE = 19
-    PARTS = 20
-    OUTPUT = 21
+    BIAS = 17
+    BY_GROUP = 18
+    PARTS = 19
+    OUTPUT = 20
+    OUTPUT_ROW = 21
     ACTIVATION = 22
     OTHER = 23
     GATED = 24
+    RELEASE = 25
 
 
 @njit
@@ -88,77 +99,91 @@ def _quantize(p: int) -> None:
             kind, argument(p, Arg.ACTIVATION), source, argument(p, Arg.OTHER), num_features,
             argument(p, Arg.GATED) + row * num_features * itemsize_of(kind),
         )  # fmt: skip
-        quantize_row(
-            kind, source, num_features,
-            argument(p, Arg.VALUES) + row * argument(p, Arg.VALUE_ROW),
-            argument(p, Arg.SCALES) + 4 * row, argument(p, Arg.NUMBERS),
-        )  # fmt: skip
+        record = argument(p, Arg.RECORDS) + row * argument(p, Arg.RECORD)
+        quantize_row(kind, source, num_features, argument(p, Arg.GROUP), record)
         fetch_add(p + 8 * Arg.NUM_DONE, 1)
     # Every row that is not done is in the hands of a thread that runs.
-    while fetch_add(p + 8 * Arg.NUM_DONE, 0) < num_rows:
-        pass
+    wait_until(p + 8 * Arg.NUM_DONE, num_rows, argument(p, Arg.RELEASE))
 
 
 @njit
-def _scale(p: int, row: int, block: int, part: int) -> None:
-    """Sums of one row and block become floats: times the channel's scale, times the row's, plus bias."""
-    out_features, kind = argument(p, Arg.OUT_FEATURES), argument(p, Arg.OUTPUT_KIND)
-    itemsize, bias, is_whole = itemsize_of(kind), argument(p, Arg.BIAS), argument(p, Arg.IS_WHOLE)
-    by = splat(read_float(argument(p, Arg.SCALES) + 4 * row))
-    target = argument(p, Arg.OUTPUT) + itemsize * row * out_features
-    first = block * CHANNELS
-    for channel in range(first, min(first + CHANNELS, out_features), LANES):
-        sums, added = part + 4 * (channel - first), argument(p, Arg.SUMS) + 4 * channel
-        value = int_sums(sums, added) if is_whole else add(load_ints(sums), load_ints(added))
-        value = mul(mul(value, load32(argument(p, Arg.WEIGHT_SCALES) + 4 * channel)), by)
-        if bias != 0:
-            value = add(value, load32(bias + 4 * channel))
-        store(kind, target + itemsize * channel, value)
-
-
-@njit
-def _add_dots(count: int, rows: int, stride: int, weights: int, num_fours: int, sums: int) -> None:
-    """As many rows at once as there are registers for."""
+def _multiply_by_group(
+    count: int, rows: int, stride: int, weights: int, groups: int, fours: int, target: int
+) -> None:
     if count == 1:
-        dots1(rows, stride, weights, num_fours, sums)
+        _GROUP1(rows, stride, weights, groups, fours, target)
     elif count == 2:
-        dots2(rows, stride, weights, num_fours, sums)
+        _GROUP2(rows, stride, weights, groups, fours, target)
     elif count == 3:
-        dots3(rows, stride, weights, num_fours, sums)
+        _GROUP3(rows, stride, weights, groups, fours, target)
+    elif count == 4:
+        _GROUP4(rows, stride, weights, groups, fours, target)
+    elif count == 5:
+        _GROUP5(rows, stride, weights, groups, fours, target)
     else:
-        dots4(rows, stride, weights, num_fours, sums)
+        _GROUP6(rows, stride, weights, groups, fours, target)
 
 
 @njit
-def _add_block(num_rows: int, values: int, stride: int, weights: int, sums: int) -> None:
-    """All rows' products with a block of channels. Of the weights so many at a time as stay in the
-    nearest cache while all rows are multiplied with them."""
-    num_groups = (num_rows + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE
-    for at in range(0, CHANNELS * num_rows, LANES):
-        store_zeros(sums + 4 * at)
-    for first in range(0, stride, _FEATURES_AT_ONCE):
-        num_fours = min(_FEATURES_AT_ONCE, stride - first) // 4
-        for group in range(num_groups):
-            row, end = num_rows * group // num_groups, num_rows * (group + 1) // num_groups
-            _add_dots(
-                end - row, values + row * stride + first, stride,
-                weights + CHANNELS * first, num_fours, sums + 4 * CHANNELS * row,
-            )  # fmt: skip
+def _multiply_by_channel(
+    count: int, rows: int, stride: int, weights: int, groups: int, fours: int, target: int
+) -> None:
+    if count == 1:
+        _CHANNEL1(rows, stride, weights, groups, fours, target)
+    elif count == 2:
+        _CHANNEL2(rows, stride, weights, groups, fours, target)
+    elif count == 3:
+        _CHANNEL3(rows, stride, weights, groups, fours, target)
+    elif count == 4:
+        _CHANNEL4(rows, stride, weights, groups, fours, target)
+    elif count == 5:
+        _CHANNEL5(rows, stride, weights, groups, fours, target)
+    else:
+        _CHANNEL6(rows, stride, weights, groups, fours, target)
+
+
+@njit
+def _write(p: int, block: int, row: int, num_rows: int, totals: int) -> None:
+    """Totals of a block of channels, of rows from ``row`` on, to where they belong."""
+    kind, first = argument(p, Arg.OUTPUT_KIND), block * CHANNELS
+    scales, bias = argument(p, Arg.WEIGHT_SCALES), argument(p, Arg.BIAS)
+    target = argument(p, Arg.OUTPUT) + row * argument(p, Arg.OUTPUT_ROW)
+    for index in range(num_rows):
+        for at in range(0, CHANNELS, LANES):
+            value = load32(totals + 4 * (CHANNELS * index + at))
+            value = mul(value, load32(scales + 4 * (first + at)))
+            if bias != 0:
+                value = add(value, load32(bias + 4 * (first + at)))
+            store(kind, target + itemsize_of(kind) * (first + at), value)
+        target += argument(p, Arg.OUTPUT_ROW)
+
+
+@njit
+def _multiply_block(p: int, block: int, totals: int) -> None:
+    """All rows with a block of channels, about equally many at once."""
+    num_rows, record = argument(p, Arg.NUM_ROWS), argument(p, Arg.RECORD)
+    group = argument(p, Arg.GROUP)
+    weights = argument(p, Arg.WEIGHTS) + block * argument(p, Arg.BLOCK)
+    num_tiles, groups = (num_rows + MOST_ROWS - 1) // MOST_ROWS, record // (group + HEADER_BYTES)
+    for tile in range(num_tiles):
+        row, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
+        rows = argument(p, Arg.RECORDS) + row * record
+        if argument(p, Arg.BY_GROUP):
+            _multiply_by_group(end - row, rows, record, weights, groups, group // 4, totals)
+        else:
+            _multiply_by_channel(end - row, rows, record, weights, groups, group // 4, totals)
+        _write(p, block, row, end - row, totals)
 
 
 def _multiply(p: int) -> None:
-    num_rows, stride = argument(p, Arg.NUM_ROWS), argument(p, Arg.VALUE_ROW)
-    sums = argument(p, Arg.PARTS) + 4 * CHANNELS * num_rows * fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
+    worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
+    totals = argument(p, Arg.PARTS) + 4 * CHANNELS * MOST_ROWS * worker
     _quantize(p)
-    num_blocks = (argument(p, Arg.OUT_FEATURES) + CHANNELS - 1) // CHANNELS
     while True:
         block = fetch_add(p + 8 * Arg.NEXT_BLOCK, 1)
-        if block >= num_blocks:
+        if block >= argument(p, Arg.NUM_BLOCKS):
             break
-        weights = argument(p, Arg.WEIGHTS) + block * CHANNELS * stride
-        _add_block(num_rows, argument(p, Arg.VALUES), stride, weights, sums)
-        for row in range(num_rows):
-            _scale(p, row, block, sums + 4 * CHANNELS * row)
+        _multiply_block(p, block, totals)
 
 
 multiply = Kernel(_multiply, len(Arg), is_long=True)
@@ -166,70 +191,106 @@ multiply = Kernel(_multiply, len(Arg), is_long=True)
 
 
 class PackedWeights:
-    """What is multiplied with.
+    """What rows are multiplied with.
 
-    ``packed``: address of the weights as oneDNN packs them; ``scales`` and ``bias`` ``[out_features]``
-    float32; ``sums`` ``[out_features]`` int32, what is added to every row's sums, as integers if
-    ``is_whole``, else when both have become floats.
+    ``values``: ``[out_features, in_features]`` int8. ``scales``: ``[out_features]`` float32.
+    ``group_scales``: ``[out_features, groups]`` float16, by which a group's weights are smaller, or None.
+    ``bias``: ``[out_features]`` float32. ``group``: features of rows and weights that have a scale, a
+    multiple of 32.
     """
 
     def __init__(
         self,
-        in_features: int,
-        packed: int,
+        values: torch.Tensor,
         scales: torch.Tensor,
-        sums: torch.Tensor,
+        group_scales: torch.Tensor | None,
         bias: torch.Tensor | None,
-        is_whole: bool,
+        group: int,
     ) -> None:
-        self._kept = scales, sums, bias
-        self._in_features, self._out_features = in_features, len(scales)
-        self._stride = _filled(in_features)
-        bias_at = 0 if bias is None else bias.data_ptr()
-        self._where = (packed, scales.data_ptr(), sums.data_ptr(), bias_at, is_whole)
+        self._out_features = len(values)
+        self._group = group
+        self._num_blocks = -(-self._out_features // CHANNELS)
+        self._packed = _pack(values, group_scales, group)
+        filled = self._num_blocks * CHANNELS
+        self._scales = _filled(scales, filled)
+        self._bias = None if bias is None else _filled(bias, filled)
+        bias_at = 0 if self._bias is None else self._bias.data_ptr()
+        self._where = self._scales.data_ptr(), bias_at, group_scales is not None
+
+    @property
+    def num_bytes(self) -> int:
+        held = (self._packed, self._scales, self._bias)
+        return sum(each.numel() * each.element_size() for each in held if each is not None)
 
     def times(
-        self,
-        rows: torch.Tensor,
-        dtype: torch.dtype,
-        numbers: tuple[float, float, float],
-        gate: Gate | None = None,
+        self, rows: torch.Tensor, dtype: torch.dtype, gate: Gate | None = None
     ) -> torch.Tensor:
-        """``rows`` ``[num_rows, in_features]``, or twice as many to be gated, of a type in ``KINDS``;
-        ``numbers`` as ``int8_rows.quantize_rows`` takes them. Returns ``[num_rows, out_features]``."""
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        num_rows = len(rows)
+        """``rows`` ``[num_rows, in_features]``, or twice as many features that are to be gated, of a type
+        in ``KINDS``. Returns ``[num_rows, out_features]``."""
+        rows = _readable(rows, gate)
+        num_rows, num_features = len(rows), rows.shape[1] // (2 if gate else 1)
         num_threads = torch.get_num_threads()
-        stride, width = self._stride, self._out_features
+        width = self._num_blocks * CHANNELS
         output = torch.empty((num_rows, width), dtype=dtype)
-        parts = 4 * CHANNELS * num_rows * num_threads
-        gated = num_rows * self._in_features * rows.element_size() if gate else 0
-        scratch = torch.empty(gated + parts + num_rows * (4 + stride), dtype=torch.uint8)
-        gated_at = scratch.data_ptr()
-        at = gated_at + gated
+        parts = 4 * CHANNELS * MOST_ROWS * num_threads
+        gated = num_rows * num_features * rows.element_size() if gate else 0
+        record = record_bytes(num_features, self._group)
+        scratch = torch.empty(parts + gated + num_rows * record, dtype=torch.uint8)
+        parts_at = scratch.data_ptr()
+        gated_at = parts_at + parts
         first, *gating = gating_of(rows, gate)
         told = array(
             "q",
             [
-                *(0, 0, 0, 0, num_rows, self._in_features, width, KINDS[rows.dtype], KINDS[dtype]),
-                *(first, rows.stride(0) * rows.element_size()),
-                *(at + parts + 4 * num_rows, stride, at + parts, numbers_at(*numbers)),
-                *(*self._where, at, output.data_ptr(), *gating, gated_at),
+                *(0, 0, 0, 0, num_rows, num_features, self._num_blocks, self._group),
+                *(KINDS[rows.dtype], KINDS[dtype], first, rows.stride(0) * rows.element_size()),
+                *(gated_at + gated, record, self._packed.data_ptr(), self._packed.shape[1]),
+                *(*self._where, parts_at, output.data_ptr(), width * output.element_size()),
+                *(*gating, gated_at, releasing()),
             ],
         )
         multiply.run(told.buffer_info()[0], num_threads)
-        return output
+        return output if width == self._out_features else output[:, : self._out_features]
 
 
-def can_multiply(in_features: int, out_features: int) -> bool:
-    """Whether this machine and products of these sizes are for this kernel."""
-    return in_features % LANES == 0 and out_features % LANES == 0 and has_integer_products()
+def _readable(rows: torch.Tensor, gate: Gate | None) -> torch.Tensor:
+    """Features lie together, and fill sixteens."""
+    missing = -rows.shape[1] % LANES
+    if missing and gate is None:
+        return torch.nn.functional.pad(rows, (0, missing))
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def packed_bytes(in_features: int, out_features: int) -> int:
-    """That are read of packed weights."""
-    return _filled(in_features) * _filled(out_features)
+def _pack(values: torch.Tensor, scales: torch.Tensor | None, group: int) -> torch.Tensor:
+    """``[blocks, bytes of a block]`` uint8."""
+    num_blocks, num_groups = -(-values.shape[0] // CHANNELS), -(-values.shape[1] // group)
+    bytes_of_group = CHANNELS * (group + (0 if scales is None else 2))
+    packed = torch.empty(num_blocks, num_groups, bytes_of_group, dtype=torch.uint8)
+    for first in range(0, num_blocks, _BLOCKS_AT_ONCE):
+        part = packed[first : first + _BLOCKS_AT_ONCE]
+        channels = slice(first * CHANNELS, (first + len(part)) * CHANNELS)
+        some = torch.zeros(len(part) * CHANNELS, num_groups * group, dtype=torch.int8)
+        some[: len(values[channels]), : values.shape[1]] = values[channels]
+        fours = (some.view(torch.uint8) ^ ZERO_POINT).view(
+            len(part), CHANNELS, num_groups, group // 4, 4
+        )
+        target = part[..., : CHANNELS * group].view(len(part), num_groups, group // 4, CHANNELS, 4)
+        target.copy_(fours.permute(0, 2, 3, 1, 4))
+        if scales is not None:
+            mine = _filled(scales[channels], len(part) * CHANNELS).view(
+                len(part), CHANNELS, num_groups
+            )
+            part[..., CHANNELS * group :].copy_(mine.transpose(1, 2).contiguous().view(torch.uint8))
+    return packed.view(num_blocks, -1)
 
 
-def _filled(count: int) -> int:
-    return -(-count // CHANNELS) * CHANNELS
+def _filled(values: torch.Tensor, count: int) -> torch.Tensor:
+    """With zeros, up to so many channels."""
+    filled = values.new_zeros(count, *values.shape[1:])
+    filled[: len(values)] = values
+    return filled
+
+
+def can_multiply() -> bool:
+    """Whether this machine has the instruction."""
+    return has_integer_products()

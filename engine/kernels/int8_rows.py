@@ -1,7 +1,18 @@
-"""Rows in 8 bits, as integer products read them: quantised as they are, or gated first.
+"""Rows in 8 bits, as integer products read them: quantised by groups of features as they are, or gated
+first.
 
-A gated row is one half of what a product left, after an activation, times the other half: what the second
-product of a feed-forward network reads.
+A group's scale is its largest magnitude over 127, so that a value far above all others coarsens the steps
+of its own group alone (real models have such outliers in some channels). With plain numbers::
+
+    for group in groups_of(row, group_size):
+        largest = max(abs(value) for value in group)
+        scale = max(largest / 127, smallest_scale)
+        values = [round_half_even(value * (1 / scale)) for value in group]
+        correction = -128 * sum(values)     # what weights that are stored with 128 added make too much
+
+A row is written as one record: of each group its scale (float32), its correction (int32) and its values
+(int8). A gated row is one half of what a product left, after an activation, times the other half: what
+the second product of a feed-forward network reads.
 """
 
 from __future__ import annotations
@@ -15,30 +26,32 @@ import torch
 from numba import njit
 
 from engine.kernels import KINDS, LANES
-from engine.kernels.compiled import Kernel, numbers_at, threads_for
+from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.integers import larger_bits, largest_bits_of, store_int8, to_whole, write_int32
 from engine.kernels.lanes import (
     add,
     argument,
-    div,
     fetch_add,
     gelu_tanh,
     itemsize_of,
-    larger_or_nan,
-    largest_or_nan_of,
     load,
     magnitude,
     mul,
-    read_float,
     rounded,
     silu,
     splat,
     store,
-    store_uint8,
+    sum_of,
     write_float,
 )
 
-_ZERO = np.float32(0.0)
-
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_LARGEST = np.float32(127.0)
+_SMALLEST_SCALE = np.float32(1e-12)
+ZERO_POINT = 128
+"""What is added to weights in 8 bits, for an instruction that multiplies unsigned by signed bytes."""
+HEADER_BYTES = 8
+"""Of a group in a record, before its values."""
 
 SILU, GELU_TANH = 1, 2
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
@@ -52,9 +65,9 @@ class Gate(NamedTuple):
 
 
 class Arg(IntEnum):
-    """Numbers, and addresses; strides in bytes. NUMBERS, float32: largest value, smallest scale, what is
-    added before the fraction is cut off. ACTIVATION: 0 where rows are taken as they are; else OTHER is
-    how far from ROWS their other halves are, and GATED has room for the rows."""
+    """Numbers, and addresses; strides in bytes. GROUP: features of a group. ACTIVATION: 0 where rows are
+    taken as they are; else OTHER is how far from ROWS their other halves are, and GATED has room for the
+    rows. RECORDS: where rows go that are quantised."""
 
     NEXT_ROW = 0
     NUM_ROWS = 1
@@ -62,31 +75,43 @@ class Arg(IntEnum):
     KIND = 3
     ROWS = 4
     ROW = 5
-    VALUES = 6
-    SCALES = 7
-    NUMBERS = 8
-    ACTIVATION = 9
-    OTHER = 10
-    GATED = 11
+    RECORDS = 6
+    GROUP = 7
+    ACTIVATION = 8
+    OTHER = 9
+    GATED = 10
+
+
+def record_bytes(num_features: int, group: int) -> int:
+    """Of a row whose last group is filled up with zeros."""
+    return -(-num_features // group) * (HEADER_BYTES + group)
 
 
 @njit
-def quantize_row(
-    kind: int, source: int, num_features: int, target: int, scale_at: int, numbers: int
-) -> None:
-    """``num_features`` floats of ``kind`` become uint8 at ``target``, and a float32 at ``scale_at``."""
+def quantize_row(kind: int, source: int, num_features: int, group: int, record: int) -> None:
+    """``num_features`` floats of ``kind``, a multiple of 16, become a record."""
     itemsize = itemsize_of(kind)
-    most = splat(_ZERO)
-    for at in range(0, num_features, LANES):
-        most = larger_or_nan(magnitude(load(kind, source + itemsize * at)), most)
-    scale = largest_or_nan_of(most) / read_float(numbers)
-    smallest = read_float(numbers + 4)
-    if scale < smallest:
-        scale = smallest
-    write_float(scale_at, scale)
-    by, shift = splat(scale), splat(read_float(numbers + 8))
-    for at in range(0, num_features, LANES):
-        store_uint8(target + at, add(div(load(kind, source + itemsize * at), by), shift))
+    for first in range(0, num_features, group):
+        end = min(first + group, num_features)
+        most = splat(_ZERO)
+        for at in range(first, end, LANES):
+            most = larger_bits(magnitude(load(kind, source + itemsize * at)), most)
+        scale = largest_bits_of(most) / _LARGEST
+        if scale < _SMALLEST_SCALE:
+            scale = _SMALLEST_SCALE
+        by, total = splat(_ONE / scale), splat(_ZERO)
+        target = record + HEADER_BYTES
+        for at in range(first, end, LANES):
+            value = to_whole(mul(load(kind, source + itemsize * at), by))
+            total = add(total, value)
+            store_int8(target, value)
+            target += LANES
+        for _ in range(end, first + group, LANES):
+            store_int8(target, splat(_ZERO))
+            target += LANES
+        write_float(record, scale)
+        write_int32(record + 4, -ZERO_POINT * int(sum_of(total)))
+        record = target
 
 
 @njit
@@ -112,39 +137,39 @@ def gated_or_plain(
     return room
 
 
-def _gate(p: int) -> None:
+@njit
+def _source(p: int, row: int) -> int:
     num_features, kind = argument(p, Arg.NUM_FEATURES), argument(p, Arg.KIND)
+    return gated_or_plain(
+        kind, argument(p, Arg.ACTIVATION), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW),
+        argument(p, Arg.OTHER), num_features,
+        argument(p, Arg.GATED) + row * num_features * itemsize_of(kind),
+    )  # fmt: skip
+
+
+def _gate(p: int) -> None:
     while True:
         row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
         if row >= argument(p, Arg.NUM_ROWS):
             break
-        gate_row(
-            kind, argument(p, Arg.ACTIVATION), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW),
-            argument(p, Arg.OTHER), num_features,
-            argument(p, Arg.GATED) + row * num_features * itemsize_of(kind),
-        )  # fmt: skip
+        _source(p, row)
 
 
 def _quantize(p: int) -> None:
-    num_features = argument(p, Arg.NUM_FEATURES)
+    num_features, group = argument(p, Arg.NUM_FEATURES), argument(p, Arg.GROUP)
+    stride = (num_features + group - 1) // group * (HEADER_BYTES + group)
     while True:
         row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
         if row >= argument(p, Arg.NUM_ROWS):
             break
-        kind, source = argument(p, Arg.KIND), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW)
-        source = gated_or_plain(
-            kind, argument(p, Arg.ACTIVATION), source, argument(p, Arg.OTHER), num_features,
-            argument(p, Arg.GATED) + row * num_features * itemsize_of(kind),
-        )  # fmt: skip
         quantize_row(
-            kind, source, num_features,
-            argument(p, Arg.VALUES) + row * num_features, argument(p, Arg.SCALES) + 4 * row,
-            argument(p, Arg.NUMBERS),
+            argument(p, Arg.KIND), _source(p, row), num_features, group,
+            argument(p, Arg.RECORDS) + row * stride,
         )  # fmt: skip
 
 
 quantize = Kernel(_quantize, len(Arg))
-"""Of each row its values, uint8, and its scale, float32: its largest value over ``largest``."""
+"""Of each row its record."""
 
 
 gate_all = Kernel(_gate, len(Arg))
@@ -159,42 +184,30 @@ def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
     row = rows.stride(0) * rows.element_size()
     told = array(
         "q",
-        [
-            *(0, *gated.shape, KINDS[rows.dtype], first, row, 0, 0, 0),
-            *(*gating, gated.data_ptr()),
-        ],
+        [0, *gated.shape, KINDS[rows.dtype], first, row, 0, 0, *gating, gated.data_ptr()],
     )
     gate_all.run(told.buffer_info()[0], threads_for(rows.numel()))
     return gated
 
 
-def quantize_rows(
-    rows: torch.Tensor,
-    largest: float,
-    smallest_scale: float,
-    shift: float,
-    gate: Gate | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(rows: torch.Tensor, group: int, gate: Gate | None = None) -> torch.Tensor:
     """``rows`` ``[num_rows, num_features]``, of a type in ``KINDS``; features lie together, and are a
-    multiple of 16; of gated rows there are twice as many. Returns values ``[num_rows, num_features]``
-    uint8, which are a row over its scale plus ``shift`` without the fraction, and scales
-    ``[num_rows, 1]`` float32."""
+    multiple of 16; ``group`` is one of 32. Of gated rows there are twice as many. Returns records
+    ``[num_rows, record_bytes]`` uint8."""
     num_rows, num_features = rows.shape[0], rows.shape[1] // (2 if gate else 1)
-    values = torch.empty((num_rows, num_features), dtype=torch.uint8)
-    scales = torch.empty(num_rows, 1)
+    records = torch.empty((num_rows, record_bytes(num_features, group)), dtype=torch.uint8)
     first, *gating = gating_of(rows, gate)
-    gated = torch.empty((num_rows, num_features), dtype=rows.dtype) if gate else scales
+    gated = torch.empty((num_rows, num_features), dtype=rows.dtype) if gate else records
     told = array(
         "q",
         [
             *(0, num_rows, num_features, KINDS[rows.dtype]),
-            *(first, rows.stride(0) * rows.element_size()),
-            *(values.data_ptr(), scales.data_ptr(), numbers_at(largest, smallest_scale, shift)),
+            *(first, rows.stride(0) * rows.element_size(), records.data_ptr(), group),
             *(*gating, gated.data_ptr()),
         ],
     )
     quantize.run(told.buffer_info()[0], threads_for(rows.numel()))
-    return values, scales
+    return records
 
 
 def gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[int, int, int]:
@@ -205,12 +218,3 @@ def gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[int, int, int]:
     half = rows.shape[1] // 2 * rows.element_size()
     activation = ACTIVATIONS[gate.activation]
     return (first, activation, half) if gate.is_first else (first + half, activation, -half)
-
-
-def can_quantize(rows: torch.Tensor) -> bool:
-    return (
-        rows.dtype in KINDS
-        and rows.shape[1] % LANES == 0
-        and rows.stride(1) == 1
-        and rows.device.type == "cpu"
-    )

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
-from numba import config, njit
+from numba import njit
 from numba.core import cgutils
 
 from engine.kernels import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, LANES
@@ -54,11 +53,6 @@ from engine.kernels.instructions import (
 )
 
 
-def _store_uint8(builder: Any, address: Any, value: Any) -> None:
-    whole = builder.fptosi(value, INTS)
-    write(builder, address, builder.trunc(whole, ir.VectorType(INT8, LANES)), 1)
-
-
 def _prefetch(builder: Any, address: Any) -> None:
     """For reading, into the second cache: the first is small, and what is in it in use."""
     to = INT8.as_pointer()
@@ -78,8 +72,6 @@ _store_f8 = operation(store_float8, none_type, int_type, lanes_type)
 _widen_f8 = operation(widen_float8, none_type, int_type, int_type)
 _round_b16 = operation(round_bfloat16, lanes_type, lanes_type)
 _round_f16 = operation(round_float16, lanes_type, lanes_type)
-store_uint8 = operation(_store_uint8, none_type, int_type, lanes_type)
-"""Without the fraction; what is not 0 .. 255 has no use."""
 read_int = operation(lambda b, at: read(b, at, ir.IntType(64), 8), int_type, int_type)
 write_int = operation(lambda b, at, value: write(b, at, value, 8), none_type, int_type, int_type)
 read_float = operation(lambda b, at: read(b, at, FLOAT, 4), float_type, int_type)
@@ -334,80 +326,3 @@ whole_sum = operation(
 )  # fmt: skip
 """Of all lanes without their fractions, in 64 bits."""
 first_of = operation(lambda b, x: b.extract_element(x, INT32(0)), float_type, lanes_type)
-
-
-# --- products in integers ---
-
-_VNNI = "llvm.x86.avx512.vpdpbusd.512"
-
-
-def has_integer_products() -> bool:
-    """Whether numba compiles for a machine with the instruction that they are made of (AVX-512 VNNI)."""
-    if config.CPU_NAME or config.CPU_FEATURES:
-        return False  # for another machine than this one: LLVM would give up on what that lacks
-    try:
-        return bool(get_host_cpu_features().get("avx512vnni"))
-    except RuntimeError:  # LLVM does not know the machine
-        return False
-
-
-def _dots(num_rows: int) -> Callable[..., None]:
-    """Products of ``num_rows`` rows of uint8, ``stride`` bytes apart, with 64 rows of int8, which lie by
-    fours: four of each row, then the next four of each. ``count`` fours, added to ``target``
-    ``[num_rows, 64]`` int32. What is signed and what is not is as the instruction has it."""
-
-    def emit(builder: Any, rows: Any, stride: Any, weights: Any, count: Any, target: Any) -> None:
-        width = 64 // LANES
-
-        def plus(address: Any, offset: int) -> Any:
-            return builder.add(address, ir.Constant(address.type, offset))
-
-        places = [
-            [plus(target, 4 * (64 * row + LANES * at)) for at in range(width)]
-            for row in range(num_rows)
-        ]
-        sums = [
-            [cgutils.alloca_once_value(builder, read(builder, at, INTS, 4)) for at in row]
-            for row in places
-        ]
-        product = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(INTS, [INTS] * 3), _VNNI
-        )
-        starts = [
-            builder.add(rows, builder.mul(stride, stride.type(row))) for row in range(num_rows)
-        ]
-        with cgutils.for_range(builder, count) as loop:
-            here = builder.add(weights, builder.mul(loop.index, loop.index.type(4 * 64)))
-            columns = [read(builder, plus(here, 64 * at), INTS, 1) for at in range(width)]
-            for start, mine in zip(starts, sums, strict=True):
-                four = builder.add(start, builder.mul(loop.index, loop.index.type(4)))
-                row = splatted(builder, read(builder, four, INT32, 1))
-                for total, column in zip(mine, columns, strict=True):
-                    builder.store(builder.call(product, [builder.load(total), row, column]), total)
-        for row, mine in zip(places, sums, strict=True):
-            for at, total in zip(row, mine, strict=True):
-                write(builder, at, builder.load(total), 4)
-
-    return emit
-
-
-dots1, dots2, dots3, dots4 = (
-    operation(_dots(count), none_type, int_type, int_type, int_type, int_type, int_type)
-    for count in (1, 2, 3, 4)
-)
-store_zeros = operation(lambda b, at: write(b, at, whole_numbers(0), 4), none_type, int_type)
-
-
-def _load_ints(builder: Any, address: Any) -> Any:
-    return builder.sitofp(read(builder, address, INTS, 4), FLOATS)
-
-
-def _sums(builder: Any, these: Any, those: Any) -> Any:
-    parts = (read(builder, address, INTS, 4) for address in (these, those))
-    return builder.sitofp(builder.add(*parts), FLOATS)
-
-
-load_ints = operation(_load_ints, lanes_type, int_type)
-"""Sixteen int32 as floats."""
-int_sums = operation(_sums, lanes_type, int_type, int_type)
-"""Sixteen int32 and sixteen more, added, as floats."""

@@ -6,20 +6,15 @@ and the begin of the next.
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from enum import IntEnum
-from functools import cache
-
-from numba import njit
 
 from engine.kernels.compiled import Kernel
-from engine.kernels.lanes import argument, call, call_int, fetch_add, read_int, read_shared
+from engine.kernels.lanes import argument, call, call_int, fetch_add, read_int
+from engine.kernels.waiting import function_address, releasing, wait_until
 
 NODE_INTS = 3
 """Of a kernel: address of its machine code, of its arguments, number of threads."""
-_SPINS = 1 << 14
-"""A thread that has waited for so long lets others run: somebody may want its core."""
 
 
 class Arg(IntEnum):
@@ -31,16 +26,6 @@ class Arg(IntEnum):
     NUM_NODES = 3
     TEAM_SIZE = 4
     YIELD = 5
-
-
-@njit
-def _wait(p: int, num_arrived: int) -> None:
-    """For so many arrivals."""
-    spins = 0
-    while read_shared(p + 8 * Arg.NUM_ARRIVED) < num_arrived:
-        spins += 1
-        if spins >= _SPINS:
-            call_int(argument(p, Arg.YIELD))
 
 
 def _run(p: int) -> None:
@@ -57,7 +42,7 @@ def _run(p: int) -> None:
         if team > 1 and index + 1 < end and (num_threads > 1 or read_int(node + 16) > 1):
             expected += team
             fetch_add(p + 8 * Arg.NUM_ARRIVED, 1)
-            _wait(p, expected)
+            wait_until(p + 8 * Arg.NUM_ARRIVED, expected, argument(p, Arg.YIELD))
 
 
 run_all = Kernel(_run, len(Arg), is_long=True)
@@ -66,15 +51,7 @@ run_all = Kernel(_run, len(Arg), is_long=True)
 
 def run_sequence(nodes: int, num_nodes: int, num_threads: int) -> None:
     """``nodes``: where ``num_nodes`` times ``NODE_INTS`` int64 are."""
-    told = array("q", [0, 0, nodes, num_nodes, *_addresses()])
+    # Without a way to let others run no team waits.
+    team_size = function_address("omp_get_num_threads") if releasing() else 0
+    told = array("q", [0, 0, nodes, num_nodes, team_size, releasing()])
     run_all.run(told.buffer_info()[0], num_threads)
-
-
-@cache
-def _addresses() -> tuple[int, int]:
-    loaded = ctypes.CDLL(None)
-    names = ("omp_get_num_threads", "sched_yield")
-    if not all(hasattr(loaded, name) for name in names):
-        return 0, 0
-    team_size, release = (ctypes.cast(loaded[name], ctypes.c_void_p).value for name in names)
-    return team_size or 0, release or 0

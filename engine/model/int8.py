@@ -1,71 +1,89 @@
-"""Linear layers in 8 bits: weights per output channel, inputs per row, sums in integers (W8A8).
+"""Linear layers in 8 bits: weights and inputs by groups of features, sums in integers (W8A8).
 
-A row is quantised by its own largest value and multiplied in integer arithmetic; nothing is rounded
-before a sum is complete. So a row's result has the same bits in whatever company it is computed, without
-spans of row counts or padding. And it is the cheapest product that CPUs with VNNI or AMX have: half the
-bytes of bf16, and further rows at a fraction of a first one's time.
+Each 32 features of a row share a scale, so that one value far above all others, as trained models have
+them in some channels, coarsens the steps of its own group alone; with a scale per row SmolLM2's
+distributions move five times as far (docs/quantization.md). Weights have a scale per output channel, and
+by how much each group of 32 is smaller.
 
-oneDNN computes it (``torch.ops.onednn``), from unsigned inputs with zero point 128: signed ones take a
-reference path. Few rows are multiplied with the same packed weights by a kernel of our own, which reads
-them at twice the speed and has the same bits. Weights as in compressed-tensors' format "int-quantized":
-symmetric, a scale per channel.
+Sums within a group are sums of integers; groups are added in ascending order, with one rounding each. So
+a row's result has the same bits in whatever company it is computed, without spans of row counts or
+padding: one loop of our own for few rows and many (``engine.kernels.int8_product``), on every CPU with
+VNNI.
+
+Checkpoints in compressed-tensors' format "int-quantized" keep their own scheme: a scale per channel, and
+inputs by one scale per row, which is a single group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels import find_kernel
+from engine.kernels import KINDS, find_kernel
 
 if TYPE_CHECKING:
     from engine.kernels.int8_rows import Gate
 
-_ZERO_POINT = 128
+GROUP = 32
+"""Features of an input, and of a channel's weights, that share a scale."""
 _LARGEST = 127
-MOST_IN_FEATURES = (2**31 - 1) // (_ZERO_POINT * _LARGEST)
-"""Longer sums could leave 32 bits."""
+MOST_IN_FEATURES = (2**31 - 1) // _LARGEST**2
+"""Longer sums of a single group could leave 32 bits."""
 _SMALLEST_SCALE = 1e-12
-_QUANTIZING = (_LARGEST, _SMALLEST_SCALE, _ZERO_POINT + 0.5)
-"""Largest value, smallest scale, and what is added before the fraction is cut off."""
-_KERNEL = "int8_product"
-Kernel = Literal["whole sums", "float sums", "none"]
-_FEW_ROWS = 96
-"""Of more than so many, oneDNN's product is faster where there is AMX."""
 _CHANNELS_AT_ONCE = 4096
 """Weights are quantised in slices, which bounds the memory that takes."""
-_CHECKED_ROWS = 16
-_PROBED_ROWS = (1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64, 100, 256)
 
 
 class Int8Weight(NamedTuple):
-    """``values`` ``[out_features, in_features]`` int8 times ``scales`` ``[out_features]`` float32."""
+    """``values`` ``[out_features, in_features]`` int8 times ``scales`` ``[out_features]`` float32, times
+    ``group_scales`` ``[out_features, groups]`` float16 of ``GROUP`` features each, if there are such."""
 
     values: torch.Tensor
     scales: torch.Tensor
+    group_scales: torch.Tensor | None = None
 
-
-class Int8Rows(NamedTuple):
-    """``values`` ``[rows, in_features]`` uint8, less 128, times ``scales`` ``[rows, 1]`` float32."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
+    def dequantized(self) -> torch.Tensor:
+        """``[out_features, in_features]`` float32."""
+        scales = self.scales[:, None]
+        if self.group_scales is not None:
+            spread = self.group_scales.float().repeat_interleave(GROUP, 1)
+            scales = scales * spread[:, : self.values.shape[1]]
+        return self.values * scales
 
 
 @torch.no_grad()
 def quantize_weight(weight: torch.Tensor) -> Int8Weight:
-    """By the largest value of each output channel, symmetric.
+    """Symmetric, by the largest value of each output channel and of each group in it.
 
     ``weight``: ``[out_features, in_features]``.
     """
-    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(weight.shape[0], device=weight.device)
-    parts = (each.split(_CHANNELS_AT_ONCE) for each in (weight.detach(), values, scales))
+    out_features, in_features = weight.shape
+    values = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(out_features)
+    group_scales = torch.empty(out_features, -(-in_features // GROUP), dtype=torch.float16)
+    parts = (each.split(_CHANNELS_AT_ONCE) for each in (weight, values, scales, group_scales))
+    for part, quantized, scale, by_group in zip(*parts, strict=True):
+        exact = F.pad(part.float(), (0, -in_features % GROUP)).unflatten(1, (-1, GROUP))
+        largest = exact.abs().amax(2)  # [channels, groups]
+        scale.copy_(largest.amax(1) / _LARGEST).clamp_min_(_SMALLEST_SCALE)
+        by_group.copy_(largest / (_LARGEST * scale[:, None]))
+        steps = (scale[:, None] * by_group.float()).clamp_min_(_SMALLEST_SCALE)
+        whole = (exact / steps[:, :, None]).round_().clamp_(-_LARGEST, _LARGEST)
+        quantized.copy_(whole.flatten(1)[:, :in_features])
+    return Int8Weight(values, scales, group_scales)
+
+
+@torch.no_grad()
+def quantize_by_channel(weight: torch.Tensor) -> Int8Weight:
+    """Symmetric, by the largest value of each output channel alone, as checkpoints in 8 bits hold it."""
+    values = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0])
+    parts = (each.split(_CHANNELS_AT_ONCE) for each in (weight, values, scales))
     for part, quantized, scale in zip(*parts, strict=True):
         exact = part.float()
         scale.copy_(exact.abs().amax(1) / _LARGEST).clamp_min_(_SMALLEST_SCALE)
@@ -73,28 +91,11 @@ def quantize_weight(weight: torch.Tensor) -> Int8Weight:
     return Int8Weight(values, scales)
 
 
-def quantize_rows(rows: torch.Tensor, gate: Gate | None = None) -> Int8Rows:
-    """Symmetric, by the largest value of each row; ``rows`` ``[rows, in_features]``, or twice as many
-    features that ``gate`` makes one half of, which takes compiled kernels.
-
-    In one pass where that has been compiled, else by torch, with the same bits: both round once for each
-    operation.
-    """
-    kernel = find_kernel("int8_rows")
-    if kernel is not None and kernel.can_quantize(rows):
-        return Int8Rows(*kernel.quantize_rows(rows, *_QUANTIZING, gate))
-    assert gate is None
-    rows = rows.float()
-    scales = (rows.abs().amax(1, keepdim=True) / _LARGEST).clamp_min_(_SMALLEST_SCALE)
-    values = (rows / scales).add_(_QUANTIZING[2]).to(torch.uint8)  # cut off: so the half rounds
-    return Int8Rows(values, scales)
-
-
 class Int8Product:
     """Products of rows with the weights of layers that read one input, side by side.
 
-    ``biases``: one, or None, for each of ``weights``. ``dtype``: of the result. ``kernel``: how few rows
-    are multiplied; None: as has oneDNN's bits on this machine.
+    ``weights``: all with scales of groups, or all without. ``biases``: one, or None, for each of them.
+    ``dtype``: of the result.
     """
 
     def __init__(
@@ -102,57 +103,32 @@ class Int8Product:
         weights: Sequence[Int8Weight],
         biases: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
-        kernel: Kernel | None = None,
     ) -> None:
         values = torch.cat([each.values for each in weights])
+        scales = torch.cat([each.scales for each in weights])
+        by_group = [each.group_scales for each in weights if each.group_scales is not None]
         self.out_features, self.in_features = values.shape
-        self.scales = torch.cat([each.scales for each in weights])
-        self.bias = _joined(biases, weights)
         self.dtype = dtype
-        self._zero_points = torch.zeros(self.out_features, dtype=torch.int32)
-        self._packed = torch.ops.onednn.qlinear_prepack(values, None)
-        kernel = kernel or find_agreeing_kernel(self.in_features, self.out_features)
-        self._for_few_rows = None if kernel == "none" else self._read_packed(values, kernel)
-
-    def _read_packed(self, values: torch.Tensor, kernel: Kernel) -> Any:
-        added = values.sum(1, dtype=torch.int32) * -_ZERO_POINT
-        address = torch.ops.mkldnn.data_ptr(self._packed)
-        weights = find_kernel(_KERNEL).PackedWeights
-        return weights(
-            self.in_features, address, self.scales, added, self.bias, kernel == "whole sums"
+        self.has_bias = any(bias is not None for bias in biases)
+        whole_row = self.in_features + -self.in_features % GROUP
+        self._packed = find_kernel("int8_product").PackedWeights(
+            values,
+            scales,
+            torch.cat(by_group) if by_group else None,
+            _joined(biases, weights),
+            GROUP if by_group else whole_row,
         )
 
     @property
     def num_bytes(self) -> int:
-        return self.out_features * (self.in_features + self.scales.element_size())
+        return int(self._packed.num_bytes)
 
     def __call__(self, rows: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
-        """``rows`` as ``quantize_rows`` takes them; returns ``[rows, out_features]``."""
-        if self._for_few_rows is not None and len(rows) <= _FEW_ROWS:
-            result: torch.Tensor = self._for_few_rows.times(rows, self.dtype, _QUANTIZING, gate)
-            return result
-        return self.of_int8(quantize_rows(rows, gate))
-
-    def of_int8(self, rows: Int8Rows) -> torch.Tensor:
-        sums = _product(rows.values, self._packed, self.scales, self._zero_points)
-        kernel = find_kernel("row_scales")
-        if kernel is not None and kernel.can_scale(self.out_features, self.dtype):
-            scaled: torch.Tensor = kernel.scale_rows(sums, rows.scales, self.bias, self.dtype)
-            return scaled
-        if self.bias is not None:
-            return sums.mul_(rows.scales).add_(self.bias).to(self.dtype)
-        return torch.mul(sums, rows.scales, out=torch.empty_like(sums, dtype=self.dtype))
-
-
-def _product(
-    rows: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor
-) -> torch.Tensor:
-    """``[rows, out_features]`` float32, scaled by channel."""
-    result: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-        rows, 1.0, _ZERO_POINT, packed, scales, zero_points,
-        None, 1.0, 0, torch.float32, "none", [], "",
-    )  # fmt: skip
-    return result
+        """``rows`` ``[num_rows, in_features]``, or twice as many features that ``gate`` makes one half
+        of; returns ``[num_rows, out_features]``."""
+        rows = rows if rows.dtype in KINDS else rows.float()
+        result: torch.Tensor = self._packed.times(rows, self.dtype, gate)
+        return result
 
 
 def _joined(
@@ -239,76 +215,17 @@ class StoredInt8Linear(nn.Module):
         return F.linear(inputs, (self.weight * self.weight_scale).to(inputs.dtype), self.bias)
 
 
-def is_exact(in_features: int, out_features: int) -> bool:
-    """Whether this machine computes what integer arithmetic says, and a row's bits are the same alone, at
-    every place and among any number of rows.
-
-    Without VNNI, oneDNN adds pairs of products in 16 bits, where large ones are cut off: the probe's rows
-    and weights take their largest values.
-    """
-    if find_agreeing_kernel(in_features, out_features) != "none":
-        return True
-    return _is_exact(in_features, out_features, "none")
-
-
 @cache
-def find_agreeing_kernel(in_features: int, out_features: int) -> Kernel:
-    """How few rows are multiplied by our own kernel, with which ``is_exact`` says yes; or that they are
-    not. oneDNN adds what the zero point makes of a sum before it becomes a float, or, with AMX, after."""
-    kernel = find_kernel(_KERNEL)
-    if kernel is None or not kernel.can_multiply(in_features, out_features):
-        return "none"
-    if not hasattr(torch.ops.mkldnn, "data_ptr"):
-        return "none"
-    weight = torch.zeros(out_features, in_features, dtype=torch.int8)
-    packed = torch.ops.onednn.qlinear_prepack(weight, None)
-    num_bytes = kernel.packed_bytes(in_features, out_features)
-    if not packed.is_mkldnn or torch.ops.mkldnn._nbytes(packed) < num_bytes:
-        return "none"  # packed in some other way
-    ways: tuple[Kernel, ...] = ("whole sums", "float sums")
-    return next((way for way in ways if _is_exact(in_features, out_features, way)), "none")
-
-
-@cache
-def _is_exact(in_features: int, out_features: int, kernel: Kernel) -> bool:
-    rows, weight = _probes(in_features, out_features)
-    product = Int8Product(
-        [Int8Weight(weight, torch.ones(out_features))], [None], torch.float32, kernel
-    )
-    inputs = rows.float()
-    every = product(inputs)
-    return _are_sums(every[:_CHECKED_ROWS], rows[:_CHECKED_ROWS], weight) and all(
-        torch.equal(product(inputs[start : start + count]), every[start : start + count])
-        for count in _PROBED_ROWS
-        for start in ((0,) if count > 1 else range(8))
-    )
-
-
-def _are_sums(got: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Those beyond 24 bits are rounded, each in one way."""
-    parts = zip(got.split(_CHANNELS_AT_ONCE, 1), weight.split(_CHANNELS_AT_ONCE), strict=True)
-    return all(
-        # Doubles hold them exactly.
-        torch.allclose(part.double(), rows.double() @ few.double().T, rtol=1e-6, atol=64.0)
-        for part, few in parts
-    )
-
-
-def _probes(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and weights, some with the largest sums that there are, and with odd ones near them."""
-    generator = torch.Generator().manual_seed(0)
-    size = (max(_PROBED_ROWS), in_features)
-    rows = torch.randint(-_LARGEST, _LARGEST + 1, size, generator=generator)
-    weight = torch.randint(
-        -_LARGEST,
-        _LARGEST + 1,
-        (out_features, in_features),
-        generator=generator,
-        dtype=torch.int8,
-    )
-    rows[:2, ::2] = weight[:2, ::2] = _LARGEST
-    for values in (rows[2:6], weight[2:6]):
-        few = torch.randint(0, 2, values.shape, generator=generator)
-        values.copy_(_LARGEST - few)
-    rows[:, 0] = _LARGEST  # so that a row's scale is 1
-    return rows, weight
+def is_exact() -> bool:
+    """Whether this machine computes what integer arithmetic says. Without VNNI there is no loop for it;
+    with it, the largest sums that there are come out right, or nothing is computed in 8 bits."""
+    kernel = find_kernel("int8_product")
+    if kernel is None or not kernel.can_multiply():
+        return False
+    rows = torch.full((3, 2 * GROUP), float(_LARGEST))
+    rows[1], rows[2, ::2] = -_LARGEST, -_LARGEST
+    values = torch.full((3, 2 * GROUP), _LARGEST, dtype=torch.int8)
+    values[1] = -_LARGEST
+    values[2, 1::2] = 0
+    product = Int8Product([Int8Weight(values, torch.ones(3))], [None], torch.float32)
+    return torch.equal(product(rows), rows @ values.float().T)

@@ -8,6 +8,8 @@ and under a tree mask, does not write the logits that transformers' own forward 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -164,6 +166,17 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
             f"{type(model).__name__}: attention layers report the numbers {layers}"
         )
     return [probe.shapes[layer] for layer in layers]
+
+
+@contextmanager
+def borrowed_attention(model: PreTrainedModel) -> Iterator[list[KVShape]]:
+    """Within it, the model runs on the engine's attention; gives each layer's shapes. Raises as
+    ``attach_attention``."""
+    before = model.config._attn_implementation
+    try:
+        yield attach_attention(model)
+    finally:
+        model.config._attn_implementation = before
 
 
 def max_position(config: Any) -> int:

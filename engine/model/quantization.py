@@ -57,9 +57,7 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> Quantizati
 
     Raises UnsupportedModelError where the machine does not compute in 8 bits, or nothing is quantised.
     """
-    reason = refusal(model.device)
-    if reason is not None:
-        raise UnsupportedModelError(f"quantization=int8: {reason}")
+    check_machine(model.device)
     head = model.get_output_embeddings()
     num_parameters = _num_parameters(model)
     groups = [
@@ -70,10 +68,6 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> Quantizati
     if not groups:
         kind = type(model).__name__
         raise UnsupportedModelError(f"quantization=int8: {kind} has no linear layers to quantise")
-    inexact = [shape for shape in _shapes(groups) if not is_exact(*shape)]
-    if inexact:
-        listed = ", ".join(f"{ins} by {outs}" for ins, outs in inexact)
-        raise UnsupportedModelError(f"quantization=int8: {_INEXACT} (products of {listed})")
     places = [place for group in groups for place in group]
     num_quantized = sum(place.in_features * place.out_features for place in places)
     num_layers, has_head = len(places), any(place.module is head for place in places)
@@ -92,16 +86,21 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> Quantizati
     return info
 
 
-_INEXACT = "this CPU has neither VNNI nor AMX, and cuts off sums of products"
+_INEXACT = "this CPU has no VNNI, and nothing else here multiplies in 8 bits"
+
+
+def check_machine(device: torch.device) -> None:
+    """Raises UnsupportedModelError where models cannot be served in 8 bits."""
+    reason = refusal(device)
+    if reason is not None:
+        raise UnsupportedModelError(f"quantization=int8: {reason}")
 
 
 def refusal(device: torch.device) -> str | None:
     """Why models on this device cannot be served in 8 bits; None: they can."""
     if device.type != "cpu":
         return f"it is for CPUs, not for {device.type}"
-    if not torch.backends.mkldnn.is_available():
-        return "this build of torch has no oneDNN"
-    return None if is_exact(64, 64) else _INEXACT
+    return None if is_exact() else _INEXACT
 
 
 def num_bytes(model: nn.Module) -> int:
@@ -123,10 +122,10 @@ def _num_parameters(model: nn.Module) -> int:
 
 
 def _groups(model: PreTrainedModel) -> list[list[_Place]]:
-    """Linear layers that can be quantised, together those of one parent that a forward calls with the
-    same tensor."""
+    """Linear layers that can be quantised, together those of one parent and kind that a forward calls
+    with the same tensor."""
     places = list(_places(model))
-    seen: dict[tuple[int, int], list[_Place]] = {}
+    seen: dict[tuple[int, int, type], list[_Place]] = {}
     alone = {place.module: place for place in places}
     # An id names a tensor only while it lives; and one that is written to in between is another input.
     read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -135,12 +134,12 @@ def _groups(model: PreTrainedModel) -> list[list[_Place]]:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             if alone.pop(module, None) is None:
                 return
-            key = (id(place.parent), id(inputs[0]))
+            key = (id(place.parent), id(inputs[0]), type(module))
             _, copy = read.setdefault(id(inputs[0]), (inputs[0], inputs[0].clone()))
             if key in seen and torch.equal(copy, inputs[0]):
                 seen[key].append(place)
             else:
-                seen[(id(place), id(inputs[0])) if key in seen else key] = [place]
+                seen[(id(place), *key[1:]) if key in seen else key] = [place]
 
         return hook
 
@@ -170,12 +169,6 @@ def _sizes(module: Any) -> tuple[int, int] | None:
     if type(module) in (nn.Linear, StoredInt8Linear):
         return module.in_features, module.out_features
     return None
-
-
-def _shapes(groups: Sequence[Sequence[_Place]]) -> list[tuple[int, int]]:
-    return sorted(
-        {(group[0].in_features, sum(place.out_features for place in group)) for group in groups}
-    )
 
 
 def _replace(group: Sequence[_Place], dtype: torch.dtype) -> None:

@@ -23,8 +23,15 @@ _FORK = 11
 _PARENTS = (-1, -1, 0, 0, 2, 1)
 # Logit differences relative to the logits' spread, by the bits of the model's type.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-_TOLERANCE_IN_8_BITS = 8e-2
 _TOLERANCE_OF_STORES_IN_8_BITS = 3e-1
+# Rounded weights and inputs write other logits, and that feeds on itself from layer to layer: up to 0.17
+# were seen of real models. Those of two models that have nothing in common differ by 1.1.
+_SANE_IN_8_BITS = 5e-1
+
+
+def blocks_needed(block_size: int) -> int:
+    """Of a store that has room for the checks."""
+    return 2 * -(-_NUM_TOKENS // block_size)
 
 
 def _token_ids(vocab_size: int) -> list[int]:
@@ -41,13 +48,15 @@ def reference_logits(model: PreTrainedModel) -> torch.Tensor:
 
 def check_logits(runner: ModelRunner, reference: torch.Tensor) -> None:
     """Raises UnsupportedModelError if the engine's forward, in chunks with a draft tree beside them,
-    does not write the reference. Overwrites the store's blocks: only while it is unused."""
-    tolerance = _tolerance(runner)
+    does not write the reference; where layers have 8 bits, if it writes nothing like it. Whether a model
+    keeps state is to be seen before it is quantised. Overwrites the store's blocks: only while it is
+    unused."""
+    tolerance, reason = _tolerance(runner)
     for what, error in logit_errors(runner, reference).items():
         if not error < tolerance:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__}: run {what}, its logits differ from transformers' "
-                f"own by {error:.3g} of their spread; it must keep state that the engine does not carry"
+                f"own by {error:.3g} of their spread; {reason}"
             )
 
 
@@ -58,7 +67,7 @@ def logit_errors(runner: ModelRunner, reference: torch.Tensor) -> dict[str, floa
     token_ids = _token_ids(_vocab_size(runner.model))
     block_size = runner.store.block_size
     needed = -(-_NUM_TOKENS // block_size)
-    if 2 * needed > runner.store.num_blocks:
+    if blocks_needed(block_size) > runner.store.num_blocks:
         return {}
     chunks = torch.cat(list(_run_chunks(runner, token_ids, range(needed), _CHUNKS)))
     tree = _run_tree(runner, token_ids, range(needed, 2 * needed))
@@ -73,15 +82,14 @@ def logit_errors(runner: ModelRunner, reference: torch.Tensor) -> dict[str, floa
     }
 
 
-def _tolerance(runner: ModelRunner) -> float:
-    """A last bit decides which of two steps of 8 bits is nearer; and keys and values in 8 bits are not
-    transformers' own."""
-    model = runner.model
+def _tolerance(runner: ModelRunner) -> tuple[float, str]:
+    """And what it says of a model that is beyond it."""
+    if any(isinstance(module, Int8Linear) for module in runner.model.modules()):
+        return _SANE_IN_8_BITS, "it does not survive rounding to 8 bits"
+    keeps_state = "it must keep state that the engine does not carry"
     if runner.store.dtype.itemsize == 1:
-        return _TOLERANCE_OF_STORES_IN_8_BITS
-    if any(isinstance(module, Int8Linear) for module in model.modules()):
-        return _TOLERANCE_IN_8_BITS
-    return _TOLERANCE.get(model.dtype, _TOLERANCE_IN_8_BITS)
+        return _TOLERANCE_OF_STORES_IN_8_BITS, keeps_state
+    return _TOLERANCE.get(runner.model.dtype, _TOLERANCE[torch.bfloat16]), keeps_state
 
 
 class Exactness(NamedTuple):
@@ -116,7 +124,7 @@ def check_exact(runner: ModelRunner) -> bool | None:
     token_ids = _token_ids(_vocab_size(runner.model))
     block_size = runner.store.block_size
     needed = -(-_NUM_TOKENS // block_size)
-    if 2 * needed > runner.store.num_blocks:
+    if blocks_needed(block_size) > runner.store.num_blocks:
         return None
     mine, other = range(needed), range(needed, 2 * needed)
     (whole,) = _run_chunks(runner, token_ids, mine, (_NUM_TOKENS,))

@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from engine.errors import UnsupportedModelError
-from engine.model.int8 import MOST_IN_FEATURES, StoredInt8Linear, quantize_weight
+from engine.model.int8 import MOST_IN_FEATURES, StoredInt8Linear, quantize_by_channel
 
 _METHOD = "slipstream-int8"
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
@@ -124,7 +124,7 @@ def store_int8(model: PreTrainedModel) -> list[str]:
         linear: Any = model.get_submodule(name)
         with torch.device("meta"):
             stored = StoredInt8Linear(linear.in_features, linear.out_features, False, model.dtype)
-        values, scales = quantize_weight(linear.weight)
+        values, scales, _ = quantize_by_channel(linear.weight)
         stored.weight = nn.Parameter(values, requires_grad=False)
         stored.weight_scale = nn.Parameter(scales[:, None], requires_grad=False)
         stored.bias = linear.bias

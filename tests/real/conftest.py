@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.environ.get(REQUIRED) and not is_installed():
         raise pytest.UsageError(f"{REQUIRED} is set, and {SMOLLM2_REQUIREMENT} is not installed")
     for item in items:
-        if "engine" not in getattr(item, "fixturenames", ()):
+        if "smollm2" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("server"))
 
 

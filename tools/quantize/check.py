@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
+
+from engine.model.int8 import Int8Linear
 
 _WINDOW = 512
 """Tokens that are read at once, each after those before it in its window."""
@@ -44,3 +47,37 @@ def compare(
         "kl": kl,
         "same_argmax": same,
     }
+
+
+@torch.inference_mode()
+def layer_errors(
+    model: PreTrainedModel, quantized: PreTrainedModel, token_ids: Sequence[int]
+) -> dict[str, float]:
+    """How far each layer in 8 bits lies from the one it was made from, for the inputs that the model's
+    own layer reads on the text's first window: the norm of the difference over that of the output. By the
+    layer's name, the largest first."""
+    totals: dict[str, torch.Tensor] = {}
+
+    def note(name: str, layer: Int8Linear) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            del module
+            error, size = (layer(inputs[0]) - output).float(), output.float()
+            found = torch.stack([error.square().sum(), size.square().sum()]).double()
+            totals[name] = totals.get(name, 0) + found
+
+        return hook
+
+    layers = {
+        name: module for name, module in quantized.named_modules() if isinstance(module, Int8Linear)
+    }
+    handles = [
+        model.get_submodule(name).register_forward_hook(note(name, layer))
+        for name, layer in layers.items()
+    ]
+    try:
+        model(input_ids=torch.tensor([list(token_ids[:_WINDOW])]), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    errors = {name: float((error / size).sqrt()) for name, (error, size) in totals.items()}
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))

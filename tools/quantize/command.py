@@ -14,7 +14,10 @@ _DESCRIPTION = """Write SRC's linear weights in 8 bits to the folder DST, in com
 serves the same weights, quantised at every start.)
 
 With --check FILE, compare SRC in 8 bits with SRC as it is, on any text: loss, Kullback-Leibler
-divergence of the next token's distribution, and how often both think the same token the likeliest."""
+divergence of the next token's distribution, how often both think the same token the likeliest, and the
+layers that rounding changes most."""
+
+_MOST_NAMED = 5
 
 
 def add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -86,9 +89,9 @@ def _write(arguments: argparse.Namespace) -> None:
     _say(f"{arguments.dst}: {len(names)} linear layers in 8 bits")
 
 
-def _check(arguments: argparse.Namespace) -> dict[str, float]:
+def _check(arguments: argparse.Namespace) -> dict[str, Any]:
     from engine.model.quantization import quantize_model
-    from tools.quantize.check import compare
+    from tools.quantize.check import compare, layer_errors
 
     text = arguments.check.read_text(encoding="utf-8")
     model, tokenizer = _load(arguments)
@@ -97,10 +100,14 @@ def _check(arguments: argparse.Namespace) -> dict[str, float]:
         raise ValueError(f"{arguments.check} has fewer than two tokens")
     quantized, _ = _load(arguments)
     info = quantize_model(quantized)
-    return {"share_quantized": info.share, **compare(model, quantized, token_ids)}
+    return {
+        "share_quantized": info.share,
+        **compare(model, quantized, token_ids),
+        "layer_errors": layer_errors(model, quantized, token_ids),
+    }
 
 
-def _report(found: dict[str, float], as_json: bool) -> None:
+def _report(found: dict[str, Any], as_json: bool) -> None:
     change = found["loss_int8"] / found["loss"] - 1
     lines = [
         f"tokens compared      {found['num_tokens']:.0f}",
@@ -109,6 +116,8 @@ def _report(found: dict[str, float], as_json: bool) -> None:
         f"KL divergence        {found['kl']:.5f}",
         f"same likeliest token {found['same_argmax']:.1%}",
     ]
+    worst = list(found["layer_errors"].items())[:_MOST_NAMED]
+    lines += [f"layer's error        {error:.2%} {name}" for name, error in worst]
     _say(json.dumps(found) if as_json else "\n".join(lines))
 
 

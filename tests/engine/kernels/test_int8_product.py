@@ -1,144 +1,142 @@
-"""Products of few rows in 8 bits: bits are those of oneDNN's, whatever rows, sizes and threads."""
+"""Products in 8 bits: bits are those of the loop that the kernel says it is, whatever rows, sizes and
+threads."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numba
 import pytest
 import torch
 
+from engine.kernels import integers
 from engine.kernels.int8_product import can_multiply
 from engine.kernels.int8_rows import ACTIVATIONS, Gate, gate_rows
-from engine.model import int8
 from engine.model.int8 import (
     Int8Product,
     Int8Weight,
-    find_agreeing_kernel,
-    quantize_rows,
+    is_exact,
+    quantize_by_channel,
     quantize_weight,
 )
+from worlds import int8_oracle
 
-needs_kernel = pytest.mark.skipif(
-    find_agreeing_kernel(64, 64) == "none", reason="this CPU has no AVX-512 VNNI"
-)
-
-
-def forget() -> None:
-    find_agreeing_kernel.cache_clear()
-    int8._is_exact.cache_clear()
+needs_kernel = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
+SCHEMES = {"by group": quantize_weight, "by channel": quantize_by_channel}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def both(
-    in_features: int, out_features: int, dtype: torch.dtype, has_bias: bool
-) -> tuple[Int8Product, Int8Product]:
-    """With the kernel, and without."""
-    weight = quantize_weight(drawn(out_features, in_features))
-    bias = drawn(out_features, seed=1) if has_bias else None
-    without = Int8Product([weight], [bias], dtype, "none")
-    return Int8Product([weight], [bias], dtype), without
+def with_outliers(*shape: int, seed: int = 0) -> torch.Tensor:
+    rows = drawn(*shape, seed=seed)
+    rows[:, ::37] *= 60
+    return rows
 
 
 @needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(64, 64), (1040, 80), (16, 16), (320, 1056)])
-def test_bits_are_those_of_onednn(
-    shape: tuple[int, int], dtype: torch.dtype, has_bias: bool
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 64), (1040, 80), (16, 16), (320, 1056), (40, 33), (129, 7)])
+def test_bits_are_those_of_the_loop(
+    shape: tuple[int, int], dtype: torch.dtype, has_bias: bool, scheme: str
 ) -> None:
-    kernel, onednn = both(*shape, dtype, has_bias)
-    rows = drawn(64, shape[0], seed=2).to(dtype)
-    expected = onednn(rows)
-    for count in (1, 2, 3, 4, 5, 6, 7, 8, 11, 64):
-        assert torch.equal(kernel(rows[:count]), expected[:count]), count
-    assert torch.equal(kernel(rows[7:8]), expected[7:8])
+    in_features, out_features = shape
+    weight = SCHEMES[scheme](with_outliers(out_features, in_features))
+    bias = drawn(out_features, seed=1) if has_bias else None
+    rows = with_outliers(29, in_features, seed=2).to(dtype)
+    rows[3] = 0
+    product = Int8Product([weight], [bias], dtype)
+    expected = int8_oracle.product(rows, weight, bias, dtype)
+    for count in (*range(1, 15), 29):
+        assert torch.equal(product(rows[:count]), expected[:count]), count
+    assert torch.equal(product(rows[7:8]), expected[7:8])
 
 
 @needs_kernel
-@pytest.mark.parametrize("in_features", [1024, 3072, 8192])
-def test_so_are_those_of_sums_that_no_float_holds(in_features: int) -> None:
-    weight = torch.full((32, in_features), 127, dtype=torch.int8)
-    weight[:, :32] -= torch.eye(32, dtype=torch.int8)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("in_features", [1024, 8192])
+def test_so_are_those_of_sums_that_no_float_holds(in_features: int, scheme: str) -> None:
+    values = torch.full((32, in_features), 127, dtype=torch.int8)
+    values[:, :32] -= torch.eye(32, dtype=torch.int8)
+    groups = torch.ones(32, in_features // 32, dtype=torch.float16)
+    weight = Int8Weight(values, torch.ones(32), groups if scheme == "by group" else None)
     rows = torch.full((40, in_features), 127.0)
     rows[:, 8:48] -= torch.eye(40)
-    products = [
-        Int8Product([Int8Weight(weight, torch.ones(32))], [None], torch.float32, *kernel)
-        for kernel in ((), ("none",))
-    ]
-    kernel, onednn = (product(rows) for product in products)
-    assert onednn.min() > 2**23
-    assert torch.equal(kernel, onednn)
+    rows[1] *= -1
+    got = Int8Product([weight], [None], torch.float32)(rows)
+    assert torch.equal(got, int8_oracle.product(rows, weight, None, torch.float32))
+    exact = rows.double() @ values.double().T
+    assert exact.abs().max() > 2**23
+    assert ((got - exact).abs() <= 2.0**-20 * exact.abs()).all()
+
+
+@needs_kernel
+def test_the_narrow_instruction_has_the_same_bits(tmp_path: Path) -> None:
+    features = integers._features()
+    if not features.get("avxvnni") and not features.get("avx512vl"):
+        pytest.skip("this CPU has no narrow one")
+    weights = [scheme(with_outliers(80, 320)) for scheme in SCHEMES.values()]
+    rows = with_outliers(13, 320, seed=2)
+    torch.save(([tuple(each) for each in weights], rows), tmp_path / "given.pt")
+    here = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "worlds.narrow_products", str(tmp_path)]
+    subprocess.run(command, env=os.environ | here, check=True)
+    products, instructions = torch.load(tmp_path / "got.pt")
+    assert instructions == [integers._NARROW]
+    for weight, got in zip(weights, products, strict=True):
+        assert torch.equal(got, int8_oracle.product(rows, weight, None, torch.float32))
 
 
 @needs_kernel
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_threads_do_not_change_them(num_threads: int) -> None:
-    kernel, onednn = both(128, 448, torch.float32, False)
+    weight = quantize_weight(drawn(448, 128))
+    product = Int8Product([weight], [None], torch.float32)
     rows = drawn(9, 128, seed=2)
+    expected = int8_oracle.product(rows, weight, None, torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         for _ in range(50):
-            assert torch.equal(kernel(rows), onednn(rows))
+            assert torch.equal(product(rows), expected)
     finally:
         torch.set_num_threads(before)
 
 
 @needs_kernel
 def test_rows_in_a_wider_tensor_and_columns_as_rows() -> None:
-    kernel, onednn = both(64, 32, torch.float32, False)
+    weight = quantize_weight(drawn(32, 64))
+    product = Int8Product([weight], [None], torch.float32)
     for rows in (drawn(5, 96)[:, 16:80], drawn(64, 5).T):
-        assert torch.equal(kernel(rows), onednn(rows))
+        expected = int8_oracle.product(rows.contiguous(), weight, None, torch.float32)
+        assert torch.equal(product(rows), expected)
 
 
 @needs_kernel
-def test_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice() -> None:
-    kernel, _ = both(64, 32, torch.float32, False)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice(scheme: str) -> None:
+    product = Int8Product([SCHEMES[scheme](drawn(32, 64))], [None], torch.float32)
     rows = drawn(3, 64)
-    alone = kernel(rows)
-    rows[1, 5] = torch.nan
-    got = kernel(rows)
-    assert got[1].isnan().all()
-    assert torch.equal(got[::2], alone[::2])
+    alone = product(rows)
+    for value in (torch.nan, torch.inf):
+        rows[1, 5] = value
+        got = product(rows)
+        assert not got[1].isfinite().any()
+        assert torch.equal(got[::2], alone[::2])
 
 
-@pytest.mark.parametrize(("in_features", "out_features"), [(40, 64), (64, 40)])
-def test_other_sizes_are_left_to_onednn(in_features: int, out_features: int) -> None:
-    assert not can_multiply(in_features, out_features)
-    assert find_agreeing_kernel(in_features, out_features) == "none"
-
-
-def test_where_numba_compiles_for_another_machine_it_is_left_to_onednn(
+def test_where_numba_compiles_for_another_machine_there_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
-    assert not can_multiply(64, 64)
-
-
-def test_weights_that_are_packed_otherwise_are_left_to_onednn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.ops.onednn, "qlinear_prepack", lambda values, _: values)
-    forget()
-    assert find_agreeing_kernel(64, 64) == "none"
-    forget()
-
-
-@needs_kernel
-def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = int8.find_kernel("int8_product").PackedWeights
-    times = kernel.times
-    monkeypatch.setattr(kernel, "times", lambda *told: times(*told) * 1.0000002)
-    forget()
-    assert find_agreeing_kernel(64, 64) == "none"
-    forget()
-    rows = drawn(2, 64)
-    weight = quantize_weight(drawn(64, 64))
-    expected = Int8Product([weight], [None], torch.float32, "none").of_int8(quantize_rows(rows))
-    monkeypatch.undo()
-    assert torch.equal(Int8Product([weight], [None], torch.float32)(rows), expected)
+    assert not can_multiply()
 
 
 # --- rows that are gated first ---
@@ -148,32 +146,31 @@ GATES = [Gate(activation, is_first) for activation in ACTIVATIONS for is_first i
 
 @needs_kernel
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gated_rows_have_the_bits_of_gating_first_and_of_onednn(
-    dtype: torch.dtype, gate: Gate
-) -> None:
-    kernel, onednn = both(1040, 80, dtype, True)
-    rows = drawn(int8._FEW_ROWS + 2, 2080, seed=2).to(dtype)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_rows_have_the_bits_of_gating_first(dtype: torch.dtype, gate: Gate) -> None:
+    weight, bias = quantize_weight(drawn(80, 1040)), drawn(80, seed=1)
+    product = Int8Product([weight], [bias], dtype)
+    rows = drawn(40, 2080, seed=2).to(dtype)
     gated = gate_rows(rows, gate)
-    expected = onednn(gated)
-    assert torch.equal(onednn(rows, gate), expected)
-    for count in (1, 2, 3, 4, 5, 11, int8._FEW_ROWS, int8._FEW_ROWS + 1, len(rows)):
-        assert torch.equal(kernel(rows[:count], gate), expected[:count]), count
-        assert torch.equal(kernel(gated[:count]), expected[:count]), count
-    assert torch.equal(kernel(rows[7:8], gate), expected[7:8])
+    expected = int8_oracle.product(gated, weight, bias, dtype)
+    for count in (1, 2, 3, 4, 5, 11, 40):
+        assert torch.equal(product(rows[:count], gate), expected[:count]), count
+        assert torch.equal(product(gated[:count]), expected[:count]), count
+    assert torch.equal(product(rows[7:8], gate), expected[7:8])
 
 
 @needs_kernel
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_threads_do_not_change_those_either(num_threads: int) -> None:
-    kernel, onednn = both(1024, 64, torch.float32, False)
+    weight = quantize_weight(drawn(64, 1024))
+    product = Int8Product([weight], [None], torch.float32)
     rows, gate = drawn(40, 2048, seed=2), Gate("silu", True)
-    expected = onednn(gate_rows(rows, gate))
+    expected = int8_oracle.product(gate_rows(rows, gate), weight, None, torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         for _ in range(50):
-            assert torch.equal(kernel(rows, gate), expected)
+            assert torch.equal(product(rows, gate), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -181,17 +178,17 @@ def test_threads_do_not_change_those_either(num_threads: int) -> None:
 @needs_kernel
 @pytest.mark.parametrize("gate", GATES)
 def test_gated_rows_in_a_wider_tensor_and_columns_as_rows(gate: Gate) -> None:
-    kernel, onednn = both(64, 32, torch.float32, False)
+    product = Int8Product([quantize_weight(drawn(32, 64))], [None], torch.float32)
     for rows in (drawn(5, 160)[:, 16:144], drawn(128, 5).T):
-        assert torch.equal(kernel(rows, gate), onednn(gate_rows(rows.contiguous(), gate)))
+        assert torch.equal(product(rows, gate), product(gate_rows(rows.contiguous(), gate)))
 
 
 @needs_kernel
 def test_gated_rows_that_are_no_numbers_leave_their_neighbours_alone() -> None:
-    kernel, _ = both(64, 32, torch.float32, False)
+    product = Int8Product([quantize_weight(drawn(32, 64))], [None], torch.float32)
     rows, gate = drawn(3, 128), Gate("gelu_tanh", False)
-    alone = kernel(rows, gate)
+    alone = product(rows, gate)
     rows[1, 70] = torch.nan
-    got = kernel(rows, gate)
+    got = product(rows, gate)
     assert got[1].isnan().all()
     assert torch.equal(got[::2], alone[::2])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels.int8_rows import Gate, gate_rows
-from engine.model import gated, int8
+from engine.model import gated
 from engine.model.gated import GatedFeedForward, fuse_gated
 from engine.model.int8 import (
     Int8Linear,
@@ -24,12 +24,13 @@ from engine.model.int8 import (
 from engine.model.quantization import num_bytes, quantize_model
 from worlds.tiny_models import own_logits, random_ids, tiny_model
 
-pytestmark = pytest.mark.skipif(not is_exact(64, 64), reason="this CPU has neither VNNI nor AMX")
+pytestmark = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 IDS = random_ids(2, 28)
-FEW = int8._FEW_ROWS
+FEW = 96
+"""About as many rows as steps have that decode."""
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

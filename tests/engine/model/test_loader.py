@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from engine.batch import ForwardOutput
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
+from engine.model import quantization, selfcheck
+from engine.model.int8 import Int8Weight, is_exact, quantize_weight
 from engine.model.loader import (
     attach_attention,
     eos_token_ids,
@@ -110,12 +113,14 @@ def make_fake(kind: type[hf.LlamaForCausalLM]) -> hf.PreTrainedModel:
     return prepare_model(model, CPU)
 
 
-def build(model: hf.PreTrainedModel) -> None:
-    build_engine_for(
-        model,
-        None,
-        EngineConfig(num_blocks=32, block_size=4, max_num_batched_tokens=8, max_num_seqs=2),
-    )
+SMALL_ENGINE = EngineConfig(num_blocks=32, block_size=4, max_num_batched_tokens=8, max_num_seqs=2)
+IN_8_BITS = pytest.param(
+    "int8", marks=pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
+)
+
+
+def build(model: hf.PreTrainedModel, kind: Any = None) -> None:
+    build_engine_for(model, None, replace(SMALL_ENGINE, quantization=kind))
 
 
 def test_a_model_that_swallows_attention_keywords_is_refused() -> None:
@@ -125,11 +130,63 @@ def test_a_model_that_swallows_attention_keywords_is_refused() -> None:
         build(make_fake(Forgetful))
 
 
+@pytest.mark.parametrize("bits", [None, IN_8_BITS])
 @pytest.mark.parametrize("kind", [Stateful, Unpositioned])
-def test_a_model_that_keeps_other_state_is_found_out(kind: type[hf.LlamaForCausalLM]) -> None:
+def test_a_model_that_keeps_other_state_is_found_out(
+    kind: type[hf.LlamaForCausalLM], bits: str | None
+) -> None:
     """Nothing in its configuration says so; only its logits do."""
-    with pytest.raises(UnsupportedModelError, match="its logits differ from transformers' own"):
-        build(make_fake(kind))
+    with pytest.raises(UnsupportedModelError, match="differ .* it must keep state"):
+        build(make_fake(kind), bits)
+
+
+class SlightlyStateful(hf.LlamaForCausalLM):
+    """Keeps so little that rounding to 8 bits changes logits as much."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        counts = torch.arange(1, output.logits.shape[1] + 1)[None, :, None]
+        output.logits = output.logits + 0.05 * output.logits.cumsum(1) / counts
+        return output
+
+
+@pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
+def test_rounding_hides_no_state_and_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both change logits beyond what types of 16 bits may; only one is refused."""
+    rounding = []
+    compare = selfcheck.logit_errors
+
+    def noted(runner: Any, reference: torch.Tensor) -> dict[str, float]:
+        errors = compare(runner, reference)
+        rounding.extend(errors.values())
+        return errors
+
+    monkeypatch.setattr(selfcheck, "logit_errors", noted)
+    build(rough(tiny_model("llama")), "int8")
+    before, after = rounding[:2], rounding[2:]
+    assert max(before) < 1e-3 < 0.03 < min(after)
+    with pytest.raises(UnsupportedModelError, match="it must keep state"):
+        build(rough(make_fake(SlightlyStateful)), "int8")
+
+
+def rough(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
+    """With weights that eight bits describe badly: in each group one is far above the others."""
+    with torch.no_grad():
+        for module in model.modules():
+            if type(module) is torch.nn.Linear:
+                module.weight[:, ::32] *= 30
+    return model
+
+
+@pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
+def test_what_does_not_survive_rounding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoilt(weight: torch.Tensor) -> Int8Weight:
+        values, scales, groups = quantize_weight(weight)
+        return Int8Weight(values.roll(1, 0), scales, groups)
+
+    monkeypatch.setattr(quantization, "quantize_weight", spoilt)
+    with pytest.raises(UnsupportedModelError, match="does not survive rounding to 8 bits"):
+        build(tiny_model("llama"), "int8")
 
 
 def test_a_model_that_looks_ahead_is_found_out() -> None:

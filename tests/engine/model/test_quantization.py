@@ -14,7 +14,7 @@ from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.model import quantization
-from engine.model.int8 import Int8Linear, is_exact
+from engine.model.int8 import GROUP, Int8Linear, is_exact, quantize_by_channel
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, load_model
 from engine.model.quantization import has_stored_weights, quantize_model
@@ -23,7 +23,7 @@ from engine.model.selfcheck import check_exact, check_logits, reference_logits
 from engine.model.stored_int8 import store_int8
 from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, tiny_model
 
-pytestmark = pytest.mark.skipif(not is_exact(64, 64), reason="this CPU has neither VNNI nor AMX")
+pytestmark = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
 
 
 def int8_layers(model: nn.Module) -> dict[str, Int8Linear]:
@@ -73,13 +73,18 @@ def test_what_is_said_of_it_is_what_is_held() -> None:
     num_parameters = sum(each.numel() for each in model.parameters())
     linears = [m for m in model.modules() if type(m) is nn.Linear]
     num_quantized = sum(each.weight.numel() for each in linears)
-    num_scales = sum(each.out_features for each in linears)
     rest = num_parameters - num_quantized
     info = quantize_model(model)
     assert (info.method, info.bits, info.head) == ("int8", 8, True)
     assert (info.num_quantized, info.num_parameters) == (num_quantized, num_parameters)
     buffers = sum(each.numel() * each.element_size() for each in model.buffers())
-    assert info.num_bytes == num_quantized + 4 * (num_scales + rest) + buffers
+    shared = {id(each.shared): each.shared.product for each in int8_layers(model).values()}
+    held = 0
+    for product in shared.values():
+        channels, groups = (-(-size // 32) for size in (product.out_features, product.in_features))
+        # A byte of each weight, two of each group's scale, four of each channel's.
+        held += 32 * channels * (groups * (GROUP + 2) + 4)
+    assert info.num_bytes == held + 4 * rest + buffers
 
 
 def test_the_head_can_keep_its_type() -> None:
@@ -99,7 +104,7 @@ def test_a_tied_head_leaves_the_embeddings_as_they_are() -> None:
 
 def test_machines_without_such_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "is_exact", lambda *_: False)
-    with pytest.raises(UnsupportedModelError, match="quantization=int8: .* neither VNNI nor AMX"):
+    with pytest.raises(UnsupportedModelError, match="quantization=int8: .* no VNNI"):
         quantize_model(tiny_model("llama"))
     assert "for CPUs, not for cuda" in str(quantization.refusal(torch.device("cuda")))
 
@@ -120,10 +125,14 @@ def test_an_engine_says_what_it_serves() -> None:
     assert plain.num_parameters == info.num_parameters
 
 
-def test_a_checkpoint_in_8_bits_is_served_as_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_in_8_bits_is_served_by_its_own_scheme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("qwen2")  # its queries, keys and values have biases
     quantized = tiny_model("qwen2")
-    quantize_model(quantized, with_head=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(quantization, "quantize_weight", quantize_by_channel)
+        quantize_model(quantized, with_head=False)
     expected = reference_logits(quantized)
     names = store_int8(model)
     assert "lm_head" not in names

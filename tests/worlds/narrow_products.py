@@ -1,0 +1,36 @@
+"""Products in 8 bits as CPUs with VNNI and without AVX-512 compute them: a process of its own, since code
+is compiled once in a process.
+
+    python -m worlds.narrow_products FOLDER
+
+Reads ``given.pt`` there, writes ``got.pt``: products, and the instructions that were compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from engine.kernels import integers
+from engine.model.int8 import Int8Product, Int8Weight
+
+
+def main(folder: Path) -> None:
+    instructions = set()
+    call = integers._call
+
+    def noted(builder: object, name: str, *values: object) -> object:
+        instructions.add(name)
+        return call(builder, name, *values)
+
+    integers._call = noted  # type: ignore[assignment]
+    integers._is_wide = lambda: False
+    weights, rows = torch.load(folder / "given.pt")
+    products = [Int8Product([Int8Weight(*each)], [None], torch.float32)(rows) for each in weights]
+    torch.save((products, sorted(instructions)), folder / "got.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
