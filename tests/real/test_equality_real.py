@@ -16,7 +16,7 @@ from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, drafting, request
 from worlds.equality import WIDTHS, partly_right
 from worlds.exact_situations import SITUATIONS, Signature, plain, signature
-from worlds.real_engine import DRAFTERS, RealEngine
+from worlds.real_engine import DRAFTERS, RealEngine, code, licence
 from worlds.real_model import REAL
 
 pytestmark = REAL
@@ -37,6 +37,8 @@ POLICIES = {
     "target_rate": replace(drafting("", "target_rate", 4), target_acceptance_rate=0.5),
     "goodput": drafting("", "goodput", 8),
 }
+FAST = ("prefix_hit", "preempted")
+"""Situations that all lanes look at."""
 Asked = Mapping[str, tuple[GenerationRequest, Signature]]
 """By id: a request, and what it has to write."""
 
@@ -91,7 +93,13 @@ def expect_equal(driver: Driver, asked: Asked, count: Count) -> dict[str, int]:
     return accepted
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        name if name in ("greedy", "t08") else pytest.param(name, marks=pytest.mark.slow)
+        for name in SAMPLINGS
+    ],
+)
 def test_no_drafter_changes_a_bit(engine: RealEngine, sampling: str, count: Count) -> None:
     """All in one batch, with a neighbour."""
     asked = all_drafters(engine, [sampling], 0)
@@ -101,3 +109,64 @@ def test_no_drafter_changes_a_bit(engine: RealEngine, sampling: str, count: Coun
     if sampling == "greedy":
         # Nothing is forced here.
         assert {name for name, num in accepted.items() if not num} == {"grammar"}
+
+
+@pytest.mark.parametrize(
+    ("situation", "turn"),
+    [
+        pytest.param(name, turn, marks=() if name in FAST and not turn else pytest.mark.slow)
+        for name in SITUATIONS
+        for turn in range(2)
+    ],
+)
+def test_no_situation_changes_a_bit(
+    engine: RealEngine, situation: str, turn: int, count: Count
+) -> None:
+    """Samplings go round over all drafters, other ones in every turn."""
+    names = list(SAMPLINGS)
+    asked = all_drafters(engine, [*names[3 * turn :], *names[: 3 * turn]], turn)
+    driver = SITUATIONS[situation](engine, [each for each, _ in asked.values()])
+    expect_equal(driver, asked, count)
+
+
+@pytest.mark.slow
+def test_a_prompt_of_four_thousand_tokens_changes_nothing(engine: RealEngine, count: Count) -> None:
+    """In pieces and in none: all read it from the prefix cache, but for the first one."""
+    text = f"{licence(13000)}\n\n{code(6000)}\n\nRepeat the first two sentences."
+    prompt = engine.chat(text)
+    assert 4000 < len(prompt) < 5000
+    short = [replace(each, max_tokens=24) for each in (_USUAL, _SAMPLED)]
+    texts = [plain(engine, request("plain", prompt, each)) for each in short]
+    asked = {}
+    for index, drafter in enumerate(DRAFTERS):
+        sampling, expected = short[index % 2], texts[index % 2]
+        tokens = [token for token, _ in expected]
+        speculative = way(drafter, list(WIDTHS.values())[index // 2 % 2], index, tokens)
+        asked[drafter] = request(drafter, prompt, sampling, speculative), expected
+    driver = Driver(engine.core(engine.setup.but(prefill_chunk=200)))
+    first, *others = [each for each, _ in asked.values()]
+    driver.run(first).run(*others)
+    cached = [driver.finishes[each.request_id].num_cached_tokens for each in others]
+    assert min(cached) > 3900
+    expect_equal(driver, asked, count)
+
+
+def test_the_whole_vocabulary_is_drafted_and_accepted(engine: RealEngine, count: Count) -> None:
+    """So hot that any token is as likely as another. Half of what is written is foretold, and nothing
+    but that can be drafted."""
+    hot = replace(_USUAL, max_tokens=256, temperature=1000.0)
+    prompt = engine.prompts[0]
+    expected = plain(engine, request("plain", prompt, hot))
+    tokens = [token for token, _ in expected]
+    sixteenth = engine.info.vocab_size // 16
+    assert engine.info.vocab_size == 49152
+    asked = {}
+    for index, width in enumerate(WIDTHS.values()):
+        speculative = way("prediction", width, 0, tokens)
+        asked[str(index)] = request(str(index), prompt, hot, speculative), expected
+    driver = Driver(engine.core(engine.setup)).run(*(each for each, _ in asked.values()))
+    expect_equal(driver, asked, count)
+    for name in asked:
+        pairs = zip(tokens, driver.drafted[name], strict=True)
+        accepted = [token for token, drafted in pairs if drafted]
+        assert {token // sixteenth for token in accepted} == set(range(16))

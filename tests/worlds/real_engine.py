@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.workloads import DATA, EDITS_FILE
+from bench.workloads import CODE_FILE, DATA, EDITS_FILE
 from drafters.base import Drafter, DrafterUnavailableError
 from drafters.registry import build_drafters, drafter_names
 from engine.build import build_engine
@@ -39,7 +39,7 @@ _USUAL = EngineConfig(
     prefix_layers=",".join(str(at) for at in range(NUM_LAYERS) if at not in _SKIPPED_LAYERS),
 )
 WEIGHTS: dict[str, dict[str, Any]] = {
-    "bf16": {"quantization": "none", "quantized": "int4"},
+    "bf16": {"quantization": "none", "quantized": "int8"},
     # A target in 8 bits is not copied once more: this copy is of the draft model.
     "int8": {"quantization": "int8", "quantized": "int4", "quantized_model": "draft"},
 }
@@ -61,7 +61,9 @@ class RealEngine:
         engine, self.tokenizer = build_engine(replace(_USUAL, **WEIGHTS[weights]))
         self._built = engine.core
         self.info = engine.info
-        self.prompts = [self.chat(text) for text in (*_QUESTIONS, *_edits(), _repeat_licence())]
+        self.prompts: Sequence[Sequence[int]] = [
+            self.chat(text) for text in (*_QUESTIONS, *_edits(), _repeat_licence())
+        ]
         self.setup = Setup(
             num_blocks=_NUM_BLOCKS,
             block_size=engine.info.block_size,
@@ -101,6 +103,13 @@ class RealEngine:
 def licence(num_characters: int) -> str:
     """The beginning of the Apache License."""
     return _LICENCE.read_text(encoding="utf-8")[:num_characters]
+
+
+def code(num_characters: int) -> str:
+    """The beginning of code that others wrote."""
+    lines = (DATA / CODE_FILE).read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    return "\n".join(each["prompt"] + each["completion"] for each in found)[:num_characters]
 
 
 def _repeat_licence() -> str:
