@@ -6,6 +6,7 @@ its way from the file's metadata to a tokenizer does not, and is taken.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,8 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     tokens = _tokens(header)
     names = GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = _parts(header.metadata, names)
-    backend, _ = convert_gguf_tokenizer(header.architecture, parts)
+    converted, _ = convert_gguf_tokenizer(header.architecture, parts)
+    backend = _only_own(converted, len(tokens))
     if parts.get("tokenizer_type") == "gpt2":
         _split_digits(backend, parts.get("pre_tokenizer_type"), GGUF_PRE_TOKENIZER_SPLITS)
     options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
@@ -118,6 +120,16 @@ def _special_id(header: GgufHeader, name: str) -> int | None:
     if not isinstance(number, int) or not 0 <= number < len(_tokens(header)):
         raise UnsupportedModelError(f"its {key} is {number!r}, which is none of its tokens")
     return number
+
+
+def _only_own(backend: Any, num_tokens: int) -> Any:
+    """Without tokens past the file's: transformers' classes add those that their families usually have,
+    and no model has embeddings for them."""
+    if backend.get_vocab_size(with_added_tokens=True) <= num_tokens:
+        return backend
+    parts = json.loads(backend.to_str())
+    parts["added_tokens"] = [each for each in parts["added_tokens"] if each["id"] < num_tokens]
+    return type(backend).from_str(json.dumps(parts))
 
 
 def _split_digits(backend: Any, splitter: str | None, known: Mapping[str, str]) -> None:

@@ -48,7 +48,7 @@ def parsed_once() -> Iterator[None]:
     with needing_gguf():
         # transformers asks for both, and names neither as a line can.
         gguf, _ = (import_module(name) for name in ("gguf", "accelerate"))
-    progress = modeling_gguf_pytorch_utils.tqdm
+    progress = getattr(modeling_gguf_pytorch_utils, "tqdm")  # noqa: B009 - it is no export
     replaced = {
         (gguf, "GGUFReader"): cache(gguf.GGUFReader),
         (gguf, "get_tensor_name_map"): cache(gguf.get_tensor_name_map),
@@ -114,7 +114,7 @@ def _check_sizes(header: GgufHeader) -> None:
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     layers = {int(found[1]) for name in shapes if (found := re.match(r"blk\.(\d+)\.", name))}
     num_layers = header.metadata.get(f"{header.architecture}.block_count")
-    if num_layers != len(layers) or max(layers, default=-1) >= len(layers):
+    if num_layers is not None and layers != set(range(min(num_layers, len(layers) + 1))):
         raise UnsupportedModelError(
             f"its configuration says {num_layers} layers, and it has tensors of {len(layers)}"
         )
