@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     required and not there."""
     if os.environ.get(REQUIRED) and not is_installed():
         raise pytest.UsageError(f"{REQUIRED} is set, and {SMOLLM2_REQUIREMENT} is not installed")
+    here = Path(__file__).parent
     for item in items:
-        if "smollm2" in getattr(item, "fixturenames", ()):
+        if here in item.path.parents and "engine" not in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("server"))
 
 

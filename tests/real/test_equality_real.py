@@ -132,7 +132,7 @@ def test_no_situation_changes_a_bit(
 @pytest.mark.slow
 def test_a_prompt_of_four_thousand_tokens_changes_nothing(engine: RealEngine, count: Count) -> None:
     """In pieces and in none: all read it from the prefix cache, but for the first one."""
-    text = f"{licence(13000)}\n\n{code(6000)}\n\nRepeat the first two sentences."
+    text = f"{licence(13000)}\n\n{code(7500)}\n\nRepeat the first two sentences."
     prompt = engine.chat(text)
     assert 4000 < len(prompt) < 5000
     short = [replace(each, max_tokens=24) for each in (_USUAL, _SAMPLED)]
