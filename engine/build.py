@@ -55,6 +55,7 @@ from engine.model.selfcheck import (
     reference_logits,
     verify_exact,
 )
+from engine.model_names import OWN_MODELS
 from engine.ranks.group import Ranks, join_ranks
 from engine.ranks.runner import LeadingRunner, follow_steps
 from engine.sampling.warm_up import warm_up
@@ -62,7 +63,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
 from engine.speculation.shedding import Shedding
-from engine.tokenizer import load_tokenizer, model_path
+from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
@@ -82,10 +83,9 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     check_kv_events(config)
     ranks = join_ranks(config)
     config = with_fastest_weights(config)
-    path = model_path(config)
-    name = config.model or BUNDLED_NAME
-    model = _load(path, config, ranks)
-    tokenizer = load_tokenizer(path, config.revision, config.trust_remote_code)
+    name = BUNDLED_NAME if config.is_bundled else config.served_model
+    model = _load(config, ranks)
+    tokenizer = load_tokenizer(config.served_model, config.revision, config.trust_remote_code)
     return build_engine_for(model, tokenizer, with_bundled_draft(config), name, ranks), tokenizer
 
 
@@ -95,7 +95,7 @@ def follow_engine(config: EngineConfig) -> None:
     where the first one goes without a word."""
     ranks = join_ranks(config)
     assert ranks is not None, "whoever follows was launched as a rank"
-    model = _load(model_path(config), config, ranks)
+    model = _load(config, ranks)
     # What the first rank asks of the divided model while it builds takes all of them.
     prepare_heads(model, config)
     reference_logits(model)
@@ -109,8 +109,8 @@ def follow_engine(config: EngineConfig) -> None:
     ranks.leave()
 
 
-def _load(path: str, config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
-    """The model of a folder or hub id, or this rank's part, on its device."""
+def _load(config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
+    """The model that is served, or this rank's part, on its device."""
     log_through_root("torch")
     device = torch.device(config.device) if ranks is None else ranks.device
     if config.num_threads is not None:
@@ -118,7 +118,7 @@ def _load(path: str, config: EngineConfig, ranks: Ranks | None) -> PreTrainedMod
     elif ranks is not None and device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks.place.local_size))
     return load_model(
-        path,
+        config.served_model,
         device,
         config.dtype,
         config.revision,
@@ -128,10 +128,13 @@ def _load(path: str, config: EngineConfig, ranks: Ranks | None) -> PreTrainedMod
 
 
 def with_fastest_weights(config: EngineConfig) -> EngineConfig:
-    """The bundled model comes in 8 bits where the CPU has the instructions, if nothing else is asked
-    for. Other models are for their owners to say."""
-    is_open = config.model is None and config.quantization is None and config.dtype == "auto"
-    is_open = is_open and config.tensor_parallel_size == 1
+    """The models that have names of their own come in 8 bits where the CPU has the instructions, if nothing
+    else is asked for. Other models are for their owners to say."""
+    is_open = (
+        config.served_model in OWN_MODELS and config.quantization is None and config.dtype == "auto"
+    )
+    copies_target = config.quantized is not None and config.quantized_model == "target"
+    is_open = is_open and config.tensor_parallel_size == 1 and not copies_target
     if not is_open or torch.device(config.device).type != "cpu":
         return config
     return replace(config, quantization="int8") if is_exact() else config

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from engine.model_names import BUNDLED_MODEL
 from slipstream.options import check_ranges, described
 
 Determinism = Literal["exact", "fast"]
@@ -31,7 +32,7 @@ class EngineConfig:
     quantization: Literal["int8", "none"] | None = described(
         None,
         "int8: linear layers compute in 8 bits, weights and inputs, on CPUs with VNNI. "
-        "Default: the checkpoint's own; of the bundled model whatever is fastest.",
+        "Default: the checkpoint's own; of bundled and smollm2 whatever is fastest.",
     )
     quantize_head: bool = described(True, "With int8: the output head, too.")
     tensor_parallel_size: int = described(
@@ -104,7 +105,7 @@ class EngineConfig:
     drafter_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     draft_model: str | None = described(
         None,
-        "Folder or hub id of a small model with the same tokenizer, for the small_model "
+        "Folder, GGUF file or hub id of a small model with the same tokenizer, for the small_model "
         "drafter; default: the bundled model's.",
     )
     draft_kv_dtype: Literal["auto", "fp8"] = described(
@@ -143,6 +144,16 @@ class EngineConfig:
         if self.tensor_parallel_size > 1:
             self._check_with_ranks()
         self._check_kv_events()
+
+    @property
+    def served_model(self) -> str:
+        """Name, folder, file or hub id of the model."""
+        return self.model or BUNDLED_MODEL
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether the model served is the one that comes with Slipstream."""
+        return self.served_model == BUNDLED_MODEL
 
     def _check_kv_events(self) -> None:
         """Raises ValueError naming a setting of KV events that cannot be or is without effect."""

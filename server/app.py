@@ -150,10 +150,11 @@ def build_app(
 
 
 def public_name(info: EngineInfo, settings: Settings) -> str:
-    """The model's name in the API: a hub id as it is; of a local folder only its name, since paths are
-    nobody's business."""
+    """The model's name in the API: a hub id as it is; of a local folder or file only its name, since
+    paths are nobody's business."""
     path = Path(info.model)
-    own = path.name if path.is_absolute() or path.is_dir() else info.model
+    own = path.name if path.is_absolute() or path.exists() else info.model
+    own = own.removesuffix(".gguf")
     return settings.served_model_name or own
 
 

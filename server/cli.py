@@ -8,12 +8,14 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from client.commands import add_client_commands
 from engine.errors import EngineError
+from engine.model_names import usual_model
 from server.settings import Settings, add_flags, load_settings
 from server.version import server_version
 from tools.quantize.command import add_quantize
@@ -74,6 +76,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     from server.serve import serve
 
     settings.log_options().begin()
+    if config.model is None:
+        config = replace(config, model=usual_model())
     try:
         serve(settings, config)
     except (EngineError, ValueError, OSError) as error:

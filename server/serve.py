@@ -16,11 +16,12 @@ from fastapi import FastAPI
 from drafters.registry import find_plugins
 from engine.config import EngineConfig
 from engine.info import EngineInfo
+from engine.model_names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.process.preload import preload_environment
 from engine.rank import rank_here
-from engine.tokenizer import load_tokenizer, model_path
+from engine.tokenizer import load_tokenizer
 from server.app import build_app, public_name
 from server.connections.draining import DrainingServer
 from server.connections.listener import bind
@@ -72,7 +73,8 @@ def serve(settings: Settings, config: EngineConfig) -> None:
 
 
 def check(settings: Settings, config: EngineConfig) -> None:
-    """Refuse what can be refused before anything is loaded. Raises EngineError, ValueError."""
+    """Refuse what can be refused before anything is loaded. Raises EngineError, ValueError, OSError."""
+    locate(config.served_model)
     find_plugins(config.drafter_plugins)
     keys_of(settings.api_key, settings.api_keys_file)
     check_telemetry(settings.otlp_endpoint)
@@ -101,7 +103,7 @@ def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
 def _serve_alone(
     process: EngineProcess, settings: Settings, config: EngineConfig, listener: socket.socket
 ) -> None:
-    tokenizer = load_tokenizer(model_path(config), config.revision, config.trust_remote_code)
+    tokenizer = load_tokenizer(config.served_model, config.revision, config.trust_remote_code)
     engine = RemoteEngine(process.ready(), process.connect(), process.pulse)
 
     def replace(info: EngineInfo) -> None:

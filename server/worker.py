@@ -24,7 +24,7 @@ from engine.events import FinishInfo
 from engine.process.client import RemoteEngine
 from engine.process.link import Outbox
 from engine.pulse import Pulse
-from engine.tokenizer import load_tokenizer, model_path
+from engine.tokenizer import load_tokenizer
 from server.app import Shared, build_app
 from server.connections.draining import Drain, DrainingServer
 from server.connections.protocol import HttpConfig
@@ -192,7 +192,7 @@ def main() -> int:
     settings = Settings.model_construct(**launch.settings)
     config = launch.config
     try:
-        tokenizer = load_tokenizer(model_path(config), config.revision, config.trust_remote_code)
+        tokenizer = load_tokenizer(config.served_model, config.revision, config.trust_remote_code)
         app = build_app(engine, tokenizer, settings, Shared(metrics, speculation))
     except (EngineError, ValueError, OSError) as error:
         outbox.put(Failed(str(error)))

@@ -55,6 +55,7 @@ def test_what_the_packages_import_is_declared() -> None:
         *extras["gpu"],
         *extras["flashinfer"],
         *extras["kv-events"],
+        *extras["gguf"],
         *extras["simulate"],
     ]
     declared = {normal(each) for each in wanted}

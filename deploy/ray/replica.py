@@ -20,7 +20,7 @@ from engine.events import TokenEvent
 from engine.params import GenerationRequest
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
-from engine.tokenizer import load_tokenizer, model_path
+from engine.tokenizer import load_tokenizer
 from server.app import build_app
 from server.request.large_bodies import default_body_bytes
 from server.serve import check, preloads
@@ -61,7 +61,7 @@ class Replica:
             self._process.begin()
             asked = asyncio.ensure_future(self._ask_siblings())
             tokenizer = await asyncio.to_thread(
-                load_tokenizer, model_path(config), config.revision, config.trust_remote_code
+                load_tokenizer, config.served_model, config.revision, config.trust_remote_code
             )
             info = await asyncio.to_thread(self._process.ready)
             self._engine = CountingEngine(info, self._process.connect(), self._process.pulse)

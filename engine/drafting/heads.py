@@ -122,7 +122,7 @@ def prepare_heads(target: PreTrainedModel, config: EngineConfig) -> DraftHeads:
         given = getattr(config, setting)
         if config.drafters is not None and kind not in config.drafters:
             reasons[kind] = "it is not among the drafters to load"
-        elif given is None and config.model is not None:
+        elif given is None and not config.is_bundled:
             reasons[kind] = (
                 f"there are no heads for this model; the setting {setting} names a folder"
             )

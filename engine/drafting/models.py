@@ -45,6 +45,7 @@ from engine.model.loader import (
 )
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
+from engine.model_names import BUNDLED_MODEL
 from kvpool.store import KVStore
 
 logger = logging.getLogger(__name__)
@@ -233,10 +234,11 @@ def _takers(setting: str) -> list[str]:
 
 
 def with_bundled_draft(config: EngineConfig) -> EngineConfig:
-    """The bundled target comes with a draft model of its own."""
+    """The bundled target comes with a draft model of its own, which is what its name means here."""
     bundled = BUNDLED / "draft"
     wanted = any(_wanted(config, name) for name in _takers("draft_model"))
-    if config.model is None and config.draft_model is None and wanted and bundled.is_dir():
+    is_usual = config.is_bundled and config.draft_model is None and wanted and bundled.is_dir()
+    if is_usual or config.draft_model == BUNDLED_MODEL:
         return replace(config, draft_model=str(bundled))
     return config
 

@@ -17,11 +17,14 @@ from transformers import AutoConfig, PreTrainedModel
 
 from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
 from engine.errors import UnsupportedModelError
+from engine.gguf_file import find_gguf
 from engine.model.checkpoint import load_weights
+from engine.model.gguf_weights import load_gguf, parsed_once, read_config
 from engine.model.shards import sharding_options
 from engine.model.stored_int8 import read_scheme
-from engine.tokenizer import BUNDLED as BUNDLED
-from engine.tokenizer import bundled_path as bundled_path
+from engine.model_names import BUNDLED as BUNDLED
+from engine.model_names import bundled_path as bundled_path
+from engine.model_names import locate
 from engine.tokenizer import check_folder, naming
 from engine.tokenizer import load_tokenizer as load_tokenizer
 
@@ -57,16 +60,25 @@ def load_model(
     not those that it asks for, OSError if there is no such folder or hub id, or no model in it.
     """
     with naming(model):
-        check_folder(model, "config.json")
+        path = locate(model)
+        wanted = resolve_dtype(dtype, device)
+        gguf = find_gguf(path)
+        if gguf is not None:
+            with parsed_once():
+                header, config = read_config(gguf)
+                refuse_unservable(config)
+                options = sharding_options(config, num_ranks)
+                return prepare_model(load_gguf(gguf, header, config, wanted, **options), device)
+        check_folder(path, "config.json")
         config = AutoConfig.from_pretrained(
-            model, revision=revision, trust_remote_code=trust_remote_code
+            path, revision=revision, trust_remote_code=trust_remote_code
         )
         refuse_unservable(config)
         read_scheme(config)
         loaded = load_weights(
-            model,
+            path,
             config,
-            dtype=resolve_dtype(dtype, device),
+            dtype=wanted,
             revision=revision,
             trust_remote_code=trust_remote_code,
             **sharding_options(config, num_ranks),

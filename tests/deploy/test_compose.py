@@ -52,7 +52,7 @@ def test_a_profile_puts_the_server_on_a_gpu_instead() -> None:
     services = read("--profile", "gpu", TORCH_INDEX="somewhere")["services"]
     assert set(services) == {"slipstream-gpu", "prometheus", "grafana"}
     server = services["slipstream-gpu"]
-    assert server["build"]["args"] == {"DEVICE": "cuda", "TORCH_INDEX": "somewhere"}
+    assert server["build"]["args"] == {"DEVICE": "cuda", "TORCH_INDEX": "somewhere", "MODELS": ""}
     assert server["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 
 

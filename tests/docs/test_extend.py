@@ -67,7 +67,7 @@ def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def client(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """Of ``slipstream serve`` with the page's drafter setting and attention backend."""
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "server.cli", "serve", "bundled", "--port", "0"]
     command += ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
     command += ["--drafter.echo.most", "6", "--attention-backend", "row_by_row"]
     with log.open("wb") as stream:

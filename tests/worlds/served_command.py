@@ -65,11 +65,13 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, launcher: Sequence[str] = ()) -> Iterator[Server]:
+def serving(
+    folder: Path, *flags: str, model: str = "bundled", launcher: Sequence[str] = ()
+) -> Iterator[Server]:
     """``launcher``: the module that runs the command in place of Python, and its own flags."""
     log = folder / "log"
     command = [sys.executable, *([] if not launcher else ["-m", *launcher])]
-    command += ["-m", "server.cli", "serve", "--port", "0", *flags]
+    command += ["-m", "server.cli", "serve", model, "--port", "0", *flags]
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stderr=stream, env=child_environment(), cwd=folder)
     try:

@@ -28,7 +28,11 @@ def add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("src", metavar="SRC", help="folder or hub id; 'bundled': the bundled model")
+    parser.add_argument(
+        "src",
+        metavar="SRC",
+        help="folder, GGUF file, hub id, bundled or smollm2",
+    )
     parser.add_argument("dst", metavar="DST", type=Path, nargs="?", help="folder to make")
     parser.add_argument("--check", metavar="FILE", type=Path, help="text to compare on")
     parser.add_argument(
@@ -65,15 +69,14 @@ def _run(arguments: argparse.Namespace) -> int:
 def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import torch
 
-    from engine.model.loader import BUNDLED, load_model, load_tokenizer
+    from engine.model.loader import load_model, load_tokenizer
     from engine.model.quantization import has_stored_weights
 
-    path = str(BUNDLED / "target") if arguments.src == "bundled" else arguments.src
     how = (arguments.revision, arguments.trust_remote_code)
-    model = load_model(path, torch.device("cpu"), arguments.dtype, *how)
+    model = load_model(arguments.src, torch.device("cpu"), arguments.dtype, *how)
     if has_stored_weights(model):
         raise ValueError(f"{arguments.src}: its weights have 8 bits already")
-    return model, load_tokenizer(path, *how)
+    return model, load_tokenizer(arguments.src, *how)
 
 
 def _write(arguments: argparse.Namespace) -> None:

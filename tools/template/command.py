@@ -31,7 +31,7 @@ def add_template_command(
     )
     parser.add_argument("log", metavar="LOG", type=Path, help="JSON lines of texts")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file to write")
-    parser.add_argument("--model", help="folder or hub id; default: the bundled one")
+    parser.add_argument("--model", help="folder, GGUF file or hub id; default: the bundled one")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="as for serve")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
@@ -45,12 +45,13 @@ def _run(arguments: argparse.Namespace) -> int:
     import torch
 
     from engine.errors import EngineError
-    from engine.model.loader import BUNDLED, load_model, load_tokenizer
+    from engine.model.loader import load_model, load_tokenizer
+    from engine.model_names import BUNDLED_MODEL
     from tools.template.texts import read_log, replay_texts
 
     if not 1 <= arguments.nodes <= MAX_TEMPLATE_NODES:
         return _refuse(f"--nodes must be from 1 to {MAX_TEMPLATE_NODES}")
-    path = arguments.model or str(BUNDLED / "target")
+    path = arguments.model or BUNDLED_MODEL
     how = (arguments.revision, arguments.trust_remote_code)
     try:
         texts = read_log(arguments.log)

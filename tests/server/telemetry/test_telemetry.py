@@ -254,7 +254,7 @@ def test_where_it_is_off_nothing_is_imported_and_where_it_is_missing_the_start_s
         "assert not any(name.startswith('opentelemetry.sdk') for name in sys.modules)\n"
         "assert not any(name.startswith('opentelemetry.exporter') for name in sys.modules)\n"
         "sys.modules['opentelemetry.exporter'] = None\n"
-        "sys.exit(main(['serve', '--otlp-endpoint', 'http://127.0.0.1:4318']))\n"
+        "sys.exit(main(['serve', 'bundled', '--otlp-endpoint', 'http://127.0.0.1:4318']))\n"
     )
     environment: dict[str, Any] = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(

@@ -45,7 +45,7 @@ async def served(
 def _start(
     index: int, num_servers: int, port: int, flags: Sequence[str], logs: Path
 ) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "server.cli", "serve", "bundled", "--port", str(port)]
     command += ["--num-threads", "1", *flags]
     cores = sorted(os.sched_getaffinity(0))
     with open(_log(logs, port), "wb") as log:

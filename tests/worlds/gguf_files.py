@@ -1,0 +1,134 @@
+"""GGUF files of a few hundred kilobytes: a tiny Llama with random weights and a tokenizer of bytes,
+written by gguf's own writer as llama.cpp's conversion does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import MODEL_ARCH, GGMLQuantizationType, TokenType
+from gguf.quants import quantize
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+CONTROL = ["<|unk|>", "<|start|>", "<|end|>", "<|eot_id|>"]
+_MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2", "12 3"]
+TOKENS = [*CONTROL, *bytes_to_unicode().values(), *(each.replace(" ", "") for each in _MERGES)]
+NUM_LAYERS = 2
+Values = dict[str, Any]
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    """Tied, with weights large enough for its scores to matter."""
+    sizes: dict[str, Any] = {
+        "vocab_size": len(TOKENS),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
+
+
+def values_of(model: LlamaForCausalLM) -> Values:
+    """What its file says of it, tokenizer included."""
+    config = model.config
+    return {
+        "general.architecture": "llama",
+        "llama.block_count": config.num_hidden_layers,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.rope.freq_base": 10000.0,
+        "llama.vocab_size": config.vocab_size,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": [
+            int(TokenType.CONTROL if each in CONTROL else TokenType.NORMAL) for each in TOKENS
+        ],
+        "tokenizer.ggml.merges": _MERGES,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def tensors_of(model: LlamaForCausalLM) -> Tensors:
+    """By llama.cpp's names, queries and keys in its order of dimensions."""
+    names = gguf.get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    heads = {
+        "q_proj": model.config.num_attention_heads,
+        "k_proj": model.config.num_key_value_heads,
+    }
+    found = {}
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach().numpy()
+        for part, num_heads in heads.items():
+            if part in name:
+                halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
+                weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        assert stored is not None
+        found[stored] = np.ascontiguousarray(weight)
+    return found
+
+
+def write_gguf(
+    path: Path,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    *,
+    model: LlamaForCausalLM | None = None,
+    values: Mapping[str, Any] | None = None,
+    change_tensors: Callable[[Tensors], object] = lambda _: None,
+) -> Path:
+    """``kind``: of the matrices. ``values``: said besides, or otherwise; None leaves one out."""
+    model = model or tiny_llama()
+    said = {**values_of(model), **(values or {})}
+    tensors = tensors_of(model)
+    change_tensors(tensors)
+    writer = gguf.GGUFWriter(path, said.pop("general.architecture"))
+    for key, value in said.items():
+        if value is not None:
+            _ADD[type(value)](writer, key, value)
+    for name, weight in tensors.items():
+        if weight.ndim == 1 or kind == GGMLQuantizationType.F32:
+            writer.add_tensor(name, weight)
+        else:
+            writer.add_tensor(name, quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+_ADD: dict[type, Callable[[gguf.GGUFWriter, str, Any], None]] = {
+    int: gguf.GGUFWriter.add_uint32,
+    float: gguf.GGUFWriter.add_float32,
+    bool: gguf.GGUFWriter.add_bool,
+    str: gguf.GGUFWriter.add_string,
+    list: gguf.GGUFWriter.add_array,
+}
