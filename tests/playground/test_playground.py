@@ -57,7 +57,7 @@ def metrics(line: Line) -> dict[str, float]:
 
 
 def run_in_two(page: Visit, server: LiveServer) -> list[str]:
-    """What the panes show, drafted one first, while there is more to come; returns when they have ended."""
+    """What the panes show, drafted one first, before the rest comes. Returns when both have ended."""
     with server.held():
         page.page.locator("#run").click()
         server.step_both(3)

@@ -27,7 +27,7 @@ def odd_rows(num_rows: int, vocab_size: int) -> Tensor:
 
 
 def log_sum_bound(rows: Tensor) -> float:
-    """How far the logarithm of a sum of exponentials may be off in float32, where every operation is off by
+    """How far the logarithm of a sum of exponentials may be off in float32, where an operation is off by
     2**-24 of its result, an exponential by six times that and the logarithm by twice. The sum: a tile's
     numbers in a lane, the tiles, the lanes. Differences that exponentials are taken of are off by as much
     of their size, which, weighted by them, is at most the logarithm of how many there are."""
@@ -64,7 +64,7 @@ def test_sums_are_those_of_torch(vocab_size: int) -> None:
 
 
 def test_small_numbers_count_beside_a_large_one() -> None:
-    """As many as the largest vocabularies have, of which each alone is less than half the sum's last bit."""
+    """As many as the largest vocabularies have; each alone is less than half the sum's last bit."""
     rows = torch.full((2, 1 << 18), -17.0)
     rows[:, 0] = 0.0
     exact = torch.logsumexp(rows.double(), -1, keepdim=True)
