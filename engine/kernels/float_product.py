@@ -4,12 +4,16 @@ What a product of few rows costs is reading its weights once; of many, keeping t
 Weights are packed in blocks of 64 output channels, and in them the channels' first features, then the
 next (of bf16 two at once), so that a block is read from front to back. A row's sums run over its features
 in their order, in fp32, and are rounded once: its bits depend on nothing but the row and the weights.
+
+Of a gated feed-forward network the first two products are one, whose blocks have 32 channels of each:
+activation and product of the two are done where the sums are rounded.
 """
 
 from __future__ import annotations
 
 from array import array
 from enum import IntEnum
+from typing import Any
 
 import torch
 from numba import njit
@@ -30,11 +34,18 @@ from engine.kernels.lanes import (
     add,
     argument,
     fetch_add,
+    gelu_tanh,
     itemsize_of,
     load32,
+    mul,
+    rounded,
+    silu,
     store,
     store_zeros,
 )
+
+SILU, GELU_TANH = 1, 2
+ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 
 _FEATURES_AT_ONCE = 256
 """Of a block: so much of it stays in the nearest cache while rows are multiplied with it."""
@@ -43,8 +54,10 @@ _ROWS_OF_AN_ITEM = 64
 
 
 class Arg(IntEnum):
-    """Numbers, and addresses; strides in bytes. HAS_PAIRS: bf16 is multiplied by pairs; BIAS
-    ``[out_features]`` float32, or 0; PARTS float32, ``[threads, 64, 64]``."""
+    """Numbers, and addresses; strides in bytes. HAS_PAIRS: bf16 is multiplied by pairs; BLOCKS: how many,
+    of which each has WIDTH channels of the output; BIAS float32 as blocks have their channels, or 0;
+    PARTS float32, ``[threads, 64, 64]``; ACTIVATION: of the first half of a block, which its second half
+    is multiplied with, or 0."""
 
     NEXT_ITEM = 0
     NUM_WORKERS = 1
@@ -59,6 +72,9 @@ class Arg(IntEnum):
     BIAS = 10
     PARTS = 11
     OUTPUT = 12
+    ACTIVATION = 13
+    BLOCKS = 14
+    WIDTH = 15
 
 
 @njit
@@ -96,24 +112,40 @@ def _add_block(p: int, first_row: int, num_rows: int, weights: int, sums: int) -
 
 
 @njit
-def _finish(p: int, row: int, channel: int, sums: int) -> None:
-    """Sums of a row and block, plus bias, are rounded."""
-    kind, bias = argument(p, Arg.KIND), argument(p, Arg.BIAS)
-    target = argument(p, Arg.OUTPUT) + itemsize_of(kind) * (
-        row * argument(p, Arg.OUT_FEATURES) + channel
-    )
-    for at in range(0, CHANNELS, LANES):
-        value = load32(sums + 4 * at)
-        if bias != 0:
-            value = add(value, load32(bias + 4 * (channel + at)))
+def _sum_at(kind: int, sums: int, bias: int, at: int) -> Any:
+    value = load32(sums + 4 * at)
+    return rounded(kind, value if bias == 0 else add(value, load32(bias + 4 * at)))
+
+
+@njit
+def _finish(p: int, sums: int, bias: int, target: int) -> None:
+    """Sums of a row and block, plus bias, are rounded; of gated ones the activation is, too."""
+    kind, activation = argument(p, Arg.KIND), argument(p, Arg.ACTIVATION)
+    for at in range(0, argument(p, Arg.WIDTH), LANES):
+        value = _sum_at(kind, sums, bias, at)
+        if activation != 0:
+            value = rounded(kind, silu(value) if activation == SILU else gelu_tanh(value))
+            value = mul(value, _sum_at(kind, sums, bias, at + CHANNELS // 2))
         store(kind, target + itemsize_of(kind) * at, value)
 
 
+@njit
+def _finish_block(p: int, block: int, first: int, end: int, sums: int) -> None:
+    """Of rows from ``first`` to before ``end``. The last block ends with the last channel; those that
+    the one before has, too, are equal."""
+    out_features, width = argument(p, Arg.OUT_FEATURES), argument(p, Arg.WIDTH)
+    channel, bias = min(width * block, out_features - width), argument(p, Arg.BIAS)
+    if bias != 0:
+        bias += 4 * CHANNELS * block
+    for row in range(first, end):
+        at = itemsize_of(argument(p, Arg.KIND)) * (row * out_features + channel)
+        _finish(p, sums + 4 * CHANNELS * (row - first), bias, argument(p, Arg.OUTPUT) + at)
+
+
 def _multiply(p: int) -> None:
-    num_rows, width = argument(p, Arg.NUM_ROWS), argument(p, Arg.OUT_FEATURES)
+    num_rows, num_blocks = argument(p, Arg.NUM_ROWS), argument(p, Arg.BLOCKS)
     worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
     sums = argument(p, Arg.PARTS) + 4 * CHANNELS * _ROWS_OF_AN_ITEM * worker
-    num_blocks = (width + CHANNELS - 1) // CHANNELS
     num_parts = (num_rows + _ROWS_OF_AN_ITEM - 1) // _ROWS_OF_AN_ITEM
     block_bytes = CHANNELS * argument(p, Arg.IN_FEATURES) * itemsize_of(argument(p, Arg.KIND))
     while True:
@@ -123,10 +155,7 @@ def _multiply(p: int) -> None:
         block, part = item // num_parts, item % num_parts
         first, end = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
         _add_block(p, first, end - first, argument(p, Arg.WEIGHTS) + block * block_bytes, sums)
-        # The last block ends with the last channel; those that the one before has, too, are equal.
-        channel = min(CHANNELS * block, width - CHANNELS)
-        for row in range(first, end):
-            _finish(p, row, channel, sums + 4 * CHANNELS * (row - first))
+        _finish_block(p, block, first, end, sums)
 
 
 multiply = Kernel(_multiply, len(Arg), is_long=True)
@@ -134,45 +163,86 @@ multiply = Kernel(_multiply, len(Arg), is_long=True)
 
 
 class PackedFloats:
-    """A weight ``[out_features, in_features]`` of a type in ``KINDS`` and a bias or None, to multiply
-    rows of the same type with. ``weights`` ``[blocks, steps, 64, features of a step]``: a copy, packed.
-    ``has_pairs``: bf16 by pairs; None: where there is the instruction."""
+    """Weights of a type in ``KINDS``, packed, to multiply rows of that type with. ``weights`` ``[blocks,
+    steps, 64, features of a step]``; ``bias`` ``[blocks, 64]`` float32, or None; ``activation``: of a
+    gated product, which makes half as many channels, or 0. ``has_pairs``: bf16 is multiplied by pairs."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, has_pairs: bool | None = None
+        self,
+        weights: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_features: int,
+        activation: int = 0,
+        has_pairs: bool | None = None,
     ) -> None:
-        self.weights = _packed(weight)
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        self._sizes = weight.shape[1], weight.shape[0], KINDS[weight.dtype]
+        self.weights, self.bias = weights, bias
+        self.in_features, self.out_features = weights.shape[1] * weights.shape[3], out_features
         self._has_pairs = has_pair_products() if has_pairs is None else has_pairs
+        width = CHANNELS // 2 if activation else CHANNELS
+        bias_at = 0 if bias is None else bias.data_ptr()
+        self._sizes = self.in_features, out_features, KINDS[weights.dtype], self._has_pairs
+        self._where = weights.data_ptr(), bias_at
+        self._how = activation, weights.shape[0], width
 
     def times(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows`` ``[num_rows, in_features]``. Returns ``[num_rows, out_features]``."""
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        output = rows.new_empty(len(rows), self._sizes[1])
+        output = rows.new_empty(len(rows), self.out_features)
         num_threads = threads_for(self.weights.numel())
         parts = torch.empty(num_threads * CHANNELS * _ROWS_OF_AN_ITEM)
         told = array(
             "q",
             [
-                *(0, 0, len(rows), *self._sizes, self._has_pairs),
-                *(rows.data_ptr(), rows.stride(0) * rows.element_size(), self.weights.data_ptr()),
-                *(0 if self._bias is None else self._bias.data_ptr(), parts.data_ptr()),
-                output.data_ptr(),
+                *(0, 0, len(rows), *self._sizes),
+                *(rows.data_ptr(), rows.stride(0) * rows.element_size(), *self._where),
+                *(parts.data_ptr(), output.data_ptr(), *self._how),
             ],
         )
         multiply.run(told.buffer_info()[0], num_threads)
         return output
 
 
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    out_features, in_features = weight.shape
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, has_pairs: bool | None = None
+) -> PackedFloats:
+    """``weight`` ``[out_features, in_features]``, which ``can_multiply`` takes; ``bias``
+    ``[out_features]``. ``has_pairs``: None: where there is the instruction."""
+    out_features = weight.shape[0]
     together = 2 if weight.dtype == torch.bfloat16 else 1
     num_blocks = -(-out_features // CHANNELS)
     firsts = torch.arange(num_blocks).mul_(CHANNELS).clamp_(max=out_features - CHANNELS)
-    channels = (firsts[:, None] + torch.arange(CHANNELS)).view(-1)
+    channels = firsts[:, None] + torch.arange(CHANNELS)
     blocks = weight.detach()[channels].view(num_blocks, CHANNELS, -1, together)
-    return blocks.transpose(1, 2).contiguous()
+    biases = None if bias is None else bias.detach().float()[channels]
+    return PackedFloats(
+        blocks.transpose(1, 2).contiguous(), biases, out_features, has_pairs=has_pairs
+    )
+
+
+def pack_gated(first: PackedFloats, second: PackedFloats, activation: str) -> PackedFloats:
+    """What multiplies rows with both, and returns the activation (of ``ACTIVATIONS``) of the first
+    product times the second. Both have the same sizes and type, which ``can_gate`` takes."""
+    weights = torch.cat([_halves(each.weights, 2) for each in (first, second)], 2)
+    bias = None
+    if first.bias is not None and second.bias is not None:
+        bias = torch.cat([_halves(each, 1) for each in (first.bias, second.bias)], 1)
+    return PackedFloats(weights, bias, first.out_features, ACTIVATIONS[activation])
+
+
+def _halves(blocks: torch.Tensor, dim: int) -> torch.Tensor:
+    """Blocks of 64 channels, which are at ``dim``, become twice as many of 32."""
+    return torch.stack(blocks.chunk(2, dim), 1).flatten(0, 1)
+
+
+def can_gate(first: PackedFloats, second: PackedFloats) -> bool:
+    """Whether the two can be one gated product."""
+    return (
+        first.weights.shape == second.weights.shape
+        and first.weights.dtype == second.weights.dtype
+        and first.out_features == second.out_features
+        and first.out_features % CHANNELS == 0
+        and (first.bias is None) == (second.bias is None)
+    )
 
 
 def can_multiply(in_features: int, out_features: int, dtype: torch.dtype) -> bool:

@@ -98,7 +98,7 @@ def one_order_product(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """By a compiled kernel (``engine.kernels.float_product``), which layers pack weights for once."""
-    result: torch.Tensor = find_kernel("float_product").PackedFloats(weight, bias).times(rows)
+    result: torch.Tensor = find_kernel("float_product").pack(weight, bias).times(rows)
     return result
 
 
@@ -130,7 +130,7 @@ class Call(NamedTuple):
 
 class PackedLinear(nn.Module):
     """``nn.Linear`` over a weight packed for oneDNN or for our kernel, or over the weight itself where
-    oneDNN does not take its type."""
+    oneDNN does not take its type. ``floats``: packed for our kernel, or None."""
 
     def __init__(self, linear: nn.Linear, call: Call | None = None) -> None:
         super().__init__()
@@ -140,12 +140,12 @@ class PackedLinear(nn.Module):
         self.span, self._product = call or Call()
         is_library = self._product is library_product
         self.is_packed = is_library and is_packable(weight.device, weight.dtype)
-        self._floats: Any = None
+        self.floats: Any = None
         if self.is_packed:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         elif self._product is one_order_product:
-            self._floats = find_kernel("float_product").PackedFloats(weight, linear.bias)
-            self.packed = self._floats.weights
+            self.floats = find_kernel("float_product").pack(weight, linear.bias)
+            self.packed = self.floats.weights
         else:
             self.packed = weight
 
@@ -157,8 +157,8 @@ class PackedLinear(nn.Module):
         return result.view(*inputs.shape[:-1], self.out_features)
 
     def _apply_packed(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self._floats is not None:
-            rows = self._floats.times(inputs.reshape(-1, self.in_features))
+        if self.floats is not None:
+            rows = self.floats.times(inputs.reshape(-1, self.in_features))
             return rows.view(*inputs.shape[:-1], self.out_features)  # type: ignore[no-any-return]
         if not self.is_packed:
             return self._product(inputs, self.packed, self.bias)
