@@ -1,9 +1,9 @@
-"""Products of rows with 64 output channels whose sums stay in registers: what ``float_product`` is made of.
+"""What ``float_product`` is made of: products of rows with 64 output channels, with sums in registers.
 
 A channel has one sum, to which features are added one after another, from the first to the last: nothing
-in it depends on how many rows are multiplied at once. Where there is AVX512_BF16, one instruction adds the
-products of two bf16 features, in the way and with the rounding of that CPU; everywhere else every product
-is added by one ``fma``, which gives the same bits on every CPU.
+in it depends on how many rows are multiplied at once. Where there is AVX512_BF16, one instruction adds
+the products of two bf16 features, with the roundings of that CPU; everywhere else every product is added
+by one ``fma``, which gives the same bits on every CPU.
 """
 
 from __future__ import annotations
@@ -39,14 +39,12 @@ from engine.kernels.instructions import (
 CHANNELS = 64
 """Output channels of a block of packed weights, of which each step's numbers lie together."""
 _WIDTH = CHANNELS // LANES
-_AVX512 = ("avx512", "cannonlake", "cascadelake", "cooperlake", "icelake", "rapids", "znver4", "znver5")
 
 
 def has_wide_registers() -> bool:
     """Whether numba compiles for a machine with AVX-512, which has registers for that many sums."""
-    if config.CPU_NAME or config.CPU_FEATURES:
-        named = f"{config.CPU_NAME} {config.CPU_FEATURES}"
-        return any(name in named for name in _AVX512)
+    if config.CPU_FEATURES is not None:
+        return "+avx512f" in config.CPU_FEATURES
     return _has("avx512f")
 
 

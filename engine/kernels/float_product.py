@@ -78,9 +78,7 @@ class Arg(IntEnum):
 
 
 @njit
-def _add_dots(
-    p: int, count: int, rows: int, weights: int, num_features: int, sums: int
-) -> None:
+def _add_dots(p: int, count: int, rows: int, weights: int, num_features: int, sums: int) -> None:
     kind, stride = argument(p, Arg.KIND), argument(p, Arg.ROW)
     if kind == BFLOAT16 and argument(p, Arg.HAS_PAIRS) != 0:
         dots_pairs(count, rows, stride, weights, num_features // 2, sums)

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def fuse(model: nn.Module) -> None:
-    """In place, once a model's weights are what they will be, and packed; a second time it finds nothing."""
+    """In place, once a model's weights are packed; a second time it finds nothing."""
     devices = {each.device.type for each in model.parameters()}
     if not devices <= {"cpu"} and devices != {"cuda"}:
         return

@@ -1,4 +1,4 @@
-"""Gives gated feed-forward networks whose layers our kernel multiplies two compiled passes each, in place.
+"""Gives gated feed-forward networks two compiled passes each, in place, where our kernel multiplies.
 
 Such a network is down(activation(gate(x)) * up(x)). Gate and up become one product
 (``engine.kernels.float_product``), which applies the activation and multiplies the two where its sums are

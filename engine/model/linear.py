@@ -12,9 +12,10 @@ On GPUs the library's kernels follow the number of rows, too, and there is a sec
 from: a program of our own, whose sums have one order (``engine.kernels.triton``). The same probe measures
 both, and of those that keep a row's bits the faster is taken.
 
-On CPUs with AVX-512 there is a second one, too, whose sums have one order (``engine.kernels.float_product``):
-few rows take what reading their weights takes, many about what oneDNN's take. Which of the two a layer
-gets is a rule, and not a matter of timing: another start must write the same texts.
+On CPUs with AVX-512 there is a second one, too, whose sums have one order
+(``engine.kernels.float_product``): few rows take little more than reading the weights, many about as long
+as oneDNN's. Which of the two a layer gets is a rule, and not a matter of timing: another start must write
+the same texts.
 
 Models also multiply by weights that are no layer: routers, and experts kept in one tensor.
 ``SteadyProducts`` does the same for these.

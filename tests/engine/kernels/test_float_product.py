@@ -126,7 +126,10 @@ def test_a_row_has_the_same_bits_alone_and_at_every_place_among_300(
 ) -> None:
     """Rows and weights that cancel, so that rounding hides nothing."""
     half = in_features // 2
-    weight, rows = drawn(out_features, in_features, dtype=dtype), drawn(300, in_features, dtype=dtype)
+    weight, rows = (
+        drawn(out_features, in_features, dtype=dtype),
+        drawn(300, in_features, dtype=dtype),
+    )
     rows[:, half : 2 * half], weight[:, half : 2 * half] = -rows[:, :half], weight[:, :half]
     packed = pack(weight, None, has_pairs=has_pairs)
     alone = torch.cat([packed.times(row) for row in rows.split(1)])
@@ -137,7 +140,9 @@ def test_a_row_has_the_same_bits_alone_and_at_every_place_among_300(
 
 
 @every_way
-def test_threads_share_blocks_and_rows_and_leave_no_trace(dtype: torch.dtype, has_pairs: bool) -> None:
+def test_threads_share_blocks_and_rows_and_leave_no_trace(
+    dtype: torch.dtype, has_pairs: bool
+) -> None:
     packed = pack(drawn(900, 256, dtype=dtype), drawn(900, dtype=dtype), has_pairs=has_pairs)
     rows = drawn(200, 256, dtype=dtype, seed=1)
     results = []
@@ -229,6 +234,7 @@ def test_the_kernel_is_told_to_those_who_record() -> None:
         calls = 0
 
         def note_kernel(self, *told: object) -> None:
+            assert told
             self.calls += 1
 
     seen, packed = Seen(), pack(drawn(64, 32), None)
