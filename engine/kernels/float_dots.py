@@ -20,6 +20,7 @@ from engine.kernels import LANES
 from engine.kernels.instructions import (
     FLOAT,
     FLOATS,
+    INT8,
     INT16,
     INT32,
     INTS,
@@ -30,6 +31,7 @@ from engine.kernels.instructions import (
     none_type,
     operation,
     plus,
+    pointer,
     read,
     splatted,
     whole_numbers,
@@ -78,6 +80,8 @@ class _BFloat(ir.Type):
 _PAIR_PRODUCT = "llvm.x86.avx512bf16.dpbf16ps.512"
 # LLVM before 16 hands pairs over as whole numbers.
 _PAIRS = ir.VectorType(_BFloat(), 2 * LANES) if llvm_version_info >= (16,) else INTS
+
+_WAITING_ROWS = 2
 
 Parts = list[Any]
 
@@ -141,12 +145,24 @@ _BFLOAT16_PAIRS = _Numbers(
 )  # fmt: skip
 
 
+def _prefetch(builder: Any, address: Any) -> None:
+    """Into the second cache."""
+    to = INT8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [to, INT32, INT32, INT32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [pointer(builder, address, INT8), INT32(0), INT32(2), INT32(1)])
+
+
 def _dots(numbers: _Numbers, num_rows: int) -> Any:
-    """(rows, bytes from one to the next, weights, how many steps, target): sums ``[num_rows, 64]``
-    float32 at the target go on."""
+    """(rows, bytes from one to the next, weights, how many steps, target, ahead): sums ``[num_rows, 64]``
+    float32 at the target go on. A line is fetched a step of what is read next, from ``ahead`` on, in
+    steps as long as those over the weights: all at once it would be in the way of what is read now. One
+    row or two wait for memory anyway."""
     column_bytes = LANES * numbers.row_bytes
 
-    def emit(builder: Any, rows: Any, stride: Any, weights: Any, count: Any, target: Any) -> None:
+    def emit(
+        builder: Any, rows: Any, stride: Any, weights: Any, count: Any, target: Any, ahead: Any
+    ) -> None:
         places = [
             [plus(builder, target, 4 * (CHANNELS * row + LANES * at)) for at in range(_WIDTH)]
             for row in range(num_rows)
@@ -165,6 +181,8 @@ def _dots(numbers: _Numbers, num_rows: int) -> Any:
                 numbers.column(builder, plus(builder, here, column_bytes * at))
                 for at in range(_WIDTH)
             ]
+            if num_rows > _WAITING_ROWS:
+                _prefetch(builder, builder.add(ahead, step))
             offset = builder.mul(loop.index, count.type(numbers.row_bytes))
             for start, mine in zip(starts, sums, strict=True):
                 row = numbers.row(builder, builder.add(start, offset))
@@ -175,7 +193,7 @@ def _dots(numbers: _Numbers, num_rows: int) -> Any:
             for at, total in zip(kept, mine, strict=True):
                 write(builder, at, builder.load(total), 4)
 
-    return operation(emit, none_type, *[int_type] * 5)
+    return operation(emit, none_type, *[int_type] * 6)
 
 
 ROWS_AT_ONCE = 6
@@ -189,19 +207,21 @@ def _dots_of(numbers: _Numbers) -> Any:
     )
 
     @njit
-    def dots(count: int, rows: int, stride: int, weights: int, steps: int, sums: int) -> None:
+    def dots(
+        count: int, rows: int, stride: int, weights: int, steps: int, sums: int, ahead: int
+    ) -> None:
         if count == 1:
-            one(rows, stride, weights, steps, sums)
+            one(rows, stride, weights, steps, sums, ahead)
         elif count == 2:
-            two(rows, stride, weights, steps, sums)
+            two(rows, stride, weights, steps, sums, ahead)
         elif count == 3:
-            three(rows, stride, weights, steps, sums)
+            three(rows, stride, weights, steps, sums, ahead)
         elif count == 4:
-            four(rows, stride, weights, steps, sums)
+            four(rows, stride, weights, steps, sums, ahead)
         elif count == 5:
-            five(rows, stride, weights, steps, sums)
+            five(rows, stride, weights, steps, sums, ahead)
         else:
-            six(rows, stride, weights, steps, sums)
+            six(rows, stride, weights, steps, sums, ahead)
 
     return dots
 

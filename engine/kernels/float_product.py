@@ -38,6 +38,7 @@ from engine.kernels.lanes import (
     itemsize_of,
     load32,
     mul,
+    read_shared,
     rounded,
     silu,
     store,
@@ -49,6 +50,7 @@ ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 
 _FEATURES_AT_ONCE = 256
 """Of a block: so much of it stays in the nearest cache while rows are multiplied with it."""
+_LINE, _LINES_OF_A_STEP = 64, 4
 _ROWS_OF_AN_ITEM = 64
 """Rows that a thread takes on at a time: layers with few blocks are shared out by rows, too."""
 
@@ -78,34 +80,42 @@ class Arg(IntEnum):
 
 
 @njit
-def _add_dots(p: int, count: int, rows: int, weights: int, num_features: int, sums: int) -> None:
+def _add_dots(
+    p: int, count: int, rows: int, weights: int, num_features: int, sums: int, ahead: int
+) -> None:
     kind, stride = argument(p, Arg.KIND), argument(p, Arg.ROW)
     if kind == BFLOAT16 and argument(p, Arg.HAS_PAIRS) != 0:
-        dots_pairs(count, rows, stride, weights, num_features // 2, sums)
+        dots_pairs(count, rows, stride, weights, num_features // 2, sums, ahead)
     elif kind == BFLOAT16:
-        dots_bfloat16(count, rows, stride, weights, num_features // 2, sums)
+        dots_bfloat16(count, rows, stride, weights, num_features // 2, sums, ahead)
     elif kind == FLOAT16:
-        dots_float16(count, rows, stride, weights, num_features, sums)
+        dots_float16(count, rows, stride, weights, num_features, sums, ahead)
     else:
-        dots_float32(count, rows, stride, weights, num_features, sums)
+        dots_float32(count, rows, stride, weights, num_features, sums, ahead)
 
 
 @njit
-def _add_block(p: int, first_row: int, num_rows: int, weights: int, sums: int) -> None:
+def _add_block(
+    p: int, first_row: int, num_rows: int, weights: int, following: int, sums: int
+) -> None:
     """So many rows' products with a block of channels: as many rows at once as there are registers
-    for, evenly."""
+    for, evenly. While they are multiplied with a part of the block the next part is fetched, or the
+    first one of the block that is ``following``, in the first passes: a line of four in each step."""
     num_features, itemsize = argument(p, Arg.IN_FEATURES), itemsize_of(argument(p, Arg.KIND))
     rows = argument(p, Arg.ROWS) + first_row * argument(p, Arg.ROW)
     num_groups = (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
     for at in range(0, CHANNELS * num_rows, LANES):
         store_zeros(sums + 4 * at)
     for first in range(0, num_features, _FEATURES_AT_ONCE):
+        last = first + _FEATURES_AT_ONCE
+        ahead = weights + CHANNELS * itemsize * last if last < num_features else following
+        here = weights + CHANNELS * itemsize * first
         for group in range(num_groups):
+            lines = ahead + _LINE * group if group < _LINES_OF_A_STEP else here
             row, end = num_rows * group // num_groups, num_rows * (group + 1) // num_groups
             _add_dots(
                 p, end - row, rows + row * argument(p, Arg.ROW) + itemsize * first,
-                weights + CHANNELS * itemsize * first,
-                min(_FEATURES_AT_ONCE, num_features - first), sums + 4 * CHANNELS * row,
+                here, min(_FEATURES_AT_ONCE, num_features - first), sums + 4 * CHANNELS * row, lines,
             )  # fmt: skip
 
 
@@ -152,7 +162,11 @@ def _multiply(p: int) -> None:
             break
         block, part = item // num_parts, item % num_parts
         first, end = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
-        _add_block(p, first, end - first, argument(p, Arg.WEIGHTS) + block * block_bytes, sums)
+        # Where all threads are as fast, the one that this one takes next.
+        following = (item + read_shared(p + 8 * Arg.NUM_WORKERS)) // num_parts
+        weights = argument(p, Arg.WEIGHTS) + block * block_bytes
+        step = (following - block) * block_bytes if following < num_blocks else 0
+        _add_block(p, first, end - first, weights, weights + step, sums)
         _finish_block(p, block, first, end, sums)
 
 
