@@ -170,10 +170,10 @@ def build_engine_for(
         quantization = quantize_model(model, config.quantize_head)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
-    fuse(model)
     packed = None
     if ranks is None and (exact or can_pack(model.device, model.dtype)):
         packed = pack_linears(model, config.max_num_batched_tokens, exact)
+    fuse(model)
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
     needs = _needs(model, shapes, determinism, config)
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes, ranks)
