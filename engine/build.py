@@ -55,6 +55,7 @@ from engine.model.selfcheck import (
     reference_logits,
     verify_exact,
 )
+from engine.model_names import OWN_MODELS
 from engine.ranks.group import Ranks, join_ranks
 from engine.ranks.runner import LeadingRunner, follow_steps
 from engine.sampling.warm_up import warm_up
@@ -127,10 +128,12 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
 
 
 def with_fastest_weights(config: EngineConfig) -> EngineConfig:
-    """The bundled model comes in 8 bits where the CPU has the instructions, if nothing else is asked
-    for. Other models are for their owners to say."""
-    is_open = config.is_bundled and config.quantization is None and config.dtype == "auto"
-    is_open = is_open and config.tensor_parallel_size == 1
+    """The models that have names of their own come in 8 bits where the CPU has the instructions, if
+    nothing else is asked for. Other models are for their owners to say."""
+    is_open = config.quantization is None and config.dtype == "auto"
+    is_open = is_open and config.served_model in OWN_MODELS
+    copies_target = config.quantized is not None and config.quantized_model == "target"
+    is_open = is_open and config.tensor_parallel_size == 1 and not copies_target
     if not is_open or torch.device(config.device).type != "cpu":
         return config
     return replace(config, quantization="int8") if is_exact() else config
@@ -167,10 +170,10 @@ def build_engine_for(
         quantization = quantize_model(model, config.quantize_head)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
-    fuse(model)
     packed = None
     if ranks is None and (exact or can_pack(model.device, model.dtype)):
         packed = pack_linears(model, config.max_num_batched_tokens, exact)
+    fuse(model)
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
     needs = _needs(model, shapes, determinism, config)
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes, ranks)

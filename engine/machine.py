@@ -59,3 +59,8 @@ def is_packable(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return dtype == torch.float32
+
+
+def has_tiles() -> bool:
+    """Whether the CPU multiplies tiles of 16 bits (AMX)."""
+    return bool(torch.cpu._is_amx_tile_supported())

@@ -285,6 +285,8 @@ def _halved(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any
     return builder.extract_element(value, INT32(0))
 
 
+store_zeros = operation(lambda b, at: write(b, at, whole_numbers(0), 4), none_type, int_type)
+"""Sixteen of 32 bits."""
 fma = operation(fused, lanes_type, lanes_type, lanes_type, lanes_type)
 add = operation(lambda b, x, y: b.fadd(x, y), lanes_type, lanes_type, lanes_type)
 sub = operation(lambda b, x, y: b.fsub(x, y), lanes_type, lanes_type, lanes_type)

@@ -109,13 +109,16 @@ def _sum(p: int) -> None:
         peak, total = splat(top), splat(_ZERO)
         for tile in range(num_tiles(vocab_size)):
             first = tile_at(logits, vocab_size, tile, padded)
+            part = splat(_ZERO)  # beside a large sum, small numbers that come one by one are lost
             for at in range(first, first + TILE_BYTES, 4 * LANES):
-                total = add(total, exp(sub(load32(at), peak)))
+                part = add(part, exp(sub(load32(at), peak)))
+            total = add(total, part)
         write_float(argument(p, Arg.VALUES) + 4 * row, top + np.log(sum_of(total)))
 
 
 sum_all = Kernel(_sum, len(Arg))
-"""Into VALUES, of every row the logarithm of the sum of its exponentials; the sum's order is fixed."""
+"""Into VALUES, of every row the logarithm of the sum of its exponentials; the sum's order is fixed: each
+lane of a tile, then the tiles, then the lanes."""
 
 
 def top_rows(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:

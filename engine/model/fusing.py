@@ -7,6 +7,7 @@ import logging
 from torch import nn
 
 from engine.model.gated import fuse_gated
+from engine.model.gated_floats import fuse_gated_floats
 from engine.model.norms import fuse_norms
 from engine.model.rotary import fuse_rotary
 
@@ -14,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 def fuse(model: nn.Module) -> None:
-    """In place, once a model's weights are what they will be; a second time it finds nothing."""
+    """In place, once a model's weights are packed; a second time it finds nothing."""
     devices = {each.device.type for each in model.parameters()}
     if not devices <= {"cpu"} and devices != {"cuda"}:
         return
     counts = {"norms": fuse_norms(model)}
     if devices <= {"cpu"}:
         counts["rotary embeddings"] = fuse_rotary(model)
-        counts["gated networks"] = fuse_gated(model)
+        counts["gated networks"] = fuse_gated(model) + fuse_gated_floats(model)
     found = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     logger.info("in one pass each: %s", found or "nothing")

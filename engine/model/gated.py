@@ -65,7 +65,7 @@ def _fused(module: nn.Module) -> GatedFeedForward | None:
     for both, down in (products, products[::-1]):
         fits = both.out_features == 2 * down.in_features and both.dtype in KINDS
         if fits and down.in_features % LANES == 0:
-            activation = _activation(others[0])
+            activation = activation_of(others[0])
             return None if activation is None else _with_gate(module, both, down, activation)
     return None
 
@@ -82,7 +82,7 @@ def _parts(module: nn.Module) -> tuple[list[Int8Product], list[nn.Module]]:
     return list(products.values()), others
 
 
-def _activation(module: nn.Module) -> str | None:
+def activation_of(module: nn.Module) -> str | None:
     """Its name; None: it is none that kernels know."""
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
         return None
@@ -118,12 +118,12 @@ def _with_gate(
         return None
     for is_first in (True, False):
         fused = GatedFeedForward(module, both, down, kernel.Gate(activation, is_first))
-        if _is_near(fused(rows), expected):
+        if is_near(fused(rows), expected):
             return fused
     return None
 
 
-def _is_near(got: torch.Tensor, expected: object) -> bool:
+def is_near(got: torch.Tensor, expected: object) -> bool:
     """Row by row."""
     if not isinstance(expected, torch.Tensor):
         return False

@@ -12,6 +12,11 @@ On GPUs the library's kernels follow the number of rows, too, and there is a sec
 from: a program of our own, whose sums have one order (``engine.kernels.triton``). The same probe measures
 both, and of those that keep a row's bits the faster is taken.
 
+On CPUs with AVX-512 there is a second one, too, whose sums have one order
+(``engine.kernels.float_product``): few rows take little more than reading the weights, many about as long
+as oneDNN's. Which of the two a layer gets is a rule, and not a matter of timing: another start must write
+the same texts.
+
 Models also multiply by weights that are no layer: routers, and experts kept in one tensor.
 ``SteadyProducts`` does the same for these.
 """
@@ -32,9 +37,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from engine.kernels import find_kernel
 from engine.kernels.triton import missing_for
 from engine.kernels.triton.row_ops import row_product
-from engine.machine import is_packable
+from engine.machine import has_tiles, is_packable
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +95,25 @@ def fixed_order_product(
     return result
 
 
+def one_order_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """By a compiled kernel (``engine.kernels.float_product``), which layers pack weights for once."""
+    result: torch.Tensor = find_kernel("float_product").pack(weight, bias).times(rows)
+    return result
+
+
+def usual_product(
+    in_features: int, out_features: int, dtype: torch.dtype, device: torch.device
+) -> LinearProduct:
+    """What a layer on a CPU multiplies by, whatever the determinism: our kernel where it can, except for
+    types of 16 bits where oneDNN has the tiles of AMX, many times as fast for prompts."""
+    kernel = find_kernel("float_product") if device.type == "cpu" else None
+    if kernel is None or not kernel.can_multiply(in_features, out_features, dtype):
+        return library_product
+    return library_product if dtype.itemsize == 2 and has_tiles() else one_order_product
+
+
 def products_for(device: torch.device) -> tuple[LinearProduct, ...]:
     """What exact mode chooses from there."""
     if device.type != "cuda" or missing_for(device) is not None:
@@ -105,8 +130,8 @@ class Call(NamedTuple):
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` over a oneDNN-prepacked weight, or over the weight itself where oneDNN does not take
-    its type."""
+    """``nn.Linear`` over a weight packed for oneDNN or for our kernel, or over the weight itself where
+    oneDNN does not take its type. ``floats``: packed for our kernel, or None."""
 
     def __init__(self, linear: nn.Linear, call: Call | None = None) -> None:
         super().__init__()
@@ -116,9 +141,14 @@ class PackedLinear(nn.Module):
         self.span, self._product = call or Call()
         is_library = self._product is library_product
         self.is_packed = is_library and is_packable(weight.device, weight.dtype)
-        self.packed = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.is_packed else weight
-        )
+        self.floats: Any = None
+        if self.is_packed:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        elif self._product is one_order_product:
+            self.floats = find_kernel("float_product").pack(weight, linear.bias)
+            self.packed = self.floats.weights
+        else:
+            self.packed = weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # [..., in_features]
         rows = inputs.numel() // self.in_features
@@ -128,6 +158,9 @@ class PackedLinear(nn.Module):
         return result.view(*inputs.shape[:-1], self.out_features)
 
     def _apply_packed(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.floats is not None:
+            rows = self.floats.times(inputs.reshape(-1, self.in_features))
+            return rows.view(*inputs.shape[:-1], self.out_features)  # type: ignore[no-any-return]
         if not self.is_packed:
             return self._product(inputs, self.packed, self.bias)
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -159,10 +192,22 @@ def steady_call(
     weight, rows = cancelling(in_features, out_features, dtype, device)
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
+    if products is None:
+        usual = Call(None, usual_product(in_features, out_features, dtype, device))
+        if usual.product is one_order_product and _has_one_order(
+            PackedLinear(linear, usual), rows, most
+        ):
+            return usual
     named = products_for(device) if products is None else products
     return choose_call(
         [(each, PackedLinear(linear, Call(None, each))) for each in named], rows, most
     )
+
+
+def _has_one_order(product: Product, rows: torch.Tensor, most: int) -> bool:
+    """Whether no probed row count changes a row's bits: then none does."""
+    span = stable_span(product, rows, most)
+    return span is not None and span.least == 1 and span.most >= min(most, _PROBED_ROWS[-1])
 
 
 def choose_call(
@@ -387,7 +432,9 @@ def pack_linears(
                 continue
             sizes = (linear.in_features, linear.out_features)
             shape = (*sizes, linear.weight.dtype)
-            if exact and shape not in calls:
+            if not exact:
+                calls[shape] = Call(None, usual_product(*shape, linear.weight.device))
+            elif shape not in calls:
                 most = _within_reason(*sizes, most_rows)
                 weight = linear.weight
                 call = steady_call(*sizes, most, weight.dtype, weight.device, products)
@@ -395,7 +442,7 @@ def pack_linears(
                     failures.add(_name(*sizes))
                 calls[shape] = call or Call(TILES)
                 logger.info("%s: %s, %s", _name(*sizes), *_described(calls[shape]))
-            setattr(parent, name, PackedLinear(linear, calls.get(shape)))
+            setattr(parent, name, PackedLinear(linear, calls[shape]))
             replaced += 1
     if exact:
         _steady(model, SteadyProducts(most_rows, failures, products))
@@ -403,8 +450,9 @@ def pack_linears(
 
 
 def _described(call: Call) -> tuple[str, str]:
-    assert call.span is not None
-    rows = f"{call.span.least} to {call.span.most} rows at a time"
+    rows = "any number of rows"
+    if call.span is not None:
+        rows = f"{call.span.least} to {call.span.most} rows at a time"
     return call.product.__name__.replace("_", " "), rows
 
 

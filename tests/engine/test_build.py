@@ -178,8 +178,10 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
     assert (plain.info.dtype, plain.info.exact_verified) == ("bfloat16", True)
     layers = plain.core.runner.model.modules()
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
-    assert len(packed) == 2 * 7 + 1
-    assert all(layer.span is not None for layer in packed)
+    # With the kernel of one order gate and up are one product, and layers need no span.
+    has_one_order = any(layer.floats is not None for layer in packed)
+    assert len(packed) == 2 * (5 if has_one_order else 7) + 1
+    assert all((layer.span is None) is (layer.floats is not None) for layer in packed)
     assert "differing bits" not in caplog.text
     expected, _ = write_all(plain, prompts, 20)
     texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]

@@ -12,11 +12,13 @@ import pytest
 from playwright.sync_api import Browser, Response, expect, sync_playwright
 
 from worlds.browser_visit import ENDLESS, PHONE, WIDE, Visit, launch, visit
-from worlds.playground_server import HANG, Line, live_server, until
+from worlds.playground_server import HANG, Line, LiveServer, live_server, until
 
 pytestmark = pytest.mark.slow
 
 KEY = "s3cret-key"
+SOME_STEPS = 20
+"""That write some text without drafts, and with them, 17 tokens in each at most, less than 1,500."""
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +30,16 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def line(browser: Browser) -> Iterator[Line]:  # noqa: ARG001 - where no browser is, no server starts
-    with live_server() as port:
-        made = Line(port)
+def server(browser: Browser) -> Iterator[LiveServer]:  # noqa: ARG001 - without a browser none starts
+    with live_server() as made:
         yield made
-        made.close()
+
+
+@pytest.fixture(scope="module")
+def line(server: LiveServer) -> Iterator[Line]:
+    made = Line(server.port)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -49,24 +56,30 @@ def metrics(line: Line) -> dict[str, float]:
     return {name: float(value) for name, _, value in pairs}
 
 
+def run_in_two(page: Visit, server: LiveServer) -> list[str]:
+    """What the panes show, drafted one first, before the rest comes. Returns when both have ended."""
+    with server.held():
+        page.page.locator("#run").click()
+        server.step_both(3)
+        for pane in ("drafted", "plain"):
+            page.wait_for_text(1, pane)
+        shown = [page.text(pane) for pane in ("drafted", "plain")]
+    page.wait()
+    return shown
+
+
 # --- the two panes ---
 
 
-def test_both_panes_stream_the_same_text_and_drafts_are_marked(page: Visit, line: Line) -> None:
-    """An edit as it comes with the page. The lengths shown on the way prove that it streams."""
-    page.page.evaluate(
-        """() => {
-          window.lengths = new Set();
-          const text = document.querySelector("#plain .text");
-          const note = () => window.lengths.add(text.textContent.length);
-          new MutationObserver(note).observe(text, { childList: true, characterData: true });
-        }"""
-    )
-    page.run()
+def test_both_panes_stream_the_same_text_and_drafts_are_marked(
+    page: Visit, line: Line, server: LiveServer
+) -> None:
+    """An edit as it comes with the page."""
+    first = run_in_two(page, server)
     text = page.text("drafted")
     assert "def load_numbers(path" in text
+    assert all(text.startswith(shown) and shown != text for shown in first)
     assert text == page.text("plain")
-    assert len(page.page.evaluate("[...window.lengths]")) > 3
     drafted, plain = page.bodies()
     assert drafted.pop("speculative") == {"return_drafted": True}
     assert plain.pop("speculative") == {"draft_strategy": "none", "return_drafted": True}
@@ -82,14 +95,14 @@ def test_both_panes_stream_the_same_text_and_drafts_are_marked(page: Visit, line
     assert f"{reply['usage']['completion_tokens']} tokens" in page.verdict()
 
 
-def test_figures_are_the_servers_account(page: Visit) -> None:
+def test_figures_are_the_servers_account(page: Visit, server: LiveServer) -> None:
     """Gamma, acceptance, tokens per step and speed-up, of the reply's own usage."""
 
     def is_first_reply(response: Response) -> bool:
         return [response.request.post_data_json] == page.bodies()[:1]
 
     with page.page.expect_response(is_first_reply) as told:
-        page.run()
+        run_in_two(page, server)
     chunks = [each[6:] for each in told.value.text().split("\n") if each.startswith("data: {")]
     usage = json.loads(chunks[-1])["usage"]
     account = usage["speculative"]
@@ -181,14 +194,18 @@ def test_a_refused_option_is_told_beside_it(page: Visit) -> None:
     expect(page.page.locator("#plain .status")).to_have_text("done: max tokens")
 
 
-def test_a_lost_connection_is_told_and_can_come_back(page: Visit, line: Line) -> None:
+def test_a_lost_connection_is_told_and_can_come_back(
+    page: Visit, line: Line, server: LiveServer
+) -> None:
     page.expects_failed_requests = True
     page.ask(ENDLESS, 1500)
-    page.page.locator("#run").click()
-    page.wait_for_text(20)
-    line.cut()
-    try:
+    with server.held():
+        page.page.locator("#run").click()
+        server.step_both(SOME_STEPS)
+        page.wait_for_text(20)
+        line.cut()
         page.wait()
+    try:
         for pane in ("drafted", "plain"):
             told = page.page.locator(f"#{pane} .error")
             expect(told).to_have_text(
@@ -209,7 +226,7 @@ def test_a_lost_connection_is_told_and_can_come_back(page: Visit, line: Line) ->
 
 
 def test_the_key_is_asked_for_and_kept_for_the_session_only(browser: Browser) -> None:
-    with live_server(api_key=KEY) as port, visit(browser, f"http://127.0.0.1:{port}") as page:
+    with live_server(api_key=KEY) as own, visit(browser, f"http://127.0.0.1:{own.port}") as page:
         page.expects_failed_requests = True
         page.page.goto(page.url)
         field = page.page.get_by_label("This server wants an API key")
@@ -309,18 +326,21 @@ def test_a_prediction_is_sent_with_the_drafter_that_takes_it(page: Visit) -> Non
 # --- the engine ---
 
 
-def test_the_engine_is_shown_as_its_metrics_tell(page: Visit, line: Line) -> None:
+def test_the_engine_is_shown_as_its_metrics_tell(
+    page: Visit, line: Line, server: LiveServer
+) -> None:
     page.ask(ENDLESS, 1500)
-    page.page.locator("#run").click()
-    page.wait_for_text(20)
-    expected = {"In the batch": "2", "In the queue": "0"}
-    for label, value in expected.items():
-        row = page.page.locator("#engine-figures > div", has_text=label)
-        expect(row.locator("dd")).to_have_text(value)
     blocks = page.page.locator("#kv-states li")
-    expect(blocks.filter(has_text="committed").locator("b")).not_to_have_text("0")
-    page.page.keyboard.press("Escape")
-    page.wait()
+    with server.held():
+        page.page.locator("#run").click()
+        server.step_both(SOME_STEPS)
+        expected = {"In the batch": "2", "In the queue": "0"}
+        for label, value in expected.items():
+            row = page.page.locator("#engine-figures > div", has_text=label)
+            expect(row.locator("dd")).to_have_text(value)
+        expect(blocks.filter(has_text="committed").locator("b")).not_to_have_text("0")
+        page.page.keyboard.press("Escape")
+        page.wait()
     until(lambda: metrics(line)["slipstream_requests_running"] == 0, "the requests stayed")
     for state in ("committed", "draft", "cached", "free"):
         count = int(metrics(line)[f'slipstream_kv_blocks{{state="{state}"}}'])
@@ -330,7 +350,7 @@ def test_the_engine_is_shown_as_its_metrics_tell(page: Visit, line: Line) -> Non
 # --- hands and eyes ---
 
 
-def test_the_page_works_from_the_keyboard(page: Visit) -> None:
+def test_the_page_works_from_the_keyboard(page: Visit, server: LiveServer) -> None:
     """Tab reaches all there is, focus shows, and the requests run and stop without a mouse."""
     keyboard = page.page.keyboard
     # What Tab should reach: of each group of radio buttons the chosen one.
@@ -368,18 +388,22 @@ def test_the_page_works_from_the_keyboard(page: Visit) -> None:
     expect(page.page.locator('[data-name="draft_strategy"]')).to_be_focused()
     page.ask(ENDLESS, 1500)
     page.page.locator("#run").focus()
-    keyboard.press("Enter")
-    expect(page.page.locator("#stop")).to_be_focused()
-    page.wait_for_text(20)
-    keyboard.press("Enter")
-    page.wait()
+    with server.held():
+        keyboard.press("Enter")
+        expect(page.page.locator("#stop")).to_be_focused()
+        server.step_both(SOME_STEPS)
+        page.wait_for_text(20)
+        keyboard.press("Enter")
+        page.wait()
     assert page.verdict() == "Stopped. The texts are equal as far as both go."
     expect(page.page.locator("#run")).to_be_focused()
     page.page.locator("#prompt").focus()
-    keyboard.press("Control+Enter")
-    page.wait_for_text(20)
-    keyboard.press("Escape")
-    page.wait()
+    with server.held():
+        keyboard.press("Control+Enter")
+        server.step_both(SOME_STEPS)
+        page.wait_for_text(20)
+        keyboard.press("Escape")
+        page.wait()
     expect(page.page.locator("#plain .status")).to_have_text("stopped")
 
 

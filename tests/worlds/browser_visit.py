@@ -92,10 +92,10 @@ class Visit:
     def wait(self) -> None:
         expect(self.page.locator("#output")).to_have_attribute("aria-busy", "false")
 
-    def wait_for_text(self, num_characters: int) -> None:
-        """Returns when the undrafted pane shows some."""
+    def wait_for_text(self, num_characters: int, pane: str = "plain") -> None:
+        """Returns when the pane shows some."""
         shown = re.compile(rf"[\s\S]{{{num_characters}}}")
-        expect(self.page.locator("#plain .text")).to_have_text(shown)
+        expect(self.page.locator(f"#{pane} .text")).to_have_text(shown)
 
     def text(self, pane: str) -> str:
         return self.page.locator(f"#{pane} .text").text_content() or ""

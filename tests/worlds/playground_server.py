@@ -1,9 +1,10 @@
-"""A real server with the bundled model, and a line to it that can be cut."""
+"""A real server with the bundled model, whose steps can be held, and a line to it that can be cut."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -13,8 +14,11 @@ from typing import Any
 
 import uvicorn
 
+from engine.async_engine import AsyncEngine
+from engine.batch import ForwardOutput, InputBatch
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.core import Runner
 from server.app import build_app
 from server.settings import Settings
 
@@ -28,9 +32,56 @@ def until(reached: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+class HeldRunner:
+    """An engine's runner that waits before a step for which it has no permit."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._num_allowed = math.inf
+        self._changed = threading.Condition()
+        self.move = runner.move
+
+    def allow(self, num_steps: float) -> None:
+        """So many from now on."""
+        with self._changed:
+            self._num_allowed = num_steps
+            self._changed.notify_all()
+
+    def forward(self, batch: InputBatch) -> ForwardOutput:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._num_allowed > 0, HANG)
+            self._num_allowed -= 1
+        return self._runner.forward(batch)
+
+
+class LiveServer:
+    """``port``: on the loopback interface."""
+
+    def __init__(self, engine: AsyncEngine, port: int) -> None:
+        self.port = port
+        self._engine = engine
+        self._runner = engine.core.runner = HeldRunner(engine.core.runner)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No steps meanwhile but those that are allowed: however fast the engine is, a reply that needs
+        more of them does not end. Begins when earlier requests have ended."""
+        until(lambda: self._engine.num_open == 0, "earlier requests stayed")
+        self._runner.allow(0)
+        try:
+            yield
+        finally:
+            self._runner.allow(math.inf)
+
+    def step_both(self, num_steps: int) -> None:
+        """Allow so many steps of two requests, once there are two; the first one may have a step to
+        itself."""
+        until(lambda: self._engine.num_open == 2, "there were no two requests")
+        self._runner.allow(num_steps)
+
+
 @contextmanager
-def live_server(api_key: str | None = None) -> Iterator[int]:
-    """Its port on the loopback interface."""
+def live_server(api_key: str | None = None) -> Iterator[LiveServer]:
     engine, tokenizer = build_engine(EngineConfig(max_num_seqs=4))
     app = build_app(engine, tokenizer, Settings(drain_seconds=1, api_key=api_key))
     with socket.socket() as listener:
@@ -39,7 +90,7 @@ def live_server(api_key: str | None = None) -> Iterator[int]:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         thread.start()
         until(lambda: server.started, "the server did not start")
-        yield listener.getsockname()[1]
+        yield LiveServer(engine, listener.getsockname()[1])
         server.should_exit = True
         thread.join(HANG)
         assert not thread.is_alive()

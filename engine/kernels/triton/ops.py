@@ -65,7 +65,7 @@ def attend_variant(
         "HAS_SINKS": has_sinks,
         "IS_FP8": is_fp8,
         "PRECISION": "tf32" if may_round and not is_exact else "ieee",
-        "WIDEN": is_interpreted() and dtype == torch.bfloat16,
+        "IS_INTERPRETED": is_interpreted(),
     }
     return Variant(constants, _launch(8, is_exact))
 

@@ -16,6 +16,8 @@ no trace in a row's bits.
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.interpreted import product_in_order
+
 ITEM_INTS = tl.constexpr(11)
 """Ints of a work item: where its rows' records begin, how many, its block table, first chunk, number of
 chunks, the key after the last, where its tail's slots begin and the first key that they give, the key
@@ -42,10 +44,10 @@ def _stored(address, mask, IS_FP8: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _product(left, right, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """In float32. ``WIDEN``: for the interpreter, whose products know no bfloat16."""
-    if WIDEN:
-        product = tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+def _product(left, right, PRECISION: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """In float32."""
+    if IS_INTERPRETED:
+        product = product_in_order(left, right)
     else:
         product = tl.dot(left, right, input_precision=PRECISION)
     return product
@@ -113,7 +115,7 @@ def attend(
     HAS_SINKS: tl.constexpr,
     IS_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):
     """``PAIRS``: of a row and a head, of a tile; ``KEYS`` are taken at a time. ``scale``: with the
     logarithm of 2 in it, as ``softcap`` has (where ``scale`` has its inverse). ``window``: in
@@ -199,7 +201,7 @@ def attend(
                 IS_FP8,
                 queries.dtype,
             )
-            scores = _product(queries, key_rows, PRECISION, WIDEN) * scale
+            scores = _product(queries, key_rows, PRECISION, IS_INTERPRETED) * scale
             if HAS_SOFTCAP:
                 # The hyperbolic tangent, written with an exponential.
                 scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * 2.8853900817779268)))
@@ -216,7 +218,7 @@ def attend(
                 IS_FP8,
                 queries.dtype,
             )
-            added = _product(weights.to(queries.dtype), value_rows, PRECISION, WIDEN)
+            added = _product(weights.to(queries.dtype), value_rows, PRECISION, IS_INTERPRETED)
             total = total * shrunk[:, None] + added
         if is_divided != 0:
             place = (partial + chunk) * num_heads + head

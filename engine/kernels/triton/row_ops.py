@@ -34,7 +34,7 @@ def product_tile(dtype: torch.dtype) -> Tile:
         "FEATURES": 64,
         "DEPTH": 32 if is_wide else 64,
         "CHUNK": _CHUNK,
-        "WIDEN": is_interpreted() and dtype == torch.bfloat16,
+        "IS_INTERPRETED": is_interpreted(),
     }
     return Tile(constants, _launch(8, 3))
 

@@ -15,6 +15,8 @@ operations.
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.interpreted import product_in_order
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
@@ -35,10 +37,9 @@ def multiply(
     CHUNK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
-    WIDEN: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):
-    """``IS_DIVIDED``: a program for each chunk, which leaves its sum. ``WIDEN``: for the interpreter,
-    whose products know no bfloat16."""
+    """``IS_DIVIDED``: a program for each chunk, which leaves its sum."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
     lane = tl.arange(0, DEPTH)
@@ -64,9 +65,10 @@ def multiply(
                 mask=is_feature[None, :] & is_input[:, None],
                 other=0.0,
             )
-            if WIDEN:
-                left, right = left.to(tl.float32), right.to(tl.float32)
-            added = tl.dot(left, right, added, input_precision="ieee")
+            if IS_INTERPRETED:
+                added = added + product_in_order(left, right)
+            else:
+                added = tl.dot(left, right, added, input_precision="ieee")
         total = total + added
     place = row[:, None] * out_features + feature[None, :]
     is_place = is_row[:, None] & is_feature[None, :]

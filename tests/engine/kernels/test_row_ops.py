@@ -101,6 +101,17 @@ def test_sums_that_cancel_leave_the_same_errors_however_work_is_divided(
     assert not torch.equal(outputs[0], outputs[2])
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a device adds up in an order of its own")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_interpreter_adds_up_one_input_after_another(dtype: torch.dtype) -> None:
+    """Whatever library numpy multiplies with."""
+    weight, rows = drawn(dtype, 40, 32), drawn(dtype, 19, 32, seed=1)
+    total = torch.zeros(19, 40)
+    for column, factors in zip(rows.float().T, weight.float().T, strict=True):
+        total = total + column[:, None] * factors
+    assert torch.equal(row_product(rows, weight, None), total.to(dtype))
+
+
 def test_shapes_come_out_as_linear_layers_give_them() -> None:
     weight, bias = drawn(torch.float32, 5, 8), drawn(torch.float32, 5)
     for sizes in ((8,), (3, 8), (2, 3, 8), (0, 8), (2, 0, 8)):

@@ -170,7 +170,7 @@ def test_the_half_with_the_activation_is_told_from_the_other(
     rows = drawn(2, 9, 64, seed=7).to(dtype)
     expected = network(rows)
     assert found(rows).shape == expected.shape
-    assert gated._is_near(found(rows), expected)
+    assert gated.is_near(found(rows), expected)
 
 
 @pytest.mark.parametrize(

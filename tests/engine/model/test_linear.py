@@ -10,21 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.float_dots import has_wide_registers
 from engine.kernels.triton.row_ops import row_product
 from engine.machine import can_pack, is_packable
 from engine.model import linear as linear_module
 from engine.model.linear import (
     TILES,
     Call,
+    LinearProduct,
     PackedLinear,
     RowSpan,
     SteadyProducts,
     choose_call,
     fixed_order_product,
     library_product,
+    one_order_product,
     pack_linears,
     products_for,
     steady_call,
+    usual_product,
 )
 from worlds.interpreted import patching_once
 
@@ -99,14 +103,15 @@ def test_packed_products_equal_f_linear(
 
 @every_dtype
 @torch.inference_mode()
+@pytest.mark.parametrize("products", [None, (library_product,)], ids=["usual", "library"])
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
 def test_an_exact_layer_gives_a_row_the_same_bits_alone_and_among_600(
-    in_features: int, out_features: int, dtype: torch.dtype
+    in_features: int, out_features: int, products: Any, dtype: torch.dtype
 ) -> None:
-    call = steady_call(in_features, out_features, MOST_ROWS, dtype)
+    call = steady_call(in_features, out_features, MOST_ROWS, dtype, products=products)
     if call is None:  # the probe claims nothing, and this is what the engine hears
         model = nn.Sequential(make_linear(in_features, out_features, dtype=dtype))
-        assert pack_linears(model, MOST_ROWS, exact=True).failures
+        assert pack_linears(model, MOST_ROWS, True, products).failures
         return
     layer = PackedLinear(make_linear(in_features, out_features, dtype=dtype), call)
     rows = cancelling_rows(MOST_ROWS, in_features, dtype)
@@ -234,8 +239,81 @@ def test_the_cost_of_a_call_is_that_of_all_its_pieces() -> None:
     assert seen == [*[4] * 7, *[8, 8] * 7, *[8, 8, 4] * 7]
 
 
-def test_on_a_cpu_there_is_nothing_to_choose_from() -> None:
+def test_on_a_cpu_there_is_nothing_to_time() -> None:
     assert products_for(CPU) == (library_product,)
+
+
+# --- the kernel of one order ---
+
+with_kernel = pytest.mark.skipif(
+    not has_wide_registers(), reason="this CPU has no registers for so many sums"
+)
+
+
+def usual(in_features: int, out_features: int, dtype: torch.dtype) -> LinearProduct:
+    return usual_product(in_features, out_features, dtype, CPU)
+
+
+@with_kernel
+@every_dtype
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_what_a_layer_gets_is_a_rule(
+    dtype: torch.dtype, has_tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With AMX types of 16 bits stay with the library."""
+    monkeypatch.setattr(linear_module, "has_tiles", lambda: has_tiles)
+    monkeypatch.setattr(linear_module, "_cost", None)  # nothing is timed
+    stays = has_tiles and dtype != torch.float32
+    product = library_product if stays else one_order_product
+    assert usual(64, 97, dtype) is product
+    if not stays:
+        assert steady_call(64, 97, 64, dtype) == Call(None, one_order_product)
+    for exact in (False, True):
+        model = nn.Sequential(make_linear(64, 97, dtype=dtype))
+        pack_linears(model, 64, exact)
+        assert (model[0].floats is None) is stays
+
+
+@with_kernel
+def test_sizes_that_the_kernel_does_not_take_stay_with_the_library() -> None:
+    assert usual(40, 7, torch.float32) is library_product
+    assert usual(41, 64, torch.bfloat16) is library_product
+    assert usual(41, 64, torch.float32) is one_order_product
+
+
+def test_other_devices_and_machines_without_numba_stay_with_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert usual_product(64, 64, torch.float32, torch.device("meta")) is library_product
+    monkeypatch.setattr(linear_module, "find_kernel", {}.get)
+    assert usual(64, 64, torch.float32) is library_product
+
+
+@with_kernel
+@torch.inference_mode()
+def test_a_kernel_that_fails_its_probe_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = PackedLinear._apply_packed
+
+    def follows_company(self: PackedLinear, inputs: torch.Tensor) -> torch.Tensor:
+        result = apply(self, inputs)
+        return result if self.floats is None else result + len(inputs)
+
+    monkeypatch.setattr(PackedLinear, "_apply_packed", follows_company)
+    call = steady_call(64, 97, 64, torch.float32)
+    assert call is not None
+    assert call.product is library_product
+
+
+@with_kernel
+@every_dtype
+@torch.inference_mode()
+def test_a_layer_of_one_order_has_the_bits_of_its_product(dtype: torch.dtype) -> None:
+    linear = make_linear(64, 97, True, dtype)
+    layer = PackedLinear(linear, Call(None, one_order_product))
+    rows = cancelling_rows(9, 64, dtype)
+    expected = one_order_product(rows, linear.weight, linear.bias)
+    assert torch.equal(layer(rows), expected)
+    assert torch.equal(layer(rows.view(3, 3, 64)), expected.view(3, 3, 97))
 
 
 @torch.inference_mode()
