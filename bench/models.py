@@ -3,7 +3,7 @@ transformers keeps a copy of its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
@@ -51,7 +51,7 @@ def load_bench_model(name: str, config: EngineConfig, with_transformers: bool) -
     device = torch.device(config.device)
     is_own = name in OWN
     path = str(bundled_path("target")) if is_own else name
-    config = with_fastest_weights(config) if is_own else config
+    config = with_fastest_weights(replace(config, model=BUNDLED if is_own else name))
     tokenizer = load_tokenizer(path)
     theirs: PreTrainedModel | None = None
     if name in (SCALED, LARGE):

@@ -20,6 +20,7 @@ pytestmark = REAL
 
 _DRAFTERS = ("ngram", "suffix", "lookahead", "stand", "jacobi", "recycling", "nasd", "auto")
 """The odd ones draft trees."""
+BF16 = ("--quantization", "none")
 _TREES = {"tree_strategy": "tree", "tree_width": 3, "tree_depth": 6}
 _PLACE: dict[str, Any] = {
     "type": "object",
@@ -63,14 +64,15 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["bf16", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[(), pytest.param(BF16, marks=pytest.mark.slow)])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    if request.param == "bf16":
+    """As it comes, which is in 8 bits wherever those are exact, and in bf16."""
+    if not request.param:
         yield request.getfixturevalue("smollm2")
         return
-    with real_server(tmp_path_factory.mktemp("int8"), "--quantization", "int8") as found:
+    with real_server(tmp_path_factory.mktemp("server"), *request.param) as found:
         yield found
 
 
