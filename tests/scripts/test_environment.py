@@ -316,7 +316,7 @@ GROUPS = "--dist loadgroup"
         ),
         ("--real", f"{GROUPS} -m real tests/real"),
         ("--real --fast -x", f"{GROUPS} -m real and not slow -x tests/real"),
-        ("--real tests/real/test_a.py", f"{GROUPS} -m real tests/real/test_a.py"),
+        ("--real tests/real/test_tokenizer.py", f"{GROUPS} -m real tests/real/test_tokenizer.py"),
     ],
 )
 def test_a_lane_is_what_pytest_is_asked_for(
