@@ -20,10 +20,10 @@ from engine.kernels import LANES
 from engine.kernels.instructions import (
     FLOAT,
     FLOATS,
-    INT8,
     INT16,
     INT32,
     INTS,
+    fetch,
     fused,
     int_type,
     load_float16,
@@ -31,7 +31,6 @@ from engine.kernels.instructions import (
     none_type,
     operation,
     plus,
-    pointer,
     read,
     splatted,
     whole_numbers,
@@ -145,14 +144,6 @@ _BFLOAT16_PAIRS = _Numbers(
 )  # fmt: skip
 
 
-def _prefetch(builder: Any, address: Any) -> None:
-    """Into the second cache."""
-    to = INT8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [to, INT32, INT32, INT32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    builder.call(function, [pointer(builder, address, INT8), INT32(0), INT32(2), INT32(1)])
-
-
 def _dots(numbers: _Numbers, num_rows: int) -> Any:
     """(rows, bytes from one to the next, weights, how many steps, target, ahead): sums ``[num_rows, 64]``
     float32 at the target go on. A line is fetched a step of what is read next, from ``ahead`` on, in
@@ -182,7 +173,7 @@ def _dots(numbers: _Numbers, num_rows: int) -> Any:
                 for at in range(_WIDTH)
             ]
             if num_rows > _WAITING_ROWS:
-                _prefetch(builder, builder.add(ahead, step))
+                fetch(builder, builder.add(ahead, step))
             offset = builder.mul(loop.index, count.type(numbers.row_bytes))
             for start, mine in zip(starts, sums, strict=True):
                 row = numbers.row(builder, builder.add(start, offset))

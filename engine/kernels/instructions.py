@@ -8,6 +8,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.datamodel import register_default
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic
@@ -55,7 +56,9 @@ def operation(emit: Callable[..., Any], result: Any, *arguments: Any) -> Any:
         return intrinsic(lambda typing, a, b, c, d: (signature, codegen))  # noqa: ARG005
     if len(arguments) == 5:
         return intrinsic(lambda typing, a, b, c, d, e: (signature, codegen))  # noqa: ARG005
-    return intrinsic(lambda typing, a, b, c, d, e, f: (signature, codegen))  # noqa: ARG005
+    if len(arguments) == 6:
+        return intrinsic(lambda typing, a, b, c, d, e, f: (signature, codegen))  # noqa: ARG005
+    return intrinsic(lambda typing, a, b, c, d, e, f, g: (signature, codegen))  # noqa: ARG005
 
 
 def llvm(builder: Any, name: str, result: Any, *values: Any) -> Any:
@@ -93,6 +96,14 @@ def read(builder: Any, address: Any, kind: Any, align: int) -> Any:
 
 def write(builder: Any, address: Any, value: Any, align: int) -> None:
     builder.store(value, pointer(builder, address, value.type)).align = align
+
+
+def fetch(builder: Any, address: Any) -> None:
+    """For reading, into the second cache: the first is small, and what is in it in use."""
+    to = INT8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [to, INT32, INT32, INT32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [pointer(builder, address, INT8), INT32(0), INT32(2), INT32(1)])
 
 
 def load_float32(builder: Any, address: Any) -> Any:

@@ -45,6 +45,7 @@ from engine.kernels.integers import (
 )
 from engine.kernels.lanes import add, argument, fetch_add, itemsize_of, load32, mul, store
 from engine.kernels.waiting import releasing, wait_until
+from engine.kernels.weight_memory import empty_weights
 
 _BLOCKS_AT_ONCE = 64
 """Weights are packed in slices of so many blocks, which bounds the memory that takes."""
@@ -108,38 +109,52 @@ def _quantize(p: int) -> None:
 
 @njit
 def _multiply_by_group(
-    count: int, rows: int, stride: int, weights: int, groups: int, fours: int, target: int
+    count: int,
+    rows: int,
+    stride: int,
+    weights: int,
+    groups: int,
+    fours: int,
+    target: int,
+    ahead: int,
 ) -> None:
     if count == 1:
-        _GROUP1(rows, stride, weights, groups, fours, target)
+        _GROUP1(rows, stride, weights, groups, fours, target, ahead)
     elif count == 2:
-        _GROUP2(rows, stride, weights, groups, fours, target)
+        _GROUP2(rows, stride, weights, groups, fours, target, ahead)
     elif count == 3:
-        _GROUP3(rows, stride, weights, groups, fours, target)
+        _GROUP3(rows, stride, weights, groups, fours, target, ahead)
     elif count == 4:
-        _GROUP4(rows, stride, weights, groups, fours, target)
+        _GROUP4(rows, stride, weights, groups, fours, target, ahead)
     elif count == 5:
-        _GROUP5(rows, stride, weights, groups, fours, target)
+        _GROUP5(rows, stride, weights, groups, fours, target, ahead)
     else:
-        _GROUP6(rows, stride, weights, groups, fours, target)
+        _GROUP6(rows, stride, weights, groups, fours, target, ahead)
 
 
 @njit
 def _multiply_by_channel(
-    count: int, rows: int, stride: int, weights: int, groups: int, fours: int, target: int
+    count: int,
+    rows: int,
+    stride: int,
+    weights: int,
+    groups: int,
+    fours: int,
+    target: int,
+    ahead: int,
 ) -> None:
     if count == 1:
-        _CHANNEL1(rows, stride, weights, groups, fours, target)
+        _CHANNEL1(rows, stride, weights, groups, fours, target, ahead)
     elif count == 2:
-        _CHANNEL2(rows, stride, weights, groups, fours, target)
+        _CHANNEL2(rows, stride, weights, groups, fours, target, ahead)
     elif count == 3:
-        _CHANNEL3(rows, stride, weights, groups, fours, target)
+        _CHANNEL3(rows, stride, weights, groups, fours, target, ahead)
     elif count == 4:
-        _CHANNEL4(rows, stride, weights, groups, fours, target)
+        _CHANNEL4(rows, stride, weights, groups, fours, target, ahead)
     elif count == 5:
-        _CHANNEL5(rows, stride, weights, groups, fours, target)
+        _CHANNEL5(rows, stride, weights, groups, fours, target, ahead)
     else:
-        _CHANNEL6(rows, stride, weights, groups, fours, target)
+        _CHANNEL6(rows, stride, weights, groups, fours, target, ahead)
 
 
 @njit
@@ -159,6 +174,16 @@ def _write(p: int, block: int, row: int, num_rows: int, totals: int) -> None:
 
 
 @njit
+def _ahead(p: int, block: int, tile: int, weights: int) -> int:
+    """What is fetched while a tile is multiplied: halves of the block that this thread is likely to take
+    next, which then need not be waited for. Further tiles fetch what is there already."""
+    next_block = block + argument(p, Arg.NUM_WORKERS)
+    if tile >= 2 or next_block >= argument(p, Arg.NUM_BLOCKS):
+        return weights
+    return argument(p, Arg.WEIGHTS) + (2 * next_block + tile) * (argument(p, Arg.BLOCK) // 2)
+
+
+@njit
 def _multiply_block(p: int, block: int, totals: int) -> None:
     """All rows with a block of channels, about equally many at once."""
     num_rows, record = argument(p, Arg.NUM_ROWS), argument(p, Arg.RECORD)
@@ -168,10 +193,13 @@ def _multiply_block(p: int, block: int, totals: int) -> None:
     for tile in range(num_tiles):
         row, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
         rows = argument(p, Arg.RECORDS) + row * record
+        ahead = _ahead(p, block, tile, weights)
         if argument(p, Arg.BY_GROUP):
-            _multiply_by_group(end - row, rows, record, weights, groups, group // 4, totals)
+            _multiply_by_group(end - row, rows, record, weights, groups, group // 4, totals, ahead)
         else:
-            _multiply_by_channel(end - row, rows, record, weights, groups, group // 4, totals)
+            _multiply_by_channel(
+                end - row, rows, record, weights, groups, group // 4, totals, ahead
+            )
         _write(p, block, row, end - row, totals)
 
 
@@ -265,7 +293,7 @@ def _pack(values: torch.Tensor, scales: torch.Tensor | None, group: int) -> torc
     """``[blocks, bytes of a block]`` uint8."""
     num_blocks, num_groups = -(-values.shape[0] // CHANNELS), -(-values.shape[1] // group)
     bytes_of_group = CHANNELS * (group + (0 if scales is None else 2))
-    packed = torch.empty(num_blocks, num_groups, bytes_of_group, dtype=torch.uint8)
+    packed = empty_weights((num_blocks, num_groups, bytes_of_group), torch.uint8)
     for first in range(0, num_blocks, _BLOCKS_AT_ONCE):
         part = packed[first : first + _BLOCKS_AT_ONCE]
         channels = slice(first * CHANNELS, (first + len(part)) * CHANNELS)

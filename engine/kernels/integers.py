@@ -22,6 +22,7 @@ from engine.kernels.instructions import (
     INT32,
     INTS,
     constant,
+    fetch,
     float_type,
     fused,
     int_type,
@@ -44,6 +45,8 @@ _WIDE, _NARROW = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
 GROUP_STEP = 32
 """Features of a group are a multiple of it."""
 _FOURS_AT_ONCE = GROUP_STEP // 4
+_WAITING_ROWS = 2
+"""So few wait for memory anyway, which reads ahead by itself."""
 
 
 def _features() -> dict[str, bool]:
@@ -186,7 +189,14 @@ class _Tile:
 
 def _multiplying(num_rows: int, has_scales: bool) -> Callable[..., None]:
     def emit(
-        builder: Any, rows: Any, stride: Any, weights: Any, num_groups: Any, fours: Any, target: Any
+        builder: Any,
+        rows: Any,
+        stride: Any,
+        weights: Any,
+        num_groups: Any,
+        fours: Any,
+        target: Any,
+        ahead: Any,
     ) -> None:
         kind = rows.type
         tile = _Tile(builder, num_rows)
@@ -207,6 +217,9 @@ def _multiplying(num_rows: int, has_scales: bool) -> Callable[..., None]:
                 for which in range(_FOURS_AT_ONCE):
                     index = plus(builder, first, which)
                     at = builder.add(here, builder.mul(index, kind(4 * CHANNELS)))
+                    if num_rows > _WAITING_ROWS:
+                        distance = builder.lshr(builder.sub(at, weights), kind(1))
+                        fetch(builder, builder.add(ahead, distance))
                     tile.add_four(values, at, builder.mul(index, kind(4)))
             scales = None
             if has_scales:
@@ -217,13 +230,15 @@ def _multiplying(num_rows: int, has_scales: bool) -> Callable[..., None]:
     return emit
 
 
-_ARGUMENTS = (none_type, *[int_type] * 6)
+_ARGUMENTS = (none_type, *[int_type] * 7)
 multiply_by_group = tuple(
     operation(_multiplying(count, True), *_ARGUMENTS) for count in range(1, MOST_ROWS + 1)
 )
 """By number of rows less one: (records, bytes from one to the next, weights, groups, fours of features
-in a group, target). Records as in ``int8_rows``; weights ``[groups]`` of ``[fours, CHANNELS, 4]`` uint8,
-which are 128 too large, and ``[CHANNELS]`` float16 scales; target ``[rows, CHANNELS]`` float32."""
+in a group, target, ahead). Records as in ``int8_rows``; weights ``[groups]`` of ``[fours, CHANNELS, 4]``
+uint8, which are 128 too large, and ``[CHANNELS]`` float16 scales; target ``[rows, CHANNELS]`` float32.
+Meanwhile half as many bytes as there are of weights are fetched from ``ahead`` on, a line at a time: all
+at once they would be in the way of what is read now."""
 multiply_by_channel = tuple(
     operation(_multiplying(count, False), *_ARGUMENTS) for count in range(1, MOST_ROWS + 1)
 )

@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from llvmlite import ir
 from numba import njit
-from numba.core import cgutils
 
 from engine.kernels import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, LANES
 from engine.kernels.instructions import (
     DOUBLE,
     FLOAT,
     FLOATS,
-    INT8,
     INT32,
     INTS,
     constant,
     double_type,
+    fetch,
     float_type,
     fused,
     int_type,
@@ -51,15 +50,6 @@ from engine.kernels.instructions import (
     widen_float8,
     write,
 )
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    """For reading, into the second cache: the first is small, and what is in it in use."""
-    to = INT8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [to, INT32, INT32, INT32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    builder.call(function, [pointer(builder, address, INT8), INT32(0), INT32(2), INT32(1)])
-
 
 load32 = operation(load_float32, lanes_type, int_type)
 _load_b16 = operation(load_bfloat16, lanes_type, int_type)
@@ -92,7 +82,7 @@ fetch_add = operation(
     ),
     int_type, int_type, int_type,
 )  # fmt: skip
-prefetch = operation(_prefetch, none_type, int_type)
+prefetch = operation(fetch, none_type, int_type)
 """What is wanted soon: the line of memory at an address."""
 read_shared = operation(
     lambda b, at: b.load_atomic(pointer(b, at, ir.IntType(64)), "acquire", 8), int_type, int_type
