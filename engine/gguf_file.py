@@ -27,6 +27,7 @@ _VERSIONS = (2, 3)
 _MOST_HEADER_BYTES = 1 << 28
 _MOST_ELEMENTS = 1 << 22
 """Of all arrays of a header together; the largest are vocabularies, and parsers loop over them."""
+_MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
 _MOST_DIMENSIONS = 4
 _USUAL_ALIGNMENT = 32
 _FIXED = {
@@ -140,6 +141,11 @@ class _Walk:
         num_tensors, num_values = self._number("Q"), self._number("Q")
         self._check_count(num_values, _LEAST_VALUE_BYTES, "metadata values")
         self._check_count(num_tensors, _LEAST_TENSOR_BYTES, "tensors")
+        if num_values > _MOST_VALUES or num_tensors > _MOST_TENSORS:
+            raise UnsupportedModelError(
+                f"it has {num_values} metadata values and {num_tensors} tensors; read are at most "
+                f"{_MOST_VALUES} and {_MOST_TENSORS}"
+            )
         self._part = "metadata"
         metadata = self._metadata(num_values)
         if not isinstance(metadata.get("general.architecture"), str):

@@ -102,6 +102,7 @@ def test_the_wheel_brings_the_models_and_nothing_else(wheel: Path) -> None:
         kept = {path.name for path in (ROOT / "engine" / "bundled" / model).iterdir()}
         assert {"model.safetensors", "tokenizer.json", "config.json", "README.md"} <= kept
         assert {f"engine/bundled/{model}/{name}" for name in kept} <= names
+    assert "engine/templates/smollm2.jinja" in names
     shown = {path.name for path in (ROOT / "server" / "playground").iterdir()}
     assert "index.html" in shown
     assert {f"server/playground/{name}" for name in shown} <= names

@@ -1,6 +1,6 @@
 """Takes the pictures of the playground: ``python docs/pictures/playground.py``.
 
-Starts the server with the bundled model, runs the page's first example (a greedy edit) in Debian's
+Starts the server with SmolLM2, runs the page's first example (a greedy edit) in Debian's
 Chromium, and writes ``playground-light.png`` and ``playground-dark.png`` beside this file.
 """
 
@@ -21,6 +21,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.model_names import SMOLLM2
 from server.app import build_app
 from server.settings import Settings
 
@@ -33,7 +34,7 @@ HANG = 120.0
 @contextmanager
 def serving() -> Iterator[str]:
     """The address of a server on the loopback interface."""
-    engine, tokenizer = build_engine(EngineConfig())
+    engine, tokenizer = build_engine(EngineConfig(SMOLLM2))
     app = build_app(engine, tokenizer, Settings(drain_seconds=1))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,7 +1,7 @@
 """Takes the pictures of the terminal commands: ``python docs/pictures/terminal.py``.
 
-Serves the bundled model, continues a function with ``slipstream complete``, edits one with
-``slipstream chat``, and writes ``complete.svg`` and ``chat.svg`` beside this file.
+Serves SmolLM2, continues a list with ``slipstream complete``, corrects a letter with ``slipstream chat``,
+and writes ``complete.svg`` and ``chat.svg`` beside this file.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from client.flags import request_fields
 from client.session import find_service, finish, new_reply, request_reply
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.model_names import SMOLLM2
 from server.app import build_app
 from server.cli import build_parser
 from server.settings import Settings
@@ -34,27 +35,28 @@ from server.settings import Settings
 FOLDER = Path(__file__).parent
 WIDTH = 96
 HANG = 120.0
-FUNCTION = '''\
-def load_table(path, separator=","):
-    """Read numbers from a file."""
-    rows = []
-    with open(path) as stream:
-        for line in stream:
-            parts = line.strip().split(separator)
-            rows.append([float(part) for part in parts])
-    return rows
-'''
-BEGINNING = """
+LETTER = """\
+Dear Ms Novak,
 
-def load_lines(path, separator=","):
+Thank you for you're letter of 3 March. We has received your order, and it will be send on Monday. If \
+you have any questions, please write to us at any time.
+
+Yours sincerely,
+Tom Baker
 """
-EDIT = "Rename the variable `rows` to `table`."
+LIST = """\
+| country | capital |
+| --- | --- |
+| Spain | Madrid |
+| Italy | Rome |
+"""
+EDIT = "Correct the grammar of this letter. Answer with the letter only."
 
 
 @contextmanager
 def serving() -> Iterator[str]:
     """The address of a server on the loopback interface."""
-    engine, tokenizer = build_engine(EngineConfig())
+    engine, tokenizer = build_engine(EngineConfig(SMOLLM2))
     app = build_app(engine, tokenizer, Settings(drain_seconds=1))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -106,15 +108,15 @@ if __name__ == "__main__":
     with serving() as address:
         picture_of_reply(
             address,
-            "slipstream complete --max-tokens 96 --temperature 0 < prompt.py",
+            "slipstream complete --max-tokens 30 --temperature 0 < table.md",
             "/v1/completions",
-            {"prompt": FUNCTION + BEGINNING},
+            {"prompt": LIST},
             FOLDER / "complete.svg",
         )
         picture_of_reply(
             address,
-            "slipstream chat --message - --temperature 0 < edit.txt",
+            "slipstream chat --message - --temperature 0 < letter.txt",
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": f"{EDIT}\n\n{FUNCTION}"}]},
+            {"messages": [{"role": "user", "content": f"{EDIT}\n\n{LETTER}"}]},
             FOLDER / "chat.svg",
         )

@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedModel,
     modeling_gguf_pytorch_utils,
 )
-from transformers.utils.quantization_config import GgufConfig
 
 from engine.errors import UnsupportedModelError
 from engine.gguf_file import GgufHeader, StoredTensor, needing_gguf, read_header
@@ -75,14 +74,17 @@ def read_config(path: Path) -> tuple[GgufHeader, Any]:
 
 
 def load_gguf(
-    path: Path, header: GgufHeader, config: Any, dtype: torch.dtype | str, **options: Any
+    path: Path, header: GgufHeader, config: Any, dtype: torch.dtype | str
 ) -> PreTrainedModel:
     """The causal LM of a file. ``dtype`` "auto": its values' own, bf16 where they are blocks.
-    ``options``: of ``from_pretrained``.
 
     Raises UnsupportedModelError where the file's tensors are not those of its configuration, and as
     ``load_weights``.
     """
+    with needing_gguf():
+        # Of newer versions than everything else needs.
+        from transformers.utils.quantization_config import GgufConfig
+
     _check_values(header, config)
     loaded = load_weights(
         str(path.parent),
@@ -90,7 +92,6 @@ def load_gguf(
         gguf_file=str(path.absolute()),
         quantization_config=GgufConfig(dequantize=True),
         dtype=stored_dtype(header) if dtype == "auto" else dtype,
-        **options,
     )
     _forget_quantization(loaded)
     _divide_frequencies(loaded, path, header)

@@ -64,11 +64,12 @@ def load_model(
         wanted = resolve_dtype(dtype, device)
         gguf = find_gguf(path)
         if gguf is not None:
+            if num_ranks > 1:
+                raise UnsupportedModelError("the weights of GGUF files are not divided among ranks")
             with parsed_once():
                 header, config = read_config(gguf)
                 refuse_unservable(config)
-                options = sharding_options(config, num_ranks)
-                return prepare_model(load_gguf(gguf, header, config, wanted, **options), device)
+                return prepare_model(load_gguf(gguf, header, config, wanted), device)
         check_folder(path, "config.json")
         config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code

@@ -55,7 +55,9 @@ function setUp(card, catalogue) {
   radio("mode", "chat").disabled = !chats;
   radio("mode", "chat").parentElement.title = chats ? "" : "The model has no chat template.";
   byId("max-tokens").max = card.max_model_len;
-  const examples = EXAMPLES.filter((each) => chats || each.mode === "completion");
+  const examples = EXAMPLES.filter(
+    (each) => each.suits(card) && (chats || each.mode === "completion"),
+  );
   byId("example").replaceChildren(
     ...examples.map((each) => element("option", { value: EXAMPLES.indexOf(each) }, each.name)),
   );

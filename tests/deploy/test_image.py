@@ -34,7 +34,9 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Container:
     container = Container(tmp_path_factory.mktemp("image"))
-    given = {name: os.environ[name] for name in ("TORCH_INDEX", "EXTRAS") if name in os.environ}
+    given = {
+        name: os.environ[name] for name in ("TORCH_INDEX", "EXTRAS", "MODELS") if name in os.environ
+    }
     container.follow(stages()[0], given)
     return container
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -53,6 +54,15 @@ def test_a_file_is_the_model_that_it_was_written_from(written: Path) -> None:
     assert torch.equal(logits(loaded), logits(tiny_llama()))
     assert not hasattr(loaded, "hf_quantizer")
     assert not hasattr(loaded.config, "quantization_config")
+
+
+def test_parsers_are_their_own_again_afterwards(tmp_path: Path, written: Path) -> None:
+    kept = (gguf.GGUFReader, gguf.get_tensor_name_map)
+    load_model(str(written), CPU)
+    path = write_gguf(tmp_path / "odd.gguf", values={"general.architecture": "abacus"})
+    with pytest.raises(UnsupportedModelError):
+        load_model(str(path), CPU)
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == kept
 
 
 def test_blocks_are_dequantised_into_bf16(tmp_path: Path) -> None:
@@ -295,6 +305,12 @@ def test_long_arrays_are_refused_though_the_file_has_them(tmp_path: Path) -> Non
     assert "more than 4194304 elements, up to 'some.bytes'" in refused_by_both(path)
 
 
+def test_more_tensors_than_any_model_has_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "many.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 18, 0) + bytes(24 << 18))
+    assert f"{1 << 18} tensors; read are at most" in refused_by_both(path)
+
+
 def test_a_tensor_of_an_unknown_type_is_named(tmp_path: Path, written: Path) -> None:
     data = bytearray(written.read_bytes())
     at = data.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 20
@@ -362,6 +378,11 @@ def test_a_tokenizer_that_cannot_be_is_refused(
 ) -> None:
     path = write_gguf(tmp_path / "odd.gguf", values=values)
     assert part in refusal(path, load_tokenizer)
+
+
+def test_weights_are_not_divided_among_ranks(written: Path) -> None:
+    said = refusal(written, lambda name: load_model(name, CPU, num_ranks=2))
+    assert said.endswith("the weights of GGUF files are not divided among ranks")
 
 
 def test_two_files_in_a_folder_are_refused(tmp_path: Path, written: Path) -> None:
