@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -53,6 +54,15 @@ def test_a_file_is_the_model_that_it_was_written_from(written: Path) -> None:
     assert torch.equal(logits(loaded), logits(tiny_llama()))
     assert not hasattr(loaded, "hf_quantizer")
     assert not hasattr(loaded.config, "quantization_config")
+
+
+def test_parsers_are_their_own_again_afterwards(tmp_path: Path, written: Path) -> None:
+    kept = (gguf.GGUFReader, gguf.get_tensor_name_map)
+    load_model(str(written), CPU)
+    path = write_gguf(tmp_path / "odd.gguf", values={"general.architecture": "abacus"})
+    with pytest.raises(UnsupportedModelError):
+        load_model(str(path), CPU)
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == kept
 
 
 def test_blocks_are_dequantised_into_bf16(tmp_path: Path) -> None:
