@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from engine.model.quantization import refusal
 from engine.model_names import SMOLLM2_REQUIREMENT
@@ -19,15 +21,23 @@ COUNTED = "equal_texts"
 REQUIRED = "REQUIRE_REAL"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever asks a server stays in the process that has it. Raises pytest.UsageError where the model is
-    required and not there."""
+class ByModel(LoadScopeScheduling):  # type: ignore[misc]
+    """Tests that share an engine share a process, and those that ask a server share another."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        weights = re.search(r"\[(\w+)", nodeid)
+        return weights[1] if weights and weights[1] in WEIGHTS else "server"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByModel:
+    return ByModel(config, log)
+
+
+def pytest_configure() -> None:
+    """Raises pytest.UsageError where the model is required and not there."""
     if os.environ.get(REQUIRED) and not is_installed():
         raise pytest.UsageError(f"{REQUIRED} is set, and {SMOLLM2_REQUIREMENT} is not installed")
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents and "engine" not in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("server"))
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +46,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield found
 
 
-@pytest.fixture(
-    scope="session",
-    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in WEIGHTS],
-)
+@pytest.fixture(scope="session", params=list(WEIGHTS))
 def engine(request: pytest.FixtureRequest) -> RealEngine:
     """In this process, by its weights."""
     if request.param == "int8":

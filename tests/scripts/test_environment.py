@@ -299,31 +299,28 @@ def test_pip_itself_gets_over_an_interruption(
 
 # --- the lanes of scripts/test ---
 
-FILES = "--dist loadfile --no-loadscope-reorder"
-GROUPS = "--dist loadgroup"
-
 
 @pytest.mark.parametrize(
     ("arguments", "passed_on"),
     [
-        ("", f"{FILES} -m not real"),
-        ("-k verifier", f"{FILES} -m not real -k verifier"),
-        ("--fast -x", f"{FILES} -m not slow and not real -x"),
+        ("", "-m not real"),
+        ("-k verifier", "-m not real -k verifier"),
+        ("--fast -x", "-m not slow and not real -x"),
         (
             "--fuzz 7 tests/drafters",
-            f"{FILES} -m hypothesis and not real "
+            "-m hypothesis and not real "
             "--hypothesis-profile fuzz --hypothesis-seed=7 tests/drafters",
         ),
-        ("--real", f"{GROUPS} -m real tests/real"),
-        ("--real --fast -x", f"{GROUPS} -m real and not slow -x tests/real"),
-        ("--real tests/real/test_tokenizer.py", f"{GROUPS} -m real tests/real/test_tokenizer.py"),
+        ("--real", "-m real tests/real"),
+        ("--real --fast -x", "-m real and not slow -x tests/real"),
+        ("--real tests/real/test_tokenizer.py", "-m real tests/real/test_tokenizer.py"),
     ],
 )
 def test_a_lane_is_what_pytest_is_asked_for(
     sandbox: Sandbox, arguments: str, passed_on: str
 ) -> None:
     assert sandbox.test(arguments).returncode == 0
-    parallel = "--numprocesses auto --maxprocesses 4"
+    parallel = "--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
     assert sandbox.calls()[-1] == f"PYTHONPATH= -m pytest -q {parallel} {passed_on}"
 
 
