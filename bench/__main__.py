@@ -23,7 +23,7 @@ from bench.contenders import (
     parse_drafter,
 )
 from bench.machine import describe_machine
-from bench.models import BenchModel, load_bench_model
+from bench.models import OWN, BenchModel, load_bench_model
 from bench.options import Options, parse_options
 from bench.progress import progress_bar
 from bench.report import SCHEMA_VERSION, CellReport, report_cell, to_json
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def bench_model(name: str, options: Options) -> dict[str, Any]:
     """Measure one model, print its tables, return its part of the JSON."""
-    model = load_bench_model(name, engine_config(options), options.with_transformers)
+    model = load_bench_model(name, engine_config(name, options), options.with_transformers)
     print(f"\n## {name}: {model.what}\n")
     contenders = make_contenders(model, options)
     reports = measure_model(model, options, contenders)
@@ -69,13 +69,13 @@ def bench_model(name: str, options: Options) -> dict[str, Any]:
     }
 
 
-def engine_config(options: Options) -> EngineConfig:
+def engine_config(name: str, options: Options) -> EngineConfig:
     """No prefix cache unless asked for: a repeated prompt has to cost what a new one costs."""
     wanted = _wanted_drafters(options)
-    drafts_small = "small_model" in wanted
+    own_draft = str(bundled_path("draft")) if name in OWN and "small_model" in wanted else None
     return EngineConfig(
         drafters=wanted,
-        draft_model=options.draft_model or (str(bundled_path("draft")) if drafts_small else None),
+        draft_model=options.draft_model or own_draft,
         prefix_layers=options.prefix_layers,
         quantized=options.quantized,
         device=options.device,

@@ -3,7 +3,7 @@ transformers keeps a copy of its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
@@ -16,10 +16,13 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.info import EngineInfo
 from engine.model.loader import bundled_path, load_model, load_tokenizer, prepare_model
+from engine.model_names import BUNDLED_MODEL
 
-BUNDLED = "bundled"
+BUNDLED = BUNDLED_MODEL
 SCALED = "scaled"
 LARGE = "large"
+OWN = (BUNDLED, SCALED, LARGE)
+"""The bundled model and its copies, for which there is a draft model."""
 _LARGE_WIDTH = 16
 _LARGE_PARAMETERS = 8_000_000_000
 
@@ -39,16 +42,16 @@ class BenchModel:
 
 
 def load_bench_model(name: str, config: EngineConfig, with_transformers: bool) -> BenchModel:
-    """``bundled``, ``scaled``, ``large`` (a scaled copy of 8 billion parameters, for GPUs), or the path
-    or hub id of any servable model.
+    """``bundled``, ``scaled``, ``large`` (a scaled copy of 8 billion parameters, for GPUs),
+    ``smollm2``, or the path or hub id of any servable model.
 
     Raises FileNotFoundError without the bundled model, OSError and UnsupportedModelError as loading
     does.
     """
     device = torch.device(config.device)
-    is_own = name in (BUNDLED, SCALED, LARGE)
+    is_own = name in OWN
     path = str(bundled_path("target")) if is_own else name
-    config = with_fastest_weights(config) if is_own else config
+    config = with_fastest_weights(replace(config, model=BUNDLED if is_own else name))
     tokenizer = load_tokenizer(path)
     theirs: PreTrainedModel | None = None
     if name in (SCALED, LARGE):

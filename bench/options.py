@@ -92,8 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         nargs="+",
         default=["bundled"],
-        metavar="{bundled,scaled,PATH}",
-        help="bundled (default); scaled: the same text at the cost of 0.4 B parameters; or a folder",
+        metavar="{bundled,scaled,smollm2,PATH}",
+        help="bundled (default); scaled: the same text at the cost of 0.4 B parameters; smollm2; or a "
+        "folder or file",
     )
     parser.add_argument("--batch", nargs="+", type=positive, help="batch sizes (1 4 16)")
     parser.add_argument(
@@ -121,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quantization",
         choices=["int8", "none"],
-        help="as the engine's; default: of models of ours whatever is fastest, else the checkpoint's",
+        help="as the engine's; default: of models with names whatever is fastest, else the checkpoint's",
     )
     parser.add_argument("--threads", type=positive, help="torch's threads, for all contenders")
     parser.add_argument("--skip-transformers", action="store_true", help="measure only the engine")
@@ -136,7 +137,9 @@ def _parser() -> argparse.ArgumentParser:
         help="let the next prompt follow a finished one, as on a busy server, and time decoding while "
         "the batch is full; with --skip-transformers, which cannot",
     )
-    parser.add_argument("--draft-model", help="for small_model; default: the bundled draft")
+    parser.add_argument(
+        "--draft-model", help="for small_model; of models of ours the bundled draft"
+    )
     parser.add_argument("--prefix-layers", help="layers for prefix_layers, as the server's flag")
     parser.add_argument("--quantized", choices=get_args(Quantization), help="as the server's flag")
     parser.add_argument(

@@ -18,6 +18,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from bench.machine import describe_machine
 from bench.tables import table
 from drafters.base import DraftShape
@@ -132,8 +134,8 @@ def timed_call(method: Callable[..., Any], clock: GrammarClock) -> Callable[...,
 class Bench:
     """An engine whose grammars are timed, as are those of all others in this process from then on."""
 
-    def __init__(self, model: str | None, max_tokens: int) -> None:
-        engine, self._tokenizer = build_engine(EngineConfig(model=model))
+    def __init__(self, config: EngineConfig, max_tokens: int) -> None:
+        engine, self._tokenizer = build_engine(config)
         self.core: EngineCore = engine.core
         self.clock = GrammarClock()
         self._max_tokens = max_tokens
@@ -233,18 +235,21 @@ HEADERS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Ends with 1 if a draft changed a text."""
     parser = argparse.ArgumentParser(prog="python -m bench.structured", description=__doc__)
-    parser.add_argument("--model", help="folder; default: the bundled model")
+    parser.add_argument("--model", help="smollm2, a folder or a file; default: the bundled model")
+    parser.add_argument("--quantization", choices=["int8", "none"], help="as the engine's")
     parser.add_argument("--drafters", nargs="+", default=["grammar", "ngram", "suffix", "auto"])
     parser.add_argument("--calls", type=int, default=30)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--output", type=Path, help="write the figures to this file, as JSON")
     options = parser.parse_args(arguments)
-    accounts = compare(Bench(options.model, options.max_tokens), options.drafters, options.calls)
+    config = EngineConfig(model=options.model, quantization=options.quantization)
+    accounts = compare(Bench(config, options.max_tokens), options.drafters, options.calls)
     rows = rows_of(accounts)
     sys.stdout.write(table(HEADERS, rows) + "\n")
     if options.output:
+        machine = describe_machine(torch.device("cpu"))
         figures = [dict(zip(HEADERS, row, strict=True)) for row in rows]
-        options.output.write_text(json.dumps([describe_machine(), figures], indent=1, default=str))
+        options.output.write_text(json.dumps([machine, figures], indent=1))
     plain = {each.temperature: each.texts for each in accounts if each.drafter == GAMMA_0}
     return int(any(each.texts != plain[each.temperature] for each in accounts))
 

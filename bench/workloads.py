@@ -1,8 +1,8 @@
-"""Prompts to measure on: code to continue, edits to write out, a conversation, samples, noise, and code
-to continue after equally many tokens.
+"""Prompts to measure on: code to continue, edits to write out and to repeat, conversations, samples,
+noise, and code to continue after equally many tokens.
 
-All but the last come from files that the bundled model never trained on (``bench/data``, written by
-``training.bench_data``).
+Code and edits come from files that the bundled model never trained on (``bench/data``, written by
+``training.bench_data``), conversations from what people ask an assistant.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 DATA = Path(__file__).resolve().parent / "data"
 CODE_FILE = "heldout_code.jsonl"
 EDITS_FILE = "heldout_edits.jsonl"
+CHAT_FILE = "chat.jsonl"
 RANDOM_PROMPT_TOKENS = 192
 FILE_PROMPT_TOKENS = 256
 
@@ -73,15 +74,11 @@ def _edit(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
     prompts = []
     for line in _read(source.data / EDITS_FILE):
         if tokenizer.chat_template is None:
-            ids = tokenizer(line["messages"][-1]["content"] + "\n\n")["input_ids"]
+            ids = tuple(tokenizer(line["messages"][-1]["content"] + "\n\n")["input_ids"])
         else:
-            text = tokenizer.apply_chat_template(
-                line["messages"], tokenize=False, add_generation_prompt=True
-            )
-            # The template writes the start of the text itself.
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = _as_chat(tokenizer, line["messages"], "edit")
         before = line["messages"][-1]["content"].partition("\n\n")[2]
-        prompts.append(Prompt(tuple(ids), _plain(tokenizer, before)))
+        prompts.append(Prompt(ids, _plain(tokenizer, before)))
     return prompts
 
 
@@ -94,10 +91,27 @@ _NUM_SAMPLES = 8
 
 
 def _chat(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
+    """Questions and tasks of all kinds, some of them the second turn of a conversation."""
+    return [
+        Prompt(_as_chat(source.tokenizer, line["messages"], "chat"))
+        for line in _read(source.data / CHAT_FILE)
+    ]
+
+
+def _as_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], workload: str
+) -> tuple[int, ...]:
+    """Up to where the next reply begins. Raises ValueError without a template."""
+    if tokenizer.chat_template is None:
+        raise ValueError(f"workload {workload} needs a tokenizer with a chat template")
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    # The template writes the start of the text itself.
+    return _plain(tokenizer, str(text))
+
+
+def _repeat(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
     """The second turn of a conversation about one of the edits."""
     tokenizer = source.tokenizer
-    if tokenizer.chat_template is None:
-        raise ValueError("workload chat needs a tokenizer with a chat template")
     prompts = []
     for line in _read(source.data / EDITS_FILE):
         messages = [
@@ -105,9 +119,8 @@ def _chat(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
             {"role": "assistant", "content": line["completion"]},
             {"role": "user", "content": _FOLLOW_UP},
         ]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         answer = _plain(tokenizer, line["completion"])
-        prompts.append(Prompt(_plain(tokenizer, text), answer))
+        prompts.append(Prompt(_as_chat(tokenizer, messages, "repeat"), answer))
     return prompts
 
 
@@ -142,6 +155,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 _LOADERS: dict[str, Callable[[PromptSource, int], Sequence[Prompt]]] = {
     "code": _code,
     "edit": _edit,
+    "repeat": _repeat,
     "chat": _chat,
     "samples": _samples,
     "random": _random,

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = ALL_PEE
     place = Place(
         cache=options.cache.resolve(),
         target=target.resolve(),
-        draft=draft.resolve(),
+        draft=None if draft is None else draft.resolve(),
         num_threads=options.num_threads,
         max_running=max(options.concurrency),
         # Whole blocks of any peer's size, with room for drafts past the end.

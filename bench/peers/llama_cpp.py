@@ -22,6 +22,7 @@ from bench.peers.place import Arm, Peer, PeerUnavailableError, Place, WorkerPlan
 
 NAME = "llama.cpp"
 TYPES = ("bf16", "q8_0", "q4_0")
+_DRAFT_TYPE = "q8_0"
 _TARGETS = ("llama-server", "llama-batched-bench")
 _CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -52,26 +53,29 @@ class LlamaCpp(Peer):
             raise PeerUnavailableError("there is no C++ compiler to build it with")
         once(place.folder(NAME) / "source", partial(_fetch, place))
         self._build(place)
-        for source, stem in ((place.target, "target"), (place.draft, "draft")):
-            for kind in TYPES if stem == "target" else ("q8_0",):
-                once(
-                    place.folder(NAME) / f"{stem}-{kind}",
-                    partial(_convert_in, str(place.python(NAME)), source, kind),
-                )
+        wanted = [(place.target, kind) for kind in TYPES]
+        if place.draft is not None:
+            wanted.append((place.draft, _DRAFT_TYPE))
+        for source, kind in wanted:
+            once(
+                place.export(NAME, source, kind),
+                partial(_convert_in, str(place.python(NAME)), source, kind),
+            )
 
     def plans(self, place: Place) -> list[WorkerPlan]:
         plans = [self._plan(place, kind, "plain") for kind in TYPES]
-        return [*plans, *(self._plan(place, "q8_0", mode) for mode in _SPECULATIONS)]
+        modes = [mode for mode in _SPECULATIONS if mode != "draft" or place.draft is not None]
+        return [*plans, *(self._plan(place, "q8_0", mode) for mode in modes)]
 
     def own_bench(self, place: Place, concurrency: Sequence[int], num_new: int) -> str | None:
         """batched-bench, on tokens of its own choice: a table for each type."""
-        folder = place.folder(NAME)
+        programs = place.folder(NAME) / "build" / "bin"
         num_prompt = place.max_tokens - num_new
         parts = []
         for kind in TYPES:
             command = [
-                str(folder / "build" / "bin" / "llama-batched-bench"),
-                *("-m", str(folder / f"target-{kind}" / "model.gguf")),
+                str(programs / "llama-batched-bench"),
+                *("-m", str(place.export(NAME, place.target, kind) / "model.gguf")),
                 *("-t", str(place.num_threads), "-c", str(max(concurrency) * place.max_tokens)),
                 *("-npp", str(min(num_prompt, 256)), "-ntg", str(num_new)),
                 *("-npl", ",".join(map(str, concurrency))),
@@ -81,19 +85,20 @@ class LlamaCpp(Peer):
         return "\n\n".join(parts)
 
     def _plan(self, place: Place, kind: str, mode: str) -> WorkerPlan:
-        folder = place.folder(NAME)
+        program = place.folder(NAME) / "build" / "bin" / "llama-server"
         title = f"{NAME} {kind} {mode}"
         command = [
-            str(folder / "build" / "bin" / "llama-server"),
-            *("--model", str(folder / f"target-{kind}" / "model.gguf")),
+            str(program),
+            *("--model", str(place.export(NAME, place.target, kind) / "model.gguf")),
             *("--host", "127.0.0.1", "--port", "{port}"),
             *("--threads", str(place.num_threads), "--threads-http", "1"),
             *("--parallel", str(place.max_running)),
             *("--ctx-size", str(place.max_running * place.max_tokens)),
             *_SPECULATIONS.get(mode, ()),
         ]
-        if mode == "draft":
-            command += ["--model-draft", str(folder / "draft-q8_0" / "model.gguf")]
+        if mode == "draft" and place.draft is not None:
+            draft = place.export(NAME, place.draft, _DRAFT_TYPE) / "model.gguf"
+            command += ["--model-draft", str(draft)]
         return WorkerPlan(
             name=title,
             python=Path(sys.executable),

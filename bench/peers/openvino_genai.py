@@ -31,8 +31,9 @@ class OpenVino(Peer):
 
     def prepare(self, place: Place) -> None:
         for bits in (8, 4):
-            self._export(place, place.target, "target", bits)
-        self._export(place, place.draft, "draft", 8)
+            self._export(place, place.target, bits)
+        if place.draft is not None:
+            self._export(place, place.draft, 8)
 
     def plans(self, place: Place) -> list[WorkerPlan]:
         """What a CPU with bf16 units computes in as it comes is bf16, which is not always its best: both
@@ -44,10 +45,11 @@ class OpenVino(Peer):
         ]
         plans = []
         for name, bits, properties in kinds:
-            plans.append(self._plan(place, name, bits, properties, "plain"))
-            if properties:
-                plans.append(self._plan(place, name, bits, properties, "lookup"))
-        plans.append(self._plan(place, "int8 f32", 8, {"INFERENCE_PRECISION_HINT": "f32"}, "draft"))
+            for mode in ("plain", "lookup"):
+                plans.append(self._plan(place, name, bits, properties, mode))
+        if place.draft is not None:
+            properties = {"INFERENCE_PRECISION_HINT": "f32"}
+            plans.append(self._plan(place, "int8 f32", 8, properties, "draft"))
         return plans
 
     def _plan(self, place: Place, name: str, bits: int, properties: Any, mode: str) -> WorkerPlan:
@@ -72,8 +74,10 @@ class OpenVino(Peer):
             python=place.python(NAME),
             module="bench.peers.openvino_genai",
             load={
-                "model": str(place.folder(NAME) / f"target-int{bits}"),
-                "draft": str(place.folder(NAME) / "draft-int8") if mode == "draft" else None,
+                "model": str(place.export(NAME, place.target, f"int{bits}")),
+                "draft": None
+                if mode != "draft" or place.draft is None
+                else str(place.export(NAME, place.draft, "int8")),
                 "lookup": mode == "lookup",
                 "properties": {**properties, "INFERENCE_NUM_THREADS": place.num_threads},
                 "max_num_seqs": place.max_running,
@@ -81,9 +85,9 @@ class OpenVino(Peer):
             arms=arms,
         )
 
-    def _export(self, place: Place, source: Path, name: str, bits: int) -> None:
+    def _export(self, place: Place, source: Path, bits: int) -> None:
         once(
-            place.folder(NAME) / f"{name}-int{bits}",
+            place.export(NAME, source, f"int{bits}"),
             partial(_export_into, str(place.python(NAME)), source, bits),
         )
 

@@ -86,9 +86,11 @@ def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
         help="arms to measure, as 'openvino int8*' '*HTTP*'; --list names them all",
     )
     parser.add_argument(
-        "--model", default="scaled", help="scaled (0.4 B; default), bundled, or a folder"
+        "--model",
+        default="scaled",
+        help="scaled (0.4 B; default), bundled, smollm2, a folder or a file",
     )
-    parser.add_argument("--draft-model", help="folder; default: the bundled draft model")
+    parser.add_argument("--draft-model", help="folder; of models of ours the bundled draft")
     parser.add_argument("--workload", nargs="+", choices=workload_names(), default=["files"])
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument(

@@ -12,6 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,12 @@ class PeerUnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """``num_threads``: what every peer is told to use; ``max_running``: most requests at once."""
+    """``num_threads``: what every peer is told to use; ``max_running``: most requests at once;
+    ``draft``: None where there is no draft model for the target."""
 
     cache: Path
     target: Path
-    draft: Path
+    draft: Path | None
     num_threads: int
     max_running: int
     max_tokens: int
@@ -70,6 +72,11 @@ class Place:
 
     def folder(self, peer: str) -> Path:
         return self.cache / peer
+
+    def export(self, peer: str, checkpoint: Path, kind: str) -> Path:
+        """Where a peer keeps a checkpoint in its own format, beside those of other models."""
+        digest = blake2b(str(checkpoint).encode(), digest_size=4).hexdigest()
+        return self.folder(peer) / f"{checkpoint.name}-{digest}-{kind}"
 
 
 class Peer(ABC):

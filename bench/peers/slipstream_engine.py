@@ -13,7 +13,8 @@ from bench.peers.protocol import Ask, Clock, Reply, serve
 
 NAME = "slipstream"
 WEIGHTS = {"bf16": "none", "int8": "int8"}
-DRAFTERS = ("none", "ngram", "suffix", "auto", "small_model")
+DRAFTERS = ("none", "ngram", "suffix", "stand", "auto")
+SMALL_MODEL = "small_model"
 PLAIN = "none"
 _LARGEST_STEP = 1024
 
@@ -26,8 +27,7 @@ class Slipstream(Peer):
         plans = []
         for weights, quantization in WEIGHTS.items():
             settings: dict[str, Any] = {
-                "draft_model": str(place.draft),
-                "drafters": list(DRAFTERS),
+                "drafters": list(_drafters(place)),
                 "max_num_seqs": place.max_running,
                 "max_num_batched_tokens": max(_LARGEST_STEP, place.max_running),
                 "max_model_len": place.max_tokens,
@@ -36,6 +36,8 @@ class Slipstream(Peer):
                 "enable_prefix_cache": False,
                 "quantization": quantization,
             }
+            if place.draft is not None:
+                settings["draft_model"] = str(place.draft)
             plans += [
                 self._in_process(place, weights, settings),
                 self._served(place, weights, settings),
@@ -50,7 +52,7 @@ class Slipstream(Peer):
             load={"model": str(place.target), **settings},
             arms=tuple(
                 Arm(_title(weights, name), {"drafter": name}, speculates=name != PLAIN)
-                for name in DRAFTERS
+                for name in _drafters(place)
             ),
         )
 
@@ -81,9 +83,13 @@ class Slipstream(Peer):
                     speculates=name != PLAIN,
                     over_http=True,
                 )
-                for name in DRAFTERS
+                for name in _drafters(place)
             ),
         )
+
+
+def _drafters(place: Place) -> tuple[str, ...]:
+    return DRAFTERS if place.draft is None else (*DRAFTERS, SMALL_MODEL)
 
 
 def _title(weights: str, drafter: str) -> str:

@@ -27,7 +27,7 @@ class Transformers(Peer):
     what = "transformers, bf16"
 
     def plans(self, place: Place) -> list[WorkerPlan]:
-        arms = (
+        arms: tuple[Arm, ...] = (
             Arm(f"{NAME} generate", {"mode": "generate"}),
             Arm(
                 f"{NAME} lookup {_LOOKUP_TOKENS}",
@@ -35,13 +35,10 @@ class Transformers(Peer):
                 speculates=True,
                 max_batch_size=_ALONE,
             ),
-            Arm(
-                f"{NAME} assisted",
-                {"mode": "generate", "assisted": True},
-                speculates=True,
-                max_batch_size=_ALONE,
-            ),
         )
+        if place.draft is not None:
+            assisted = {"mode": "generate", "assisted": True}
+            arms += (Arm(f"{NAME} assisted", assisted, speculates=True, max_batch_size=_ALONE),)
         continuous = (Arm(f"{NAME} continuous batching", {"mode": "continuous"}),)
         # A worker each: continuous batching sets the model's attention to its own.
         return [
@@ -56,7 +53,7 @@ class Transformers(Peer):
             module="bench.peers.transformers_generate",
             load={
                 "model": str(place.target),
-                "draft": str(place.draft),
+                "draft": None if place.draft is None else str(place.draft),
                 "num_threads": place.num_threads,
                 "max_running": place.max_running,
                 "max_tokens": place.max_tokens,
@@ -75,11 +72,13 @@ class TransformersRunner:
         self._torch.set_num_threads(message["num_threads"])
         load = transformers.AutoModelForCausalLM.from_pretrained
         self._model = load(message["model"], dtype=self._torch.bfloat16).eval()
-        self._draft = load(message["draft"], dtype=self._torch.bfloat16).eval()
+        self._draft: Any = None
         self._pad = self._model.config.pad_token_id or 0
         self._config_type = transformers.GenerationConfig
-        # What it says about ending would win over None.
-        self._draft.generation_config = self._config_type(pad_token_id=self._pad)
+        if message["draft"] is not None:
+            self._draft = load(message["draft"], dtype=self._torch.bfloat16).eval()
+            # What it says about ending would win over None.
+            self._draft.generation_config = self._config_type(pad_token_id=self._pad)
         # Unset it takes most of the memory there is.
         self._batching = transformers.ContinuousBatchingConfig(
             page_size=_PAGE_TOKENS,

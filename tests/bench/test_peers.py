@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.contenders import ContenderFailedError, Job
-from bench.peers.__main__ import main
+from bench.peers.__main__ import ALL_PEERS, main
 from bench.peers.options import SAMPLINGS
 from bench.peers.place import Peer, PeerUnavailableError, Place, call, once
 from bench.peers.protocol import Ask, Reply
@@ -205,6 +207,30 @@ def test_decoding_begins_when_every_request_has_a_token() -> None:
     assert (run.seconds, run.decode_seconds) == (5.0, 3.0)
     assert run.num_decode_tokens == 8 - 2 - 1
     assert run.output_token_ids == ((1, 2, 3, 4), (7, 8, 9, 10))
+
+
+REAL_PEERS = {peer.name: peer for peer in ALL_PEERS}
+
+
+@pytest.mark.parametrize("name", REAL_PEERS)
+def test_without_a_draft_model_nobody_drafts_with_one(place: Place, name: str) -> None:
+    def arms(place: Place) -> set[str]:
+        return {arm.name for plan in REAL_PEERS[name].plans(place) for arm in plan.arms}
+
+    bare = replace(place, draft=None)
+    assert arms(bare) == {each for each in arms(place) if not re.search("draft|small|assist", each)}
+    assert "'None'" not in repr([plan.load for plan in REAL_PEERS[name].plans(bare)])
+
+
+@pytest.mark.parametrize("name", ["openvino", "llama.cpp"])
+def test_what_is_exported_of_one_model_is_not_taken_for_another(place: Place, name: str) -> None:
+    def models(place: Place) -> set[str]:
+        text = repr([plan.load for plan in REAL_PEERS[name].plans(place)])
+        return set(re.findall(r"[^']*/model-[^']*", text))
+
+    one, other = (replace(place, target=place.target / each / "model") for each in ("a", "b"))
+    assert models(one)
+    assert models(one).isdisjoint(models(other))
 
 
 def test_half_a_folder_is_never_taken_for_a_whole(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import jsonschema
 import pytest
 
+from bench import structured
 from bench.structured import GAMMA_0, Account, GrammarClock, random_call, rows_of, timed_call
 from server.request.grammars import json_grammar
 
@@ -35,6 +37,18 @@ def test_figures_are_against_gamma_0_at_the_same_temperature() -> None:
         ["0.7", GAMMA_0, "20", "0%", "-", "1.00x", "2.5%", "1/1"],
         ["0.7", "grammar", "5", "75%", "100%", "4.00x", "10.0%", "0/1"],
     ]
+
+
+def test_what_was_measured_is_written_with_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured, "TEMPERATURES", (0.0,))
+    output = tmp_path / "structured.json"
+    arguments = ["--calls", "1", "--max-tokens", "4", "--drafters", "grammar"]
+    assert structured.main([*arguments, "--output", str(output)]) == 0
+    machine, figures = json.loads(output.read_text(encoding="utf-8"))
+    assert machine["device"] == "cpu"
+    assert [each["drafter"] for each in figures] == [GAMMA_0, "grammar"]
 
 
 def test_work_inside_of_work_is_counted_once() -> None:

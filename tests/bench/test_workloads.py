@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from bench.workloads import CODE_FILE, DATA, EDITS_FILE, PromptSource, load_prompts, workload_names
+from bench.workloads import (
+    CHAT_FILE,
+    CODE_FILE,
+    DATA,
+    EDITS_FILE,
+    PromptSource,
+    load_prompts,
+    workload_names,
+)
 from engine.model.loader import bundled_path, load_tokenizer
 from worlds.tiny_bench_model import tiny_tokenizer
 
@@ -86,7 +94,8 @@ def test_no_room_for_any_prompt_is_an_error(source: PromptSource) -> None:
 
 def test_an_unknown_workload_is_an_error(source: PromptSource) -> None:
     with pytest.raises(
-        ValueError, match="unknown workload 'poems'; known: code, edit, chat, samples, random"
+        ValueError,
+        match="unknown workload 'poems'; known: code, edit, repeat, chat, samples, random",
     ):
         load_prompts("poems", source, 1)
 
@@ -103,22 +112,40 @@ def test_samples_are_eight_of_each_prompt(source: PromptSource) -> None:
     assert prompts[8] != prompts[0]
 
 
-def test_a_chat_is_an_edit_with_its_answer_and_a_second_request() -> None:
+def test_a_repeat_is_an_edit_with_its_answer_and_a_second_request() -> None:
     tokenizer = load_tokenizer(str(bundled_path("target")))
     source = PromptSource(tokenizer, len(tokenizer), 1900)
-    edit, chat = load_prompts("edit", source, 1)[0], load_prompts("chat", source, 1)[0]
-    assert chat.token_ids[: len(edit.token_ids)] == edit.token_ids
-    assert len(chat.token_ids) > 1.5 * len(edit.token_ids)
-    assert tokenizer.decode(chat.token_ids).rstrip().endswith("<|assistant|>")
+    edit, repeat = load_prompts("edit", source, 1)[0], load_prompts("repeat", source, 1)[0]
+    assert repeat.token_ids[: len(edit.token_ids)] == edit.token_ids
+    assert len(repeat.token_ids) > 1.5 * len(edit.token_ids)
+    assert tokenizer.decode(repeat.token_ids).rstrip().endswith("<|assistant|>")
+
+
+def test_a_chat_ends_where_the_next_reply_begins(source: PromptSource) -> None:
+    lines = lines_of(CHAT_FILE)
+    texts = [text_of(source, ids) for ids, _ in load_prompts("chat", source, len(lines))]
+    assert len(set(texts)) == len(lines) >= 32
+    for text, line in zip(texts, lines, strict=True):
+        assert text.endswith("<|assistant|>")
+        assert all(message["content"] in text for message in line["messages"])
+    assert {len(line["messages"]) for line in lines} == {1, 3, 4}
+
+
+@pytest.mark.parametrize("workload", ["chat", "repeat"])
+def test_conversations_need_a_template(workload: str) -> None:
+    bare = PromptSource(tiny_tokenizer(), vocab_size=512, max_prompt_tokens=4000)
+    bare.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=f"workload {workload} needs a tokenizer with a chat temp"):
+        load_prompts(workload, bare, 1)
 
 
 def test_clients_could_predict_an_edit_by_its_file_and_a_repeat_by_the_answer() -> None:
     tokenizer = load_tokenizer(str(bundled_path("target")))
     source = PromptSource(tokenizer, len(tokenizer), 1900)
-    edit, chat = load_prompts("edit", source, 1)[0], load_prompts("chat", source, 1)[0]
-    before, answer = tokenizer.decode(edit.expected), tokenizer.decode(chat.expected)
+    edit, repeat = load_prompts("edit", source, 1)[0], load_prompts("repeat", source, 1)[0]
+    before, answer = tokenizer.decode(edit.expected), tokenizer.decode(repeat.expected)
     assert len(edit.expected) > 50
     assert before in tokenizer.decode(edit.token_ids)
-    assert answer in tokenizer.decode(chat.token_ids)
+    assert answer in tokenizer.decode(repeat.token_ids)
     assert answer != before
     assert {prompt.expected for prompt in load_prompts("code", source, 3)} == {()}

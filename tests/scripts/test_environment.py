@@ -303,13 +303,17 @@ def test_pip_itself_gets_over_an_interruption(
 @pytest.mark.parametrize(
     ("arguments", "passed_on"),
     [
-        ("", ""),
-        ("-k verifier", "-k verifier"),
-        ("--fast -x", "-m not slow -x"),
+        ("", "-m not real"),
+        ("-k verifier", "-m not real -k verifier"),
+        ("--fast -x", "-m not slow and not real -x"),
         (
             "--fuzz 7 tests/drafters",
-            "-m hypothesis --hypothesis-profile fuzz --hypothesis-seed=7 tests/drafters",
+            "-m hypothesis and not real "
+            "--hypothesis-profile fuzz --hypothesis-seed=7 tests/drafters",
         ),
+        ("--real", "-m real tests/real"),
+        ("--real --fast -x", "-m real and not slow -x tests/real"),
+        ("--real tests/real/test_tokenizer.py", "-m real tests/real/test_tokenizer.py"),
     ],
 )
 def test_a_lane_is_what_pytest_is_asked_for(
@@ -317,7 +321,7 @@ def test_a_lane_is_what_pytest_is_asked_for(
 ) -> None:
     assert sandbox.test(arguments).returncode == 0
     parallel = "--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
-    assert sandbox.calls()[-1] == f"PYTHONPATH= -m pytest -q {parallel} {passed_on}".rstrip()
+    assert sandbox.calls()[-1] == f"PYTHONPATH= -m pytest -q {parallel} {passed_on}"
 
 
 def test_every_search_has_a_seed_of_its_own_and_says_it(sandbox: Sandbox) -> None:

@@ -1,13 +1,11 @@
 """Promise 1, in bf16 and in 8 bits on the bundled model: exact mode holds to the bit.
 
-Not only tokens are compared but the bits of their log-probabilities: a row that was computed in
-another way than alone would show long before it changes a token. Prompts ask for edits, so that
-drafts come true.
+Prompts ask for edits, so that drafts come true. ``tests/real`` has the same on weights that others
+trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -22,8 +20,9 @@ from engine.model.linear import pack_linears
 from engine.model.loader import BUNDLED, attach_attention, load_model, load_tokenizer
 from engine.model.quantization import quantize_model, refusal
 from engine.model.runner import ModelRunner
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
-from worlds.engine_harness import Driver, Setup, build_core, drafting, request
+from engine.params import GenerationRequest, SamplingParams
+from worlds.engine_harness import Setup, build_core, drafting, request
+from worlds.exact_situations import SETUP, SITUATIONS, Signature, plain, signature
 from worlds.grammar_world import json_grammar
 
 CPU = torch.device("cpu")
@@ -108,6 +107,8 @@ class BundledTarget:
             for instruction in INSTRUCTIONS
         ]
 
+        self.setup = SETUP
+
     def core(self, setup: Setup) -> EngineCore:
         needs = AttentionNeeds.of(self._model, self._shapes, "exact", setup.block_size)
         runner = ModelRunner(self._model, build_attention(needs, setup.num_blocks))
@@ -123,11 +124,6 @@ def bundled(request: pytest.FixtureRequest) -> BundledTarget:
     return BundledTarget(request.param)
 
 
-SETUP = Setup(
-    num_blocks=160, block_size=16, max_model_len=1024, prefill_chunk=512, max_num_batched_tokens=640
-)
-
-
 def subjects(bundled: BundledTarget, sampling: SamplingParams) -> list[GenerationRequest]:
     return [
         request(f"r{index}", bundled.prompts[index % 2], replace(sampling, seed=index % 2), params)
@@ -135,68 +131,10 @@ def subjects(bundled: BundledTarget, sampling: SamplingParams) -> list[Generatio
     ]
 
 
-def signature(driver: Driver, request_id: str) -> list[tuple[int, float]]:
-    """Tokens, and the exact log-probabilities they were given."""
-    return [(told.token_id, told.logprob) for told in driver.logprobs[request_id]]
-
-
-def alone(bundled: BundledTarget, requests: Sequence[GenerationRequest]) -> Driver:
-    """One after the other; the first of each prompt computes it, which is dear."""
-    driver = Driver(bundled.core(SETUP))
-    for each in requests:
-        driver.run(each)
-    return driver
-
-
-def mixed_batch(bundled: BundledTarget, requests: Sequence[GenerationRequest]) -> Driver:
-    odd = request("odd", bundled.prompts[0][:37], SAMPLINGS["t13"], drafting("ngram"))
-    return Driver(bundled.core(SETUP)).run(odd, *requests)
-
-
-def chunked(bundled: BundledTarget, requests: Sequence[GenerationRequest]) -> Driver:
-    setup = SETUP.but(prefill_chunk=23, max_num_batched_tokens=70, prefix_cache=False)
-    driver = Driver(bundled.core(setup)).run(*requests)
-    least = len(min(bundled.prompts, key=len)) // 23
-    assert min(driver.first_step.values()) > least
-    return driver
-
-
-def prefix_hit(bundled: BundledTarget, requests: Sequence[GenerationRequest]) -> Driver:
-    driver = Driver(bundled.core(SETUP))
-    driver.run(*(request(f"first-{i}", prompt) for i, prompt in enumerate(bundled.prompts)))
-    driver.run(*requests)
-    assert min(driver.finishes[each.request_id].num_cached_tokens for each in requests) > 0
-    return driver
-
-
-def preempted(bundled: BundledTarget, requests: Sequence[GenerationRequest]) -> Driver:
-    num_blocks = 3 * (len(bundled.prompts[0]) // 16 + 3)
-    driver = Driver(bundled.core(SETUP.but(num_blocks=num_blocks, prefix_cache=False)))
-    driver.submit(*requests)
-    for index in range(4):
-        for _ in range(5):
-            driver.step()
-        driver.submit(request(f"important-{index}", bundled.prompts[0], priority=-1))
-    driver.run()
-    times = [driver.finishes[each.request_id].timings for each in requests]
-    assert sum(each.num_preemptions for each in times) > 1
-    return driver
-
-
-SITUATIONS = {
-    function.__name__: function for function in (alone, mixed_batch, chunked, prefix_hit, preempted)
-}
-
-
 @cache
-def plain(bundled: BundledTarget, sampling: str, index: int) -> list[tuple[int, float]]:
-    each = request(
-        "plain",
-        bundled.prompts[index],
-        replace(SAMPLINGS[sampling], seed=index),
-        SpeculativeParams(),
-    )
-    return signature(Driver(bundled.core(SETUP)).run(each), "plain")
+def expected_of(bundled: BundledTarget, sampling: str, index: int) -> Signature:
+    each = request("plain", bundled.prompts[index], replace(SAMPLINGS[sampling], seed=index))
+    return plain(bundled, each)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -205,7 +143,7 @@ def test_drafting_changes_no_bit(bundled: BundledTarget, situation: str, samplin
     requests = subjects(bundled, SAMPLINGS[sampling])
     driver = SITUATIONS[situation](bundled, requests)
     for index, each in enumerate(requests):
-        expected = plain(bundled, sampling, index % 2)
+        expected = expected_of(bundled, sampling, index % 2)
         assert len(expected) == NUM_TOKENS or sampling == "json"
         assert signature(driver, each.request_id) == expected, each.speculative
     accounts = [driver.finishes[each.request_id].speculative for each in requests]

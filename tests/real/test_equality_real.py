@@ -1,0 +1,172 @@
+"""Promise 1 on weights that others trained: SmolLM2 in exact mode, in bf16 and in 8 bits, writes the bits
+that gamma 0 writes alone, whoever drafts, in whatever shape, with whatever sampling, and beside whom.
+
+The draft models are SmolLM2 itself, copies of it in fewer bits, and some of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from worlds.engine_harness import Driver, drafting, request
+from worlds.equality import WIDTHS, partly_right
+from worlds.exact_situations import SITUATIONS, Signature, plain, signature
+from worlds.real_engine import DRAFTERS, RealEngine, code, licence
+from worlds.real_model import REAL
+
+pytestmark = REAL
+Count = Callable[[int], None]
+
+_USUAL = SamplingParams(max_tokens=40, temperature=0.0, logprobs=0, ignore_eos=True)
+_SAMPLED = replace(_USUAL, temperature=0.8)
+SAMPLINGS = {
+    "greedy": _USUAL,
+    "t08": _SAMPLED,
+    "t08_top_p": replace(_SAMPLED, top_p=0.9),
+    "t13_top_k_min_p": replace(_USUAL, temperature=1.3, top_k=60, min_p=0.05),
+    "greedy_repetition": replace(_USUAL, repetition_penalty=1.15),
+    "t08_penalties": replace(_SAMPLED, presence_penalty=0.6, frequency_penalty=-0.4),
+}
+POLICIES = {
+    "fixed": drafting("", "fixed", 8),
+    "target_rate": replace(drafting("", "target_rate", 4), target_acceptance_rate=0.5),
+    "goodput": drafting("", "goodput", 8),
+}
+FAST = ("prefix_hit", "preempted")
+"""Situations that all lanes look at."""
+Asked = Mapping[str, tuple[GenerationRequest, Signature]]
+"""By id: a request, and what it has to write."""
+
+
+@cache
+def expected_of(engine: RealEngine, sampling: str, prompt: int) -> Signature:
+    return plain(engine, bare(engine, sampling, prompt))
+
+
+def bare(engine: RealEngine, sampling: str, prompt: int) -> GenerationRequest:
+    return request("plain", engine.prompts[prompt], replace(SAMPLINGS[sampling], seed=prompt))
+
+
+def all_drafters(engine: RealEngine, samplings: Sequence[str], policy: int) -> Asked:
+    """Every drafter as a chain and as a tree. Samplings and policies go round, these beginning at number
+    ``policy``; a sampling has two prompts."""
+    ways = [(name, width) for width in WIDTHS.values() for name in DRAFTERS]
+    found = {}
+    for index, (drafter, width) in enumerate(ways):
+        sampling = samplings[index % len(samplings)]
+        prompt = (2 * list(SAMPLINGS).index(sampling) + index // 2 % 2) % len(engine.prompts)
+        expected = expected_of(engine, sampling, prompt)
+        each = replace(
+            bare(engine, sampling, prompt),
+            request_id=f"{drafter}-{width}",
+            speculative=way(drafter, width, policy + index, [token for token, _ in expected]),
+        )
+        found[each.request_id] = each, expected
+    return found
+
+
+def way(drafter: str, width: int, policy: int, text: Sequence[int]) -> SpeculativeParams:
+    """``text``: what will be written, which only ``prediction`` is told of, in part."""
+    usual = list(POLICIES.values())[policy % len(POLICIES)]
+    told = partly_right(text) if drafter == "prediction" else ()
+    shape = replace(usual.shape, width=width)
+    return replace(usual, drafter=drafter, shape=shape, reference_token_ids=told)
+
+
+def expect_equal(driver: Driver, asked: Asked, count: Count) -> dict[str, int]:
+    """Accepted drafts, by drafter."""
+    accepted: dict[str, int] = dict.fromkeys(DRAFTERS, 0)
+    num_drafted = 0
+    for name, (each, expected) in asked.items():
+        assert signature(driver, name) == expected, each.speculative
+        account = driver.finishes[name].speculative
+        assert account.num_failed_drafts == 0, each.speculative
+        accepted[each.speculative.drafter] += account.num_accepted_tokens
+        num_drafted += account.num_draft_tokens
+    assert 0 < sum(accepted.values()) < num_drafted
+    count(len(asked))
+    return accepted
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        name if name in ("greedy", "t08") else pytest.param(name, marks=pytest.mark.slow)
+        for name in SAMPLINGS
+    ],
+)
+def test_no_drafter_changes_a_bit(engine: RealEngine, sampling: str, count: Count) -> None:
+    """All in one batch, with a neighbour."""
+    asked = all_drafters(engine, [sampling], 0)
+    assert len(asked) == 2 * len(DRAFTERS) >= 28
+    driver = SITUATIONS["mixed_batch"](engine, [each for each, _ in asked.values()])
+    accepted = expect_equal(driver, asked, count)
+    if sampling == "greedy":
+        # Nothing is forced here.
+        assert {name for name, num in accepted.items() if not num} == {"grammar"}
+
+
+@pytest.mark.parametrize(
+    ("situation", "turn"),
+    [
+        pytest.param(name, turn, marks=() if name in FAST and not turn else pytest.mark.slow)
+        for name in SITUATIONS
+        for turn in range(2)
+    ],
+)
+def test_no_situation_changes_a_bit(
+    engine: RealEngine, situation: str, turn: int, count: Count
+) -> None:
+    """Samplings go round over all drafters, other ones in every turn."""
+    names = list(SAMPLINGS)
+    asked = all_drafters(engine, [*names[3 * turn :], *names[: 3 * turn]], turn)
+    driver = SITUATIONS[situation](engine, [each for each, _ in asked.values()])
+    expect_equal(driver, asked, count)
+
+
+@pytest.mark.slow
+def test_a_prompt_of_four_thousand_tokens_changes_nothing(engine: RealEngine, count: Count) -> None:
+    """In pieces and in none: all read it from the prefix cache, but for the first one."""
+    text = f"{licence(13000)}\n\n{code(7500)}\n\nRepeat the first two sentences."
+    prompt = engine.chat(text)
+    assert 4000 < len(prompt) < 5000
+    short = [replace(each, max_tokens=24) for each in (_USUAL, _SAMPLED)]
+    texts = [plain(engine, request("plain", prompt, each)) for each in short]
+    asked = {}
+    for index, drafter in enumerate(DRAFTERS):
+        sampling, expected = short[index % 2], texts[index % 2]
+        tokens = [token for token, _ in expected]
+        speculative = way(drafter, list(WIDTHS.values())[index // 2 % 2], index, tokens)
+        asked[drafter] = request(drafter, prompt, sampling, speculative), expected
+    driver = Driver(engine.core(engine.setup.but(prefill_chunk=200)))
+    first, *others = [each for each, _ in asked.values()]
+    driver.run(first).run(*others)
+    cached = [driver.finishes[each.request_id].num_cached_tokens for each in others]
+    assert min(cached) > 3900
+    expect_equal(driver, asked, count)
+
+
+def test_the_whole_vocabulary_is_drafted_and_accepted(engine: RealEngine, count: Count) -> None:
+    """So hot that any token is as likely as another. Half of what is written is foretold, and nothing
+    but that can be drafted."""
+    hot = replace(_USUAL, max_tokens=256, temperature=1000.0)
+    prompt = engine.prompts[0]
+    expected = plain(engine, request("plain", prompt, hot))
+    tokens = [token for token, _ in expected]
+    sixteenth = engine.info.vocab_size // 16
+    assert engine.info.vocab_size == 49152
+    asked = {}
+    for index, width in enumerate(WIDTHS.values()):
+        speculative = way("prediction", width, 0, tokens)
+        asked[str(index)] = request(str(index), prompt, hot, speculative), expected
+    driver = Driver(engine.core(engine.setup)).run(*(each for each, _ in asked.values()))
+    expect_equal(driver, asked, count)
+    for name in asked:
+        pairs = zip(tokens, driver.drafted[name], strict=True)
+        accepted = [token for token, drafted in pairs if drafted]
+        assert {token // sixteenth for token in accepted} == set(range(16))

@@ -1,0 +1,123 @@
+"""SmolLM2 as the engine builds it, with every drafter that can be had for it, under cores of other sizes.
+
+There are no trained heads for it, and so no ``medusa`` and no ``eagle``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.workloads import CODE_FILE, DATA, EDITS_FILE
+from drafters.base import Drafter, DrafterUnavailableError
+from drafters.registry import build_drafters, drafter_names
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.model_names import SMOLLM2
+from worlds.engine_harness import Setup, build_core
+
+DRAFTERS = tuple(name for name in drafter_names() if name not in ("none", "medusa", "eagle"))
+"""Those that can be had for it."""
+NUM_LAYERS = 30
+_NUM_BLOCKS = 768
+_SKIPPED_LAYERS = (12, 18)
+"""By ``prefix_layers``, which takes any: a model that was not trained to end early knows nothing before
+its last layers."""
+_USUAL = EngineConfig(
+    model=SMOLLM2,
+    dtype="bfloat16",
+    num_blocks=_NUM_BLOCKS,
+    max_num_seqs=64,
+    max_num_batched_tokens=640,
+    num_threads=1,
+    draft_model=SMOLLM2,
+    prefix_layers=",".join(str(at) for at in range(NUM_LAYERS) if at not in _SKIPPED_LAYERS),
+)
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "bf16": {"quantization": "none", "quantized": "int8"},
+    # A target in 8 bits is not copied once more: this copy is of the draft model.
+    "int8": {"quantization": "int8", "quantized": "int4", "quantized_model": "draft"},
+}
+"""What an engine is built with beside the usual."""
+_LICENCE = Path(__file__).resolve().parents[2] / "LICENSE"
+_QUESTIONS = (
+    "Why is the sky blue by day and red in the evening? Answer in three sentences.",
+    "Write a Python function that reads a file of numbers and returns their mean.",
+)
+_NUM_EDITS = 2
+
+
+class RealEngine:
+    """The engine's runner and drafters with models, under cores of any size up to the engine's own.
+
+    ``prompts``: a conversation, code, edits of code that others wrote, and a licence to repeat."""
+
+    def __init__(self, weights: str) -> None:
+        engine, self.tokenizer = build_engine(replace(_USUAL, **WEIGHTS[weights]))
+        self._built = engine.core
+        self.info = engine.info
+        self.prompts: Sequence[Sequence[int]] = [
+            self.chat(text) for text in (*_QUESTIONS, *_edits(), _repeat_licence())
+        ]
+        self.setup = Setup(
+            num_blocks=_NUM_BLOCKS,
+            block_size=engine.info.block_size,
+            max_num_seqs=64,
+            max_num_batched_tokens=640,
+            prefill_chunk=512,
+            max_model_len=engine.info.max_model_len,
+        )
+
+    def core(self, setup: Setup) -> EngineCore:
+        limits = self._built.limits
+        known = setup.but(
+            eos_token_ids=limits.eos_token_ids,
+            constrain=limits.constrain,
+            drafters=self._drafters(),
+        )
+        return build_core(self._built.runner, limits.vocab_size, known)
+
+    def chat(self, text: str) -> Sequence[int]:
+        """The token ids of a message, up to where the reply begins."""
+        message = [{"role": "user", "content": text}]
+        found: Sequence[int] = self.tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_dict=False
+        )
+        return found
+
+    def _drafters(self) -> dict[str, Drafter]:
+        """Those that learn from texts are new and know none; those with models find what their stores
+        hold by its text."""
+        drafters = dict(self._built.speculation.drafters)
+        for name in drafters:
+            with suppress(DrafterUnavailableError):
+                drafters |= build_drafters([name])
+        return drafters
+
+
+def licence(num_characters: int) -> str:
+    """The beginning of the Apache License."""
+    return _LICENCE.read_text(encoding="utf-8")[:num_characters]
+
+
+def code(num_characters: int) -> str:
+    """The beginning of code that others wrote."""
+    lines = (DATA / CODE_FILE).read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    return "\n".join(each["prompt"] + each["completion"] for each in found)[:num_characters]
+
+
+def _repeat_licence() -> str:
+    return f"Repeat this text word for word.\n\n{licence(1200)}"
+
+
+def _edits() -> list[str]:
+    """The shortest of those that the bench has."""
+    lines = (DATA / EDITS_FILE).read_text(encoding="utf-8").splitlines()
+    texts: list[str] = [json.loads(line)["messages"][0]["content"] for line in lines]
+    return sorted(texts, key=len)[:_NUM_EDITS]
