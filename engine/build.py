@@ -55,7 +55,6 @@ from engine.model.selfcheck import (
     reference_logits,
     verify_exact,
 )
-from engine.model_names import OWN_MODELS
 from engine.ranks.group import Ranks, join_ranks
 from engine.ranks.runner import LeadingRunner, follow_steps
 from engine.sampling.warm_up import warm_up
@@ -128,10 +127,10 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
 
 
 def with_fastest_weights(config: EngineConfig) -> EngineConfig:
-    """The models that have names of their own come in 8 bits where the CPU has the instructions, if
-    nothing else is asked for. Other models are for their owners to say."""
+    """The bundled model comes in 8 bits where the CPU has the instructions, if nothing else is asked
+    for. Other models are for their owners to say."""
     is_open = config.quantization is None and config.dtype == "auto"
-    is_open = is_open and config.served_model in OWN_MODELS
+    is_open = is_open and config.is_bundled
     copies_target = config.quantized is not None and config.quantized_model == "target"
     is_open = is_open and config.tensor_parallel_size == 1 and not copies_target
     if not is_open or torch.device(config.device).type != "cpu":

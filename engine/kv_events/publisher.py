@@ -8,13 +8,13 @@ the first number that it wants to the replay socket, and gets what is kept from 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 import zmq
 
@@ -27,7 +27,6 @@ MAX_WAITING = 4096
 MAX_KEPT = 4096
 """Batches kept for replays: the latest ones."""
 _STOP_SECONDS = 5.0
-_WAKE = "inproc://wake"
 _BOUND = re.compile(r"ipc://|tcp://(\*|0\.0\.0\.0|\[::\]):")
 
 
@@ -55,11 +54,8 @@ class Publisher:
         except ValueError:
             self._context.destroy(linger=0)
             raise
-        self._wakes, self._wake = (self._context.socket(zmq.PAIR) for _ in range(2))
-        for each in (self._wakes, self._wake):
-            each.set_hwm(1)
-        self._wakes.bind(_WAKE)
-        self._wake.connect(_WAKE)
+        # Not a socket of ZeroMQ's: one that is full for a moment refuses a call that nobody repeats.
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="slipstream-kv-events", daemon=True)
 
     def _socket(self, kind: int, setting: str, endpoint: str) -> zmq.Socket[bytes]:
@@ -95,17 +91,18 @@ class Publisher:
             self._rouse()
             self._thread.join(_STOP_SECONDS)
         self._context.destroy(linger=0)
+        if self._wake >= 0 and not self._thread.is_alive():
+            os.close(self._wake)
+            self._wake = -1
 
     def _rouse(self) -> None:
-        # Where there is no room, a call has not been heard yet.
-        with suppress(zmq.Again):
-            self._wake.send(b"", zmq.NOBLOCK)
+        os.eventfd_write(self._wake, 1)
 
     # --- its own thread ---
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        answers: dict[zmq.Socket[bytes], Callable[[], None]] = {self._wakes: self._publish}
+        answers: dict[zmq.Socket[bytes] | int, Callable[[], None]] = {self._wake: self._publish}
         if self._replays is not None:
             answers[self._replays] = self._replay
         for socket in answers:
@@ -118,7 +115,7 @@ class Publisher:
             logger.exception("KV events are not sent any more")
 
     def _publish(self) -> None:
-        self._wakes.recv()
+        os.eventfd_read(self._wake)
         while True:
             try:
                 number, batch = self._waiting.get_nowait()
