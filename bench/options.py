@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quantization",
         choices=["int8", "none"],
-        help="as the engine's; default: of models with names whatever is fastest, else the checkpoint's",
+        help="as the engine's; default: of models of ours whatever is fastest, else the checkpoint's",
     )
     parser.add_argument("--threads", type=positive, help="torch's threads, for all contenders")
     parser.add_argument("--skip-transformers", action="store_true", help="measure only the engine")

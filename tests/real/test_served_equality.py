@@ -20,7 +20,7 @@ pytestmark = REAL
 
 _DRAFTERS = ("ngram", "suffix", "lookahead", "stand", "jacobi", "recycling", "nasd", "auto")
 """The odd ones draft trees."""
-BF16 = ("--quantization", "none")
+INT8 = ("--quantization", "int8")
 _TREES = {"tree_strategy": "tree", "tree_width": 3, "tree_depth": 6}
 _PLACE: dict[str, Any] = {
     "type": "object",
@@ -64,11 +64,11 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[(), pytest.param(BF16, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[(), pytest.param(INT8, marks=pytest.mark.slow)])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """As it comes, which is in 8 bits wherever those are exact, and in bf16."""
+    """As it comes, which is in bf16, and in 8 bits."""
     if not request.param:
         yield request.getfixturevalue("smollm2")
         return
