@@ -45,7 +45,6 @@ from engine.kernels.lanes import (
     store,
     store_zeros,
 )
-from engine.kernels.weight_memory import as_weights
 
 _FEATURES_AT_ONCE = 256
 """Of a block: so much of it stays in the nearest cache while rows are multiplied with it."""
@@ -226,7 +225,7 @@ def pack(
     blocks = weight.detach()[channels].view(num_blocks, CHANNELS, -1, together)
     biases = None if bias is None else bias.detach().float()[channels]
     return PackedFloats(
-        as_weights(blocks.transpose(1, 2)), biases, out_features, has_pairs=has_pairs
+        blocks.transpose(1, 2).contiguous(), biases, out_features, has_pairs=has_pairs
     )
 
 
@@ -237,7 +236,7 @@ def pack_gated(first: PackedFloats, second: PackedFloats, activation: str) -> Pa
     bias = None
     if first.bias is not None and second.bias is not None:
         bias = torch.cat([_halves(each, 1) for each in (first.bias, second.bias)], 1)
-    return PackedFloats(as_weights(weights), bias, first.out_features, ACTIVATIONS[activation])
+    return PackedFloats(weights, bias, first.out_features, ACTIVATIONS[activation])
 
 
 def _halves(blocks: torch.Tensor, dim: int) -> torch.Tensor:

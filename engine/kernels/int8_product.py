@@ -45,7 +45,6 @@ from engine.kernels.integers import (
 )
 from engine.kernels.lanes import add, argument, fetch_add, itemsize_of, load32, mul, store
 from engine.kernels.waiting import releasing, wait_until
-from engine.kernels.weight_memory import empty_weights
 
 _BLOCKS_AT_ONCE = 64
 """Weights are packed in slices of so many blocks, which bounds the memory that takes."""
@@ -293,7 +292,7 @@ def _pack(values: torch.Tensor, scales: torch.Tensor | None, group: int) -> torc
     """``[blocks, bytes of a block]`` uint8."""
     num_blocks, num_groups = -(-values.shape[0] // CHANNELS), -(-values.shape[1] // group)
     bytes_of_group = CHANNELS * (group + (0 if scales is None else 2))
-    packed = empty_weights((num_blocks, num_groups, bytes_of_group), torch.uint8)
+    packed = torch.empty(num_blocks, num_groups, bytes_of_group, dtype=torch.uint8)
     for first in range(0, num_blocks, _BLOCKS_AT_ONCE):
         part = packed[first : first + _BLOCKS_AT_ONCE]
         channels = slice(first * CHANNELS, (first + len(part)) * CHANNELS)
