@@ -48,8 +48,6 @@ from engine.kernels.waiting import releasing, wait_until
 
 _BLOCKS_AT_ONCE = 64
 """Weights are packed in slices of so many blocks, which bounds the memory that takes."""
-_GROUP1, _GROUP2, _GROUP3, _GROUP4, _GROUP5, _GROUP6 = multiply_by_group
-_CHANNEL1, _CHANNEL2, _CHANNEL3, _CHANNEL4, _CHANNEL5, _CHANNEL6 = multiply_by_channel
 
 
 class Arg(IntEnum):
@@ -107,56 +105,6 @@ def _quantize(p: int) -> None:
 
 
 @njit
-def _multiply_by_group(
-    count: int,
-    rows: int,
-    stride: int,
-    weights: int,
-    groups: int,
-    fours: int,
-    target: int,
-    ahead: int,
-) -> None:
-    if count == 1:
-        _GROUP1(rows, stride, weights, groups, fours, target, ahead)
-    elif count == 2:
-        _GROUP2(rows, stride, weights, groups, fours, target, ahead)
-    elif count == 3:
-        _GROUP3(rows, stride, weights, groups, fours, target, ahead)
-    elif count == 4:
-        _GROUP4(rows, stride, weights, groups, fours, target, ahead)
-    elif count == 5:
-        _GROUP5(rows, stride, weights, groups, fours, target, ahead)
-    else:
-        _GROUP6(rows, stride, weights, groups, fours, target, ahead)
-
-
-@njit
-def _multiply_by_channel(
-    count: int,
-    rows: int,
-    stride: int,
-    weights: int,
-    groups: int,
-    fours: int,
-    target: int,
-    ahead: int,
-) -> None:
-    if count == 1:
-        _CHANNEL1(rows, stride, weights, groups, fours, target, ahead)
-    elif count == 2:
-        _CHANNEL2(rows, stride, weights, groups, fours, target, ahead)
-    elif count == 3:
-        _CHANNEL3(rows, stride, weights, groups, fours, target, ahead)
-    elif count == 4:
-        _CHANNEL4(rows, stride, weights, groups, fours, target, ahead)
-    elif count == 5:
-        _CHANNEL5(rows, stride, weights, groups, fours, target, ahead)
-    else:
-        _CHANNEL6(rows, stride, weights, groups, fours, target, ahead)
-
-
-@njit
 def _write(p: int, block: int, row: int, num_rows: int, totals: int) -> None:
     """Totals of a block of channels, of rows from ``row`` on, to where they belong."""
     kind, first = argument(p, Arg.OUTPUT_KIND), block * CHANNELS
@@ -194,11 +142,9 @@ def _multiply_block(p: int, block: int, totals: int) -> None:
         rows = argument(p, Arg.RECORDS) + row * record
         ahead = _ahead(p, block, tile, weights)
         if argument(p, Arg.BY_GROUP):
-            _multiply_by_group(end - row, rows, record, weights, groups, group // 4, totals, ahead)
+            multiply_by_group(end - row, rows, record, weights, groups, group // 4, totals, ahead)
         else:
-            _multiply_by_channel(
-                end - row, rows, record, weights, groups, group // 4, totals, ahead
-            )
+            multiply_by_channel(end - row, rows, record, weights, groups, group // 4, totals, ahead)
         _write(p, block, row, end - row, totals)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import config
+from numba import config, njit
 from numba.core import cgutils
 
 from engine.kernels import LANES
@@ -230,16 +230,44 @@ def _multiplying(num_rows: int, has_scales: bool) -> Callable[..., None]:
     return emit
 
 
-_ARGUMENTS = (none_type, *[int_type] * 7)
-multiply_by_group = tuple(
-    operation(_multiplying(count, True), *_ARGUMENTS) for count in range(1, MOST_ROWS + 1)
-)
-"""By number of rows less one: (records, bytes from one to the next, weights, groups, fours of features
-in a group, target, ahead). Records as in ``int8_rows``; weights ``[groups]`` of ``[fours, CHANNELS, 4]``
-uint8, which are 128 too large, and ``[CHANNELS]`` float16 scales; target ``[rows, CHANNELS]`` float32.
+def _multiplying_any(has_scales: bool) -> Any:
+    one, two, three, four, five, six = (
+        operation(_multiplying(count, has_scales), none_type, *[int_type] * 7)
+        for count in range(1, MOST_ROWS + 1)
+    )
+
+    @njit
+    def multiply(
+        count: int,
+        rows: int,
+        stride: int,
+        weights: int,
+        groups: int,
+        fours: int,
+        target: int,
+        ahead: int,
+    ) -> None:
+        if count == 1:
+            one(rows, stride, weights, groups, fours, target, ahead)
+        elif count == 2:
+            two(rows, stride, weights, groups, fours, target, ahead)
+        elif count == 3:
+            three(rows, stride, weights, groups, fours, target, ahead)
+        elif count == 4:
+            four(rows, stride, weights, groups, fours, target, ahead)
+        elif count == 5:
+            five(rows, stride, weights, groups, fours, target, ahead)
+        else:
+            six(rows, stride, weights, groups, fours, target, ahead)
+
+    return multiply
+
+
+multiply_by_group = _multiplying_any(True)
+"""(number of rows, records, bytes from one to the next, weights, groups, fours of features in a group,
+target, ahead). Records as in ``int8_rows``; weights ``[groups]`` of ``[fours, CHANNELS, 4]`` uint8,
+which are 128 too large, and ``[CHANNELS]`` float16 scales; target ``[rows, CHANNELS]`` float32.
 Meanwhile half as many bytes as there are of weights are fetched from ``ahead`` on, a line at a time: all
 at once they would be in the way of what is read now."""
-multiply_by_channel = tuple(
-    operation(_multiplying(count, False), *_ARGUMENTS) for count in range(1, MOST_ROWS + 1)
-)
+multiply_by_channel = _multiplying_any(False)
 """The same where weights have no scales of their groups."""
