@@ -185,8 +185,20 @@ def widen_float8(builder: Any, source: Any, target: Any) -> None:
     for start in (0, LANES):
         which = ir.Constant(INTS, list(range(start, start + LANES)))
         mine = builder.shuffle_vector(halves, halves, which)
-        to = builder.add(target, ir.Constant(target.type, 4 * start))
-        write(builder, to, float8_floats(builder, mine), 4)
+        write(builder, plus(builder, target, 4 * start), float8_floats(builder, mine), 4)
+
+
+def widening(
+    load_floats: Callable[[Any, Any], Any], itemsize: int
+) -> Callable[[Any, Any, Any], None]:
+    """The same of other types."""
+
+    def emit(builder: Any, source: Any, target: Any) -> None:
+        for start in (0, LANES):
+            value = load_floats(builder, plus(builder, source, itemsize * start))
+            write(builder, plus(builder, target, 4 * start), value, 4)
+
+    return emit
 
 
 def store_float8(builder: Any, address: Any, value: Any) -> None:

@@ -48,6 +48,7 @@ from engine.kernels.instructions import (
     store_float16,
     whole_numbers,
     widen_float8,
+    widening,
     write,
 )
 
@@ -60,6 +61,9 @@ _store_b16 = operation(store_bfloat16, none_type, int_type, lanes_type)
 _store_f16 = operation(store_float16, none_type, int_type, lanes_type)
 _store_f8 = operation(store_float8, none_type, int_type, lanes_type)
 _widen_f8 = operation(widen_float8, none_type, int_type, int_type)
+_widen_b16 = operation(widening(load_bfloat16, 2), none_type, int_type, int_type)
+_widen_f16 = operation(widening(load_float16, 2), none_type, int_type, int_type)
+_widen_32 = operation(widening(load_float32, 4), none_type, int_type, int_type)
 _round_b16 = operation(round_bfloat16, lanes_type, lanes_type)
 _round_f16 = operation(round_float16, lanes_type, lanes_type)
 read_int = operation(lambda b, at: read(b, at, ir.IntType(64), 8), int_type, int_type)
@@ -130,16 +134,30 @@ def load(kind: int, address: int) -> Any:
     return load32(address)
 
 
+_LINE = 64  # bytes of a line of a cache
+
+
 @njit
-def widen(kind: int, source: int, count: int, target: int) -> None:
-    """So many floats, a multiple of sixteen, to float32."""
-    itemsize, done = itemsize_of(kind), 0
-    if kind == FLOAT8:
-        done = count // (2 * LANES) * (2 * LANES)
-        for at in range(0, done, 2 * LANES):
+def fetch_all(at: int, num_bytes: int) -> None:
+    """Every line of so many bytes is wanted soon."""
+    for line in range(at, at + num_bytes, _LINE):
+        prefetch(line)
+
+
+@njit
+def widen(kind: int, source: int, count: int, ahead: int, target: int) -> None:
+    """So many floats, a multiple of 32, to float32; as many at ``ahead`` are fetched meanwhile."""
+    itemsize = itemsize_of(kind)
+    for at in range(0, count, 2 * LANES):
+        fetch_all(ahead + itemsize * at, 2 * LANES * itemsize)
+        if kind == BFLOAT16:
+            _widen_b16(source + 2 * at, target + 4 * at)
+        elif kind == FLOAT16:
+            _widen_f16(source + 2 * at, target + 4 * at)
+        elif kind == FLOAT8:
             _widen_f8(source + at, target + 4 * at)
-    for at in range(done, count, LANES):
-        store32(target + 4 * at, load(kind, source + itemsize * at))
+        else:
+            _widen_32(source + 4 * at, target + 4 * at)
 
 
 @njit(inline="always")

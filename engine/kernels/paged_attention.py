@@ -17,7 +17,7 @@ from enum import IntEnum
 import numpy as np
 from numba import njit
 
-from engine.kernels import LANES
+from engine.kernels import FLOAT32, LANES
 from engine.kernels.compiled import Kernel
 from engine.kernels.lanes import (
     add,
@@ -26,6 +26,7 @@ from engine.kernels.lanes import (
     div,
     exp,
     fetch_add,
+    fetch_all,
     first_of,
     itemsize_of,
     keep,
@@ -34,7 +35,6 @@ from engine.kernels.lanes import (
     load,
     load32,
     mul,
-    prefetch,
     read_float,
     read_int,
     splat,
@@ -58,7 +58,9 @@ _ROW = 4 * LANES  # bytes of sixteen floats
 # Bytes from a query's scores to the next one's: a chunk's, and one group more, for half a pair of groups
 # to be scored into and for queries' scores to lie in different sets of a cache.
 _SCORES = 4 * (CHUNK + GROUP)
-_LINE = 64  # bytes of a line of a cache
+# Groups from the one that is read to the one that is fetched meanwhile, line by line: blocks lie anywhere,
+# so that no CPU guesses where the next one is, and many lines at once are in the way of what is read.
+_AHEAD = 2
 _PAIR = 2  # groups that are scored at once
 _WEIGHED = 4  # and whose values are weighed at once
 
@@ -156,55 +158,42 @@ def _gather(p: int, plane: int, dim: int, group: int, out: int) -> None:
             store32(out + 4 * (key * dim + d), load(kind, source + itemsize * d))
 
 
-@njit
-def _prefetch(plane: int, key_bytes: int, groups: int, first: int, end: int) -> None:
-    """Of groups ``first`` .. ``end - 1`` of those at ``groups``, what lies together. Blocks are anywhere,
-    so that no CPU would guess where the next one is."""
-    for place in range(first, end):
-        group = read_int(groups + 8 * place)
-        if group >= 0:
-            start = plane + group * key_bytes
-            for at in range(start, start + GROUP * key_bytes, _LINE):
-                prefetch(at)
-
-
-@njit
-def _prefetch_keys(p: int, head: int, groups: int, first: int, end: int) -> None:
+@njit(inline="always")
+def _keys_at(p: int, head: int, group: int) -> int:
+    """Where the keys of a group are that lie together; of another, some that are there."""
     plane = argument(p, Arg.KEYS) + head * argument(p, Arg.KEY_HEAD)
-    itemsize = itemsize_of(argument(p, Arg.STORE_KIND))
-    _prefetch(plane, argument(p, Arg.KEY_DIM) * itemsize, groups, first, end)
+    size = argument(p, Arg.KEY_DIM) * itemsize_of(argument(p, Arg.STORE_KIND))
+    return plane + max(0, group) * size
 
 
-@njit
-def _prefetch_values(p: int, head: int, groups: int, first: int, end: int) -> None:
+@njit(inline="always")
+def _values_at(p: int, head: int, group: int) -> int:
     plane = argument(p, Arg.VALUES) + head * argument(p, Arg.VALUE_HEAD)
-    itemsize = itemsize_of(argument(p, Arg.STORE_KIND))
-    _prefetch(plane, argument(p, Arg.VALUE_DIM) * itemsize, groups, first, end)
+    size = argument(p, Arg.VALUE_DIM) * itemsize_of(argument(p, Arg.STORE_KIND))
+    return plane + max(0, group) * size
 
 
 @njit
-def _read_keys(p: int, head: int, group: int, keys: int, rows: int) -> None:
+def _read_keys(p: int, head: int, group: int, ahead: int, keys: int, rows: int) -> None:
     """Of sixteen keys, each dimension's sixteen floats, ``_PAIR`` groups apart. ``rows``: memory to
-    use."""
-    kind, dim = argument(p, Arg.STORE_KIND), argument(p, Arg.KEY_DIM)
-    plane = argument(p, Arg.KEYS) + head * argument(p, Arg.KEY_HEAD)
-    itemsize = itemsize_of(kind)
-    source = plane + group * dim * itemsize
+    use; what is at ``ahead`` is fetched meanwhile."""
+    kind, dim, source = argument(p, Arg.STORE_KIND), argument(p, Arg.KEY_DIM), rows
     if group < 0:
-        _gather(p, plane, dim, group, rows)
-        kind, itemsize, source = 0, 4, rows
-    transpose(kind, source, dim * itemsize, dim, keys, _PAIR * _ROW)
+        _gather(p, _keys_at(p, head, 0), dim, group, rows)
+        kind = FLOAT32
+    else:
+        source = _keys_at(p, head, group)
+    transpose(kind, source, dim * itemsize_of(kind), dim, ahead, keys, _PAIR * _ROW)
 
 
 @njit
-def _read_values(p: int, head: int, group: int, values: int) -> None:
-    """``[16, value_dim]`` floats."""
+def _read_values(p: int, head: int, group: int, ahead: int, values: int) -> None:
+    """``[16, value_dim]`` floats; what is at ``ahead`` is fetched meanwhile."""
     kind, dim = argument(p, Arg.STORE_KIND), argument(p, Arg.VALUE_DIM)
-    plane = argument(p, Arg.VALUES) + head * argument(p, Arg.VALUE_HEAD)
     if group < 0:
-        _gather(p, plane, dim, group, values)
-        return
-    widen(kind, plane + group * dim * itemsize_of(kind), GROUP * dim, values)
+        _gather(p, _values_at(p, head, 0), dim, group, values)
+    else:
+        widen(kind, _values_at(p, head, group), GROUP * dim, ahead, values)
 
 
 # --- scores ---
@@ -217,16 +206,21 @@ def _score(
 ) -> None:  # fmt: skip
     """Of queries ``first`` .. ``end - 1`` with ``count`` groups, whose numbers are at ``groups``;
     ``scores``: of query 0 and the first of them. Half a pair has another half, which nobody reads.
-    ``is_first``: nobody has prefetched keys."""
+    ``is_first``: nobody has fetched their keys."""
     dim = argument(p, Arg.KEY_DIM)
     rows = scratch + 4 * GROUP * _PAIR * dim
+    if is_first:
+        group_bytes = GROUP * dim * itemsize_of(argument(p, Arg.STORE_KIND))
+        for place in range(min(_AHEAD, count)):
+            fetch_all(_keys_at(p, head, read_int(groups + 8 * place)), group_bytes)
     for place in range(0, count, _PAIR):
-        if is_first:
-            _prefetch_keys(p, head, groups, place + _PAIR, min(count, place + 2 * _PAIR))
-        _prefetch_values(p, head, groups, place, min(count, place + _PAIR))
         for half in range(min(_PAIR, count - place)):
-            group = read_int(groups + 8 * (place + half))
-            _read_keys(p, head, group, scratch + _ROW * half, rows)
+            group, later = read_int(groups + 8 * (place + half)), place + half + _AHEAD
+            if later < count:
+                ahead = _keys_at(p, head, read_int(groups + 8 * later))
+            else:
+                ahead = _values_at(p, head, read_int(groups + 8 * min(later - count, count - 1)))
+            _read_keys(p, head, group, ahead, scratch + _ROW * half, rows)
         query, out = queries + 4 * dim * first, scores + _ROW * place + _SCORES * first
         left = end - first
         while left >= 8:
@@ -292,19 +286,23 @@ def _weigh_4(values: int, dim: int, weights: int, count: int, out: int) -> None:
 @njit
 def _weigh(
     p: int, head: int, groups: int, count: int, scratch: int,
-    weights: int, first: int, end: int, out: int, later: int,
+    weights: int, first: int, end: int, out: int, num_next: int,
 ) -> None:  # fmt: skip
-    """As ``_score`` is told, for values: added to ``out``, of query 0. ``later``: groups of the next
-    chunk, whose keys are prefetched."""
+    """As ``_score`` is told, for values: added to ``out``, of query 0. ``num_next``: groups of the next
+    chunk, whose keys are wanted after that."""
     dim = argument(p, Arg.VALUE_DIM)
     for place in range(0, count, _WEIGHED):
-        if place < later:
-            ahead = groups + 8 * CHUNK // GROUP
-            _prefetch_keys(p, head, ahead, place, min(later, place + _WEIGHED))
         these = min(_WEIGHED, count - place)
         for which in range(these):
-            group = read_int(groups + 8 * (place + which))
-            _read_values(p, head, group, scratch + 4 * GROUP * dim * which)
+            group, later = read_int(groups + 8 * (place + which)), place + which + _AHEAD
+            if later < count:
+                ahead = _values_at(p, head, read_int(groups + 8 * later))
+            elif later - count < num_next:
+                next_ = groups + 8 * (CHUNK // GROUP + later - count)
+                ahead = _keys_at(p, head, read_int(next_))
+            else:
+                ahead = _values_at(p, head, group)
+            _read_values(p, head, group, ahead, scratch + 4 * GROUP * dim * which)
         for query in range(first, end, QUERY_MULTIPLE):
             mine = weights + _SCORES * query + _ROW * place
             _weigh_4(scratch, dim, mine, GROUP * these, out + 4 * dim * query)
@@ -463,10 +461,10 @@ def _attend_chunk(
     _weights(p, tile, begin, first, end, scores, chunk_state)
     _clear(weighted, weighted + 4 * argument(p, Arg.VALUE_DIM) * num_queries)
     is_last = chunk + 1 == read_int(tile + 24)
-    later = 0 if is_last or first > 0 else num_common - base - CHUNK // GROUP
+    num_next = 0 if is_last or first > 0 else num_common - base - CHUNK // GROUP
     _weigh(
         p, head, common, own - first, scratch,
-        scores + _ROW * first, 0, num_queries, weighted, later,
+        scores + _ROW * first, 0, num_queries, weighted, num_next,
     )  # fmt: skip
     for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
         _weigh(

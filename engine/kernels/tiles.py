@@ -16,6 +16,7 @@ from engine.kernels.instructions import (
     INT16,
     INTS,
     constant,
+    fetch,
     float8_floats,
     float8_halves,
     fused,
@@ -171,14 +172,21 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _rows_at(builder: Any, source: Any, stride: Any, read: Callable[[Any, Any], Any]) -> list[Any]:
-    steps = (builder.mul(stride, ir.Constant(stride.type, index)) for index in range(LANES))
-    return [read(builder, builder.add(source, step)) for step in steps]
+def _rows_at(
+    builder: Any, source: Any, stride: Any, ahead: Any, read: Callable[[Any, Any], Any]
+) -> list[Any]:
+    """Sixteen rows; between them, a line of each of the rows at ``ahead`` is fetched."""
+    rows = []
+    for index in range(LANES):
+        step = builder.mul(stride, ir.Constant(stride.type, index))
+        rows.append(read(builder, builder.add(source, step)))
+        fetch(builder, builder.add(ahead, step))
+    return rows
 
 
 def _transposing(read: Callable[[Any, Any], Any]) -> Callable[..., None]:
-    def emit(builder: Any, source: Any, stride: Any, target: Any, step: Any) -> None:
-        for row in _transposed(builder, _rows_at(builder, source, stride, read)):
+    def emit(builder: Any, source: Any, stride: Any, ahead: Any, target: Any, step: Any) -> None:
+        for row in _transposed(builder, _rows_at(builder, source, stride, ahead, read)):
             write(builder, target, row, 4)
             target = builder.add(target, step)
 
@@ -193,8 +201,9 @@ def _transposing_parts(parts: Callable[[Any, Any], list[Any]]) -> Callable[..., 
     """Rows of floats of which several are in 32 bits are transposed before they are made floats:
     ``parts(builder, bits)`` makes them."""
 
-    def emit(builder: Any, source: Any, stride: Any, target: Any, step: Any) -> None:
-        for bits in _transposed(builder, _rows_at(builder, source, stride, _read_whole)):
+    def emit(builder: Any, source: Any, stride: Any, ahead: Any, target: Any, step: Any) -> None:
+        rows = _rows_at(builder, source, stride, ahead, _read_whole)
+        for bits in _transposed(builder, rows):
             for part in parts(builder, bits):
                 write(builder, target, part, 4)
                 target = builder.add(target, step)
@@ -229,43 +238,47 @@ def _parts_float8(builder: Any, bits: Any) -> list[Any]:
     return [float8_floats(builder, each) for each in halves]
 
 
-_transpose_32 = operation(_transposing(load_float32), none_type, *[int_type] * 4)
-_transpose_b16 = operation(_transposing(load_bfloat16), none_type, *[int_type] * 4)
-_transpose_f16 = operation(_transposing(load_float16), none_type, *[int_type] * 4)
-_transpose_f8 = operation(_transposing(load_float8), none_type, *[int_type] * 4)
-_transpose_b16_pairs = operation(_transposing_parts(_parts_bfloat16), none_type, *[int_type] * 4)
-_transpose_f16_pairs = operation(_transposing_parts(_parts_float16), none_type, *[int_type] * 4)
-_transpose_f8_fours = operation(_transposing_parts(_parts_float8), none_type, *[int_type] * 4)
+_transpose_32 = operation(_transposing(load_float32), none_type, *[int_type] * 5)
+_transpose_b16 = operation(_transposing(load_bfloat16), none_type, *[int_type] * 5)
+_transpose_f16 = operation(_transposing(load_float16), none_type, *[int_type] * 5)
+_transpose_f8 = operation(_transposing(load_float8), none_type, *[int_type] * 5)
+_transpose_b16_pairs = operation(_transposing_parts(_parts_bfloat16), none_type, *[int_type] * 5)
+_transpose_f16_pairs = operation(_transposing_parts(_parts_float16), none_type, *[int_type] * 5)
+_transpose_f8_fours = operation(_transposing_parts(_parts_float8), none_type, *[int_type] * 5)
 
 
 @njit
-def _transpose_16(kind: int, source: int, stride: int, target: int, step: int) -> None:
+def _transpose_16(kind: int, source: int, stride: int, ahead: int, target: int, step: int) -> None:
     if kind == BFLOAT16:
-        _transpose_b16(source, stride, target, step)
+        _transpose_b16(source, stride, ahead, target, step)
     elif kind == FLOAT16:
-        _transpose_f16(source, stride, target, step)
+        _transpose_f16(source, stride, ahead, target, step)
     elif kind == FLOAT8:
-        _transpose_f8(source, stride, target, step)
+        _transpose_f8(source, stride, ahead, target, step)
     else:
-        _transpose_32(source, stride, target, step)
+        _transpose_32(source, stride, ahead, target, step)
 
 
 @njit
-def transpose(kind: int, source: int, stride: int, columns: int, target: int, step: int) -> None:
+def transpose(
+    kind: int, source: int, stride: int, columns: int, ahead: int, target: int, step: int
+) -> None:
     """Sixteen rows of ``columns`` floats, ``stride`` bytes apart, to float32 at ``target``, where each
-    column becomes sixteen floats one after another, ``step`` bytes after the column before."""
+    column becomes sixteen floats one after another, ``step`` bytes after the column before. Rows that lie
+    at ``ahead`` as these do are fetched meanwhile."""
     done = 0
     while done < columns:
-        at, to = source + itemsize_of(kind) * done, target + step * done
+        offset, to = itemsize_of(kind) * done, target + step * done
+        at, later = source + offset, ahead + offset
         if kind == BFLOAT16 and columns - done >= 2 * LANES:
-            _transpose_b16_pairs(at, stride, to, step)
+            _transpose_b16_pairs(at, stride, later, to, step)
             done += 2 * LANES
         elif kind == FLOAT16 and columns - done >= 2 * LANES:
-            _transpose_f16_pairs(at, stride, to, step)
+            _transpose_f16_pairs(at, stride, later, to, step)
             done += 2 * LANES
         elif kind == FLOAT8 and columns - done >= 4 * LANES:
-            _transpose_f8_fours(at, stride, to, step)
+            _transpose_f8_fours(at, stride, later, to, step)
             done += 4 * LANES
         else:
-            _transpose_16(kind, at, stride, to, step)
+            _transpose_16(kind, at, stride, later, to, step)
             done += LANES
