@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 
 from engine.attention.backend import AttentionBackend, AttentionPlan, CapturablePlan
-from engine.batch import ForwardOutput, InputBatch, InputTensors
+from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
 from engine.capture.graph import CapturedForward
 from engine.capture.recorder import Recorder
 from engine.kernels import find_kernel
@@ -28,6 +28,12 @@ _SHORT_SECONDS = 6e-3
 """Of a forward in a team, beyond which nothing is tried: what others need the cores for is short, too."""
 _TRIALS = 5
 _MUCH_FASTER = 1.25
+_PADDING_SHARE = 3
+"""A step is padded by at most one row for so many that it has."""
+_PADDED_SECONDS = 20e-3
+"""Of a recorded forward, beyond which rows of padding cost more than the interpreter does."""
+_MUCH_PADDING = 60
+"""So many rows of padding in all, and a number of rows is worth a recording of its own."""
 
 
 class _Shape(NamedTuple):
@@ -41,14 +47,23 @@ class _Shape(NamedTuple):
 
 
 class _Capture:
-    """Of a shape: how often it has come without a recording, its recording, whether that was found to be
-    true, and in how many threads it runs."""
+    """Of a shape: how often it has come without a recording, with how many rows of padding another's
+    was used for it, its recording, whether that was found to be true, and in how many threads it runs."""
 
     def __init__(self) -> None:
         self.num_seen = 0
+        self.num_padding_rows = 0
         self.graph: CapturedForward | None = None
         self.is_trusted = False
         self.threads = _Threads()
+
+    @property
+    def is_expected(self) -> bool:
+        """It has a recording, or gets one when it comes next."""
+        return self.graph is not None or self.num_seen >= _OFTEN - 1
+
+    def expect(self) -> None:
+        self.num_seen = max(self.num_seen, _OFTEN - 1)
 
 
 class _Threads:
@@ -58,6 +73,11 @@ class _Threads:
     def __init__(self) -> None:
         self.chosen: int | None = None
         self._seconds: dict[int, list[float]] = {1: [], torch.get_num_threads(): []}
+
+    @property
+    def seconds(self) -> float:
+        """Of the fastest forward that was timed."""
+        return min((min(each) for each in self._seconds.values() if each), default=float("inf"))
 
     def next(self) -> int:
         """The team first."""
@@ -79,8 +99,9 @@ class Captures:
     """Recordings of forwards by shape, the least used ones forgotten first.
 
     A shape is recorded when it has come often enough to come again. When it does, with other inputs, the
-    recording's results are compared with the model's, and are used from then on. A model of which a
-    recording computes something else, or cannot be made, runs as it is.
+    recording's results are compared with the model's, and are used from then on. Until then a recording
+    of a few more rows serves it, where there is one. A model of which a recording computes something
+    else, or cannot be made, runs as it is.
     """
 
     def __init__(
@@ -101,8 +122,37 @@ class Captures:
         return 0
 
     def pad(self, batch: InputBatch) -> InputBatch:
-        """As it is: on a CPU every row costs."""
-        return batch
+        """Up to a number of rows that is recorded, where its own is not and few rows are missing: a few
+        rows cost less than what the interpreter does between a short forward's kernels."""
+        num_rows = batch.num_rows
+        if not self._is_open or not 0 < num_rows == len(batch.logits_indices) <= _MOST_ROWS:
+            return batch
+        shape = self._shape_with_room(batch)
+        if shape is None:
+            return batch
+        own = self._captures.setdefault(
+            shape._replace(num_rows=num_rows, num_logits=num_rows), _Capture()
+        )
+        if own.is_expected:
+            return batch
+        own.num_padding_rows += shape.num_rows - num_rows
+        if own.num_padding_rows > _MUCH_PADDING:
+            own.expect()
+        return pad_batch(batch, Bucket(shape.num_rows, len(batch.requests)))
+
+    def _shape_with_room(self, batch: InputBatch) -> _Shape | None:
+        """Of the recordings that serve the batch when it is padded, the smallest one's."""
+        most = batch.num_rows + batch.num_rows // _PADDING_SHARE
+        kind = batch.wants_hidden, torch.get_num_threads()
+        fitting = (
+            shape
+            for shape, capture in self._captures.items()
+            if batch.num_rows < shape.num_rows == shape.num_logits <= most
+            and (shape.wants_hidden, shape.num_threads) == kind
+            and capture.is_trusted
+            and capture.threads.seconds <= _PADDED_SECONDS
+        )
+        return min(fitting, default=None)
 
     def prepare(self, planned: Callable[[InputBatch], Callable[[], ForwardOutput]]) -> None:
         """Nothing: shapes are recorded as they come."""
@@ -144,7 +194,7 @@ class Captures:
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return True
         capture = self._captures.setdefault(_shape(batch, inputs), _Capture())
-        capture.num_seen = max(capture.num_seen, _OFTEN - 1)
+        capture.expect()
         return capture.is_trusted and capture.threads.chosen is not None
 
     def _record(self, capture: _Capture, run: Callable[[], ForwardOutput]) -> ForwardOutput:

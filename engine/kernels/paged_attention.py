@@ -58,7 +58,7 @@ _ROW = 4 * LANES  # bytes of sixteen floats
 # Bytes from a query's scores to the next one's: a chunk's, and one group more, for half a pair of groups
 # to be scored into and for queries' scores to lie in different sets of a cache.
 _SCORES = 4 * (CHUNK + GROUP)
-# Groups from the one that is read to the one that is fetched meanwhile, line by line: blocks lie anywhere,
+# Groups from the one that is read to the one that is fetched meanwhile, by lines: blocks lie anywhere,
 # so that no CPU guesses where the next one is, and many lines at once are in the way of what is read.
 _AHEAD = 2
 _PAIR = 2  # groups that are scored at once
@@ -568,6 +568,8 @@ def _store_rows(p: int) -> None:
         if row >= num_rows:
             break
         slot = read_int(argument(p, Arg.SLOT_MAPPING) + 8 * row)
+        if slot < 0:  # padding's
+            continue
         keys = argument(p, Arg.NEW_KEYS) + row * argument(p, Arg.NEW_KEY_ROW)
         values = argument(p, Arg.NEW_VALUES) + row * argument(p, Arg.NEW_VALUE_ROW)
         key_slot = argument(p, Arg.KEYS) + slot * key_dim * itemsize
