@@ -67,8 +67,8 @@ class _Capture:
 
 
 class _Threads:
-    """In how many threads a recording runs: found by trying both. A short forward leaves further cores to
-    those who read and write for it, unless a team is much faster."""
+    """In how many threads a recording runs whose attention is work for one: found by trying both. A short
+    forward leaves further cores to those who read and write for it, unless a team is much faster."""
 
     def __init__(self) -> None:
         self.chosen: int | None = None
@@ -183,7 +183,9 @@ class Captures:
     ) -> ForwardOutput:
         num_threads = threads.next()
         if threads.chosen is not None:
-            return graph.replay(plan, num_threads)
+            # What was tried may have been one short text's rows, and these be rows of many long texts.
+            is_heavy = num_threads == 1 and graph.wants_team(plan)
+            return graph.replay(plan, torch.get_num_threads() if is_heavy else num_threads)
         start = self._clock()
         output = graph.replay(plan, num_threads)
         threads.observe(num_threads, self._clock() - start)

@@ -27,6 +27,11 @@ class CapturedForward:
             for are_kernels, calls in groups
         ]
 
+    def wants_team(self, plan: CapturablePlan) -> bool:
+        """Whether what differs from step to step, which is attention, has work for several threads."""
+        kernels = (part for part in self._parts if isinstance(part, _Kernels))
+        return any(part.wants_team(plan) for part in kernels)
+
     def replay(self, plan: CapturablePlan, most_threads: int) -> ForwardOutput:
         """For inputs that lie where those of the recorded forward lay. Bits do not depend on threads."""
         for part in self._parts:
@@ -57,6 +62,9 @@ class _Kernels:
                 key, places = call.renewal
                 renewals.setdefault((key, places.start, places.stop), []).append(index)
         self._renewed = [(*key, np.array(rows)) for key, rows in renewals.items()]
+
+    def wants_team(self, plan: CapturablePlan) -> bool:
+        return any(plan.renewed(key)[1] > 1 for key, *_ in self._renewed)
 
     def run(self, plan: CapturablePlan, most_threads: int) -> None:
         np.copyto(self._told, self._arguments)

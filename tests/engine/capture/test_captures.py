@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.attention import paged
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch
 from engine.capture import captures
@@ -362,6 +363,36 @@ def test_a_short_forward_leaves_cores_to_others_unless_a_team_is_much_faster(
         torch.set_num_threads(1)
     (capture,) = runner._replays._captures.values()
     assert capture.threads.chosen == chosen
+
+
+def test_rows_of_long_texts_have_a_team_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "_WORTH_A_TEAM", 4 * 20 * 4 * 32)
+    torch.set_num_threads(2)
+    try:
+        runner = runner_of(tiny_model("llama"))
+        times = iter([0.0, 1e-3, 0.0, 1e-3] * captures._TRIALS)
+        runner._replays._clock = lambda: next(times)
+        short, long = (
+            build_batch([chunk(random_ids(7, 40), base, 4, tables(0))], SIZE) for base in (2, 30)
+        )
+        expected = [runner.forward(each).logits for each in (short, long)]
+        for _ in range(1 + 2 * captures._TRIALS):
+            runner.forward(short)
+        (capture,) = runner._replays._captures.values()
+        assert capture.threads.chosen == 1
+        seen: list[int] = []
+        replay = capture.graph.replay
+
+        def watched(plan: Any, num_threads: int) -> ForwardOutput:
+            seen.append(num_threads)
+            return replay(plan, num_threads)
+
+        monkeypatch.setattr(capture.graph, "replay", watched)
+        got = [runner.forward(each).logits for each in (short, long)]
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1, 2]
+    assert all(map(torch.equal, got, expected))
 
 
 def test_a_shape_is_recorded_when_it_has_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
