@@ -27,7 +27,7 @@ about as many, what a shape has cost is at most twice what it would have, had on
 _SHORT_SECONDS = 6e-3
 """Of a forward in a team, beyond which nothing is tried: what others need the cores for is short, too."""
 _TRIALS = 5
-_MUCH_FASTER = 1.25
+_MUCH_FASTER = 1.15
 _PADDING_SHARE = 3
 """A step is padded by at most one row for so many that it has."""
 _PADDED_SECONDS = 20e-3
