@@ -57,8 +57,7 @@ def test_every_float_of_8_bits_is_what_torch_has() -> None:
             lanes.store32(target + 4 * at, lanes.load(FLOAT8, source + at))
 
     def widen(source: int, target: int) -> None:
-        lanes.widen(FLOAT8, source, 240, target)
-        lanes.widen(FLOAT8, source + 240, 16, target + 960)
+        lanes.widen(FLOAT8, source, 256, source, target)
 
     def encode(source: int, target: int) -> None:
         for at in range(0, 256, 16):
@@ -181,7 +180,7 @@ def test_sixteen_rows_are_transposed(dtype: torch.dtype, columns: int) -> None:
     kind, size = STORED_KINDS[dtype], dtype.itemsize
 
     def turn(source: int, target: int) -> None:
-        tiles.transpose(kind, source, 104 * size, columns, target, 128)
+        tiles.transpose(kind, source, 104 * size, columns, source, target, 128)
 
     rows = torch.randn(16, 104).to(dtype)
     got = mapped(turn, rows, torch.zeros(columns, 32))
