@@ -35,7 +35,17 @@ from server.request.speculative import SpeculativeResolver
 from server.serve import exit_at_sigterm, http_config
 from server.settings import Settings
 from server.speculation_changes import Adopted, Change, Changed, NewSpeculation
-from server.workers import Count, Expose, Exposition, Failed, NewEngine, Serve, Started
+from server.workers import (
+    AllDrained,
+    Count,
+    Drained,
+    Expose,
+    Exposition,
+    Failed,
+    NewEngine,
+    Serve,
+    Started,
+)
 
 # Processes take a change at once, unless one of them is stopped or starved.
 _ADOPT_SECONDS = 10.0
@@ -137,6 +147,16 @@ class RemoteSpeculation:
         self._outbox.put(Adopted(decided.version))
 
 
+def _together(drain: Drain, questions: Questions) -> Drain:
+    """The port answers until the requests of all workers have ended."""
+
+    async def drain_all() -> None:
+        await drain()
+        await questions.ask(Drained)
+
+    return drain_all
+
+
 def _set(waiting: asyncio.Future[Any], value: Any) -> None:
     if not waiting.done():
         waiting.set_result(value)
@@ -167,7 +187,7 @@ def _obey(
             message = control.recv()
             if isinstance(message, NewEngine):
                 engine.replace(message.info, Connection(recv_handle(control)))
-            elif isinstance(message, Exposition | Changed):
+            elif isinstance(message, Exposition | Changed | AllDrained):
                 questions.answer(message.number, message)
             elif isinstance(message, NewSpeculation):
                 speculation.adopt(message)
@@ -201,7 +221,8 @@ def main() -> int:
     app.state.services.bodies.warm()
     with suppress(KeyboardInterrupt), exit_at_sigterm():
         http = http_config(app, settings)
-        _Server(http, app.state.services.drain, outbox).run([listener])
+        drain = _together(app.state.services.drain, questions)
+        _Server(http, drain, outbox).run([listener])
     return 0
 
 

@@ -98,13 +98,33 @@ class Expose:
     accept: str
 
 
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """From a worker: no request of its own goes on. It answers on the port until question ``number`` is
+    answered."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllDrained:
+    """To a worker: no request of any worker goes on."""
+
+    number: int
+
+
 class _Worker:
     def __init__(self, process: subprocess.Popen[bytes], control: Connection) -> None:
         self.process = process
         self.control = control
         self.lock = threading.Lock()
         self.started = threading.Event()
+        self.drained: Drained | None = None
         self.failure: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.drained is not None or self.process.poll() is not None
 
     def send(self, message: Any, *handles: int) -> None:
         """A worker that has gone is found so by its process."""
@@ -183,13 +203,23 @@ class Workers:
         for worker in self._workers:
             worker.process.terminate()
         deadline = time.monotonic() + drain_seconds + _END_SECONDS
+        while not all(worker.is_done for worker in self._workers):
+            self._kill_after(deadline)
+            time.sleep(_LOOK_SECONDS)
+        # Not before: whoever ends may have accepted a connection that another would have answered.
+        for worker in self._workers:
+            if worker.drained is not None:
+                worker.send(AllDrained(worker.drained.number))
         while any(worker.process.poll() is None for worker in self._workers):
-            if self._num_signals > 1 or time.monotonic() > deadline:
-                for worker in self._workers:
-                    worker.process.kill()
+            self._kill_after(deadline)
             time.sleep(_LOOK_SECONDS)
         for worker in self._workers:
             worker.control.close()
+
+    def _kill_after(self, deadline: float) -> None:
+        if self._num_signals > 1 or time.monotonic() > deadline:
+            for worker in self._workers:
+                worker.process.kill()
 
     def _launch(self) -> _Worker:
         to_engine = self._engine.connect(wants_steps=False)
@@ -229,6 +259,8 @@ class Workers:
                     self._speculation.change(worker, message, list(self._workers))
                 elif isinstance(message, Adopted):
                     self._speculation.adopted(worker, message.version)
+                elif isinstance(message, Drained):
+                    worker.drained = message
                 elif isinstance(message, Started):
                     worker.started.set()
                 elif isinstance(message, Failed):

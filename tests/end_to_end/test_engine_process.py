@@ -131,6 +131,27 @@ def test_requests_that_outlast_the_drain_are_told_and_the_port_answers(server: S
     assert server.process.wait(60) == 128 + signal.SIGTERM
 
 
+def test_workers_without_a_request_answer_until_the_others_have_none(tmp_path: Path) -> None:
+    flags = ("--api-workers", "2", "--drain-seconds", "300", "--log-format", "json")
+    with serving(tmp_path, *flags) as server:
+        until(lambda: server.is_ready())
+        with server.client() as client:
+            stream = client.completions.create(stream=True, **LONG)
+            next(iter(stream))
+            server.process.terminate()
+            assert sum(1 for _ in stream) > 1000
+        assert server.process.wait(60) == 0
+        lines = server.log.read_text().splitlines()
+    places: dict[str, list[int]] = {"draining": [], '"completion_tokens"': [], "Shutting down": []}
+    for place, line in enumerate(lines):
+        for what, found in places.items():
+            if what in line:
+                found.append(place)
+    draining, ended, closed = places.values()
+    assert [len(draining), len(ended), len(closed)] == [2, 1, 2]
+    assert ended[0] < min(closed)
+
+
 def test_sigterm_lets_requests_finish_and_leaves_nothing(tmp_path: Path) -> None:
     with serving(tmp_path, "--drain-seconds", "300") as server:
         pid = server.engine_pid()
