@@ -1,8 +1,11 @@
-"""The Dockerfile passes hadolint, whose findings are all errors here."""
+"""The Dockerfile passes hadolint, whose findings are all errors here, and finds the dependencies."""
 
 from __future__ import annotations
 
+import re
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 from worlds.deploy_tools import ROOT, python_tool
@@ -26,3 +29,22 @@ def test_hadolint_would_find_something(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "DL3000" in result.stdout
     assert "DL3002" in result.stdout
+
+
+def test_the_image_gets_the_dependencies_and_those_of_the_extras_that_are_named() -> None:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
+    (program,) = re.findall(r'^RUN python -c "([^"]*)" > dependencies\.txt', text, re.MULTILINE)
+    command = [sys.executable, "-c", program]
+    listed = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={"EXTRAS": "kv-events otel"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = (project["optional-dependencies"][name] for name in ("gguf", "kv-events", "otel"))
+    assert listed == [*project["dependencies"], *(each for extra in extras for each in extra)]
+    # What the next step looks for, to take torch from an index of its own.
+    assert len([each for each in listed if each.startswith("torch>")]) == 1
