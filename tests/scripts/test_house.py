@@ -7,16 +7,16 @@ from pathlib import Path
 
 from scripts.house import docstrings, functions, gathered, heights, rising, room_in_package
 
-HOUSE = {"roof": {"wall", "base"}, "wall": {"base"}, "base": set(), "shed": {"base"}}
+BUILDING = {"roof": {"wall", "base"}, "wall": {"base"}, "base": set(), "shed": {"base"}}
 
 
 def test_where_all_arrows_run_down_each_floor_is_one_above_what_it_needs() -> None:
-    assert rising(HOUSE) == set()
-    assert heights(HOUSE) == {"roof": 3, "wall": 2, "base": 1, "shed": 2}
+    assert rising(BUILDING) == set()
+    assert heights(BUILDING) == {"roof": 3, "wall": 2, "base": 1, "shed": 2}
 
 
 def test_of_a_circle_as_few_arrows_as_can_be_run_up() -> None:
-    graph = HOUSE | {"base": {"wall"}, "shed": {"wall", "base"}}
+    graph = BUILDING | {"base": {"wall"}, "shed": {"wall", "base"}}
     assert len(rising(graph)) == 1
     # Three rooms know the hall, which knows one of them.
     hall = {"hall": {"a"}, "a": {"hall", "b"}, "b": {"hall", "c"}, "c": {"hall"}}
