@@ -15,11 +15,19 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, create_model, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    create_model,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -37,14 +45,14 @@ from engine.speculation.gamma import gamma_policy_names
 from server.formats.reasoning import reasoning_formats
 from server.formats.tool_calls import tool_call_formats
 from server.request.body import described_by
-from server.request.speculative import Names, SpeculativeCaps, SpeculativeField
-from slipstream.options import SpeculativeOptions, VerificationName
+from server.request.speculative import SpeculativeCaps, SpeculativeField
+from slipstream.options import SpeculativeParams, VerificationName
 
 _PREFIX = "SLIPSTREAM_"
 
 
 @described_by(
-    SpeculativeOptions,
+    SpeculativeParams,
     {
         "adaptive_depth": bool | Literal[gamma_policy_names()],
         "verification": VerificationName,
@@ -59,6 +67,24 @@ class SpeculativeDefaults(SpeculativeField):
 
     # Flags and variables are text, so types are not strict here.
     model_config = ConfigDict(strict=False)
+
+
+def _split(value: object) -> object:
+    """Returns the names in a text, apart by spaces or commas or a list in JSON."""
+    return re.findall(r"[^\s,\[\]\"']+", value) if isinstance(value, str) else value
+
+
+Names = Annotated[list[str] | None, NoDecode, BeforeValidator(_split)]
+
+
+class CapSettings(SpeculativeCaps):
+    """What the operator allows, as text may say it."""
+
+    model_config = ConfigDict(strict=False)
+
+    draft_strategies: Names = Field(
+        default=None, description=SpeculativeCaps.model_fields["draft_strategies"].description
+    )
 
 
 class DrafterSettings(BaseModel):
@@ -247,7 +273,7 @@ class Settings(BaseSettings):
     )
     drafter: DrafterSettings = DrafterSettings()
     speculative: SpeculativeDefaults = SpeculativeDefaults()
-    speculative_caps: SpeculativeCaps = SpeculativeCaps()
+    speculative_caps: CapSettings = CapSettings()
 
     @field_validator("api_key", "admin_key")
     @classmethod
