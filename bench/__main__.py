@@ -33,7 +33,7 @@ from bench.workloads import PromptSource, load_prompts
 from drafters.registry import drafter_names
 from engine.config import EngineConfig
 from engine.model.loader import bundled_path
-from engine.params import SpeculativeParams
+from engine.params import PLAIN, SpeculativeParams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +103,7 @@ def make_contenders(model: BenchModel, options: Options) -> list[Contender]:
             TransformersContender(model.theirs, pad_token_id),
             TransformersContender(model.theirs, pad_token_id, LOOKUP_TOKENS),
         ]
-    contenders.append(EngineContender(GAMMA_0, model.core, SpeculativeParams()))
+    contenders.append(EngineContender(GAMMA_0, model.core, PLAIN))
     for text in options.drafters:
         contenders.append(
             _engine_contender(model, *parse_drafter(text, sorted(model.info.drafters)))

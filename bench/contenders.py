@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from drafters.auto import AutoDrafter
-from drafters.base import DraftShape, OptionValue
+from drafters.base import OptionValue
 from drafters.registry import DrafterUnavailableError, build_drafters
 from engine.core import EngineCore
 from engine.events import FinishInfo, TokenEvent
@@ -267,7 +267,7 @@ class EngineContender:
         """A fresh drafter for every run: some learn from finished requests, and would have seen this
         very text before. Those with a model have nothing to forget and stay, as does what ``auto``
         and the gamma policies count over all requests."""
-        name, drafters = self._speculative.drafter, self._core.speculation.drafters
+        name, drafters = self._speculative.draft_strategy, self._core.speculation.drafters
         with suppress(DrafterUnavailableError):
             fresh = build_drafters([name])[name]
             old, drafters[name] = drafters[name], fresh
@@ -287,7 +287,8 @@ class EngineContender:
                     ignore_eos=True,
                     seed=job.seed + index,
                 ),
-                speculative=replace(self._speculative, reference_token_ids=expected),
+                speculative=self._speculative,
+                prediction_token_ids=expected,
             )
             for index, (prompt, expected) in enumerate(
                 zip_longest(job.prompts, job.expected, fillvalue=())
@@ -393,13 +394,23 @@ def parse_drafter(text: str, known: Sequence[str]) -> tuple[str, SpeculativePara
     if colon and (not gamma.isdigit() or int(gamma) < 1):
         raise ValueError(f"{text!r}: after the colon comes a number of draft tokens")
     params = SpeculativeParams(
-        drafter=drafter,
-        max_draft_tokens=16 if width == 1 else 32,
-        shape=DraftShape(width, 16),
-        options=dict(_option(text, each) for each in settings),
+        draft_strategy=drafter, options=dict(_option(text, each) for each in settings)
     )
+    if width > 1:
+        params = replace(
+            params,
+            max_speculative_tokens=32,
+            tree_strategy="tree",
+            tree_width=width,
+            tree_depth=16,
+        )
     if colon:
-        params = replace(params, policy="fixed", num_draft_tokens=int(gamma), max_draft_tokens=16)
+        params = replace(
+            params,
+            adaptive_depth="fixed",
+            num_speculative_tokens=int(gamma),
+            max_speculative_tokens=16,
+        )
     words = [drafter, "" if width == 1 else f"tree {width}", f"fixed {gamma}" if colon else ""]
     return " ".join(filter(None, [*words, *settings])), params
 

@@ -23,13 +23,12 @@ from transformers import (
 )
 
 from bench.models import core_of
-from drafters.base import DraftShape
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.events import TokenEvent
 from engine.model.loader import prepare_model
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 
 _VOCAB_SIZE = 48
 _SIZES: dict[str, Any] = {
@@ -65,14 +64,28 @@ class EqualityResult:
 
 
 SPECULATIONS: Mapping[str, SpeculativeParams] = {
-    "ngram, goodput": SpeculativeParams(drafter="ngram"),
-    "ngram, chain of 4": SpeculativeParams(drafter="ngram", policy="fixed", num_draft_tokens=4),
-    "ngram, tree of 8": SpeculativeParams(
-        drafter="ngram", policy="fixed", num_draft_tokens=8, shape=DraftShape(width=2)
+    "ngram, goodput": SpeculativeParams(draft_strategy="ngram"),
+    "ngram, chain of 4": SpeculativeParams(
+        draft_strategy="ngram", adaptive_depth="fixed", num_speculative_tokens=4
     ),
-    "nasd, chain of 6": SpeculativeParams(drafter="nasd", policy="fixed", num_draft_tokens=6),
+    "ngram, tree of 8": SpeculativeParams(
+        draft_strategy="ngram",
+        adaptive_depth="fixed",
+        num_speculative_tokens=8,
+        tree_strategy="tree",
+        tree_width=2,
+        tree_depth=16,
+    ),
+    "nasd, chain of 6": SpeculativeParams(
+        draft_strategy="nasd", adaptive_depth="fixed", num_speculative_tokens=6
+    ),
     "nasd, tree of 12": SpeculativeParams(
-        drafter="nasd", policy="fixed", num_draft_tokens=12, shape=DraftShape(width=3)
+        draft_strategy="nasd",
+        adaptive_depth="fixed",
+        num_speculative_tokens=12,
+        tree_strategy="tree",
+        tree_width=3,
+        tree_depth=16,
     ),
 }
 """A tree and a chain of each drafter, fixed so that rejections are met too."""
@@ -166,7 +179,7 @@ def compare(
     sampling_name, sampling = named_sampling
     expected: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        alone = {index: (prompt, SpeculativeParams())}
+        alone = {index: (prompt, PLAIN)}
         expected |= _streams(core, alone, sampling, num_new_tokens).token_ids
     results = []
     for name, speculative in speculations.items():

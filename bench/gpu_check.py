@@ -66,7 +66,7 @@ from engine.config import EngineConfig
 from engine.kernels.triton import missing_for
 from engine.model.linear import fixed_order_product, library_product
 from engine.model.runner import ModelRunner
-from engine.params import SamplingParams, SpeculativeParams
+from engine.params import PLAIN, SamplingParams, SpeculativeParams
 
 _TOY = {
     "large": "none",
@@ -281,9 +281,9 @@ def _compare_model(model: BenchModel, args: argparse.Namespace) -> list[Equality
 
 
 def _contenders(model: BenchModel) -> list[Contender]:
-    contenders: list[Contender] = [EngineContender(GAMMA_0, model.core, SpeculativeParams())]
+    contenders: list[Contender] = [EngineContender(GAMMA_0, model.core, PLAIN)]
     for drafter in ("ngram", "suffix"):
-        drafting = SpeculativeParams(drafter=drafter)
+        drafting = SpeculativeParams(draft_strategy=drafter)
         contenders.append(EngineContender(drafter, model.core, drafting))
     if model.theirs is not None:
         pad = model.tokenizer.pad_token_id or 0

@@ -22,7 +22,6 @@ import torch
 
 from bench.machine import describe_machine
 from bench.tables import table
-from drafters.base import DraftShape
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -165,7 +164,7 @@ class Bench:
                 seed=seed,
                 grammar=grammar,
             ),
-            SpeculativeParams(drafter=account.drafter, shape=DraftShape(1, 16)),
+            SpeculativeParams(draft_strategy=account.drafter),
         )
         self.core.submit(self.core.prepare(request))
         text: list[int] = []

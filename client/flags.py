@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from client.errors import FlagError
-from slipstream.options import FIXED_POLICY, SpeculativeOptions
+from slipstream.options import FIXED_POLICY, SpeculativeParams
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _RESERVED = ("speculative", "prompt", "messages", "stream", "stream_options", "n", "model")
@@ -26,7 +26,7 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
 )
 
 _FLAGS = {
-    each.metadata["flag"]: each for each in fields(SpeculativeOptions) if each.metadata["flag"]
+    each.metadata["flag"]: each for each in fields(SpeculativeParams) if each.metadata["flag"]
 }
 """Options of speculation that have a flag of their own."""
 

@@ -28,7 +28,7 @@ from server.metric_aliases import aliases
 from server.metrics import Metrics
 from server.settings import all_settings, flag_name, with_drafters
 from server.tenants.file import TenantEntry
-from slipstream.options import SpeculativeOptions
+from slipstream.options import SpeculativeParams
 
 DOCS = Path(__file__).resolve().parent
 ExportedMetric: TypeAlias = tuple[str, str, tuple[str, ...], str]
@@ -169,7 +169,7 @@ def endpoints_table() -> str:
 def speculative_table() -> str:
     lines = ["| field | default | range | |", "| --- | --- | --- | --- |"]
     signs = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
-    for each in fields(SpeculativeOptions):
+    for each in fields(SpeculativeParams):
         about = each.metadata
         choices = gamma_policy_names() if each.name == "adaptive_depth" else about["choices"] or ()
         span = [f"`{choice}`" for choice in choices]

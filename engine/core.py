@@ -123,7 +123,7 @@ class EngineCore:
             limits.max_model_len,
             limits.constrain,
         )
-        return Request(params, sampling, RequestStats(drafter=params.speculative.drafter))
+        return Request(params, sampling, RequestStats(drafter=params.speculative.draft_strategy))
 
     def submit(self, request: Request) -> None:
         request.arrival_order = self._num_arrived

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from drafters.base import DraftShape, OptionValue
-from slipstream.options import INSIDE, SpeculativeOptions
+from slipstream.options import PLAIN as PLAIN
+from slipstream.options import SpeculativeParams as SpeculativeParams
 from slipstream.options import VerificationName as VerificationName
-
-GammaPolicyName: TypeAlias = str
-"""One of ``engine.speculation.gamma.gamma_policy_names()``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,39 +51,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculativeParams:
-    """Who drafts, in what shape, and who decides how much.
-
-    ``policy`` "fixed" verifies ``num_draft_tokens`` nodes whenever the drafter has them; "target_rate"
-    moves gamma by one within ``min_draft_tokens``..``max_draft_tokens`` around
-    ``target_acceptance_rate``, starting at ``num_draft_tokens``; "goodput" grants what pays, between
-    ``min_draft_tokens`` and ``max_draft_tokens`` (``num_draft_tokens`` while none of the request's
-    drafts has been verified), and with a ``target_acceptance_rate`` no more than can be expected to be
-    accepted at that rate. Without one, "target_rate" steers to 0.7.
-    """
-
-    drafter: str = "none"
-    policy: GammaPolicyName = "goodput"
-    num_draft_tokens: int = 8
-    min_draft_tokens: int = 0
-    max_draft_tokens: int = 16
-    target_acceptance_rate: float | None = None
-    shape: DraftShape = field(default_factory=DraftShape)
-    options: Mapping[str, OptionValue] = field(default_factory=dict)
-    verification: VerificationName = "match"
-    reference_token_ids: tuple[int, ...] = ()
-    """What the client expects the output to be for the most part; for drafters that take it."""
-
-    @classmethod
-    def from_options(cls, options: SpeculativeOptions) -> SpeculativeParams:
-        """Options that fit each other, in the engine's words."""
-        is_tree = options.tree_strategy == "tree"
-        depth = options.tree_depth if is_tree else max(1, options.max_speculative_tokens)
-        given: dict[str, Any] = {name: getattr(options, public) for public, name in INSIDE.items()}
-        return cls(**given, shape=DraftShape(options.tree_width if is_tree else 1, depth))
-
-
-@dataclass(frozen=True, slots=True)
 class Tenant:
     """Whose requests they are, and on what terms: of all tenants that wait, each is written tokens in
     proportion to its ``weight``. None: no limit. Limits hold over everybody who sends its requests; the
@@ -110,7 +74,7 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    speculative: SpeculativeParams = field(default_factory=SpeculativeParams)
+    speculative: SpeculativeParams = PLAIN
     priority: int = 0
     cache_salt: str = ""
     arrival_time: float = 0.0
@@ -118,3 +82,5 @@ class GenerationRequest:
     deadline: float | None = None
     """On the same clock: what is not done by then ends with ``DeadlineExceededError``."""
     tenant: Tenant = Tenant()
+    prediction_token_ids: tuple[int, ...] = ()
+    """What the client expects the output to be for the most part; for drafters that take it."""

@@ -99,20 +99,22 @@ class EngineRuntime:
             raise RequestError("prompt", f"token ids must lie in 0..{self.info.vocab_size - 1}")
         if request.sampling.max_tokens < 1:
             raise RequestError("max_tokens", "max_tokens must be at least 1")
-        if request.speculative.drafter not in self.info.drafters:
+        if request.speculative.draft_strategy not in self.info.drafters:
             known = ", ".join(sorted(self.info.drafters))
             raise RequestError(
                 "speculative.draft_strategy",
-                f"no drafter {request.speculative.drafter!r}; loaded: {known}",
+                f"no drafter {request.speculative.draft_strategy!r}; loaded: {known}",
             )
-        drafter = self.info.drafters[request.speculative.drafter]
-        given = drafter.defaults() | dict(request.speculative.options)
-        if drafter.check is not None and (fault := drafter.check(given)):
-            raise RequestError("speculative.options", fault)
-        if request.speculative.policy not in gamma_policy_names():
+        try:
+            self.info.drafters[request.speculative.draft_strategy].resolve(
+                request.speculative.options
+            )
+        except ValueError as error:
+            raise RequestError("speculative.options", str(error)) from error
+        if request.speculative.adaptive_depth not in gamma_policy_names():
             raise RequestError(
                 "speculative.adaptive_depth",
-                f"no gamma policy {request.speculative.policy!r}; "
+                f"no gamma policy {request.speculative.adaptive_depth!r}; "
                 f"there are: {', '.join(gamma_policy_names())}",
             )
 

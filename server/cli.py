@@ -9,6 +9,8 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
@@ -16,7 +18,7 @@ from pydantic_settings import SettingsError
 from client.commands import add_client_commands
 from engine.errors import EngineError
 from engine.model_names import usual_model
-from server.settings import Settings, add_flags, load_settings
+from server.settings import FlagParser, Flags, Settings, add_flags, load_settings
 from server.version import server_version
 from tools.quantize.command import add_quantize
 from tools.replay.command import add_replay
@@ -49,7 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="An LLM inference server in which every request drafts.",
     )
     parser.add_argument("--version", action="version", version=f"slipstream {server_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=FlagParser
+    )
     serve = commands.add_parser(
         "serve",
         help="serve a model over OpenAI's API",
@@ -58,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=_HelpFormatter,
     )
-    serve.set_defaults(run=_serve, flags=add_flags(serve))
+    serve.set_defaults(run=partial(_serve, add_flags(serve)))
     add_client_commands(commands)
     add_replay(commands)
     add_quantize(commands)
@@ -66,9 +70,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+def _serve(flags: Flags, parsed: argparse.Namespace) -> int:
+    del parsed.run
     try:
-        settings = load_settings(arguments.flags, arguments)
+        settings = load_settings(flags, parsed)
         config = settings.engine_config()
     except (ValidationError, SettingsError, ValueError) as error:
         return _refuse(_explain(error))

@@ -44,7 +44,7 @@ from engine.events import FinishInfo
 from engine.info import EngineInfo
 from engine.stats import SpeculativeStats, StepStats, idle_stats
 from server.metric_aliases import WithVllmNames
-from slipstream.options import SpeculativeOptions
+from slipstream.options import SpeculativeParams
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -325,13 +325,13 @@ class Metrics:
             "Speculation of requests that do not say otherwise.",
             registry=self.registry,
         )
-        self.show_speculation(SpeculativeOptions())
+        self.show_speculation(SpeculativeParams())
         self._changes = self._counter(
             "speculative_changes", "Changes of speculative defaults and caps while serving."
         )
         self._device_memory = self._gauge("gpu_memory_bytes", "Device memory.", "kind")
 
-    def show_speculation(self, defaults: SpeculativeOptions, is_change: bool = False) -> None:
+    def show_speculation(self, defaults: SpeculativeParams, is_change: bool = False) -> None:
         """What requests that say nothing get; ``is_change``: while serving."""
         self._defaults.info({name: str(getattr(defaults, name)) for name in _SHOWN_DEFAULTS})
         if is_change:

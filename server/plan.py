@@ -55,36 +55,49 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestPlan:
-    """Everything about a request that its reply needs. Choice ``i`` belongs to prompt ``i // n``.
+class ReplyOptions:
+    """What a reply shows, and whether it is streamed.
 
     ``num_logprobs``: None for none, else the number of alternatives shown; ``num_prompt_logprobs``
     likewise. ``echo``: replies begin with the prompt's text, or else with ``prefix``.
     ``tokens_as_ids``: logprobs name tokens by their ids. ``continuous_usage``: every chunk counts.
     """
 
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    tokens_as_ids: bool
+    return_token_ids: bool
+    return_drafted: bool
+    echo: bool
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """Everything about a request that its reply needs. Choice ``i`` belongs to prompt ``i // n``."""
+
     request_id: str
     created: int
-    seed: int
     n: int
     prompts: tuple[Prompt, ...]
     choices: tuple[ChoicePlan, ...]
-    num_logprobs: int | None
-    echo: bool
-    return_token_ids: bool
-    return_drafted: bool
-    has_prediction: bool
-    stream: bool
-    include_usage: bool
+    reply: ReplyOptions
     user: str | None
-    prefix: str = ""
-    num_prompt_logprobs: int | None = None
-    tokens_as_ids: bool = False
-    continuous_usage: bool = False
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own words for the log, which a whole reply repeats."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """What the reply says of the request, by its names."""
+
+    @property
+    def seed(self) -> int:
+        return self.choices[0].request.sampling.seed
+
+    @property
+    def has_prediction(self) -> bool:
+        return bool(self.choices[0].request.prediction_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -98,5 +111,5 @@ class RequestPlan:
         return self.prompts[choice_index // self.n]
 
     def echoed(self, choice_index: int) -> str:
-        """What the choice's text begins with, before anything was written."""
-        return self.prompt_of(choice_index).text if self.echo else self.prefix
+        """Returns what the choice's text begins with, before anything was written."""
+        return self.prompt_of(choice_index).text if self.reply.echo else self.reply.prefix

@@ -7,7 +7,6 @@ Drafters declare settings of their own, a dataclass each; ``with_drafters`` adds
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -16,17 +15,24 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, create_model, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    create_model,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
     CliSettingsSource,
-    EnvSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -39,21 +45,14 @@ from engine.speculation.gamma import gamma_policy_names
 from server.formats.reasoning import reasoning_formats
 from server.formats.tool_calls import tool_call_formats
 from server.request.body import described_by
-from server.request.speculative import Names, SpeculativeCaps, SpeculativeField
-from slipstream.options import SpeculativeOptions, VerificationName
+from server.request.speculative import SpeculativeCaps, SpeculativeField
+from slipstream.options import SpeculativeParams, VerificationName
 
-logger = logging.getLogger("slipstream.settings")
-
-RENAMED = {
-    "max_num_rows": "max_num_batched_tokens",
-    "stand_template": "drafter.stand.template",
-}
-"""Old name, with dots between levels, to new one. The old one is taken for one version."""
 _PREFIX = "SLIPSTREAM_"
 
 
 @described_by(
-    SpeculativeOptions,
+    SpeculativeParams,
     {
         "adaptive_depth": bool | Literal[gamma_policy_names()],
         "verification": VerificationName,
@@ -70,24 +69,28 @@ class SpeculativeDefaults(SpeculativeField):
     model_config = ConfigDict(strict=False)
 
 
+def _split(value: object) -> object:
+    """Returns the names in a text, apart by spaces or commas or a list in JSON."""
+    return re.findall(r"[^\s,\[\]\"']+", value) if isinstance(value, str) else value
+
+
+Names = Annotated[list[str] | None, NoDecode, BeforeValidator(_split)]
+
+
+class CapSettings(SpeculativeCaps):
+    """What the operator allows, as text may say it."""
+
+    model_config = ConfigDict(strict=False)
+
+    draft_strategies: Names = Field(
+        default=None, description=SpeculativeCaps.model_fields["draft_strategies"].description
+    )
+
+
 class DrafterSettings(BaseModel):
     """What drafters want to be set when they are loaded, by drafter."""
 
     model_config = ConfigDict(extra="forbid")
-
-
-class VariablesSource(EnvSettingsSource):
-    """``SLIPSTREAM_*``, those with former names included."""
-
-    def __init__(self, settings_cls: type[BaseSettings]) -> None:
-        super().__init__(settings_cls)
-        found = dict(self.env_vars)
-        for old, new in RENAMED.items():
-            old_name, new_name = (_PREFIX + each.replace(".", "__").upper() for each in (old, new))
-            if old_name.lower() in found:
-                _warn_of(old_name, new_name)
-                found.setdefault(new_name.lower(), found.pop(old_name.lower()))
-        self.env_vars = found
 
 
 class ConfigFileSource(PydanticBaseSettingsSource):
@@ -115,20 +118,7 @@ class ConfigFileSource(PydanticBaseSettingsSource):
         if not isinstance(content, dict):
             raise ValueError(f"the settings file {path.name} does not hold a mapping")
         # Files may spell names as flags do.
-        found = {str(key).replace("-", "_"): value for key, value in content.items()}
-        for old, new in RENAMED.items():
-            if old in found:
-                _warn_of(old, new)
-                *above, name = new.split(".")
-                place = found
-                for part in above:
-                    place = place.setdefault(part, {})
-                place.setdefault(name, found.pop(old))
-        return found
-
-
-def _warn_of(old: str, new: str) -> None:
-    logger.warning("%s is called %s now; the old name goes with the next version", old, new)
+        return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
 @described_by(EngineConfig)
@@ -283,7 +273,7 @@ class Settings(BaseSettings):
     )
     drafter: DrafterSettings = DrafterSettings()
     speculative: SpeculativeDefaults = SpeculativeDefaults()
-    speculative_caps: SpeculativeCaps = SpeculativeCaps()
+    speculative_caps: CapSettings = CapSettings()
 
     @field_validator("api_key", "admin_key")
     @classmethod
@@ -306,12 +296,12 @@ class Settings(BaseSettings):
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        env_settings: PydanticBaseSettingsSource,
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Highest rank first; a source of flags, where there is one, comes before all."""
-        return init_settings, VariablesSource(settings_cls), ConfigFileSource(settings_cls)
+        return init_settings, env_settings, ConfigFileSource(settings_cls)
 
     def log_options(self) -> LogOptions:
         """For all processes of the server."""
@@ -361,35 +351,36 @@ def flag_name(path: Sequence[str]) -> str:
 Flags = CliSettingsSource[Any]
 
 
-def add_flags(parser: ArgumentParser) -> Flags:
-    """Gives ``parser`` a flag for each setting; the result turns its findings into settings."""
+class FlagParser(ArgumentParser):
+    """An ``ArgumentParser`` in which a flag for a list takes several words: ``--drafters none ngram``
+    is read as ``--drafters none --drafters ngram``, which is what pydantic-settings knows.
+
+    ``lists``: the flags that are for lists.
+    """
+
+    lists: frozenset[str] = frozenset()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(_one_flag_per_item(words, self.lists), namespace)
+
+
+def add_flags(parser: FlagParser) -> Flags:
+    """Gives ``parser`` a flag for each setting. Returns what turns its findings into settings."""
     settings = with_drafters(drafter_settings())
-    flags: Flags = CliSettingsSource(settings, root_parser=parser)
-    lists = {
+    parser.lists = frozenset(
         flag_name(path) for path, field in all_settings(settings) if NoDecode in field.metadata
-    }
-    parse = parser.parse_known_args
-
-    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
-        return parse(_spelled_out(sys.argv[1:] if args is None else args, lists), namespace)
-
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
-    return flags
+    )
+    return CliSettingsSource(settings, root_parser=parser)
 
 
-def _spelled_out(words: Sequence[str], lists: Collection[str]) -> list[str]:
-    """Flags by their present names, and one for each item of a list: ``--drafters none ngram`` is
-    ``--drafters none --drafters ngram``. A list with commas or brackets ends with its word, and a word
-    with a slash is MODEL."""
-    present = {flag_name(old.split(".")): flag_name(new.split(".")) for old, new in RENAMED.items()}
+def _one_flag_per_item(words: Sequence[str], lists: Collection[str]) -> list[str]:
+    """Repeats the flag of a list before each of the list's words. The list ends with a word that holds
+    a comma or a bracket, and before a word with a slash, which is MODEL."""
     found: list[str] = []
     flag = ""
     for word in words:
         if word.startswith("-"):
-            name, equals, value = word.partition("=")
-            if name in present:
-                _warn_of(name, present[name])
-                word = present[name] + equals + value
             flag = word if word in lists else ""
         elif flag:
             is_first = found[-1] == flag
@@ -404,11 +395,9 @@ def _spelled_out(words: Sequence[str], lists: Collection[str]) -> list[str]:
 
 
 def load_settings(flags: Flags, parsed: Namespace) -> Settings:
-    """Settings from parsed flags and the sources below them.
+    """Returns the settings from parsed flags and the sources below them.
 
     Raises pydantic's ValidationError, SettingsError or ValueError.
     """
-    names = {action.dest for action in flags.root_parser._actions}
-    given = Namespace(**{name: value for name, value in vars(parsed).items() if name in names})
     # mypy knows the fields only, not the arguments that BaseSettings adds to them.
-    return flags.settings_cls(_cli_settings_source=flags(parsed_args=given))  # type: ignore
+    return flags.settings_cls(_cli_settings_source=flags(parsed_args=parsed))  # type: ignore

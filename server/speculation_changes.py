@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from server.errors import ApiError
 from server.request.live_speculation import SpeculativeChange, changed
 from server.request.speculative import SpeculativeResolver
-from slipstream.options import SpeculativeOptions
+from slipstream.options import SpeculativeParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class SpeculationChanges:
     of those who are told. ``show`` as in ``OwnSpeculation``. From any thread."""
 
     def __init__(
-        self, resolver: SpeculativeResolver, show: Callable[[SpeculativeOptions, bool], None]
+        self, resolver: SpeculativeResolver, show: Callable[[SpeculativeParams, bool], None]
     ) -> None:
         self.lock = threading.RLock()
         self.resolver = resolver

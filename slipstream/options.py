@@ -1,9 +1,9 @@
 """The options of speculation, said once: names, defaults, ranges and words.
 
-Made from ``SpeculativeOptions``: the ``speculative`` object of a request and the server's defaults for
-it, what ``GET /v1/drafters`` says of them (and so the playground's form), the terminal client's flags,
-the table in docs/api.md, and ``SpeculativeConfig``. The module imports nothing of the project, so
-that a client without an engine has the same words.
+``SpeculativeParams`` is the one type for them, from JSON to the gamma policies. Made from its fields:
+the ``speculative`` object of a request and the server's defaults for it, what ``GET /v1/drafters``
+says of them (and so the playground's form), the terminal client's flags, the table in docs/api.md, and
+``SpeculativeConfig``. The module imports no engine, so that a client without one has the same words.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from drafters.base import DraftShape
 
 TreeStrategy = Literal["none", "linear", "tree"]
 VerificationName = Literal["match", "rejection", "block"]
@@ -22,11 +24,10 @@ FIXED_POLICY = "fixed"
 
 
 def described(default: Any, description: str, **more: Any) -> Any:
-    """A dataclass's field with what is to be said of it. ``more``: bounds (ge, gt, le, lt,
-    max_length), ``choices`` (what each value means), ``inside`` (the field's name in
-    ``SpeculativeParams``, where it is there as it is), ``flag`` (the terminal client's name for it).
+    """Returns a dataclass's field with what is to be said of it. ``more``: bounds (ge, gt, le, lt,
+    max_length), ``choices`` (what each value means), ``flag`` (the terminal client's name for it).
     """
-    named = {name: more.pop(name, None) for name in ("choices", "inside", "flag")}
+    named = {name: more.pop(name, None) for name in ("choices", "flag")}
     about = {"description": description, "bounds": more} | named
     # A dataclass takes no mutable default, and a mapping here is always the empty one.
     if isinstance(default, dict):
@@ -35,13 +36,16 @@ def described(default: Any, description: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeOptions:
-    """Who drafts, how deep, in what shape, under the names that users write."""
+class SpeculativeParams:
+    """Who drafts, how deep, in what shape, under the names that users write.
+
+    In a request that is resolved, ``adaptive_depth`` is the name of a gamma policy
+    (``engine.speculation.gamma``), the fields agree with each other, and ``options`` are complete.
+    """
 
     draft_strategy: str = described(
         "ngram",
         "The drafter; GET /v1/drafters lists them, none is plain decoding.",
-        inside="drafter",
         max_length=64,
     )
     num_speculative_tokens: int = described(
@@ -49,7 +53,6 @@ class SpeculativeOptions:
         "Under fixed: gamma, the drafts in every step; 0 is plain decoding. Adaptive policies: the "
         "most in a request's first draft, and under those that weigh cost, as goodput, the most in any "
         "where max_speculative_tokens is not given.",
-        inside="num_draft_tokens",
         flag="gamma",
         ge=0,
     )
@@ -57,16 +60,14 @@ class SpeculativeOptions:
         "goodput",
         "What sets gamma: a policy, as fixed or goodput; true is the server's adaptive one, false "
         "is fixed.",
-        inside="policy",
         flag="policy",
     )
     min_speculative_tokens: int = described(
-        0, "Adaptive policies: never fewer drafts in a step.", inside="min_draft_tokens", ge=0
+        0, "Adaptive policies: never fewer drafts in a step.", ge=0
     )
     max_speculative_tokens: int = described(
         16,
         "Adaptive policies: never more drafts in a step.",
-        inside="max_draft_tokens",
         flag="max-gamma",
         ge=0,
     )
@@ -74,7 +75,6 @@ class SpeculativeOptions:
         None,
         "target_rate: what gamma is steered to (0.7 where nobody says). goodput: grant no more than "
         "is expected to be accepted at this rate.",
-        inside="target_acceptance_rate",
         gt=0,
         lt=1,
     )
@@ -94,7 +94,6 @@ class SpeculativeOptions:
         "match",
         "match: emit what the target alone would have, token for token. rejection, and block for "
         "chains: its distribution, for drafters that draw.",
-        inside="verification",
         flag="verification",
         choices={
             "match": "the same text as without drafts",
@@ -103,22 +102,30 @@ class SpeculativeOptions:
         },
     )
     options: Mapping[str, bool | int | float | str] = described(
-        {}, "The drafter's own options, as GET /v1/drafters lists them.", inside="options"
+        {}, "The drafter's own options, as GET /v1/drafters lists them."
     )
     return_drafted: bool = described(False, "Tell with each token whether it was drafted.")
 
+    @property
+    def shape(self) -> DraftShape:
+        """The shape of each draft: a chain has width 1."""
+        if self.tree_strategy == "tree":
+            return DraftShape(self.tree_width, self.tree_depth)
+        return DraftShape(1, max(1, self.max_speculative_tokens))
 
-INSIDE = {
-    each.name: each.metadata["inside"]
-    for each in fields(SpeculativeOptions)
-    if each.metadata["inside"]
-}
-"""Public names to those of ``SpeculativeParams``."""
+
+PLAIN = SpeculativeParams(
+    draft_strategy=NO_DRAFTER,
+    adaptive_depth=FIXED_POLICY,
+    num_speculative_tokens=0,
+    max_speculative_tokens=0,
+)
+"""Plain decoding."""
 
 
 def about(name: str) -> Mapping[str, Any]:
-    """The metadata of a field, as ``described`` made it."""
-    return next(each.metadata for each in fields(SpeculativeOptions) if each.name == name)
+    """Returns the metadata of a field, as ``described`` made it."""
+    return next(each.metadata for each in fields(SpeculativeParams) if each.name == name)
 
 
 _CHECKS: dict[str, tuple[Callable[[float, float], bool], str]] = {

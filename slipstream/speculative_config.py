@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from engine.config import USUAL_GRAPH_ROWS, EngineConfig, Quantization
-from engine.params import SamplingParams, SpeculativeParams
+from engine.params import SamplingParams
 from slipstream.options import (
     FIXED_POLICY,
     NO_DRAFTER,
-    SpeculativeOptions,
+    SpeculativeParams,
     TreeStrategy,
     check_ranges,
 )
@@ -167,11 +167,11 @@ class SpeculativeConfig:
                 "max_speculative_tokens": num,
                 "target_acceptance_rate": None,
             }
-        return SpeculativeParams.from_options(SpeculativeOptions(**given))
+        return SpeculativeParams(**given)
 
     def _options(self) -> dict[str, Any]:
         """The fields that a request's ``speculative`` object has, too."""
-        shared = {field.name for field in fields(SpeculativeOptions)}
+        shared = {field.name for field in fields(SpeculativeParams)}
         return {
             field.name: getattr(self, field.name) for field in fields(self) if field.name in shared
         }
@@ -182,7 +182,7 @@ class SpeculativeConfig:
         )
 
     def _check_ranges(self) -> None:
-        check_ranges(SpeculativeOptions, self._options())
+        check_ranges(SpeculativeParams, self._options())
         low, num, high = (
             self.min_speculative_tokens,
             self.num_speculative_tokens,

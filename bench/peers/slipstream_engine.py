@@ -148,11 +148,7 @@ class SlipstreamRunner:
                 ignore_eos=True,
                 seed=ask.seed + at,
             ),
-            speculative=self._params.SpeculativeParams.from_options(
-                import_module("slipstream.options").SpeculativeOptions(
-                    draft_strategy=ask.arm["drafter"]
-                )
-            ),
+            speculative=self._params.SpeculativeParams(draft_strategy=ask.arm["drafter"]),
         )
 
 

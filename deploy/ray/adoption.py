@@ -48,7 +48,7 @@ class SharedSpeculation:
             self._settings,
             self._num_changes,
             resolver.wished,
-            resolver.caps.model_dump(exclude_unset=True),
+            resolver.caps.given(),
         )
 
     async def adopt(self, shown: Iterable[Speculation]) -> bool:

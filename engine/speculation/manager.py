@@ -137,7 +137,7 @@ class DraftRound:
 
     def share(self, request: Request) -> float:
         """One request's share of its drafter's seconds."""
-        name = request.params.speculative.drafter
+        name = request.params.speculative.draft_strategy
         num_sharing = self.num_by_drafter.get(name, 0)
         return self.seconds_by_drafter.get(name, 0.0) / num_sharing if num_sharing else 0.0
 
@@ -169,10 +169,12 @@ class Speculation:
     def open(self, request: Request) -> None:
         """Start drafting for a request, if it asked for a drafter."""
         wanted = request.params.speculative
-        if wanted.drafter == NO_DRAFTER:
+        if wanted.draft_strategy == NO_DRAFTER:
             return
-        drafter = self.drafters[wanted.drafter]
-        acceptance = new_acceptance(self._estimator, wanted.drafter, request.sampling.verification)
+        drafter = self.drafters[wanted.draft_strategy]
+        acceptance = new_acceptance(
+            self._estimator, wanted.draft_strategy, request.sampling.verification
+        )
         drafting = _Drafting(drafter, drafter.info, acceptance)
         self._drafting[request.request_id] = drafting
         self._gamma.open(request.request_id, wanted, _traffic(request))
@@ -180,13 +182,13 @@ class Speculation:
             drafter.open(
                 request.request_id, request.token_ids, wanted.options, request.params.cache_salt
             )
-            if wanted.reference_token_ids:
-                drafter.predict(request.request_id, wanted.reference_token_ids)
+            if request.params.prediction_token_ids:
+                drafter.predict(request.request_id, request.params.prediction_token_ids)
             drafter.read_prompt(request.request_id, 0)
         except BaseException as error:
             if is_interrupt(error):
                 raise
-            logger.exception("drafter %s could not start a request", wanted.drafter)
+            logger.exception("drafter %s could not start a request", wanted.draft_strategy)
             drafting.num_failures += 1
             drafting.is_open = False
         else:
@@ -564,13 +566,13 @@ def _constrain(turns: Sequence[_Turn]) -> None:
 
 def _most_nodes(wanted: SpeculativeParams) -> int:
     """That a request's policy may ever grant."""
-    return max(wanted.num_draft_tokens, wanted.max_draft_tokens)
+    return max(wanted.num_speculative_tokens, wanted.max_speculative_tokens)
 
 
 def _traffic(request: Request) -> Traffic:
     params = request.params
     return Traffic.of(
-        params.speculative.drafter,
+        params.speculative.draft_strategy,
         params.cache_salt,
         request.sampling.verification,
         params.sampling.temperature,

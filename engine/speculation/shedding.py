@@ -1,8 +1,9 @@
 """Drafts yield before requests do: what is shed while many requests wait.
 
 A draft that pays makes the queue shorter, and policies that weigh cost grant no others. Those that do
-not grant drafts whatever the rows cost, and so does a ``min_draft_tokens``: these are unpaid. Blocks need
-no rule: a lease takes none but free ones, and gives them back before the next request is planned.
+not grant drafts whatever the rows cost, and so does a ``min_speculative_tokens``: these are unpaid.
+Blocks need no rule: a lease takes none but free ones, and gives them back before the next request is
+planned.
 """
 
 from __future__ import annotations
@@ -28,6 +29,6 @@ class Shedding:
 
     def params(self, params: SpeculativeParams, num_waiting: int) -> SpeculativeParams:
         """As they are, or with nothing granted for certain."""
-        if not params.min_draft_tokens or not self.is_shed(num_waiting, weighs_cost=False):
+        if not params.min_speculative_tokens or not self.is_shed(num_waiting, weighs_cost=False):
             return params
-        return replace(params, min_draft_tokens=0)
+        return replace(params, min_speculative_tokens=0)

@@ -52,7 +52,7 @@ async def _change(
     found = await served.change_speculation(change, from_built_in=from_built_in)
     fields = {
         "defaults": found.wished,
-        "caps": found.caps.model_dump(exclude_unset=True),
+        "caps": found.caps.given(),
         "from_built_in": from_built_in,
     }
     # A log that leaves out requests still says who changed what they get.
@@ -73,7 +73,7 @@ def _shown(resolver: SpeculativeResolver) -> dict[str, Any]:
         "caps": {"draft_strategies": resolver.allowed, **caps},
         "set": {
             "defaults": resolver.wished,
-            "caps": resolver.caps.model_dump(exclude_unset=True),
+            "caps": resolver.caps.given(),
         },
         "may_be_set": {
             "draft_strategies": list(resolver.info.drafters),

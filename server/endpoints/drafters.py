@@ -11,8 +11,8 @@ from drafters.base import DrafterInfo
 from engine.speculation.gamma.policy import registered_policies
 from server.endpoints import Served
 from server.openapi import errors
-from server.request.speculative import SpeculativeResolver, fields_read_by
-from slipstream.options import SpeculativeOptions, about
+from server.request.speculative import SpeculativeResolver
+from slipstream.options import SpeculativeParams, about
 
 router = APIRouter(tags=["catalogue"])
 
@@ -50,7 +50,7 @@ def policy_names() -> list[str]:
 
 def described_fields(caps: dict[str, int]) -> list[dict[str, Any]]:
     """Each field of ``speculative``, with the bounds that it has here."""
-    return [_field(each.name, caps) for each in fields(SpeculativeOptions)]
+    return [_field(each.name, caps) for each in fields(SpeculativeParams)]
 
 
 def _drafter(info: DrafterInfo) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _field(name: str, caps: dict[str, int]) -> dict[str, Any]:
     ]
     if name == "adaptive_depth":
         choices = [
-            {"id": each.name, "description": each.description, "fields": fields_read_by(each.name)}
+            {"id": each.name, "description": each.description, "fields": list(each.settings)}
             for each in registered_policies()
         ]
     cap = caps.get(f"max_{name}", caps["max_speculative_tokens"] if "tokens" in name else None)

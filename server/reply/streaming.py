@@ -183,7 +183,7 @@ class Responder:
         records = [None] * len(plan.choices) if record is None else record.choices
         feed = DeltaFeed(list(map(self._source.stream, plan.choices, records)))
         try:
-            if plan.stream:
+            if plan.reply.stream:
                 await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
                 return DeltaStreamResponse(feed, partial(self._write, feed, writer, sender))
             deltas = await unless_client_leaves(request.receive, feed.collect)

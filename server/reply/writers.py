@@ -248,7 +248,9 @@ class ChunkWriter(Writer):
     ) -> None:
         super().__init__(plan, texts, model_name, fingerprint)
         self._shows_tokens = (
-            plan.return_token_ids or plan.return_drafted or plan.num_logprobs is not None
+            plan.reply.return_token_ids
+            or plan.reply.return_drafted
+            or plan.reply.num_logprobs is not None
         )
         self._num_written = 0
 
@@ -257,7 +259,7 @@ class ChunkWriter(Writer):
         return () if chunk is None else (event(chunk),)
 
     def finish(self, usage: Usage) -> Iterable[bytes]:
-        return (event(self.usage_chunk(usage)),) if self.plan.include_usage else ()
+        return (event(self.usage_chunk(usage)),) if self.plan.reply.include_usage else ()
 
     def failure(self, error: ApiError) -> Iterable[bytes]:
         return (event(error.body()),)
@@ -269,7 +271,7 @@ class ChunkWriter(Writer):
         if not (is_shown or (delta.tokens and self._shows_tokens)):
             return None
         chunk = self._chunk([delta])
-        if not self.plan.continuous_usage:
+        if not self.plan.reply.continuous_usage:
             return chunk
         return {**chunk, "usage": running_usage(self.plan.num_prompt_tokens, self._num_written)}
 
@@ -298,7 +300,7 @@ class ChunkWriter(Writer):
 
     def _prompt_logprobs(self, delta: ChoiceDelta) -> PromptLogprobs | None:
         """Those asked for, where the delta brings them."""
-        num = self.plan.num_prompt_logprobs
+        num = self.plan.reply.num_prompt_logprobs
         if num is None or delta.prompt_logprobs is None:
             return None
         return [
@@ -321,13 +323,13 @@ class ChunkWriter(Writer):
 
     def _shown(self, logprobs: TokenLogprobs) -> list[tuple[int, float]]:
         """Those beside a token: the likeliest, then those that were named and are not among them."""
-        top = logprobs.top[: self.plan.num_logprobs]
+        top = logprobs.top[: self.plan.reply.num_logprobs]
         listed = {token_id for token_id, _ in top}
         return [*top, *(each for each in logprobs.named if each[0] not in listed)]
 
     def _name(self, token_id: int) -> str:
         """Of a token in logprobs."""
-        if self.plan.tokens_as_ids:
+        if self.plan.reply.tokens_as_ids:
             return f"token_id:{token_id}"
         return self._texts.text(token_id)
 
@@ -337,11 +339,11 @@ class ChunkWriter(Writer):
         found: Ending = {"finish_reason": None if end is None else end.reason}
         if end is not None:
             found["stop_reason"] = end.stop_reason
-        if self.plan.return_token_ids:
+        if self.plan.reply.return_token_ids:
             found["token_ids"] = [token.token_id for token in delta.tokens]
             if delta.first:
                 found["prompt_token_ids"] = list(self.plan.prompt_of(delta.index).token_ids)
-        if self.plan.return_drafted:
+        if self.plan.reply.return_drafted:
             found["tokens"] = [
                 DraftedToken(id=token.token_id, text=token.text, drafted=token.drafted)
                 for token in delta.tokens
@@ -376,10 +378,10 @@ class CompletionWriter(ChunkWriter):
         return choice
 
     def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs | None:
-        if self.plan.num_logprobs is None:
+        if self.plan.reply.num_logprobs is None:
             return None
         block = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        if self.plan.echo and delta.prompt_logprobs is not None:
+        if self.plan.reply.echo and delta.prompt_logprobs is not None:
             self._add_prompt(block, delta)
         start = len(self.plan.echoed(delta.index))
         for token in delta.tokens:
@@ -463,7 +465,7 @@ class ChatWriter(ChunkWriter):
         }
 
     def _logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs | None:
-        if self.plan.num_logprobs is None:
+        if self.plan.reply.num_logprobs is None:
             return None
         content: list[ChatLogprob] = []
         for token in tokens:

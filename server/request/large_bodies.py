@@ -187,7 +187,7 @@ def _begin_tracker() -> None:
 def _plan(
     translator: Translator, body: Body, *, arrival_time: float, drafters: tuple[str, ...] | None
 ) -> RequestPlan:
-    return translator.held_to(drafters).plan(body, arrival_time)
+    return translator.plan(body, arrival_time, drafters)
 
 
 # --- in the pool ---

@@ -7,12 +7,10 @@ have made; requests that are read from then on go through that one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Protocol, TypeVar
-
-from pydantic import Field
+from typing import Protocol
 
 from server.errors import bad_request
-from server.request.body import Body, with_fields
+from server.request.body import Body
 from server.request.large_bodies import BodyReader
 from server.request.speculative import (
     SpeculativeCaps,
@@ -20,53 +18,28 @@ from server.request.speculative import (
     SpeculativeResolver,
     UnfitSpeculationError,
 )
-from slipstream.options import SpeculativeOptions
+from slipstream.options import SpeculativeParams
 
-Model = TypeVar("Model", bound=Body)
 _GROUPS = {"speculative": "defaults", "speculative_caps": "caps"}
-
-
-def _bound_as_set(model: type[Model]) -> type[Model]:
-    """The model and all caps that are counts, with the bounds that they have among the settings."""
-    settings = SpeculativeCaps.model_fields.items()
-    counts = {name: each for name, each in settings if name not in model.model_fields}
-    return with_fields(
-        model,
-        {
-            name: (
-                Annotated[int, *each.metadata] | None,
-                Field(default=None, description=each.description),
-            )
-            for name, each in counts.items()
-        },
-    )
-
-
-@_bound_as_set
-class CapsField(Body):
-    """What requests may ask for."""
-
-    draft_strategies: list[str] | None = Field(default=None, max_length=256)
-
-    def given(self) -> dict[str, Any]:
-        """The fields that hold a value."""
-        return {name: value for name, value in self if value is not None}
 
 
 class SpeculativeChange(Body):
     """What the operator wishes from now on."""
 
     defaults: SpeculativeField | None = None
-    caps: CapsField | None = None
+    caps: SpeculativeCaps | None = None
 
 
 def changed(
     resolver: SpeculativeResolver, change: SpeculativeChange, *, from_built_in: bool
 ) -> SpeculativeResolver:
-    """With the fields given in place of the present wishes. ``from_built_in``: in place of the built-in
-    values, all wishes till now forgotten. Raises ApiError 400 naming the field at fault."""
+    """Returns what serves with the fields given in place of the present wishes.
+
+    ``from_built_in``: in place of the built-in values, all wishes till now forgotten. Raises ApiError
+    400 naming the field at fault.
+    """
     defaults = {} if from_built_in else resolver.wished
-    caps = {} if from_built_in else resolver.caps.model_dump(exclude_unset=True)
+    caps = {} if from_built_in else resolver.caps.given()
     if change.defaults is not None:
         defaults = defaults | change.defaults.given()
     if change.caps is not None:
@@ -92,9 +65,7 @@ class ChangeSpeculation(Protocol):
 class OwnSpeculation:
     """Of the only application in front of an engine. ``show`` is told what requests get now."""
 
-    def __init__(
-        self, bodies: BodyReader, show: Callable[[SpeculativeOptions, bool], None]
-    ) -> None:
+    def __init__(self, bodies: BodyReader, show: Callable[[SpeculativeParams, bool], None]) -> None:
         self._bodies = bodies
         self._show = show
 

@@ -1,8 +1,8 @@
 """The ``speculative`` object: who drafts, how deep, in what shape; for a request, or as the
 server's default.
 
-``resolve`` overlays a request's object on the server's and checks the outcome against what the
-engine has and what the operator allows. A field that could have no effect next to the others is an
+``SpeculativeResolver`` overlays a request's object on the server's and checks the outcome against what
+the engine has and what the operator allows. A field that could have no effect next to the others is an
 error.
 """
 
@@ -10,39 +10,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from copy import copy
+from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
-from pydantic_settings import NoDecode
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from drafters.base import DrafterInfo, OptionValue
 from engine.info import EngineInfo
-from engine.params import SpeculativeParams
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info
 from server.errors import ApiError, bad_request
 from server.request.body import Body, described_by
 from slipstream.options import (
     FIXED_POLICY,
-    INSIDE,
     NO_DRAFTER,
-    SpeculativeOptions,
+    PLAIN,
+    SpeculativeParams,
     VerificationName,
     about,
 )
 
 PREDICTION_DRAFTER = "prediction"
-_BUILTIN = SpeculativeOptions()
+_BUILT_IN = SpeculativeParams()
 _NUM, _LOW, _HIGH = (f"{which}_speculative_tokens" for which in ("num", "min", "max"))
 _RATE = "target_acceptance_rate"
 _WITHOUT_A_DRAFTER = ("draft_strategy", "options", "return_drafted")
-
-
-def fields_read_by(policy: str) -> list[str]:
-    """Those that have an effect under a policy."""
-    settings = policy_info(policy).settings
-    return [public for public, name in INSIDE.items() if name in settings]
 
 
 def _parse_adaptive(value: object) -> object:
@@ -85,32 +78,24 @@ _TYPES = {
 }
 
 
-@described_by(SpeculativeOptions, _TYPES, optional=True)
+@described_by(SpeculativeParams, _TYPES, optional=True)
 class SpeculativeField(Body):
     """Left out: the server's default. ``adaptive_depth`` true is the server's adaptive policy,
     false is "fixed".
     """
 
     def given(self) -> dict[str, Any]:
-        """The fields that hold a value."""
+        """Returns the fields that hold a value."""
         return {name: value for name, value in self if value is not None}
 
 
-def _split(value: object) -> object:
-    """Names apart by spaces or commas, or a list in JSON."""
-    return re.findall(r"[^\s,\[\]\"']+", value) if isinstance(value, str) else value
+class SpeculativeCaps(Body):
+    """What requests may ask for. The engine's own ``max_num_nodes`` bounds the tokens as well."""
 
-
-Names = Annotated[list[str] | None, NoDecode, BeforeValidator(_split)]
-
-
-class SpeculativeCaps(BaseModel):
-    """What the operator allows. The engine's own ``max_num_nodes`` bounds the tokens as well."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    draft_strategies: Names = Field(
-        default=None, description="Drafters that requests may name; default: all that are loaded."
+    draft_strategies: list[str] | None = Field(
+        default=None,
+        max_length=256,
+        description="Drafters that requests may name; default: all that are loaded.",
     )
     max_speculative_tokens: int | None = Field(
         default=None, ge=0, description="Most draft nodes per request and step."
@@ -118,13 +103,17 @@ class SpeculativeCaps(BaseModel):
     max_tree_width: int = Field(default=8, ge=1, description="Widest draft tree.")
     max_tree_depth: int = Field(default=32, ge=1, description="Deepest draft tree.")
 
+    def given(self) -> dict[str, Any]:
+        """Returns the fields that somebody set."""
+        return self.model_dump(exclude_unset=True)
+
 
 class UnfitSpeculationError(ValueError):
     """An operator's wish that the engine or the caps rule out. ``group``: "speculative" or
     "speculative_caps"; ``name``: the field in it; ``reason``: without its name."""
 
-    def __init__(self, message: str, group: str, name: str, reason: str) -> None:
-        super().__init__(message)
+    def __init__(self, group: str, name: str, reason: str) -> None:
+        super().__init__(f"{group}.{name} {reason}")
         self.group = group
         self.name = name
         self.reason = reason
@@ -134,92 +123,70 @@ class SpeculativeResolver:
     """Turns ``speculative`` objects into the engine's parameters, for one engine and one
     operator's wishes.
 
-    ``defaults``: what a request that says nothing gets; ``wished``: what the operator said of it.
-    Raises UnfitSpeculationError where the server's own default does not fit the engine or the caps.
+    ``wished``: what the operator said of the default; ``defaults``: what a request gets that says
+    nothing; ``allowed``: the drafters that requests may name; ``max_tokens``: the most that they may
+    draft in a step. Raises UnfitSpeculationError where the default does not fit the engine or the caps.
     """
 
     def __init__(self, info: EngineInfo, default: SpeculativeField, caps: SpeculativeCaps) -> None:
         self.info = info
-        self._drafters = info.drafters
         self.caps = caps
         self.wished = default.given()
-        cap = caps.max_speculative_tokens
+        wanted, cap = caps.draft_strategies, caps.max_speculative_tokens
         self.max_tokens = info.max_num_nodes if cap is None else min(info.max_num_nodes, cap)
-        unknown = sorted(set(caps.draft_strategies or ()) - set(info.drafters))
+        unknown = sorted(set(wanted or ()) - set(info.drafters))
         if unknown:
             reason = f"name a drafter that is not loaded: {unknown[0]}"
-            message = f"speculative caps {reason}"
-            raise UnfitSpeculationError(message, "speculative_caps", "draft_strategies", reason)
+            raise UnfitSpeculationError("speculative_caps", "draft_strategies", reason)
         self.allowed = [
-            name
-            for name in info.drafters
-            if name == NO_DRAFTER or caps.draft_strategies is None or name in caps.draft_strategies
+            name for name in info.drafters if name == NO_DRAFTER or wanted is None or name in wanted
         ]
-        preferred = _BUILTIN.draft_strategy
-        self.defaults = replace(
-            _BUILTIN,
-            draft_strategy=preferred if preferred in self.allowed else NO_DRAFTER,
-            num_speculative_tokens=min(_BUILTIN.num_speculative_tokens, self.max_tokens),
-            max_speculative_tokens=min(_BUILTIN.max_speculative_tokens, self.max_tokens),
-            tree_width=min(_BUILTIN.tree_width, caps.max_tree_width),
-            tree_depth=min(_BUILTIN.tree_depth, caps.max_tree_depth),
-        )
-        self._adaptive_policy = self.defaults.adaptive_depth
+        self._built_in = self.defaults = self._capped(_BUILT_IN)
         try:
-            self._overlay(self.wished)
+            self.defaults = self._overlaid(self.wished)
         except ApiError as error:
             group, _, name = (error.param or "").partition(".")
             reason = error.message.removeprefix(f"{error.param} ")
-            message = f"{error.param}: {error.message}"
-            raise UnfitSpeculationError(message, group, name, reason) from error
+            raise UnfitSpeculationError(group, name, reason) from error
 
     def held_to(self, drafters: Sequence[str] | None) -> SpeculativeResolver:
-        """For requests that may have these drafters only, and plain decoding; None: this one. Where the
-        default is none of them the first that can be takes its place, with nothing that was wished for
-        the other."""
+        """Returns what serves requests that may have these drafters only, and plain decoding; None: any.
+
+        Where the default is none of them the first that can be takes its place, with nothing that was
+        wished for the other.
+        """
         if drafters is None:
             return self
-        allowed = [name for name in drafters if name in self.allowed]
-        wished = self.wished
-        if self.defaults.draft_strategy not in (NO_DRAFTER, *allowed):
+        held = copy(self)
+        held.allowed = [name for name in self.allowed if name == NO_DRAFTER or name in drafters]
+        if self.defaults.draft_strategy not in (NO_DRAFTER, *held.allowed):
             # What needs more of a request than that it asks for nothing is no default.
-            able = (name for name in allowed if name != PREDICTION_DRAFTER)
-            wished = {"draft_strategy": next(able, NO_DRAFTER)}
-        caps = self.caps.model_copy(update={"draft_strategies": allowed})
-        return SpeculativeResolver(self.info, SpeculativeField(**wished), caps)
+            able = (
+                each for each in drafters if each in self.allowed and each != PREDICTION_DRAFTER
+            )
+            held.defaults = replace(self._built_in, draft_strategy=next(able, NO_DRAFTER))
+        return held
 
     def resolve(
         self, asked: SpeculativeField | None, has_prediction: bool = False
     ) -> SpeculativeParams:
-        """The parameters of a request. Raises ApiError 400 naming the field at fault."""
-        given = {} if asked is None else asked.given()
-        return SpeculativeParams.from_options(self._options(given, has_prediction))
+        """Returns every option of a request, by the request or the server, and all in agreement. Raises
+        ApiError 400 naming the field at fault."""
+        return self._resolve({} if asked is None else asked.given(), has_prediction)
 
-    def returns_drafted(self, asked: SpeculativeField | None) -> bool:
-        """Whether the reply tells which tokens were drafted."""
-        given = {} if asked is None else asked.given()
-        return bool(given.get("return_drafted", self.defaults.return_drafted))
-
-    def _options(
-        self, given: Mapping[str, Any], has_prediction: bool = False
-    ) -> SpeculativeOptions:
-        """Every option, by the request or the server, and all of them in agreement."""
+    def _resolve(self, given: Mapping[str, Any], has_prediction: bool) -> SpeculativeParams:
         info = self._drafter(given.get("draft_strategy"), has_prediction)
         own = self._drafter_options(info, given.get("options", {}))
+        shown = given.get("return_drafted", self.defaults.return_drafted)
         if info.name == NO_DRAFTER:
-            for each in fields(SpeculativeOptions):
-                if each.name in given and each.name not in _WITHOUT_A_DRAFTER:
-                    raise _no_effect(each.name, f"draft_strategy {NO_DRAFTER!r}")
-            return SpeculativeOptions(
-                draft_strategy=NO_DRAFTER,
-                adaptive_depth=FIXED_POLICY,
-                num_speculative_tokens=0,
-                min_speculative_tokens=0,
-                max_speculative_tokens=0,
-            )
+            for name in given:
+                if name not in _WITHOUT_A_DRAFTER:
+                    raise _no_effect(name, f"draft_strategy {NO_DRAFTER!r}")
+            return replace(PLAIN, return_drafted=shown)
         policy = self._policy(given)
         num, low, high = self._depth(given, policy)
         shape = self._shape(given, info, high)
+        is_aimed = _RATE in policy_info(policy).settings
         return replace(
             self.defaults,
             draft_strategy=info.name,
@@ -228,36 +195,40 @@ class SpeculativeResolver:
             min_speculative_tokens=low,
             max_speculative_tokens=high,
             target_acceptance_rate=(
-                given.get(_RATE, self.defaults.target_acceptance_rate)
-                if _RATE in fields_read_by(policy)
-                else None
+                given.get(_RATE, self.defaults.target_acceptance_rate) if is_aimed else None
             ),
             verification=self._verification(given, info, is_wide=shape.get("tree_width", 1) > 1),
             options=own,
+            return_drafted=shown,
             **shape,
         )
 
-    def _overlay(self, default: Mapping[str, Any]) -> None:
-        """Overlay the built-in defaults with the operator's, where those are sound."""
-        found = self._options(default)
+    def _capped(self, params: SpeculativeParams) -> SpeculativeParams:
+        """Returns the parameters within the caps and with a drafter that is allowed."""
+        is_allowed = params.draft_strategy in self.allowed
+        return replace(
+            params,
+            draft_strategy=params.draft_strategy if is_allowed else NO_DRAFTER,
+            num_speculative_tokens=min(params.num_speculative_tokens, self.max_tokens),
+            max_speculative_tokens=min(params.max_speculative_tokens, self.max_tokens),
+            tree_width=min(params.tree_width, self.caps.max_tree_width),
+            tree_depth=min(params.tree_depth, self.caps.max_tree_depth),
+        )
+
+    def _overlaid(self, wished: Mapping[str, Any]) -> SpeculativeParams:
+        """Returns the defaults overlaid with the operator's wishes, where those are sound."""
+        found = self._resolve(wished, has_prediction=False)
         # What is not the operator's word is the built-in one, not what it had to give way to. With no
         # drafter, a request may still name one: it then gets the built-in depth.
-        changes = dict(default) | {"draft_strategy": found.draft_strategy}
+        changes = {**wished, "draft_strategy": found.draft_strategy}
         changes.pop("adaptive_depth", None)
         if found.draft_strategy != NO_DRAFTER:
-            policy, num = found.adaptive_depth, found.num_speculative_tokens
-            is_bounded = _HIGH in fields_read_by(policy)
+            settled = ("adaptive_depth", _NUM, _LOW, "tree_strategy", "verification")
+            changes |= {name: getattr(found, name) for name in settled}
+            is_bounded = _HIGH in policy_info(found.adaptive_depth).settings
             high = (found if is_bounded else self.defaults).max_speculative_tokens
-            changes |= {
-                "adaptive_depth": policy,
-                _NUM: num,
-                _LOW: found.min_speculative_tokens,
-                _HIGH: max(high, num),
-                "tree_strategy": found.tree_strategy,
-                "verification": found.verification,
-            }
-            self._adaptive_policy = policy if is_bounded else self._adaptive_policy
-        self.defaults = replace(self.defaults, **changes)
+            changes[_HIGH] = max(high, found.num_speculative_tokens)
+        return replace(self.defaults, **changes)
 
     def _drafter(self, asked: str | None, has_prediction: bool) -> DrafterInfo:
         name = self.defaults.draft_strategy if asked is None else asked
@@ -266,8 +237,8 @@ class SpeculativeResolver:
         if not has_prediction:
             if asked == PREDICTION_DRAFTER:
                 raise _refuse("draft_strategy", f"{PREDICTION_DRAFTER!r} needs a 'prediction'")
-            return self._drafters[name]
-        takers = [each for each in self.allowed if self._drafters[each].takes_prediction]
+            return self.info.drafters[name]
+        takers = [each for each in self.allowed if self.info.drafters[each].takes_prediction]
         if name not in takers and asked is None and PREDICTION_DRAFTER in takers:
             name = PREDICTION_DRAFTER
         if name not in takers:
@@ -275,7 +246,7 @@ class SpeculativeResolver:
                 f"one of: {', '.join(takers)}" if takers else "one that this server does not offer"
             )
             raise bad_request("prediction", f"prediction needs another draft_strategy: {able}")
-        return self._drafters[name]
+        return self.info.drafters[name]
 
     def _drafter_options(
         self, info: DrafterInfo, given: Mapping[str, Any]
@@ -291,11 +262,18 @@ class SpeculativeResolver:
 
     def _policy(self, given: Mapping[str, Any]) -> str:
         asked = given.get("adaptive_depth", self.defaults.adaptive_depth)
-        policy: str = {True: self._adaptive_policy, False: FIXED_POLICY}.get(asked, asked)
+        policy: str = {True: self._adaptive_policy(), False: FIXED_POLICY}.get(asked, asked)
+        settings = policy_info(policy).settings
         for name in (_NUM, _LOW, _HIGH, _RATE):
-            if name in given and name not in fields_read_by(policy):
+            if name in given and name not in settings:
                 raise _no_effect(name, f"adaptive_depth {policy!r}")
         return policy
+
+    def _adaptive_policy(self) -> str:
+        """Returns the policy that ``true`` stands for."""
+        policy = self.defaults.adaptive_depth
+        is_adaptive = _HIGH in policy_info(policy).settings
+        return policy if is_adaptive else _BUILT_IN.adaptive_depth
 
     def _depth(self, given: Mapping[str, Any], policy: str) -> tuple[int, int, int]:
         """(num, min, max): what was given stands, what was not gives way to it."""
@@ -303,7 +281,7 @@ class SpeculativeResolver:
             if given.get(name, 0) > self.max_tokens:
                 raise _refuse(name, f"must be at most {self.max_tokens} on this server")
         num, low, high = given.get(_NUM), given.get(_LOW), given.get(_HIGH)
-        if _HIGH not in fields_read_by(policy):
+        if _HIGH not in policy_info(policy).settings:
             fixed = self.defaults.num_speculative_tokens if num is None else num
             return fixed, 0, fixed
         if high is None and policy_info(policy).weighs_cost:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
-from copy import copy
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,14 @@ from engine.info import EngineInfo
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import ApiError, bad_request, unknown_model
-from server.plan import ChoicePlan, MessageOptions, Prompt, RequestPlan, TextOptions
+from server.plan import (
+    ChoicePlan,
+    MessageOptions,
+    Prompt,
+    ReplyOptions,
+    RequestPlan,
+    TextOptions,
+)
 from server.request.body import MAX_SEED, Body
 from server.request.grammars import grammar_of
 from server.request.message_formats import MessageFormats
@@ -30,6 +36,7 @@ from server.request.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     SamplingFields,
+    StreamOptions,
     TemplateFields,
     TokenizeRequest,
 )
@@ -37,6 +44,20 @@ from server.request.responses import ResponsesRequest, in_own_words
 from server.request.speculative import SpeculativeResolver
 
 GRAMMAR_DRAFTER = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What completions and chat say in different words. ``max_tokens``: None for what there is room
+    for; ``num_logprobs``, ``echo`` and ``prefix`` as in ``ReplyOptions``."""
+
+    prompts: Sequence[Prompt]
+    max_tokens: int | None
+    num_logprobs: int | None
+    grammar: str
+    message: MessageOptions = MessageOptions()
+    echo: bool = False
+    prefix: str = ""
 
 
 class Translator:
@@ -65,24 +86,23 @@ class Translator:
             info.vocab_size, partial(tokenizer.encode, add_special_tokens=False)
         )
 
-    def held_to(self, drafters: Sequence[str] | None) -> Translator:
-        """For requests that may have these drafters only; None: all that there are."""
-        if drafters is None:
-            return self
-        other = copy(self)
-        other.resolver = self.resolver.held_to(drafters)
-        return other
-
-    def plan(self, body: Body, arrival_time: float) -> RequestPlan:
-        """Raises ApiError."""
-        if isinstance(body, ChatRequest):
-            return self.chat(body, arrival_time)
+    def plan(
+        self, body: Body, arrival_time: float, drafters: Sequence[str] | None = None
+    ) -> RequestPlan:
+        """Returns what the engine is to write and how. ``drafters``: those that the request may have;
+        None: all. Raises ApiError."""
         if isinstance(body, ResponsesRequest):
-            return self.response(body, arrival_time)
+            try:
+                plan = self.plan(body.for_chat(), arrival_time, drafters)
+            except ApiError as error:
+                raise in_own_words(error) from error
+            return replace(plan, repeated=body.repeated())
+        if isinstance(body, ChatRequest):
+            return self._plan(body, self._chat(body), arrival_time, drafters)
         assert isinstance(body, CompletionRequest)
-        return self.completion(body, arrival_time)
+        return self._plan(body, self._completion(body), arrival_time, drafters)
 
-    def completion(self, body: CompletionRequest, arrival_time: float) -> RequestPlan:
+    def _completion(self, body: CompletionRequest) -> _Wanted:
         """Raises ApiError."""
         max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
         self._check_common(body, max_tokens, "max_tokens", num_prompts=len(body.prompt))
@@ -95,18 +115,10 @@ class Translator:
             else self._prompts.of_token_ids("prompt", given, options)
             for given in body.prompt
         ]
-        return self._plan(
-            body,
-            prompts,
-            max_tokens=max_tokens,
-            num_logprobs=body.logprobs,
-            echo=body.echo,
-            grammar=grammar_of(body.response_format, body.structured_outputs),
-            message=MessageOptions(),
-            arrival_time=arrival_time,
-        )
+        grammar = grammar_of(body.response_format, body.structured_outputs)
+        return _Wanted(prompts, max_tokens, body.logprobs, grammar, echo=body.echo)
 
-    def chat(self, body: ChatRequest, arrival_time: float) -> RequestPlan:
+    def _chat(self, body: ChatRequest) -> _Wanted:
         """Raises ApiError."""
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs", "top_logprobs needs 'logprobs': true")
@@ -123,25 +135,14 @@ class Translator:
         prompt = self._prompts.of_messages(body.messages, tools, body, options)
         message = self._formats.options(body, prompt.text)
         answer = grammar_of(body.response_format, body.structured_outputs)
-        plan = self._plan(
-            body,
+        return _Wanted(
             [prompt],
-            max_tokens=limit,
+            limit,
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            echo=False,
             grammar=self._formats.grammar(body, message, answer),
             message=message,
-            arrival_time=arrival_time,
+            prefix=(body.messages[-1].content or "") if body.echo else "",
         )
-        return replace(plan, prefix=body.messages[-1].content or "") if body.echo else plan
-
-    def response(self, body: ResponsesRequest, arrival_time: float) -> RequestPlan:
-        """Raises ApiError."""
-        try:
-            plan = self.chat(body.for_chat(), arrival_time)
-        except ApiError as error:
-            raise in_own_words(error) from error
-        return replace(plan, repeated=body.repeated())
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Raises ApiError."""
@@ -193,7 +194,7 @@ class Translator:
         if max_tokens is not None and max_tokens > self._info.max_model_len:
             limit = self._info.max_model_len
             raise bad_request(field, f"{field} exceeds the context of {limit}")
-        if max_tokens is not None and dict(body)["min_tokens"] > max_tokens:
+        if max_tokens is not None and _min_tokens(body) > max_tokens:
             raise bad_request("min_tokens", f"min_tokens must not exceed {field}")
 
     def _prompt_options(
@@ -219,47 +220,59 @@ class Translator:
     def _plan(
         self,
         body: SamplingFields,
-        prompts: list[Prompt],
-        *,
-        max_tokens: int | None,
-        num_logprobs: int | None,
-        echo: bool,
-        grammar: str,
-        message: MessageOptions,
+        wanted: _Wanted,
         arrival_time: float,
+        drafters: Sequence[str] | None,
     ) -> RequestPlan:
-        num_prompt_logprobs = body.prompt_logprobs
-        if body.return_tokens_as_token_ids and num_logprobs is None:
-            name = "return_tokens_as_token_ids"
-            raise bad_request(name, f"{name} needs 'logprobs'")
-        if body.logprob_token_ids and num_logprobs is None:
-            raise bad_request("logprob_token_ids", "logprob_token_ids needs 'logprobs'")
-        num_choices = len(prompts) * body.n
-        seconds = body.timeout or self._max_seconds
-        echoed = num_logprobs if echo else None
-        # One list serves both; the writers show of it what was asked for.
-        scored = [each for each in (echoed, num_prompt_logprobs) if each is not None]
-        _check_grammar(body, grammar)
-        sampling = self._sampling(body, num_logprobs, max(scored, default=None))
-        min_tokens = sampling.pop("min_tokens")
-        # Sampled where not given, and sent with the reply, so that any completion can be had again.
-        seed = secrets.randbelow(MAX_SEED + 1) if body.seed is None else body.seed
+        """Raises ApiError."""
+        _check_agreement(body, wanted)
         request_id = uuid.uuid4().hex
-        choices = []
-        speculative = self._speculative(body)
-        for index in range(num_choices):
-            prompt = prompts[index // body.n]
-            room = self._info.max_model_len - len(prompt.token_ids)
-            limit = room if max_tokens is None else min(room, max_tokens)
-            request = GenerationRequest(
+        resolver = self.resolver.held_to(drafters)
+        speculative = resolver.resolve(body.speculative, body.prediction is not None)
+        requests = self._requests(body, wanted, speculative, request_id, arrival_time)
+        text = TextOptions(
+            stops=body.stop,
+            include_stop=body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens,
+            min_tokens=_min_tokens(body),
+        )
+        return RequestPlan(
+            request_id=request_id,
+            created=int(time.time()),
+            n=body.n,
+            prompts=tuple(wanted.prompts),
+            choices=tuple(
+                ChoicePlan(index, request, text, wanted.message)
+                for index, request in enumerate(requests)
+            ),
+            reply=_reply_options(body, wanted, speculative.return_drafted),
+            user=body.user,
+            metadata=body.metadata or {},
+        )
+
+    def _requests(
+        self,
+        body: SamplingFields,
+        wanted: _Wanted,
+        speculative: SpeculativeParams,
+        request_id: str,
+        arrival_time: float,
+    ) -> Iterator[GenerationRequest]:
+        """Yields the engine's requests, ``n`` for each prompt. Raises ApiError."""
+        sampling = self._sampling(body, wanted)
+        prediction = self._prediction(body)
+        seconds = body.timeout or self._max_seconds
+        for index in range(len(wanted.prompts) * body.n):
+            token_ids = wanted.prompts[index // body.n].token_ids
+            room = self._info.max_model_len - len(token_ids)
+            limit = room if wanted.max_tokens is None else min(room, wanted.max_tokens)
+            yield GenerationRequest(
                 request_id=f"{request_id}-{index}",
-                prompt_token_ids=prompt.token_ids,
+                prompt_token_ids=token_ids,
                 sampling=SamplingParams(
                     **sampling,
-                    grammar=grammar,
                     max_tokens=limit,
-                    min_tokens=min(min_tokens, limit),
-                    seed=seed,
+                    min_tokens=min(_min_tokens(body), limit),
                     choice_index=index % body.n,
                 ),
                 speculative=speculative,
@@ -267,65 +280,66 @@ class Translator:
                 cache_salt=body.cache_salt or "",
                 arrival_time=arrival_time,
                 deadline=None if seconds is None else arrival_time + seconds,
+                prediction_token_ids=prediction,
             )
-            text = TextOptions(
-                stops=body.stop,
-                include_stop=body.include_stop_str_in_output,
-                skip_special_tokens=body.skip_special_tokens,
-                min_tokens=min_tokens,
-            )
-            choices.append(ChoicePlan(index, request, text, message))
-        return RequestPlan(
-            request_id=request_id,
-            created=int(time.time()),
-            seed=seed,
-            n=body.n,
-            prompts=tuple(prompts),
-            choices=tuple(choices),
-            num_logprobs=num_logprobs,
-            echo=echo,
-            return_token_ids=body.return_token_ids,
-            return_drafted=self.resolver.returns_drafted(body.speculative),
-            has_prediction=body.prediction is not None,
-            stream=body.stream,
-            include_usage=body.stream_options is not None and body.stream_options.include_usage,
-            user=body.user,
-            metadata=body.metadata or {},
-            num_prompt_logprobs=num_prompt_logprobs,
-            tokens_as_ids=body.return_tokens_as_token_ids,
-            continuous_usage=(
-                body.stream_options is not None and body.stream_options.continuous_usage_stats
-            ),
-        )
 
-    def _speculative(self, body: SamplingFields) -> SpeculativeParams:
+    def _prediction(self, body: SamplingFields) -> tuple[int, ...]:
         if body.prediction is None:
-            return self.resolver.resolve(body.speculative)
-        params = self.resolver.resolve(body.speculative, has_prediction=True)
-        token_ids = self._prompts.encode_prediction(
+            return ()
+        return self._prompts.encode_prediction(
             "prediction.content", body.prediction.content, body.allow_special_tokens
         )
-        return replace(params, reference_token_ids=token_ids)
 
-    def _sampling(
-        self, body: SamplingFields, num_logprobs: int | None, num_prompt_logprobs: int | None
-    ) -> dict[str, Any]:
-        """The sampling parameters that all choices share."""
-        return sampling_values(dict(body), self._vocabulary) | {
+    def _sampling(self, body: SamplingFields, wanted: _Wanted) -> dict[str, Any]:
+        """Returns the sampling parameters that all choices share."""
+        values = sampling_values(dict(body), self._vocabulary)
+        del values["min_tokens"]
+        # One list serves an echo and the prompt's log-probabilities; the writers show of it what was
+        # asked for.
+        scored = [wanted.num_logprobs if wanted.echo else None, body.prompt_logprobs]
+        return values | {
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "stop_token_ids": tuple(body.stop_token_ids or ()),
             "ignore_eos": body.ignore_eos,
-            "logprobs": num_logprobs,
-            "prompt_logprobs": num_prompt_logprobs,
+            "logprobs": wanted.num_logprobs,
+            "prompt_logprobs": max((num for num in scored if num is not None), default=None),
             "logprob_token_ids": tuple(dict.fromkeys(body.logprob_token_ids or ())),
+            "grammar": wanted.grammar,
+            # Drawn where not given, and sent with the reply, so that any text can be had again.
+            "seed": secrets.randbelow(MAX_SEED + 1) if body.seed is None else body.seed,
         }
 
 
-def _check_grammar(body: SamplingFields, grammar: str) -> None:
-    """Raises ApiError."""
-    if grammar and body.ignore_eos:
+def _min_tokens(body: SamplingFields) -> int:
+    num: int = body.min_tokens  # type: ignore[attr-defined]  # declared by a logits processor
+    return num
+
+
+def _reply_options(body: SamplingFields, wanted: _Wanted, return_drafted: bool) -> ReplyOptions:
+    stream_options = body.stream_options or StreamOptions()
+    return ReplyOptions(
+        stream=body.stream,
+        include_usage=stream_options.include_usage,
+        continuous_usage=stream_options.continuous_usage_stats,
+        num_logprobs=wanted.num_logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+        tokens_as_ids=body.return_tokens_as_token_ids,
+        return_token_ids=body.return_token_ids,
+        return_drafted=return_drafted,
+        echo=wanted.echo,
+        prefix=wanted.prefix,
+    )
+
+
+def _check_agreement(body: SamplingFields, wanted: _Wanted) -> None:
+    """Raises ApiError where a field would have no effect next to the others."""
+    if wanted.num_logprobs is None:
+        for name in ("return_tokens_as_token_ids", "logprob_token_ids"):
+            if getattr(body, name):
+                raise bad_request(name, f"{name} needs 'logprobs'")
+    if wanted.grammar and body.ignore_eos:
         raise bad_request("ignore_eos", "ignore_eos: a text ends where its grammar ends")
     asked = None if body.speculative is None else body.speculative.given().get("draft_strategy")
-    if asked == GRAMMAR_DRAFTER and not grammar:
+    if asked == GRAMMAR_DRAFTER and not wanted.grammar:
         field = "speculative.draft_strategy"
         raise bad_request(field, f"{field} {asked!r} needs a constrained output")

@@ -54,13 +54,13 @@ def asked(record: RequestRecord) -> Attributes:
     plan = record.plan
     first = plan.choices[0].request
     found: Attributes = {
-        "gen_ai.request.stream": plan.stream,
+        "gen_ai.request.stream": plan.reply.stream,
         "gen_ai.request.choice.count": plan.n,
         "gen_ai.request.seed": plan.seed,
         **_sampling(first.sampling),
         "slipstream.request.id": plan.request_id,
-        "slipstream.drafter": first.speculative.drafter,
-        "slipstream.policy": first.speculative.policy,
+        "slipstream.drafter": first.speculative.draft_strategy,
+        "slipstream.policy": first.speculative.adaptive_depth,
     }
     return found
 

@@ -175,7 +175,7 @@ def test_drafters_are_named_with_shape_and_gamma(
 ) -> None:
     told, params = parse_drafter(text, ["none", "ngram", "nasd"])
     assert told == name
-    assert (params.shape.width, params.policy, params.num_draft_tokens) == (
+    assert (params.shape.width, params.adaptive_depth, params.num_speculative_tokens) == (
         width,
         policy,
         num_tokens,

@@ -81,10 +81,13 @@ def test_progress_hears_of_every_timed_run() -> None:
 
 
 def test_a_drafter_is_named_alone_or_with_a_fixed_gamma() -> None:
-    assert parse_drafter("ngram", ["none", "ngram"]) == ("ngram", SpeculativeParams("ngram"))
+    assert parse_drafter("ngram", ["none", "ngram"]) == (
+        "ngram",
+        SpeculativeParams(draft_strategy="ngram"),
+    )
     assert parse_drafter("ngram:4", ["none", "ngram"]) == (
         "ngram fixed 4",
-        SpeculativeParams("ngram", policy="fixed", num_draft_tokens=4),
+        SpeculativeParams(draft_strategy="ngram", adaptive_depth="fixed", num_speculative_tokens=4),
     )
 
 

@@ -68,7 +68,11 @@ def test_flags_become_the_request(url: str, engine: ScriptedEngine) -> None:
     assert main(["complete", "ab", "--url", f"{url}/v1", *flags.split(), *sampling.split()]) == 0
     (request,) = engine.requests
     speculative, params = request.speculative, request.sampling
-    assert (speculative.drafter, speculative.policy, speculative.num_draft_tokens) == (
+    assert (
+        speculative.draft_strategy,
+        speculative.adaptive_depth,
+        speculative.num_speculative_tokens,
+    ) == (
         "nasd",
         "fixed",
         3,
@@ -209,7 +213,11 @@ def test_piped_lines_are_turns_and_commands(
         start + b"hi\nassistant: hello world\nuser: again\n",
         start + b"/new\n",
     ]
-    assert [each.speculative.drafter for each in engine.requests] == ["ngram", "nasd", "nasd"]
+    assert [each.speculative.draft_strategy for each in engine.requests] == [
+        "ngram",
+        "nasd",
+        "nasd",
+    ]
     assert "drafting with nasd, without the adaptive_depth, num_speculative_tokens given" in err
     assert "# user: /new\n# assistant: hello world" in err
     assert [each["content"] for each in json.loads(saved.read_text())["messages"]] == [
@@ -258,13 +266,13 @@ def test_a_bench_compares_with_plain_decoding(
     assert "| to the first token |" in out
     assert plot_path.read_bytes().startswith(b"\x89PNG")
 
-    drafters = [each.speculative.drafter for each in engine.requests]
+    drafters = [each.speculative.draft_strategy for each in engine.requests]
     # Warm-ups, then rounds whose order rotates.
     assert drafters[:3] == ["none", "ngram", "nasd"]
     rounds = ["none", "ngram", "nasd", "ngram", "nasd", "none"]
     assert drafters[3:] == [name for name in rounds for _ in range(3)]
     counted = engine.requests[3:]
-    assert {each.speculative.num_draft_tokens for each in counted} == {0, 4}
+    assert {each.speculative.num_speculative_tokens for each in counted} == {0, 4}
     assert len({each.cache_salt for each in counted}) == len(rounds)
 
     document = json.loads(json_path.read_text())

@@ -56,7 +56,7 @@ def test_lines_become_prompts_with_their_completions(
     assert (USER in chat.prompt_token_ids, ASSISTANT in chat.prompt_token_ids) == (True, False)
     assert bytes(chat.prompt_token_ids[-1:]) == b"a"
     assert {each.sampling.max_tokens for each in engine.requests} == {1}
-    assert {each.speculative.drafter for each in engine.requests} == {"suffix"}
+    assert {each.speculative.draft_strategy for each in engine.requests} == {"suffix"}
 
 
 @pytest.mark.usefixtures("url")
@@ -67,7 +67,7 @@ def test_the_newest_lines_are_taught_in_order(
     assert main(["warm", path, "--last", "5", "--drafter", "ngram"]) == 0
     assert capsys.readouterr().out == "taught 5 of 5 requests\n"
     assert sorted(each.prompt_token_ids[0] for each in engine.requests) == [15, 16, 17, 18, 19]
-    assert engine.requests[0].speculative.drafter == "ngram"
+    assert engine.requests[0].speculative.draft_strategy == "ngram"
 
 
 @pytest.mark.usefixtures("url")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafters.base import DraftShape
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.machine import free_bytes
@@ -36,7 +35,12 @@ NUM_WRITTEN = 32
 # The second half of each repeats the first, for the drafter that looks it up.
 PROMPTS = [random_ids(seed, count) * 2 for seed, count in ((1, 9), (2, 20), (3, 5))]
 NGRAM = SpeculativeParams(
-    drafter="ngram", policy="fixed", num_draft_tokens=8, shape=DraftShape(width=2, depth=6)
+    draft_strategy="ngram",
+    adaptive_depth="fixed",
+    num_speculative_tokens=8,
+    tree_strategy="tree",
+    tree_width=2,
+    tree_depth=6,
 )
 MODELS = pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss"])
 

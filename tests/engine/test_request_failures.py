@@ -103,7 +103,11 @@ def text_of(each: GenerationRequest) -> list[int]:
 def neighbours() -> list[GenerationRequest]:
     oracle = drafting("oracle", num_tokens=4)
     rejection = SpeculativeParams(
-        "nasd", "fixed", num_draft_tokens=4, max_draft_tokens=4, verification="rejection"
+        draft_strategy="nasd",
+        adaptive_depth="fixed",
+        num_speculative_tokens=4,
+        max_speculative_tokens=4,
+        verification="rejection",
     )
     return [
         request("greedy", PROMPT, GREEDY, oracle),
@@ -147,7 +151,12 @@ def test_a_processor_that_raises_ends_its_request_and_no_other(
     monkeypatch.setattr("signal.getsignal", lambda _: None)  # as where a server handles Ctrl-C
     driver = Failures(core_with())
     sampling = SAMPLED if verification == "block" else GREEDY
-    wanted = SpeculativeParams("oracle", "fixed", num_draft_tokens=4, verification=verification)
+    wanted = SpeculativeParams(
+        draft_strategy="oracle",
+        adaptive_depth="fixed",
+        num_speculative_tokens=4,
+        verification=verification,
+    )
     odd = driver.core.prepare(request("odd", PROMPT, sampling, wanted))
     odd.sampling.processors.append(Breaking(method, num_tokens, error))
     driver.submit(*neighbours()[:2])

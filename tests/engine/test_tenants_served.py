@@ -4,7 +4,6 @@ the registry, in the engine, over blocks and stores that change hands."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,13 +39,17 @@ def wanted(
     options = {"share": True, "min_confidence": 0.0}
     known = {option.name for option in info.options}
     given = {option: value for option, value in options.items() if option in known}
-    speculative = replace(
-        drafting(drafter, "fixed", 6, **given),
-        reference_token_ids=tuple(circle_prompt(5)),
-    )
+    speculative = drafting(drafter, "fixed", 6, **given)
     prompt = circle_prompt(5 if cache_salt == "mine" else 9)
     return [
-        request(f"{name}-{index}", prompt[index:], GREEDY, speculative, cache_salt=cache_salt)
+        request(
+            f"{name}-{index}",
+            prompt[index:],
+            GREEDY,
+            speculative,
+            cache_salt=cache_salt,
+            prediction=circle_prompt(5),
+        )
         for index in range(2)
     ]
 

@@ -12,9 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafters.base import DraftShape
 from drafters.tree import DraftTree
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams, VerificationName
+from engine.params import (
+    PLAIN,
+    GenerationRequest,
+    SamplingParams,
+    VerificationName,
+)
 from engine.schedule.scheduler import Plan
 from engine.speculation.manager import DraftRound
 from engine.transfer import Readback
@@ -53,7 +57,7 @@ SAMPLINGS = {
     "constrained": replace(SAMPLED, max_tokens=60, grammar=json_grammar(random_schema(3))),
 }
 DRAFTINGS = {
-    "none": SpeculativeParams(),
+    "none": PLAIN,
     "chain": drafting("ngram", ngram_min=1),
     "tree": drafting("nasd", num_tokens=12, width=4, filler_top_k=3),
     "probabilities": drafting("stand", num_tokens=12, width=3),
@@ -126,7 +130,9 @@ def drafts_of_models(
             SHORT[sampling],
             replace(
                 drafting(drafter, "fixed", 2 * depth, width, **options),
-                shape=DraftShape(width, depth),
+                tree_strategy="tree",
+                tree_width=width,
+                tree_depth=depth,
                 verification=verification,
             ),
         )

@@ -64,18 +64,19 @@ def all_drafters(engine: RealEngine, samplings: Sequence[str], policy: int) -> A
         each = replace(
             bare(engine, sampling, prompt),
             request_id=f"{drafter}-{width}",
-            speculative=way(drafter, width, policy + index, [token for token, _ in expected]),
+            speculative=way(drafter, width, policy + index),
+            # Only ``prediction`` is told what will be written, in part.
+            prediction_token_ids=(
+                partly_right([token for token, _ in expected]) if drafter == "prediction" else ()
+            ),
         )
         found[each.request_id] = each, expected
     return found
 
 
-def way(drafter: str, width: int, policy: int, text: Sequence[int]) -> SpeculativeParams:
-    """``text``: what will be written, which only ``prediction`` is told of, in part."""
+def way(drafter: str, width: int, policy: int) -> SpeculativeParams:
     usual = list(POLICIES.values())[policy % len(POLICIES)]
-    told = partly_right(text) if drafter == "prediction" else ()
-    shape = replace(usual.shape, width=width)
-    return replace(usual, drafter=drafter, shape=shape, reference_token_ids=told)
+    return replace(usual, draft_strategy=drafter, tree_width=width)
 
 
 def expect_equal(driver: Driver, asked: Asked, count: Count) -> dict[str, int]:
@@ -86,7 +87,7 @@ def expect_equal(driver: Driver, asked: Asked, count: Count) -> dict[str, int]:
         assert signature(driver, name) == expected, each.speculative
         account = driver.finishes[name].speculative
         assert account.num_failed_drafts == 0, each.speculative
-        accepted[each.speculative.drafter] += account.num_accepted_tokens
+        accepted[each.speculative.draft_strategy] += account.num_accepted_tokens
         num_drafted += account.num_draft_tokens
     assert 0 < sum(accepted.values()) < num_drafted
     count(len(asked))

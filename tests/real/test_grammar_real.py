@@ -89,11 +89,12 @@ def test_no_drafter_changes_what_a_schema_constrains(
         case = cases[index % len(cases)]
         tokens = [token for token, _ in expected[case]]
         told = partly_right(tokens) if drafter == "prediction" else ()
-        speculative = replace(
-            drafting(drafter, ("fixed", "goodput")[index % 2], 8, width),
-            reference_token_ids=told,
+        each = replace(
+            asked[case],
+            request_id=f"{drafter}-{width}",
+            speculative=drafting(drafter, ("fixed", "goodput")[index % 2], 8, width),
+            prediction_token_ids=told,
         )
-        each = replace(asked[case], request_id=f"{drafter}-{width}", speculative=speculative)
         requests[each.request_id] = case, each
     driver = SITUATIONS[situation](engine, [each for _, each in requests.values()])
     num_accepted = num_forced = 0
@@ -104,7 +105,7 @@ def test_no_drafter_changes_what_a_schema_constrains(
         text = engine.tokenizer.decode(driver.token_ids[name], skip_special_tokens=True)
         jsonschema.validate(json.loads(text), SCHEMAS[case[0]])
         num_accepted += finish.speculative.num_accepted_tokens
-        if each.speculative.drafter == "grammar":
+        if each.speculative.draft_strategy == "grammar":
             num_forced += finish.speculative.num_accepted_tokens
     assert num_forced > 0
     assert num_accepted > 2 * len(requests)

@@ -174,6 +174,6 @@ async def test_what_the_schema_lets_through_is_what_is_taken(connect: Connect) -
 
 
 async def test_caps_have_the_bounds_of_the_settings(connect: Connect) -> None:
-    caps = (await schema_of(connect))["components"]["schemas"]["CapsField"]["properties"]
+    caps = (await schema_of(connect))["components"]["schemas"]["SpeculativeCaps"]["properties"]
     assert caps["max_tree_width"]["anyOf"] == [{"type": "integer", "minimum": 1}, {"type": "null"}]
     assert caps.keys() == SpeculativeCaps.model_fields.keys()

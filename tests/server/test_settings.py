@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,11 +10,11 @@ from pydantic import ValidationError
 
 from engine.config import EngineConfig
 from server.serve import serve
-from server.settings import Settings, add_flags, load_settings, with_drafters
+from server.settings import FlagParser, Settings, add_flags, load_settings, with_drafters
 
 
 def load(*arguments: str) -> Settings:
-    parser = ArgumentParser()
+    parser = FlagParser()
     flags = add_flags(parser)
     return load_settings(flags, parser.parse_args(arguments))
 
@@ -129,41 +128,6 @@ def test_a_list_in_a_variable_or_a_file_is_read_alike(
     assert settings.drafters == settings.speculative_caps.draft_strategies == ["none", "ngram"]
 
 
-def test_a_renamed_setting_keeps_its_old_name_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert load("--max-num-rows", "99").max_num_batched_tokens == 99
-    assert load("--max-num-rows=98").max_num_batched_tokens == 98
-    path = tmp_path / "slipstream.yaml"
-    path.write_text("max-num-rows: 97\n")
-    assert load("--config", str(path)).max_num_batched_tokens == 97
-    monkeypatch.setenv("SLIPSTREAM_MAX_NUM_ROWS", "96")
-    assert load().max_num_batched_tokens == 96
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.split(";")[0] for text in told] == [
-        "--max-num-rows is called --max-num-batched-tokens now",
-        "--max-num-rows is called --max-num-batched-tokens now",
-        "max_num_rows is called max_num_batched_tokens now",
-        "SLIPSTREAM_MAX_NUM_ROWS is called SLIPSTREAM_MAX_NUM_BATCHED_TOKENS now",
-    ]
-    monkeypatch.setenv("SLIPSTREAM_MAX_NUM_BATCHED_TOKENS", "95")
-    assert load().max_num_batched_tokens == 95
-
-
-def test_a_drafters_own_setting_keeps_its_old_name_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    wanted = {"stand": {"template": "tree.json"}}
-    assert load("--drafter.stand.template", "tree.json").engine_config().drafter_settings == wanted
-    assert load("--stand-template", "tree.json").engine_config().drafter_settings == wanted
-    path = tmp_path / "slipstream.yaml"
-    path.write_text("stand_template: tree.json\n")
-    assert load("--config", str(path)).engine_config().drafter_settings == wanted
-    monkeypatch.setenv("SLIPSTREAM_STAND_TEMPLATE", "tree.json")
-    assert load().engine_config().drafter_settings == wanted
-    assert "--stand-template is called --drafter.stand.template now" in caplog.text
-
-
 @dataclass(frozen=True)
 class PhraseSettings:
     phrases: str | None = field(default=None, metadata={"description": "File of phrases."})
@@ -188,7 +152,7 @@ def test_drafters_bring_settings_of_their_own(
     path.write_text("drafter: {phrases: {colour: red}}\n")
     with pytest.raises(ValidationError, match="colour"):
         load("--config", str(path))
-    parser = ArgumentParser()
+    parser = FlagParser()
     add_flags(parser)
     assert "--drafter.phrases.phrases" in parser.format_help()
     assert "File of phrases." in parser.format_help()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from drafters.base import DraftShape
-from engine.params import SpeculativeParams
-from slipstream.options import INSIDE, SpeculativeOptions, about, check_ranges
+from slipstream.options import SpeculativeParams, TreeStrategy, about, check_ranges
 
 
 def test_every_option_has_words_and_a_default_within_its_range() -> None:
-    default = SpeculativeOptions()
-    for each in fields(SpeculativeOptions):
+    default = SpeculativeParams()
+    for each in fields(SpeculativeParams):
         assert about(each.name)["description"].endswith("."), each.name
-        check_ranges(SpeculativeOptions, {each.name: getattr(default, each.name)})
+        check_ranges(SpeculativeParams, {each.name: getattr(default, each.name)})
 
 
 @pytest.mark.parametrize(
@@ -31,24 +30,17 @@ def test_every_option_has_words_and_a_default_within_its_range() -> None:
 )
 def test_what_is_out_of_range_is_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_ranges(SpeculativeOptions, given)
+        check_ranges(SpeculativeParams, given)
 
 
-def test_every_option_inside_has_its_place_in_the_engines_parameters() -> None:
-    given = SpeculativeOptions(
-        draft_strategy="nasd",
-        num_speculative_tokens=3,
-        adaptive_depth="target_rate",
-        min_speculative_tokens=1,
-        max_speculative_tokens=7,
-        target_acceptance_rate=0.5,
-        verification="block",
-        options={"n": 3},
+@pytest.mark.parametrize(
+    ("strategy", "shape"),
+    [("none", DraftShape(1, 7)), ("linear", DraftShape(1, 7)), ("tree", DraftShape(3, 4))],
+)
+def test_a_drafts_shape_is_a_chain_of_the_most_drafts_or_the_tree(
+    strategy: TreeStrategy, shape: DraftShape
+) -> None:
+    params = SpeculativeParams(
+        tree_strategy=strategy, tree_width=3, tree_depth=4, max_speculative_tokens=7
     )
-    params = SpeculativeParams.from_options(given)
-    assert {public: getattr(params, name) for public, name in INSIDE.items()} == {
-        public: getattr(given, public) for public in INSIDE
-    }
-    assert params.shape == DraftShape(1, 7)
-    tree = replace(given, tree_strategy="tree", tree_width=3, tree_depth=4)
-    assert SpeculativeParams.from_options(tree).shape == DraftShape(3, 4)
+    assert params.shape == shape

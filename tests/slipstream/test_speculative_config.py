@@ -124,8 +124,8 @@ def test_a_schedulers_node_becomes_a_config() -> None:
     config = SpeculativeConfig.from_node(node)
     assert config.draft_strategy == "small_model"
     assert config.draft_model_path == "small/folder"
-    assert config.speculative_params().num_draft_tokens == 12
-    assert config.speculative_params().policy == "fixed"
+    assert config.speculative_params().num_speculative_tokens == 12
+    assert config.speculative_params().adaptive_depth == "fixed"
     bare = {"type": "decode_speculative", "config": {"speculative": {}}}
     assert SpeculativeConfig.from_node(bare).draft_strategy == "ngram"
     deep = {"type": "decode_speculative", "config": {"speculative": {"num_tokens": 12}}}

@@ -14,14 +14,13 @@ from drafters.base import (
     DrafterContext,
     DrafterInfo,
     DraftRequest,
-    DraftShape,
     Observation,
     OptionValue,
     Registered,
 )
 from drafters.tree import EMPTY, ROOT, DraftTree
 from engine.async_engine import AsyncEngine
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 
 
 class OracleDrafter(Drafter):
@@ -87,9 +86,13 @@ def register_oracle(monkeypatch: pytest.MonkeyPatch, make: Callable[[], OracleDr
 
 
 ORACLE = SpeculativeParams(
-    drafter="oracle", policy="fixed", num_draft_tokens=8, shape=DraftShape(width=2, depth=4)
+    draft_strategy="oracle",
+    adaptive_depth="fixed",
+    num_speculative_tokens=8,
+    tree_strategy="tree",
+    tree_width=2,
+    tree_depth=4,
 )
-PLAIN = SpeculativeParams()
 
 
 def write_all(

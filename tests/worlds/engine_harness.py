@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from drafters.base import Drafter, DraftShape, OptionValue
+from drafters.base import Drafter, OptionValue
 from drafters.registry import build_drafters
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.core import EngineCore, ModelLimits, Runner
@@ -23,7 +23,7 @@ from engine.grammar.constraint import GrammarConstraint
 from engine.kv_events.begin import KvEvents
 from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
-from engine.params import GammaPolicyName, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.sampler import sample_tokens
 from engine.sampling.state import RowGroup, SamplingState
 from engine.schedule.scheduler import Scheduler
@@ -195,34 +195,38 @@ def request(
     request_id: str,
     prompt: Sequence[int],
     sampling: SamplingParams | None = None,
-    drafting: SpeculativeParams | None = None,
+    drafting: SpeculativeParams = PLAIN,
     *,
     priority: int = 0,
     cache_salt: str = "",
+    prediction: Sequence[int] = (),
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id,
         tuple(prompt),
         sampling or SamplingParams(temperature=0.0),
-        drafting or SpeculativeParams(),
+        drafting,
         priority,
         cache_salt,
+        prediction_token_ids=tuple(prediction),
     )
 
 
 def drafting(
     drafter: str,
-    policy: GammaPolicyName = "fixed",
+    policy: str = "fixed",
     num_tokens: int = 8,
     width: int = 1,
     **options: OptionValue,
 ) -> SpeculativeParams:
     return SpeculativeParams(
-        drafter=drafter,
-        policy=policy,
-        num_draft_tokens=num_tokens,
-        max_draft_tokens=max(num_tokens, 16),
-        shape=DraftShape(width, 16),
+        draft_strategy=drafter,
+        adaptive_depth=policy,
+        num_speculative_tokens=num_tokens,
+        max_speculative_tokens=max(num_tokens, 16),
+        tree_strategy="tree",
+        tree_width=width,
+        tree_depth=16,
         options=options,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.params import PLAIN, GenerationRequest, SamplingParams
 from worlds.engine_harness import (
     DictatedCost,
     Driver,
@@ -159,5 +159,5 @@ SITUATIONS: dict[str, Callable[[TinyTarget, Sequence[GenerationRequest]], Driver
 
 def plain(target: TinyTarget, each: GenerationRequest) -> list[int]:
     """The stream at gamma 0, alone, from a core of its own."""
-    driver = Driver(target.core(Setup())).run(replace(each, speculative=SpeculativeParams()))
+    driver = Driver(target.core(Setup())).run(replace(each, speculative=PLAIN))
     return driver.token_ids[each.request_id]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine.core import EngineCore
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.params import PLAIN, GenerationRequest, SamplingParams
 from worlds.engine_harness import Driver, Setup, drafting, request
 
 SETUP = Setup(
@@ -39,7 +39,7 @@ def signature(driver: Driver, request_id: str) -> Signature:
 
 def plain(target: ExactTarget, each: GenerationRequest) -> Signature:
     """What the request writes at gamma 0, alone, its prompt in as few pieces as there can be."""
-    bare = replace(each, speculative=SpeculativeParams())
+    bare = replace(each, speculative=PLAIN)
     return signature(Driver(target.core(target.setup)).run(bare), each.request_id)
 
 

@@ -75,8 +75,10 @@ def best_goodput(candidates: Sequence[DraftCandidate], load: Load, cost: Dictate
     # For a given number of rows only the sum of survivals counts.
     best_gain = {0: 0.0}
     for candidate in candidates:
-        most = min(len(candidate.tree), candidate.params.max_draft_tokens, candidate.max_nodes)
-        least = min(candidate.params.min_draft_tokens, most)
+        most = min(
+            len(candidate.tree), candidate.params.max_speculative_tokens, candidate.max_nodes
+        )
+        least = min(candidate.params.min_speculative_tokens, most)
         merged: dict[int, float] = {}
         for size in range(least, most + 1):
             gains = [
@@ -110,9 +112,9 @@ def plain_grants(
         depths = each.tree.depths()
         own = sorted((-survivals[node], depths[node], rank, node) for node in range(len(depths)))
         params = each.params
-        most = max(params.min_draft_tokens, params.num_draft_tokens)
-        own = own[: max(0, min(most, params.max_draft_tokens, each.max_nodes))]
-        floor = min(params.min_draft_tokens, len(own), load.num_spare_rows - floors)
+        most = max(params.min_speculative_tokens, params.num_speculative_tokens)
+        own = own[: max(0, min(most, params.max_speculative_tokens, each.max_nodes))]
+        floor = min(params.min_speculative_tokens, len(own), load.num_spare_rows - floors)
         floors += floor
         granted[rank] = [node for *_, node in own[:floor]]
         tokens -= sum(survival for survival, *_ in own[:floor])
@@ -147,7 +149,7 @@ def random_candidates(draw: st.DrawFn, with_floors: bool = True) -> list[DraftCa
             DraftCandidate(
                 f"r{rank}",
                 "ngram",
-                SpeculativeParams(min_draft_tokens=floor, max_draft_tokens=max_tokens),
+                SpeculativeParams(min_speculative_tokens=floor, max_speculative_tokens=max_tokens),
                 DraftTree(list(range(num_nodes)), parents, [0] * num_nodes),
                 survivals,
                 draw(st.integers(0, 6)),

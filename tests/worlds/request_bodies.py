@@ -159,13 +159,14 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
     "speculative": (
         {"speculative": {"draft_strategy": "nasd"}},
         lambda o: (
-            o.params.drafter == "nasd" and o.reply["usage"]["speculative"]["drafter"] == "nasd"
+            o.params.draft_strategy == "nasd"
+            and o.reply["usage"]["speculative"]["drafter"] == "nasd"
         ),
     ),
     "prediction": (
         {"prediction": {"type": "content", "content": "hello"}},
         lambda o: (
-            o.params.reference_token_ids == tuple(b"hello")
+            o.request.prediction_token_ids == tuple(b"hello")
             and "completion_tokens_details" in o.reply["usage"]
         ),
     ),

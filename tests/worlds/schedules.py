@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from drafters.base import DraftShape
 from engine.core import EngineCore
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import DictatedCost, Driver, Setup
@@ -131,13 +130,15 @@ def _speculation(
     elif variant == "random":
         drafter, options = "nasd", {"stop_if_unknown": False}
     return SpeculativeParams(
-        drafter=drafter,
-        policy=policy,  # type: ignore[arg-type]
-        num_draft_tokens=num_tokens,
-        min_draft_tokens=min(min_tokens, num_tokens),
-        max_draft_tokens=max(num_tokens, 6),
+        draft_strategy=drafter,
+        adaptive_depth=policy,  # type: ignore[arg-type]
+        num_speculative_tokens=num_tokens,
+        min_speculative_tokens=min(min_tokens, num_tokens),
+        max_speculative_tokens=max(num_tokens, 6),
         target_acceptance_rate=0.4,
-        shape=DraftShape(width, 8),
+        tree_strategy="tree",
+        tree_width=width,
+        tree_depth=8,
         options=options,
     )
 

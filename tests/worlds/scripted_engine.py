@@ -305,7 +305,7 @@ class ScriptedEngine:
             num_cached_tokens=3 + 10 * request.sampling.choice_index,
             num_output_tokens=11,
             speculative=RequestStats(
-                drafter=request.speculative.drafter,
+                drafter=request.speculative.draft_strategy,
                 gammas=Counter({4: 1, 3: 1, 2: 1, 1: 1}),
                 accepted=Counter({0: 1, 2: 2, 3: 1}),
                 num_emitted_tokens=11,

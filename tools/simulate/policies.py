@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.params import SpeculativeParams
+from engine.params import PLAIN, SpeculativeParams
 from engine.speculation.gamma import gamma_policy_names
-from slipstream.options import FIXED_POLICY, NO_DRAFTER, SpeculativeOptions
+from slipstream.options import FIXED_POLICY, NO_DRAFTER
 from tools.simulate.drafting import MeasuredDrafter
 
 
@@ -15,14 +15,12 @@ def speculative_of(policy: str, drafter: str = MeasuredDrafter.info.name) -> Spe
     ValueError."""
     name, colon, number = policy.partition(":")
     if name == NO_DRAFTER and not colon:
-        return SpeculativeParams.from_options(SpeculativeOptions(draft_strategy=NO_DRAFTER))
+        return PLAIN
     if name not in gamma_policy_names():
         known = ", ".join((NO_DRAFTER, *gamma_policy_names()))
         raise ValueError(f"policy {policy!r}: none of {known}, with or without :DRAFTS")
     given = {} if not colon else _bounds(name, policy, number)
-    return SpeculativeParams.from_options(
-        SpeculativeOptions(draft_strategy=drafter, adaptive_depth=name, **given)
-    )
+    return SpeculativeParams(draft_strategy=drafter, adaptive_depth=name, **given)
 
 
 def _bounds(name: str, policy: str, number: str) -> dict[str, Any]:
@@ -31,5 +29,5 @@ def _bounds(name: str, policy: str, number: str) -> dict[str, Any]:
     most = int(number)
     if name == FIXED_POLICY:
         return {"num_speculative_tokens": most, "max_speculative_tokens": most}
-    usual = SpeculativeOptions().num_speculative_tokens
+    usual = SpeculativeParams().num_speculative_tokens
     return {"num_speculative_tokens": min(most, usual), "max_speculative_tokens": most}

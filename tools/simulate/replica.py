@@ -104,7 +104,7 @@ class Replica:
         )
         shed_queue = config.shed_queue or max(1, config.max_num_waiting // 2)
         self._speculation = Speculation(
-            self._drafters(profile, speculative.drafter),
+            self._drafters(profile, speculative.draft_strategy),
             cost,
             VOCAB_SIZE,
             config.max_num_nodes,

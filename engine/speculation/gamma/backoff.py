@@ -133,7 +133,7 @@ class Backoff:
         """A draft was asked for, and ``row_seconds`` are for verifying its rows."""
         price = self._cost.draft_seconds(candidate.drafter)
         is_free = price * plain.tokens <= _FREE_TOKENS * plain.seconds
-        if not is_free and candidate.params.min_draft_tokens == 0:
+        if not is_free and candidate.params.min_speculative_tokens == 0:
             purse = self.purse(candidate)
             purse.has_account = True
             purse.balance -= (price + row_seconds) / plain.seconds
@@ -214,7 +214,7 @@ class AllOrNothing:
         """Why the draft is not granted, "" if it is; the outcome is settled with ``backoff``."""
         params, num_nodes = candidate.params, len(candidate.tree)
         purse = self._backoff.purse(candidate)
-        if num_nodes > min(candidate.max_nodes, params.max_draft_tokens):
+        if num_nodes > min(candidate.max_nodes, params.max_speculative_tokens):
             return candidate.cap_reason
         if num_nodes > load.num_spare_rows:
             return "overload"
@@ -222,7 +222,7 @@ class AllOrNothing:
         if target_rate is not None and gain < target_rate * num_nodes:
             self._backoff.end_trial(purse)
             return "policy"
-        if params.min_draft_tokens > 0 or self._pays(candidate, load, gain):
+        if params.min_speculative_tokens > 0 or self._pays(candidate, load, gain):
             self._backoff.reset(purse)
             return ""
         pays_alone = self._pays(candidate, self._alone(candidate, load), gain)

@@ -33,17 +33,17 @@ class GammaController:
 
     def open(self, request_id: str, params: SpeculativeParams, traffic: Traffic) -> None:
         """A request starts; ``forget`` ends it."""
-        policy = self._policy_of[request_id] = self._policies[params.policy]
+        policy = self._policy_of[request_id] = self._policies[params.adaptive_depth]
         policy.open(request_id, traffic)
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
         """How many nodes to ask the request's drafter for, before caps of length and KV."""
-        policy = self._policy_of[request_id] = self._policies[params.policy]
+        policy = self._policy_of[request_id] = self._policies[params.adaptive_depth]
         return policy.num_to_propose(request_id, params)
 
     def weighs_cost(self, params: SpeculativeParams) -> bool:
         """Whether the request's policy asks what drafting costs; then a drafter should, too."""
-        return self._policies[params.policy].info.weighs_cost
+        return self._policies[params.adaptive_depth].info.weighs_cost
 
     def grant(
         self,
@@ -63,7 +63,7 @@ class GammaController:
         by_policy: dict[str, list[DraftCandidate]] = {}
         draft_seconds = 0.0
         for candidate in candidates:
-            by_policy.setdefault(candidate.params.policy, []).append(candidate)
+            by_policy.setdefault(candidate.params.adaptive_depth, []).append(candidate)
             if candidate.is_asked and candidate.max_nodes > 0:
                 draft_seconds += self._cost.draft_seconds(candidate.drafter)
         load = Load(

@@ -6,11 +6,11 @@ from engine.params import SpeculativeParams
 from engine.speculation.gamma.policy import GammaPolicy, gamma_policy
 
 
-@gamma_policy("fixed", "always the same number of drafts", ["num_draft_tokens"])
+@gamma_policy("fixed", "always the same number of drafts", ["num_speculative_tokens"])
 class FixedPolicy(GammaPolicy):
-    """``num_draft_tokens`` nodes whenever the drafter has them."""
+    """``num_speculative_tokens`` nodes whenever the drafter has them."""
 
     bound = "client_cap"
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:  # noqa: ARG002
-        return params.num_draft_tokens
+        return params.num_speculative_tokens

@@ -45,15 +45,21 @@ class _Choice(NamedTuple):
 @gamma_policy(
     "goodput",
     "fastest for the batch",
-    ["num_draft_tokens", "min_draft_tokens", "max_draft_tokens", "target_acceptance_rate"],
+    [
+        "num_speculative_tokens",
+        "min_speculative_tokens",
+        "max_speculative_tokens",
+        "target_acceptance_rate",
+    ],
     weighs_cost=True,
 )
 class GoodputPolicy(GammaPolicy):
-    """Between ``min_draft_tokens`` (granted whatever it costs) and ``max_draft_tokens`` per request;
-    ``num_draft_tokens`` is the most until a draft of the request has been verified. With a
-    ``target_acceptance_rate``, the mean survival of what a request is granted never falls below it.
+    """Between ``min_speculative_tokens`` (granted whatever it costs) and ``max_speculative_tokens`` per
+    request; ``num_speculative_tokens`` is the most until a draft of the request has been verified. With
+    a ``target_acceptance_rate``, the mean survival of what a request is granted never falls below it.
     Drafts that are granted whole or not at all come last, at the price of the rows that are left, by
-    what they gain on average (``AllOrNothing``); their drafter has fitted them to ``max_draft_tokens``.
+    what they gain on average (``AllOrNothing``); their drafter has fitted them to
+    ``max_speculative_tokens``.
 
     Hysteresis: the last allocation is remembered as the survival down to which it went. It is kept
     while the best one gains no more than ``hysteresis`` on the tokens of the requests it would
@@ -72,7 +78,7 @@ class GoodputPolicy(GammaPolicy):
         self._backoff.open(request_id, traffic)
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        return 0 if self._backoff.is_resting(request_id) else params.max_draft_tokens
+        return 0 if self._backoff.is_resting(request_id) else params.max_speculative_tokens
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         most = [self._most(candidate) for candidate in candidates]
@@ -113,11 +119,11 @@ class GoodputPolicy(GammaPolicy):
         params = candidate.params
         started = candidate.request_id in self._verified
         wanted = (
-            params.max_draft_tokens
+            params.max_speculative_tokens
             if started
-            else max(params.min_draft_tokens, params.num_draft_tokens)
+            else max(params.min_speculative_tokens, params.num_speculative_tokens)
         )
-        return min(wanted, params.max_draft_tokens, candidate.max_nodes)
+        return min(wanted, params.max_speculative_tokens, candidate.max_nodes)
 
     def _choose(self, offers: Offers, load: Load) -> _Choice:
         limit = min(len(offers.pool), load.num_spare_rows)
@@ -185,8 +191,8 @@ class Offers:
     then the older request, then the earlier node; ``pool_ranks`` says whose they are.
 
     Of each request these are at most ``most[rank]`` nodes, fewer where its ``target_acceptance_rate``
-    says so. Its first ``min_draft_tokens``, as long as there are ``num_spare`` rows, are granted for
-    certain.
+    says so. Its first ``min_speculative_tokens``, as long as there are ``num_spare`` rows, are granted
+    for certain.
     """
 
     def __init__(
@@ -240,7 +246,7 @@ def _offer(candidate: DraftCandidate, limit: int, num_spare: int) -> Offer:
     end = min(limit, len(nodes))
     if params.target_acceptance_rate is not None:
         end = _num_at_rate(survivals[:end], params.target_acceptance_rate)
-    floor = min(params.min_draft_tokens, end, num_spare)
+    floor = min(params.min_speculative_tokens, end, num_spare)
     return Offer(nodes[:end], survivals[:end], depths[:end], floor)
 
 
@@ -295,4 +301,4 @@ def _num_at_rate(survivals: Sequence[float], target_rate: float) -> int:
 
 
 def _why_empty(candidate: DraftCandidate) -> Reason:
-    return why_nothing_offered(candidate, candidate.params.max_draft_tokens, "client_cap")
+    return why_nothing_offered(candidate, candidate.params.max_speculative_tokens, "client_cap")

@@ -32,13 +32,13 @@ class _State:
         target = _USUAL_TARGET if target is None else target
         surplus = sum(self.rates) / len(self.rates) - target
         if surplus > _TOLERANCE + _ROUNDING:
-            self.gamma = min(self.gamma + 1, self.params.max_draft_tokens)
+            self.gamma = min(self.gamma + 1, self.params.max_speculative_tokens)
         elif surplus < -_TOLERANCE - _ROUNDING:
-            self.gamma = max(self.gamma - 1, self.params.min_draft_tokens)
+            self.gamma = max(self.gamma - 1, self.params.min_speculative_tokens)
 
     def rest(self) -> None:
         self.num_idle_steps += 1
-        if self.num_idle_steps >= _WINDOW and self.params.max_draft_tokens > 0:
+        if self.num_idle_steps >= _WINDOW and self.params.max_speculative_tokens > 0:
             self.gamma, self.num_idle_steps = 1, 0
             # Old rates would send it straight back to 0 whatever the new one says.
             self.rates.clear()
@@ -47,13 +47,19 @@ class _State:
 @gamma_policy(
     "target_rate",
     "steers to an acceptance rate",
-    ["num_draft_tokens", "min_draft_tokens", "max_draft_tokens", "target_acceptance_rate"],
+    [
+        "num_speculative_tokens",
+        "min_speculative_tokens",
+        "max_speculative_tokens",
+        "target_acceptance_rate",
+    ],
 )
 class TargetRatePolicy(GammaPolicy):
     """Mean of the last ten rates above target + 0.1: one more; below target - 0.1: one fewer.
 
-    Starts from ``num_draft_tokens`` within ``min_draft_tokens``..``max_draft_tokens``. The rate
-    is accepted over verified drafts; steps without a draft say nothing and change nothing.
+    Starts from ``num_speculative_tokens`` within ``min_speculative_tokens`` ..
+    ``max_speculative_tokens``. The rate is accepted over verified drafts; steps without a draft say
+    nothing and change nothing.
     """
 
     def __init__(self, cost: StepCost) -> None:
@@ -64,7 +70,8 @@ class TargetRatePolicy(GammaPolicy):
         state = self._states.get(request_id)
         if state is None:
             gamma = max(
-                params.min_draft_tokens, min(params.num_draft_tokens, params.max_draft_tokens)
+                params.min_speculative_tokens,
+                min(params.num_speculative_tokens, params.max_speculative_tokens),
             )
             state = self._states[request_id] = _State(params, gamma)
         return state.gamma

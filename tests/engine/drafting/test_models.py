@@ -27,7 +27,7 @@ from engine.drafting.models import prepare_drafts
 from engine.errors import UnsupportedModelError
 from engine.model.loader import prepare_model
 from engine.model.quantization import quantize_model, refusal
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.params import PLAIN, GenerationRequest, SamplingParams
 from engine.transfer import Readback
 from worlds.engine_harness import Driver, drafting, request
 from worlds.model_world import Forwards
@@ -405,6 +405,6 @@ def test_the_small_model_can_be_the_quantised_one(folders: dict[str, str]) -> No
 
 def test_speculative_params_without_a_drafter_stay_plain(folders: dict[str, str]) -> None:
     core = full_core(folders)
-    driver = Driver(core).run(request("r", PROMPTS[0], SAMPLINGS["greedy"], SpeculativeParams()))
+    driver = Driver(core).run(request("r", PROMPTS[0], SAMPLINGS["greedy"], PLAIN))
     assert driver.token_ids["r"] == plain_stream("greedy", 0)
     assert driver.finishes["r"].speculative.num_draft_tokens == 0

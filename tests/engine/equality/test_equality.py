@@ -52,7 +52,8 @@ def subjects(
             f"subject-{index}",
             circle_prompt(index % NUM_PROMPTS),
             replace(sampling, seed=index % NUM_PROMPTS),
-            replace(params, reference_token_ids=partly_right(expected[index % NUM_PROMPTS])),
+            params,
+            prediction=partly_right(expected[index % NUM_PROMPTS]),
         )
         for index, params in enumerate(variants)
     ]

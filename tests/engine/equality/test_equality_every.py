@@ -63,8 +63,9 @@ def wanted(drafter: str, kind: int) -> SpeculativeParams:
     policy, width = SHAPES[kind % len(SHAPES)]
     # Small draft models are unsure of much.
     options = {"min_confidence": 0.02} if drafter in WITH_MODELS and drafter != "medusa" else {}
-    shape = replace(policy.shape, width=width)
-    return replace(policy, drafter=drafter, shape=shape, options=options, verification="match")
+    return replace(
+        policy, draft_strategy=drafter, tree_width=width, options=options, verification="match"
+    )
 
 
 def subjects(
@@ -82,7 +83,8 @@ def subjects(
             f"{drafter}-{index}",
             circle_prompt(prompt),
             replace(SAMPLINGS[sampling], seed=prompt),
-            replace(wanted(drafter, kind), reference_token_ids=partly_right(text)),
+            wanted(drafter, kind),
+            prediction=partly_right(text),
         )
         found[each.request_id] = each, text
     return found
@@ -95,7 +97,7 @@ def expect_texts(driver: Driver, asked: dict[str, tuple[GenerationRequest, list[
         assert driver.token_ids[name] == text, each
         assert finish.reason == "length"
         assert finish.speculative.num_failed_drafts == 0
-        drafter = each.speculative.drafter
+        drafter = each.speculative.draft_strategy
         num_drafted[drafter] = num_drafted.get(drafter, 0) + finish.speculative.num_draft_tokens
     # Nothing is forced here.
     assert {drafter for drafter, num in num_drafted.items() if not num} <= {"none", "grammar"}

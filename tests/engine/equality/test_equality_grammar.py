@@ -89,9 +89,9 @@ def subject(index: int, way: Way, plain: Sequence[int] | None = None) -> Generat
     wanted = replace(
         drafting(way.drafter, policy, 8, way.width),
         verification=way.verification,
-        reference_token_ids=partly_right(plain) if way.drafter == "prediction" else (),
     )
-    return request(str(index), circle_prompt(index), sampling, wanted)
+    told = partly_right(plain) if way.drafter == "prediction" else ()
+    return request(str(index), circle_prompt(index), sampling, wanted, prediction=told)
 
 
 class GrammarTarget:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from engine.events import TokenLogprobs
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def variants(sampling: SamplingParams, prompt: Sequence[int] = PROMPT) -> list[G
 
 
 def plain(target: TinyTarget, sampling: SamplingParams, prompt: Sequence[int] = PROMPT) -> Driver:
-    each = request("plain", prompt, sampling, SpeculativeParams())
+    each = request("plain", prompt, sampling, PLAIN)
     return Driver(target.core(Setup())).run(each)
 
 

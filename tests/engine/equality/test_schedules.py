@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from engine.params import GenerationRequest, SpeculativeParams
+from engine.params import PLAIN, GenerationRequest
 from worlds.engine_harness import TINY_VOCAB, Driver, Setup, TinyTarget, request, traces_of
 from worlds.lanes import examples
 from worlds.schedules import Schedule, Totals, longest_text, play, schedules
@@ -95,9 +95,7 @@ def test_a_real_models_texts_survive_any_schedule(tiny_target: TinyTarget) -> No
         each, setup = asked[key]
         alone = Setup(max_model_len=longest_text(setup), eos_token_ids=setup.eos_token_ids)
         driver = Driver(tiny_target.core(alone)).run(
-            replace(
-                each, request_id="plain", speculative=SpeculativeParams(), priority=0, cache_salt=""
-            )
+            replace(each, request_id="plain", speculative=PLAIN, priority=0, cache_salt="")
         )
         return driver.token_ids["plain"], driver.finishes["plain"].reason
 

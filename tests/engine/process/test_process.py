@@ -84,7 +84,7 @@ def test_refusals_come_as_they_are_raised(apart: Apart) -> None:
             with pytest.raises(RequestError, match="the prompt has no tokens") as refused:
                 await collect(engine.generate(empty))
             assert refused.value.param == "prompt"
-            odd = SpeculativeParams(drafter=CHECKED, options={"ngram_max": 5})
+            odd = SpeculativeParams(draft_strategy=CHECKED, options={"ngram_max": 5})
             with pytest.raises(RequestError, match="an odd ngram_max") as refused:
                 await collect(engine.generate(replace(asking("b"), speculative=odd)))
             assert refused.value.param == "speculative.options"

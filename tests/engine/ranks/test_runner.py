@@ -92,7 +92,9 @@ def test_models_and_heads_that_draft_stay_with_the_first_rank(second: SecondRank
         assert {*engine.info.drafters} >= {*drafters}
         core = engine.core
         for name in drafters:
-            fixed = SpeculativeParams(drafter=name, policy="fixed", num_draft_tokens=4)
+            fixed = SpeculativeParams(
+                draft_strategy=name, adaptive_depth="fixed", num_speculative_tokens=4
+            )
             written, num_accepted = write_all(
                 type(engine)(core, engine.info, 8), prompts, NUM_WRITTEN, fixed
             )

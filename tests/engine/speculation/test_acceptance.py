@@ -65,7 +65,12 @@ def disguised(rng: random.Random, tree: DraftTree) -> DraftTree:
 def test_grants_do_not_depend_on_the_tokens_and_keep_the_first_that_were_drawn(
     rng: random.Random, policy: str
 ) -> None:
-    params = SpeculativeParams("fake", policy, num_draft_tokens=6, max_draft_tokens=12)  # type: ignore[arg-type]
+    params = SpeculativeParams(
+        draft_strategy="fake",
+        adaptive_depth=policy,
+        num_speculative_tokens=6,
+        max_speculative_tokens=12,
+    )  # type: ignore[arg-type]
     acceptance, tree = trained(rng), random_tree(rng, 6, 12)
     grants = []
     for shown in (tree, disguised(rng, tree)):

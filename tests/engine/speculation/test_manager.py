@@ -26,7 +26,7 @@ from worlds.engine_harness import DictatedCost
 from worlds.fake_drafters import FakeDrafter, Propose
 
 VOCAB = 20
-FIXED = SpeculativeParams("fake", "fixed", num_draft_tokens=4)
+FIXED = SpeculativeParams(draft_strategy="fake", adaptive_depth="fixed", num_speculative_tokens=4)
 
 
 def zeros(ask: DraftRequest) -> DraftTree:
@@ -72,7 +72,7 @@ class World:
             request_id, (1, 2, 3), SamplingParams(max_tokens=max_tokens), speculative
         )
         state = SamplingState(params, (), VOCAB, 100)
-        request = Request(params, state, RequestStats(drafter=speculative.drafter))
+        request = Request(params, state, RequestStats(drafter=speculative.draft_strategy))
         self.pool.open(request_id, request.token_ids, "", 0)
         self.pool.allocate(request_id, len(request.token_ids))
         request.start(0)
@@ -112,7 +112,7 @@ def fake(name: str = "fake", propose: Propose = zeros, num_top: int = 0) -> Fake
 def test_plain_requests_reach_no_drafter() -> None:
     drafter = fake()
     world = World(drafter)
-    request = world.open("r", SpeculativeParams("none"))
+    request = world.open("r", SpeculativeParams(draft_strategy="none"))
     (scheduled,) = world.draft(request)
     assert scheduled.draft.tree == EMPTY
     assert scheduled.wants == NOTHING
@@ -124,7 +124,7 @@ def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
     first, second = fake("first"), fake("second")
     world = World(first, second)
     requests = [
-        world.open(name, replace(FIXED, drafter=drafter, num_draft_tokens=num_tokens))
+        world.open(name, replace(FIXED, draft_strategy=drafter, num_speculative_tokens=num_tokens))
         for name, drafter, num_tokens in (("a", "first", 2), ("b", "second", 3), ("c", "first", 5))
     ]
     scheduled = world.draft(*requests)
@@ -136,7 +136,7 @@ def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
 def test_the_ask_carries_the_live_text_and_the_shape() -> None:
     drafter = fake()
     world = World(drafter)
-    request = world.open("r", replace(FIXED, shape=DraftShape(3, 2)))
+    request = world.open("r", replace(FIXED, tree_strategy="tree", tree_width=3, tree_depth=2))
     world.draft(request)
     ((ask,),) = drafter.asks
     assert ask.token_ids is request.token_ids
@@ -211,7 +211,7 @@ def test_rows_that_do_not_sample_get_no_draft() -> None:
 def test_the_last_token_is_never_drafted(max_tokens: int, depth: int | None) -> None:
     drafter = fake()
     world = World(drafter)
-    request = world.open("r", replace(FIXED, num_draft_tokens=30), max_tokens)
+    request = world.open("r", replace(FIXED, num_speculative_tokens=30), max_tokens)
     world.draft(request)
     depths = [ask.shape.depth for asks in drafter.asks for ask in asks]
     assert depths == ([] if depth is None else [depth])
@@ -219,7 +219,7 @@ def test_the_last_token_is_never_drafted(max_tokens: int, depth: int | None) -> 
 
 def test_the_engine_bounds_nodes() -> None:
     world = World(fake(), max_num_nodes=3)
-    request = world.open("r", replace(FIXED, num_draft_tokens=30))
+    request = world.open("r", replace(FIXED, num_speculative_tokens=30))
     (scheduled,) = world.draft(request)
     assert len(scheduled.draft.tree) == 3
 
@@ -234,7 +234,7 @@ def test_spare_rows_bound_the_round() -> None:
 
 def test_what_is_not_granted_stays_the_proposal() -> None:
     world = World(fake(), cost=DictatedCost(row_seconds=9.0))
-    request = world.open("r", replace(FIXED, policy="goodput"))
+    request = world.open("r", replace(FIXED, adaptive_depth="goodput"))
     draft = world.draft(request)[0].draft
     assert (len(draft.tree), draft.reason) == (0, "low_acceptance")
     assert len(draft.proposal) == 16
@@ -243,7 +243,7 @@ def test_what_is_not_granted_stays_the_proposal() -> None:
 def test_a_proposal_nobody_verified_still_teaches() -> None:
     """Shadow labels: drafts that would have been right bring the request's gamma back."""
     world = World(fake(), cost=DictatedCost(row_seconds=0.8))
-    request = world.open("r", replace(FIXED, policy="goodput"))
+    request = world.open("r", replace(FIXED, adaptive_depth="goodput"))
     grants = []
     for _ in range(12):
         (scheduled,) = world.draft(request)
@@ -262,7 +262,7 @@ def test_policies_hear_of_the_nodes_that_were_verified(
     """Four are granted and two accepted: of two verified that is all, of four it is half."""
     drafter = fake()
     world = World(drafter)
-    params = replace(FIXED, policy="target_rate", target_acceptance_rate=0.8)
+    params = replace(FIXED, adaptive_depth="target_rate", target_acceptance_rate=0.8)
     request = world.open("r", params)
     (scheduled,) = world.draft(request)
     tree = scheduled.draft.tree
@@ -276,7 +276,7 @@ def test_drafters_hear_of_their_own_requests_only() -> None:
     first, second = fake("first"), fake("second")
     world = World(first, second)
     requests = [
-        world.open(name, replace(FIXED, drafter=drafter))
+        world.open(name, replace(FIXED, draft_strategy=drafter))
         for name, drafter in (("a", "first"), ("b", "second"), ("c", "none"))
     ]
     world.observe(*world.draft(*requests))
@@ -294,7 +294,7 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     assert (name, num_requests) == ("fake", 2)
     assert seconds == round_.seconds_by_drafter["fake"]
     assert round_.share(requests[0]) == round_.share(requests[1]) == seconds / 2 > 0
-    plain = world.open("plain", SpeculativeParams("none"))
+    plain = world.open("plain", SpeculativeParams(draft_strategy="none"))
     assert round_.share(plain) == 0.0
 
 
@@ -319,7 +319,7 @@ def test_closing_forgets_and_tells_the_failures() -> None:
 
 def test_an_unknown_drafter_is_the_callers_error() -> None:
     with pytest.raises(KeyError):
-        World(fake()).open("r", SpeculativeParams("nobody"))
+        World(fake()).open("r", SpeculativeParams(draft_strategy="nobody"))
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
@@ -392,8 +392,13 @@ def test_failing_to_hear_what_was_missed_costs_nobody_anything() -> None:
     assert drafter.closed == ["r"]
 
 
-GOODPUT = SpeculativeParams("fake", "goodput", num_draft_tokens=4, max_draft_tokens=4)
-TARGET_RATE = replace(GOODPUT, policy="target_rate")
+GOODPUT = SpeculativeParams(
+    draft_strategy="fake",
+    adaptive_depth="goodput",
+    num_speculative_tokens=4,
+    max_speculative_tokens=4,
+)
+TARGET_RATE = replace(GOODPUT, adaptive_depth="target_rate")
 
 
 @pytest.mark.parametrize("params", [FIXED, TARGET_RATE], ids=["fixed", "target_rate"])
@@ -421,7 +426,7 @@ def test_drafts_that_pay_yield_only_where_all_do() -> None:
 
 
 def test_drafts_granted_for_certain_are_so_only_while_few_wait() -> None:
-    params = replace(GOODPUT, min_draft_tokens=2)
+    params = replace(GOODPUT, min_speculative_tokens=2)
     world = World(fake(), cost=TimedCost(10.0), shedding=Shedding("unpaid", 3))
     request = world.open("r", params)
     gammas = [len(world.draft(request, num_waiting=number)[0].draft.tree) for number in (0, 3, 0)]
@@ -430,7 +435,9 @@ def test_drafts_granted_for_certain_are_so_only_while_few_wait() -> None:
 
 def test_a_request_that_never_drafts_is_not_shed() -> None:
     world = World(fake(), shedding=Shedding("all", 1))
-    (scheduled,) = world.draft(world.open("r", replace(FIXED, num_draft_tokens=0)), num_waiting=9)
+    (scheduled,) = world.draft(
+        world.open("r", replace(FIXED, num_speculative_tokens=0)), num_waiting=9
+    )
     assert scheduled.draft.reason == "client_cap"
 
 
@@ -472,7 +479,9 @@ def test_all_drafters_begin_before_one_fetch_and_end_after_it() -> None:
             super().fetch()
 
     world = World(Reading("a", order), fake(), Reading("b", order))
-    requests = [world.open(name, replace(FIXED, drafter=name)) for name in ("a", "fake", "b")]
+    requests = [
+        world.open(name, replace(FIXED, draft_strategy=name)) for name in ("a", "fake", "b")
+    ]
     parts = [ScheduledRequest(request, 1) for request in requests]
     round_ = world.speculation.draft(Plan(parts, num_rows=3, spare_rows=100), Fetched())
     assert order == ["a begin", "b begin", "fetch of 2", "a finish", "b finish"]
@@ -486,7 +495,7 @@ def test_who_fails_in_either_part_is_asked_one_by_one(part: str) -> None:
     order: list[str] = []
     world = World(Reading("fake", order, part), Reading("other", order))
     requests = [world.open(name) for name in "rs"]
-    beside = world.open("t", replace(FIXED, drafter="other"))
+    beside = world.open("t", replace(FIXED, draft_strategy="other"))
     drafts = [each.draft for each in world.draft(*requests, beside)]
     assert [len(draft.tree) for draft in drafts] == [4, 4, 2]
     assert world.round_.num_failures == 0
@@ -504,7 +513,7 @@ def test_what_does_not_come_from_the_device_costs_no_more_than_drafts() -> None:
     world = World(Reading("fake", order), fake("other"))
     parts = [
         ScheduledRequest(world.open("r"), 1),
-        ScheduledRequest(world.open("s", replace(FIXED, drafter="other")), 1),
+        ScheduledRequest(world.open("s", replace(FIXED, draft_strategy="other")), 1),
     ]
     round_ = world.speculation.draft(Plan(parts, num_rows=2, spare_rows=100), Broken())
     assert [len(each.draft.tree) for each in parts] == [0, 4]

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[SpeculativeParams, DrawingDrafter]] = {
         DrawingDrafter(DRAFT_PROBS, [1, 1, 1], as_tensor),
     ),
     "chain_goodput": (
-        replace(DRAWN, verification="rejection", policy="goodput"),
+        replace(DRAWN, verification="rejection", adaptive_depth="goodput"),
         DrawingDrafter(DRAFT_PROBS, [1, 1, 1], as_mapping),
     ),
     "tree": (

@@ -57,7 +57,7 @@ async def test_the_api_key_and_no_key_do_not_open_it(connect: Connect, given: st
 async def test_a_change_holds_for_requests_that_come_after_it(connect: Connect) -> None:
     engine = ScriptedEngine()
     async with connect(engine, admin_key="adm1n") as client:
-        assert (await drafts_of(client, engine)).drafter == "ngram"
+        assert (await drafts_of(client, engine)).draft_strategy == "ngram"
         reply = await change(
             client,
             defaults={
@@ -70,7 +70,11 @@ async def test_a_change_holds_for_requests_that_come_after_it(connect: Connect) 
         assert reply.status_code == 200
         for padding in (0, LARGE):
             found = await drafts_of(client, engine, padding)
-            assert (found.drafter, found.policy, found.num_draft_tokens) == ("nasd", "fixed", 5)
+            assert (found.draft_strategy, found.adaptive_depth, found.num_speculative_tokens) == (
+                "nasd",
+                "fixed",
+                5,
+            )
         for asked in ({"draft_strategy": "ngram"}, {"num_speculative_tokens": 7}):
             for padding in (0, LARGE):
                 body = json.dumps({"prompt": "a", "speculative": asked}) + " " * padding
@@ -90,10 +94,10 @@ async def test_a_change_holds_for_requests_that_come_after_it(connect: Connect) 
 async def test_a_pool_that_began_before_a_change_goes_by_it(connect: Connect) -> None:
     engine = ScriptedEngine()
     async with connect(engine, admin_key="adm1n", body_processes=1) as client:
-        assert (await drafts_of(client, engine, LARGE)).num_draft_tokens == 8
+        assert (await drafts_of(client, engine, LARGE)).num_speculative_tokens == 8
         for number in (3, 4):
             await change(client, defaults={"num_speculative_tokens": number})
-            assert (await drafts_of(client, engine, LARGE)).num_draft_tokens == number
+            assert (await drafts_of(client, engine, LARGE)).num_speculative_tokens == number
 
 
 async def test_fields_that_are_not_given_stay_and_put_forgets_them(connect: Connect) -> None:
@@ -177,5 +181,6 @@ async def test_changes_at_once_are_all_taken_whole(connect: Connect) -> None:
         )
     known = {("ngram", 8), *pairs}
     assert {
-        (r.speculative.drafter, r.speculative.num_draft_tokens) for r in engine.requests
+        (r.speculative.draft_strategy, r.speculative.num_speculative_tokens)
+        for r in engine.requests
     } <= known

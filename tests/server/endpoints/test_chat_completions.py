@@ -150,9 +150,9 @@ async def test_a_prediction_is_drafted_from_and_accounted(connect: Connect) -> N
             messages=MESSAGES,
             prediction={"type": "content", "content": "hello world"},
         )
-    speculative = engine.requests[0].speculative
-    assert speculative.drafter == "prediction"
-    assert speculative.reference_token_ids == tuple(b"hello world")
+    request = engine.requests[0]
+    assert request.speculative.draft_strategy == "prediction"
+    assert request.prediction_token_ids == tuple(b"hello world")
     assert reply.usage is not None
     details = reply.usage.completion_tokens_details
     assert details is not None

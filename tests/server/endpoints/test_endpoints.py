@@ -12,7 +12,7 @@ import pytest
 import server.endpoints
 from engine.speculation.gamma import gamma_policy_names
 from server.request.speculative import SpeculativeField
-from slipstream.options import SpeculativeOptions
+from slipstream.options import SpeculativeParams
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import Connect
 
@@ -48,7 +48,7 @@ async def test_a_form_can_be_made_of_what_is_listed(connect: Connect) -> None:
     async with connect(ScriptedEngine(), speculative_caps=caps) as client:
         listed = (await client.get("/drafters")).json()
     told = {each["name"]: each for each in listed["fields"]}
-    names = [each.name for each in fields(SpeculativeOptions)]
+    names = [each.name for each in fields(SpeculativeParams)]
     assert list(told) == list(listed["defaults"]) == names == list(SpeculativeField.model_fields)
     assert all(each["description"] for each in told.values())
     assert (told["tree_width"]["minimum"], told["tree_width"]["maximum"]) == (1, 3)

@@ -125,22 +125,22 @@ async def test_null_is_not_given(connect: Connect, path: str) -> None:
 
 NASD = {"draft_strategy": "nasd"}
 SPECULATIVE: dict[str, tuple[dict[str, Any], Check]] = {
-    "draft_strategy": (NASD, lambda o: o.params.drafter == "nasd"),
+    "draft_strategy": (NASD, lambda o: o.params.draft_strategy == "nasd"),
     "num_speculative_tokens": (
         {"num_speculative_tokens": 5, "adaptive_depth": False},
-        lambda o: o.params.num_draft_tokens == 5,
+        lambda o: o.params.num_speculative_tokens == 5,
     ),
     "adaptive_depth": (
         {"adaptive_depth": "target_rate"},
-        lambda o: o.params.policy == "target_rate",
+        lambda o: o.params.adaptive_depth == "target_rate",
     ),
     "min_speculative_tokens": (
         {"min_speculative_tokens": 3},
-        lambda o: o.params.min_draft_tokens == 3,
+        lambda o: o.params.min_speculative_tokens == 3,
     ),
     "max_speculative_tokens": (
         {"max_speculative_tokens": 9},
-        lambda o: o.params.max_draft_tokens == 9,
+        lambda o: o.params.max_speculative_tokens == 9,
     ),
     "target_acceptance_rate": (
         {"target_acceptance_rate": 0.9, "adaptive_depth": "target_rate"},

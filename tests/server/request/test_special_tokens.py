@@ -78,7 +78,7 @@ async def test_a_prompt_is_the_models_input_unless_it_is_said_to_be_text(
     is_text = allow is False
     assert request.prompt_token_ids == (tuple(b"<|user|>a") if is_text else (USER, 97))
     expected = tuple(b"a</s>") if is_text else (97, EOS)
-    assert request.speculative.reference_token_ids == expected
+    assert request.prediction_token_ids == expected
 
 
 TEMPLATES = {

@@ -29,16 +29,7 @@ def resolve(fields: dict[str, Any], default: dict[str, Any] | None = None) -> Sp
 
 
 def test_a_request_that_says_nothing_drafts_all_the_same() -> None:
-    assert resolver().resolve(None) == SpeculativeParams(
-        drafter="ngram",
-        policy="goodput",
-        num_draft_tokens=8,
-        min_draft_tokens=0,
-        max_draft_tokens=16,
-        target_acceptance_rate=None,
-        shape=DraftShape(width=1, depth=16),
-        options={"max_match": 4},
-    )
+    assert resolver().resolve(None) == SpeculativeParams(options={"max_match": 4})
 
 
 def test_the_documented_object_is_accepted_whole() -> None:
@@ -57,7 +48,11 @@ def test_the_documented_object_is_accepted_whole() -> None:
             "verification": "match",
         }
     )
-    assert (params.num_draft_tokens, params.min_draft_tokens, params.max_draft_tokens) == (8, 0, 16)
+    assert (
+        params.num_speculative_tokens,
+        params.min_speculative_tokens,
+        params.max_speculative_tokens,
+    ) == (8, 0, 16)
     assert params.target_acceptance_rate == 0.7
     assert params.shape == DraftShape(width=2, depth=6)
 
@@ -70,7 +65,11 @@ def test_no_rate_is_aimed_at_unless_somebody_names_one() -> None:
 
 def test_the_none_drafter_drafts_nothing() -> None:
     params = resolve({"draft_strategy": "none"})
-    assert (params.drafter, params.num_draft_tokens, params.max_draft_tokens) == ("none", 0, 0)
+    assert (
+        params.draft_strategy,
+        params.num_speculative_tokens,
+        params.max_speculative_tokens,
+    ) == ("none", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +111,12 @@ def test_what_is_given_stands_and_the_rest_gives_way(
     fields: dict[str, Any], policy: str, depths: tuple[int, int, int]
 ) -> None:
     params = resolve(fields)
-    assert params.policy == policy
-    assert (params.num_draft_tokens, params.min_draft_tokens, params.max_draft_tokens) == depths
+    assert params.adaptive_depth == policy
+    assert (
+        params.num_speculative_tokens,
+        params.min_speculative_tokens,
+        params.max_speculative_tokens,
+    ) == depths
 
 
 def test_a_policy_of_ones_own_takes_the_fields_that_it_reads(
@@ -121,19 +124,19 @@ def test_a_policy_of_ones_own_takes_the_fields_that_it_reads(
 ) -> None:
     monkeypatch.setattr(policy, "_POLICIES", dict(policy._POLICIES))
 
-    @policy.gamma_policy("half", "half of the most", ["max_draft_tokens"])
+    @policy.gamma_policy("half", "half of the most", ["max_speculative_tokens"])
     class HalfPolicy(policy.GammaPolicy):
         def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
             del request_id
-            return params.max_draft_tokens // 2
+            return params.max_speculative_tokens // 2
 
     params = resolve({"adaptive_depth": "half", "max_speculative_tokens": 6})
-    assert (params.policy, params.max_draft_tokens) == ("half", 6)
+    assert (params.adaptive_depth, params.max_speculative_tokens) == ("half", 6)
     assert params.target_acceptance_rate is None
     with pytest.raises(ApiError) as refused:
         resolve({"adaptive_depth": "half", "target_acceptance_rate": 0.5})
     assert refused.value.param == "speculative.target_acceptance_rate"
-    assert resolve({}, {"adaptive_depth": "half"}).policy == "half"
+    assert resolve({}, {"adaptive_depth": "half"}).adaptive_depth == "half"
 
 
 TREE = {"draft_strategy": "nasd", "tree_strategy": "tree"}
@@ -361,34 +364,43 @@ def test_server_defaults_apply_to_what_a_request_leaves_open() -> None:
     }
     plain = resolve({}, default)
     assert plain == SpeculativeParams(
-        drafter="nasd",
-        policy="target_rate",
-        num_draft_tokens=3,
-        min_draft_tokens=1,
-        max_draft_tokens=6,
+        draft_strategy="nasd",
+        adaptive_depth="target_rate",
+        num_speculative_tokens=3,
+        min_speculative_tokens=1,
+        max_speculative_tokens=6,
         target_acceptance_rate=0.5,
-        shape=DraftShape(3, 4),
+        tree_strategy="tree",
+        tree_width=3,
+        tree_depth=4,
         options={"fill": True, "decay": 0.9},
     )
     other = resolve({"draft_strategy": "ngram"}, default)
     # It drafts no trees, and the default's options are not its own: both were defaults, not wishes.
     assert other.shape == DraftShape(1, 6)
     assert other.options == {"max_match": 4}
-    assert resolve({"adaptive_depth": True}, default).policy == "target_rate"
+    assert resolve({"adaptive_depth": True}, default).adaptive_depth == "target_rate"
     assert resolve({"options": {"fill": False}}, default).options == {"fill": False, "decay": 0.9}
 
 
 def test_a_server_that_does_not_draft_still_lets_requests_draft() -> None:
-    assert resolve({}, {"draft_strategy": "none"}).drafter == "none"
-    assert resolve({"draft_strategy": "ngram"}, {"draft_strategy": "none"}).max_draft_tokens == 16
+    assert resolve({}, {"draft_strategy": "none"}).draft_strategy == "none"
+    assert (
+        resolve({"draft_strategy": "ngram"}, {"draft_strategy": "none"}).max_speculative_tokens
+        == 16
+    )
 
 
 def test_operator_caps_bound_requests_and_defaults() -> None:
     capped = resolver(max_speculative_tokens=4, draft_strategies=["nasd"], max_tree_width=2)
     plain = capped.resolve(None)
-    assert (plain.drafter, plain.max_draft_tokens, plain.num_draft_tokens) == ("none", 0, 0)
+    assert (plain.draft_strategy, plain.max_speculative_tokens, plain.num_speculative_tokens) == (
+        "none",
+        0,
+        0,
+    )
     nasd = capped.resolve(SpeculativeField(draft_strategy="nasd"))
-    assert (nasd.num_draft_tokens, nasd.max_draft_tokens) == (4, 4)
+    assert (nasd.num_speculative_tokens, nasd.max_speculative_tokens) == (4, 4)
     for fields, name in (
         ({"draft_strategy": "ngram"}, "draft_strategy"),
         ({"draft_strategy": "nasd", "max_speculative_tokens": 5}, "max_speculative_tokens"),
@@ -425,12 +437,12 @@ def test_whatever_is_accepted_is_consistent(
         return
     assert (
         0
-        <= params.min_draft_tokens
-        <= params.num_draft_tokens
-        <= params.max_draft_tokens
+        <= params.min_speculative_tokens
+        <= params.num_speculative_tokens
+        <= params.max_speculative_tokens
         <= min(cap, 32)
     )
-    assert low is None or params.min_draft_tokens == low
-    assert num is None or params.num_draft_tokens == num
-    assert high is None or params.max_draft_tokens == high
-    assert params.shape.depth == max(1, params.max_draft_tokens)
+    assert low is None or params.min_speculative_tokens == low
+    assert num is None or params.num_speculative_tokens == num
+    assert high is None or params.max_speculative_tokens == high
+    assert params.shape.depth == max(1, params.max_speculative_tokens)

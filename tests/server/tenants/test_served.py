@@ -200,7 +200,7 @@ async def test_a_tenant_gets_the_drafters_of_its_list_and_no_others(
             assert (await ask(client, name, speculative=asked)).status_code == 200
         predicted = {"type": "content", "content": "hello"}
         assert (await ask(client, "looks-up", prediction=predicted)).status_code == 200
-        drafters = [each.speculative.drafter for each in engine.requests]
+        drafters = [each.speculative.draft_strategy for each in engine.requests]
         assert drafters == ["ngram", "nasd", "nasd", "none", "none", "prediction"]
         for name, asked, known in (
             ("looks-up", "ngram", "none, nasd, prediction"),

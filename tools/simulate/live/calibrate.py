@@ -14,7 +14,6 @@ from client.errors import RefusedError
 from client.markdown import markdown_table
 from engine.config import EngineConfig
 from engine.params import SpeculativeParams
-from slipstream.options import SpeculativeOptions
 from tools.simulate.fleet import Fleet
 from tools.simulate.live.measure import DRAFTER, Probes, Text, measure_texts
 from tools.simulate.live.servers import served
@@ -219,7 +218,7 @@ def _body(work: Work) -> dict[str, object]:
 
 def _speculative() -> SpeculativeParams:
     """What the server takes for a request that names but the drafter."""
-    return SpeculativeParams.from_options(SpeculativeOptions(draft_strategy=DRAFTER))
+    return SpeculativeParams(draft_strategy=DRAFTER)
 
 
 def _capacity(profile: Profile, texts: Sequence[Text], routing: str) -> float:

@@ -16,7 +16,9 @@ from engine.speculation.gamma.policy import Load, Traffic
 from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
 from worlds.lanes import examples
 
-PARAMS = SpeculativeParams(policy="goodput", num_draft_tokens=2, max_draft_tokens=16)
+PARAMS = SpeculativeParams(
+    adaptive_depth="goodput", num_speculative_tokens=2, max_speculative_tokens=16
+)
 
 
 def whole(
@@ -38,7 +40,7 @@ def rows_at(seconds: float) -> DictatedCost:
 
 @pytest.mark.parametrize("policy", ["fixed", "target_rate"])
 def test_fixed_gammas_grant_what_fits_whole_and_nothing_of_what_does_not(policy: str) -> None:
-    params = SpeculativeParams(policy=policy, num_draft_tokens=8)
+    params = SpeculativeParams(adaptive_depth=policy, num_speculative_tokens=8)
     for num_nodes, spare, gamma, reason in (
         (8, 8, 8, ""),
         (5, 8, 5, ""),
@@ -52,7 +54,7 @@ def test_fixed_gammas_grant_what_fits_whole_and_nothing_of_what_does_not(policy:
 
 
 def test_a_refused_whole_draft_leaves_its_rows_to_others() -> None:
-    params = SpeculativeParams(policy="fixed", num_draft_tokens=8)
+    params = SpeculativeParams(adaptive_depth="fixed", num_speculative_tokens=8)
     controller = GammaController(rows_at(0.0))
     other = chain_candidate("other", [0.5] * 6, params)
     grants = controller.grant([whole(8, params), other], 2, 2, 0, num_spare_rows=7)
@@ -71,7 +73,7 @@ def test_goodput_never_cuts_one_and_stays_within_the_rows(
     sizes: list[int], accepted: list[int], spare: int, row_seconds: float, floor: int
 ) -> None:
     policy = GoodputPolicy(rows_at(row_seconds))
-    params = replace(PARAMS, min_draft_tokens=floor)
+    params = replace(PARAMS, min_speculative_tokens=floor)
     for num_accepted in [0, *accepted]:
         candidates = [whole(size, params, f"r{rank}") for rank, size in enumerate(sizes)]
         candidates.append(chain_candidate("chain", [0.8, 0.6, 0.4], PARAMS))
@@ -214,7 +216,7 @@ def test_time_spent_drafting_has_to_be_earned_too() -> None:
 
 def test_floors_and_target_rates_hold_for_whole_drafts() -> None:
     policy = GoodputPolicy(rows_at(1.0))
-    (floor,) = policy.grant([whole(8, replace(PARAMS, min_draft_tokens=1))], load_of(1))
+    (floor,) = policy.grant([whole(8, replace(PARAMS, min_speculative_tokens=1))], load_of(1))
     assert floor.gamma == 8
     policy = GoodputPolicy(rows_at(0.0))
     (strict,) = policy.grant([whole(8, replace(PARAMS, target_acceptance_rate=0.5))], load_of(1))
@@ -225,7 +227,7 @@ def test_floors_and_target_rates_hold_for_whole_drafts() -> None:
 
 def test_who_limits_a_whole_draft_is_named() -> None:
     policy = GoodputPolicy(rows_at(0.0))
-    wide = replace(PARAMS, max_draft_tokens=4)
+    wide = replace(PARAMS, max_speculative_tokens=4)
     assert policy.grant([whole(8, wide)], load_of(1))[0].reason == "client_cap"
     assert policy.grant([whole(8)], load_of(1, num_spare_rows=7))[0].reason == "overload"
     assert policy.grant([whole(0)], load_of(1))[0].reason == "no_match"

@@ -5,9 +5,11 @@ from engine.params import SpeculativeParams
 from engine.speculation.gamma import DraftCandidate, GammaController
 from worlds.gamma_cases import DictatedCost, chain_candidate
 
-FIXED = SpeculativeParams(policy="fixed", num_draft_tokens=4)
-TARGET = SpeculativeParams(policy="target_rate", num_draft_tokens=3, min_draft_tokens=1)
-GOODPUT = SpeculativeParams(policy="goodput")
+FIXED = SpeculativeParams(adaptive_depth="fixed", num_speculative_tokens=4)
+TARGET = SpeculativeParams(
+    adaptive_depth="target_rate", num_speculative_tokens=3, min_speculative_tokens=1
+)
+GOODPUT = SpeculativeParams(adaptive_depth="goodput")
 
 
 def test_fixed_grants_the_first_nodes_in_the_drafters_order() -> None:
@@ -23,7 +25,9 @@ def test_fixed_names_what_left_it_empty() -> None:
     candidates = [
         chain_candidate("silent", [], FIXED),
         DraftCandidate("full", "ngram", FIXED, DraftTree(), [], 0, "no_kv"),
-        chain_candidate("off", [], SpeculativeParams(policy="fixed", num_draft_tokens=0)),
+        chain_candidate(
+            "off", [], SpeculativeParams(adaptive_depth="fixed", num_speculative_tokens=0)
+        ),
         chain_candidate("short", [0.5], FIXED),
     ]
     grants = controller.grant(candidates, 4, 4, 0)
@@ -97,7 +101,7 @@ def test_observations_reach_the_policy_of_the_request_until_it_is_forgotten() ->
 def test_each_policy_says_how_much_to_propose() -> None:
     controller = GammaController(DictatedCost(float))
     sizes = [
-        controller.num_to_propose(params.policy, params)
-        for params in (FIXED, TARGET, SpeculativeParams(max_draft_tokens=7))
+        controller.num_to_propose(params.adaptive_depth, params)
+        for params in (FIXED, TARGET, SpeculativeParams(max_speculative_tokens=7))
     ]
     assert sizes == [4, 3, 7]

@@ -70,8 +70,10 @@ def test_grants_are_ascending_parent_closed_and_within_every_bound(
         nodes = list(grant.nodes)
         assert nodes == sorted(set(nodes))
         assert is_parent_closed(candidate.tree, nodes)
-        most = min(candidate.params.max_draft_tokens, candidate.max_nodes, len(candidate.tree))
-        floor = min(candidate.params.min_draft_tokens, most, left)
+        most = min(
+            candidate.params.max_speculative_tokens, candidate.max_nodes, len(candidate.tree)
+        )
+        floor = min(candidate.params.min_speculative_tokens, most, left)
         left -= floor
         assert floor <= len(nodes) <= most
         assert (grant.reason == "") == (len(nodes) == len(candidate.tree) > 0)
@@ -154,19 +156,21 @@ def test_ties_go_to_the_shallower_node_then_to_the_older_request() -> None:
 def test_the_likeliest_branch_is_kept_wherever_the_drafter_put_it() -> None:
     tree = DraftTree([7, 8, 9, 10], [-1, 0, -1, 2], [0] * 4)
     candidate = DraftCandidate(
-        "r", "ngram", SpeculativeParams(max_draft_tokens=2), tree, [0.3, 0.2, 0.6, 0.5], 64
+        "r", "ngram", SpeculativeParams(max_speculative_tokens=2), tree, [0.3, 0.2, 0.6, 0.5], 64
     )
     grant = GoodputPolicy(DictatedCost(flat)).grant([candidate], load_of(1))[0]
     assert grant == Grant("r", [2, 3], "client_cap")
 
 
 def test_a_survival_that_rises_downward_does_not_orphan_a_node() -> None:
-    candidate = chain_candidate("r", [0.5, 0.5000001, 0.6], SpeculativeParams(max_draft_tokens=2))
+    candidate = chain_candidate(
+        "r", [0.5, 0.5000001, 0.6], SpeculativeParams(max_speculative_tokens=2)
+    )
     assert GoodputPolicy(DictatedCost(flat)).grant([candidate], load_of(1))[0].nodes == [0, 1]
 
 
 def test_a_floor_is_granted_whatever_it_costs() -> None:
-    floored = chain_candidate("r", BAD, SpeculativeParams(min_draft_tokens=3))
+    floored = chain_candidate("r", BAD, SpeculativeParams(min_speculative_tokens=3))
     policy = GoodputPolicy(DictatedCost(steep))
     grant = policy.grant([floored, chain_candidate("other", BAD)], load_of(2))
     assert [each.gamma for each in grant] == [3, 0]
@@ -174,13 +178,13 @@ def test_a_floor_is_granted_whatever_it_costs() -> None:
 
 def test_who_limits_a_grant_is_named() -> None:
     policy = GoodputPolicy(DictatedCost(flat))
-    client = chain_candidate("client", GOOD, SpeculativeParams(max_draft_tokens=2))
+    client = chain_candidate("client", GOOD, SpeculativeParams(max_speculative_tokens=2))
     full = DraftCandidate(
         "full", "ngram", SpeculativeParams(), client.tree, client.survivals, 3, "no_kv"
     )
     none_left = DraftCandidate("none", "ngram", SpeculativeParams(), DraftTree(), [], 0, "no_kv")
     silent = chain_candidate("silent", [])
-    refused = chain_candidate("refused", [], SpeculativeParams(max_draft_tokens=0))
+    refused = chain_candidate("refused", [], SpeculativeParams(max_speculative_tokens=0))
     grants = policy.grant([client, full, none_left, silent, refused], load_of(5))
     assert [(grant.gamma, grant.reason) for grant in grants] == [
         (2, "client_cap"),
@@ -364,7 +368,7 @@ def test_free_drafters_never_rest_however_bad_they_are() -> None:
 
 
 def test_the_first_draft_of_a_request_is_held_to_num_tokens() -> None:
-    params = SpeculativeParams(num_draft_tokens=3, max_draft_tokens=8)
+    params = SpeculativeParams(num_speculative_tokens=3, max_speculative_tokens=8)
     candidate = chain_candidate("a", GOOD, params)
     policy = GoodputPolicy(DictatedCost(flat))
     assert policy.grant([candidate], load_of(1))[0] == Grant("a", [0, 1, 2], "client_cap")

@@ -12,10 +12,10 @@ def half(monkeypatch: pytest.MonkeyPatch) -> str:
     """A policy as a file of one's own would have it."""
     monkeypatch.setattr(policy, "_POLICIES", dict(policy._POLICIES))
 
-    @policy.gamma_policy("half", "half of the most", ["max_draft_tokens"])
+    @policy.gamma_policy("half", "half of the most", ["max_speculative_tokens"])
     class Half(policy.GammaPolicy):
         def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:  # noqa: ARG002
-            return params.max_draft_tokens // 2
+            return params.max_speculative_tokens // 2
 
     return "half"
 
@@ -26,7 +26,7 @@ def test_every_file_registers_its_policy() -> None:
 
 def test_a_new_policy_needs_only_its_registration(half: str) -> None:
     assert half in gamma_policy_names()
-    params = SpeculativeParams(policy=half, max_draft_tokens=6)
+    params = SpeculativeParams(adaptive_depth=half, max_speculative_tokens=6)
     controller = GammaController(DictatedCost(float))
     assert controller.num_to_propose("r", params) == 3
     grant = controller.grant([chain_candidate("r", [0.5] * 8, params)], 1, 1, 0)["r"]
@@ -38,8 +38,10 @@ def test_policies_that_weigh_cost_come_after_those_that_do_not(half: str) -> Non
     """Their rows are facts to it: one spare row goes to the policy that grants at any price."""
     controller = GammaController(DictatedCost(lambda _: 1.0))
     candidates = [
-        chain_candidate("goodput", [0.9], SpeculativeParams(policy="goodput")),
-        chain_candidate("half", [0.1], SpeculativeParams(policy=half, max_draft_tokens=6)),
+        chain_candidate("goodput", [0.9], SpeculativeParams(adaptive_depth="goodput")),
+        chain_candidate(
+            "half", [0.1], SpeculativeParams(adaptive_depth=half, max_speculative_tokens=6)
+        ),
     ]
     grants = controller.grant(candidates, 2, 2, 0, num_spare_rows=1)
     assert (grants["goodput"].gamma, grants["half"].gamma) == (0, 1)

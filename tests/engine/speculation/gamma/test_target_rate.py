@@ -8,10 +8,10 @@ from engine.speculation.gamma.target_rate import TargetRatePolicy
 from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
 
 PARAMS = SpeculativeParams(
-    policy="target_rate",
-    num_draft_tokens=4,
-    min_draft_tokens=1,
-    max_draft_tokens=6,
+    adaptive_depth="target_rate",
+    num_speculative_tokens=4,
+    min_speculative_tokens=1,
+    max_speculative_tokens=6,
     target_acceptance_rate=0.7,
 )
 
@@ -39,14 +39,17 @@ def test_gamma_sinks_by_one_a_step_to_its_minimum_while_nothing_is() -> None:
 
 def test_gamma_rests_within_a_tenth_of_the_target() -> None:
     """0.8 and 0.6 are on the border: rounding must not push either across."""
-    five = replace(PARAMS, num_draft_tokens=5, max_draft_tokens=9)
+    five = replace(PARAMS, num_speculative_tokens=5, max_speculative_tokens=9)
     assert trace(TargetRatePolicy(DictatedCost(float)), [4] * 4, five) == [5] * 4
     assert trace(TargetRatePolicy(DictatedCost(float)), [3] * 4, five) == [5] * 4
 
 
 def test_the_mean_of_the_last_ten_rates_decides_not_the_last_one() -> None:
     one = SpeculativeParams(
-        policy="target_rate", num_draft_tokens=1, min_draft_tokens=1, max_draft_tokens=2
+        adaptive_depth="target_rate",
+        num_speculative_tokens=1,
+        min_speculative_tokens=1,
+        max_speculative_tokens=2,
     )
     policy = TargetRatePolicy(DictatedCost(float))
     for _ in range(10):
@@ -70,7 +73,10 @@ def test_steps_without_a_draft_say_nothing() -> None:
 
 def test_gamma_zero_is_left_again_after_a_windows_worth_of_steps() -> None:
     params = SpeculativeParams(
-        policy="target_rate", num_draft_tokens=1, min_draft_tokens=0, max_draft_tokens=4
+        adaptive_depth="target_rate",
+        num_speculative_tokens=1,
+        min_speculative_tokens=0,
+        max_speculative_tokens=4,
     )
     policy = TargetRatePolicy(DictatedCost(float))
     assert trace(policy, [0] * 12, params) == [1] + [0] * 10 + [1]
@@ -80,7 +86,10 @@ def test_gamma_zero_is_left_again_after_a_windows_worth_of_steps() -> None:
 def test_the_start_is_clamped_and_requests_do_not_share_state() -> None:
     policy = TargetRatePolicy(DictatedCost(float))
     wide = SpeculativeParams(
-        policy="target_rate", num_draft_tokens=9, min_draft_tokens=2, max_draft_tokens=5
+        adaptive_depth="target_rate",
+        num_speculative_tokens=9,
+        min_speculative_tokens=2,
+        max_speculative_tokens=5,
     )
     assert policy.num_to_propose("other", wide) == 5
     trace(policy, [0, 0], PARAMS)
