@@ -106,9 +106,10 @@ class EngineRuntime:
                 f"no drafter {request.speculative.drafter!r}; loaded: {known}",
             )
         drafter = self.info.drafters[request.speculative.drafter]
-        given = drafter.defaults() | dict(request.speculative.options)
-        if drafter.check is not None and (fault := drafter.check(given)):
-            raise RequestError("speculative.options", fault)
+        try:
+            drafter.resolve(request.speculative.options)
+        except ValueError as error:
+            raise RequestError("speculative.options", str(error)) from error
         if request.speculative.policy not in gamma_policy_names():
             raise RequestError(
                 "speculative.adaptive_depth",

@@ -22,11 +22,13 @@ from typing import Any
 from drafters.base import (
     Drafter,
     DrafterContext,
+    DrafterInfo,
     DrafterNeeds,
     DrafterOption,
     DraftRequest,
     NewRequest,
     Observation,
+    RequestState,
     drafter,
 )
 from drafters.model.block_contents import BlockContents, TextDigests
@@ -51,7 +53,7 @@ OPTIONS = (
 
 
 @dataclass(slots=True)
-class _State:
+class _DraftedText(RequestState):
     """A request's options and text."""
 
     min_confidence: float
@@ -59,12 +61,12 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _FirstRound:
     """A request that drafts in this step, and the known tokens that its first round feeds."""
 
     index: int
     ask: DraftRequest
-    state: _State
+    state: _DraftedText
     num_valid: int
 
     @property
@@ -138,9 +140,9 @@ class ModelDrafter(Drafter):
     def build(cls, context: DrafterContext, settings: Any) -> ModelDrafter:  # noqa: ARG003
         return cls(context.draft_model(cls.info.name))
 
-    def start(self, request: NewRequest) -> _State:
+    def start(self, request: NewRequest) -> _DraftedText:
         text = TextDigests(request.cache_salt, self._model.block_size)
-        return _State(float(request.options["min_confidence"]), text)
+        return _DraftedText(float(request.options["min_confidence"]), text)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Raises KeyError for a request that is not open."""
@@ -181,28 +183,30 @@ class ModelDrafter(Drafter):
 
     # The first round: known tokens
 
-    def _turn(self, index: int, ask: DraftRequest) -> _Turn:
+    def _turn(self, index: int, ask: DraftRequest) -> _FirstRound:
         state = self._states[ask.request_id]
         if not self._model.owns_rows:
-            return _Turn(index, ask, state, min(ask.num_computed_tokens, len(ask.token_ids) - 1))
+            return _FirstRound(
+                index, ask, state, min(ask.num_computed_tokens, len(ask.token_ids) - 1)
+            )
         state.text.update(ask.token_ids)
         most = len(ask.token_ids) - 1
         valid = self._contents.num_valid(ask.block_table, state.text, ask.token_ids, most)
-        return _Turn(index, ask, state, valid)
+        return _FirstRound(index, ask, state, valid)
 
     def _has_room(self, ask: DraftRequest) -> bool:
         return (
             ask.max_nodes > 0 and ask.shape.depth > 0 and len(ask.token_ids) < self._model.max_len
         )
 
-    def _deal(self, turns: Sequence[_Turn]) -> list[tuple[_Turn, DraftRows]]:
+    def _deal(self, turns: Sequence[_FirstRound]) -> list[tuple[_FirstRound, DraftRows]]:
         """Rows within the budget, those with the least to catch up first. Requests whose rows reach to
         the anchor have that one scored, and draft.
 
         Requests that share blocks may lack the same rows: then one of them waits, and finds the rows
         written at its next turn.
         """
-        rows: list[tuple[_Turn, DraftRows]] = []
+        rows: list[tuple[_FirstRound, DraftRows]] = []
         claimed: set[int] = set()
         budget = self._model.max_catch_up_rows
         for turn in sorted(turns, key=lambda turn: (turn.lag, turn.index)):
@@ -216,12 +220,12 @@ class ModelDrafter(Drafter):
             rows.append((turn, self._known_rows(turn, count, whole)))
         return rows
 
-    def _blocks_of(self, turn: _Turn) -> set[int]:
+    def _blocks_of(self, turn: _FirstRound) -> set[int]:
         size = self._model.block_size
         last = len(turn.ask.token_ids) - 1
         return set(turn.ask.block_table[turn.num_valid // size : last // size + 1])
 
-    def _known_rows(self, turn: _Turn, count: int, whole: bool) -> DraftRows:
+    def _known_rows(self, turn: _FirstRound, count: int, whole: bool) -> DraftRows:
         ask, first = turn.ask, turn.num_valid
         tokens = list(ask.token_ids[first : first + count])
         width = min(ask.shape.width, ask.max_nodes)
@@ -229,7 +233,7 @@ class ModelDrafter(Drafter):
 
     # Later rounds: drafted tokens
 
-    def _growth(self, turn: _Turn) -> DraftGrowth:
+    def _growth(self, turn: _FirstRound) -> DraftGrowth:
         ask = turn.ask
         depth = min(ask.shape.depth, self._model.max_len - len(ask.token_ids))
         return DraftGrowth(ask, turn.state.min_confidence, depth, self._calibration.acceptance)
@@ -319,37 +323,43 @@ def _num_in_place(rows: DraftRows) -> int:
     return max(0, chain_length(rows.parents) - rows.num_stored)
 
 
-@drafter(
-    "small_model",
-    "A small model with the target's tokenizer guesses what the target will write.",
-    options=OPTIONS,
-    needs=DrafterNeeds(draft_slots=True, draft_model="small"),
-    cost="One forward of the small model per depth, and KV memory for it beside the target's.",
-    samples=True,
-)
+@drafter
 class SmallModelDrafter(ModelDrafter):
     """See the module."""
 
+    info = DrafterInfo(
+        "small_model",
+        "A small model with the target's tokenizer guesses what the target will write.",
+        options=OPTIONS,
+        needs=DrafterNeeds(draft_slots=True, draft_model="small"),
+        cost="One forward of the small model per depth, and KV memory for it beside the target's.",
+        samples=True,
+    )
 
-@drafter(
-    "quantized",
-    "A copy with 8-bit or 4-bit weights guesses for the model that it was made from.",
-    options=OPTIONS,
-    needs=DrafterNeeds(draft_slots=True, draft_model="quantized"),
-    cost="One forward of the copy per depth, and memory for its weights.",
-    samples=True,
-)
+
+@drafter
 class QuantizedDrafter(ModelDrafter):
     """See the module."""
 
+    info = DrafterInfo(
+        "quantized",
+        "A copy with 8-bit or 4-bit weights guesses for the model that it was made from.",
+        options=OPTIONS,
+        needs=DrafterNeeds(draft_slots=True, draft_model="quantized"),
+        cost="One forward of the copy per depth, and memory for its weights.",
+        samples=True,
+    )
 
-@drafter(
-    "prefix_layers",
-    "Some of the target's own layers guess for all of them.",
-    options=OPTIONS,
-    needs=DrafterNeeds(draft_slots=True, draft_model="layers"),
-    cost="One forward of these layers per depth; no memory.",
-    samples=True,
-)
+
+@drafter
 class PrefixLayersDrafter(ModelDrafter):
     """See the module."""
+
+    info = DrafterInfo(
+        "prefix_layers",
+        "Some of the target's own layers guess for all of them.",
+        options=OPTIONS,
+        needs=DrafterNeeds(draft_slots=True, draft_model="layers"),
+        cost="One forward of these layers per depth; no memory.",
+        samples=True,
+    )

@@ -10,6 +10,7 @@ import pytest
 
 from drafters import registry
 from drafters.base import (
+    REGISTERED,
     Drafter,
     DrafterContext,
     DrafterInfo,
@@ -17,7 +18,6 @@ from drafters.base import (
     DraftShape,
     Observation,
     OptionValue,
-    Registered,
 )
 from drafters.tree import EMPTY, ROOT, DraftTree
 from engine.async_engine import AsyncEngine
@@ -32,6 +32,7 @@ class OracleDrafter(Drafter):
     info = DrafterInfo("oracle", "Knows the answer.", drafts_trees=True)
 
     def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int) -> None:
+        super().__init__()
         self._texts = [list(text) for text in texts]
         self._vocab_size = vocab_size
         self._num_proposed = 0
@@ -82,7 +83,7 @@ def register_oracle(monkeypatch: pytest.MonkeyPatch, make: Callable[[], OracleDr
             del context, settings
             return make()
 
-    monkeypatch.setitem(Registered.all, "oracle", Registered(Oracle))
+    monkeypatch.setitem(REGISTERED, "oracle", Oracle)
     monkeypatch.setattr(registry, "_NAMES", (*registry._NAMES, "oracle"))
 
 

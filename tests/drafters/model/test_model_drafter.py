@@ -419,7 +419,7 @@ def test_what_it_says_of_itself_and_what_it_refuses() -> None:
     assert drafter.info.samples
     assert drafter.info.needs.draft_slots
     with pytest.raises(ValueError, match="min_confidence must be at most 1"):
-        drafter.open("r", [1], {"min_confidence": 1.5}, "")
+        drafter.info.resolve({"min_confidence": 1.5})
     drafter.open("r", [1], {}, "")
     assert drafter.num_top_tokens("r") == 0
     drafter.close("never opened")
