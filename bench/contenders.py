@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from drafters.auto import AutoDrafter
-from drafters.base import OptionValue
-from drafters.registry import DrafterUnavailableError, build_drafters
+from drafters.base import DrafterUnavailableError, OptionValue
+from drafters.registry import build_drafters
 from engine.core import EngineCore
 from engine.events import FinishInfo, TokenEvent
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams

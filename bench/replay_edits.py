@@ -53,7 +53,8 @@ class ArcticDrafter(Drafter):
     """
 
     def __init__(self, limits: Mapping[str, float], keep_finished: bool) -> None:
-        self.info = DrafterInfo(ARCTIC, "", True)
+        super().__init__()
+        self.info = DrafterInfo(ARCTIC, "")
         self._numpy = import_module("numpy")
         decoding = import_module("arctic_inference.suffix_decoding")
         num_kept = UNLIMITED if keep_finished else 0

@@ -31,6 +31,7 @@ from operator import attrgetter
 from typing import Any
 
 from drafters.base import (
+    REGISTERED,
     Drafter,
     DrafterContext,
     DrafterInfo,
@@ -38,7 +39,8 @@ from drafters.base import (
     DraftRequest,
     NewRequest,
     Observation,
-    Registered,
+    RequestState,
+    build_registered,
     drafter,
 )
 from drafters.checks import check_token_ids, count_of, is_interrupt
@@ -96,7 +98,7 @@ class _Member:
 
 
 @dataclass(slots=True)
-class _State:
+class _Members(RequestState):
     """One request. ``members`` are in the order in which they are asked; ``depth`` is that of the draft
     asked for last."""
 
@@ -105,14 +107,16 @@ class _State:
     depth: int = 1
 
 
-@drafter(
-    "auto",
-    "Lays the drafts of all drafters that need no model, and what the target nearly said, over each "
-    "other and takes what is likeliest, by how often each of them has been right about this text.",
-    cost="The CPU time of its members together; no model.",
-)
+@drafter
 class AutoDrafter(Drafter):
     """See the module. A member that raises is left out, first for a step, then for the request."""
+
+    info = DrafterInfo(
+        "auto",
+        "Lays the drafts of all drafters that need no model, and what the target nearly said, over each "
+        "other and takes what is likeliest, by how often each of them has been right about this text.",
+        cost="The CPU time of its members together; no model.",
+    )
 
     def __init__(self, members: Mapping[str, Drafter], vocab_size: int = 0) -> None:
         """``vocab_size`` as in ``check_token_ids``. Raises ValueError without members, or with one that
@@ -144,9 +148,9 @@ class AutoDrafter(Drafter):
         does all that the other does, that one."""
         return cls(
             {
-                name: registered(context)
-                for name, registered in Registered.all.items()
-                if can_join(registered.kind.info) and not registered.part_of
+                name: build_registered(kind, context)
+                for name, kind in REGISTERED.items()
+                if can_join(kind.info) and not kind.part_of
             },
             context.vocab_size,
         )
@@ -156,11 +160,11 @@ class AutoDrafter(Drafter):
         self._members |= {
             name: each
             for name, each in drafters.items()
-            if name not in Registered.all and can_join(each.info)
+            if name not in REGISTERED and can_join(each.info)
         }
         self._describe()
 
-    def start(self, request: NewRequest) -> _State:
+    def start(self, request: NewRequest) -> _Members:
         request_id, token_ids = request.request_id, request.token_ids
         members = [
             _Member(each, self.estimator.for_request(name)) for name, each in self._members.items()
@@ -174,7 +178,7 @@ class AutoDrafter(Drafter):
                 member, each.open, request_id, token_ids, defaults, request.cache_salt
             ):
                 member.num_failures = _FAILURES_BEFORE_SILENCE
-        return _State(members)
+        return _Members(members)
 
     def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
         """Raises KeyError for a request that is not open."""
@@ -256,7 +260,7 @@ class AutoDrafter(Drafter):
         )
         return max(wanted, default=0)
 
-    def finish(self, request_id: str, state: _State) -> None:
+    def finish(self, request_id: str, state: _Members) -> None:
         for member in state.members:
             self._tried(member, member.drafter.close, request_id)
 

@@ -1,26 +1,151 @@
-"""What guesses for a target, and what it is told afterwards: the base class of all drafters.
+"""The interface of drafters: what they declare, what they are asked and told, and their base class.
 
-One drafter object per engine and name holds the states of all its requests, so that drafters with
-a model of their own can batch. The engine thread is the only caller. Most drafters never see a
-tensor: token ids, options, the verifier's noise and, where they ask for them, the target's top
-tokens per verified row. What else a drafter asks of the engine stands in its ``DrafterNeeds``.
+A drafter that needs no model is one file with two classes (docs/extend.md has a whole one): a subclass
+of ``RequestState``, which proposes drafts for one request and learns from what the target wrote, and a
+subclass of ``Drafter``, registered with ``@drafter``, whose ``start`` makes such a state.
+
+There is one ``Drafter`` object per engine and name, which holds the states of all its requests, so that
+drafters with a model can batch. Only the engine's thread calls it. Token ids, options, the verifier's
+noise and the target's top tokens come as plain Python; a drafter that needs more of the engine says so
+in its ``DrafterNeeds``.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from drafters.tree import EMPTY, DraftTree
 
 OptionValue: TypeAlias = bool | int | float | str
+Options: TypeAlias = Mapping[str, OptionValue]
+
+
+# --- what a drafter declares ---
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterOption:
+    """An option that each request may set; its type is that of ``default``. ``GET /v1/drafters`` lists
+    it. Numbers lie within ``minimum``..``maximum``, where these are given."""
+
+    name: str
+    default: OptionValue
+    description: str
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def check(self, value: object) -> OptionValue:
+        """Returns the value, an int as a float where that is the option's type. Raises ValueError naming
+        the option if it does not fit."""
+        kind = type(self.default)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ValueError(f"{self.name} must be {kind.__name__}, not {type(value).__name__}")
+        assert isinstance(value, bool | int | float | str)
+        if not isinstance(value, bool | str):
+            if self.minimum is not None and value < self.minimum:
+                raise ValueError(f"{self.name} must be at least {self.minimum:g}")
+            if self.maximum is not None and value > self.maximum:
+                raise ValueError(f"{self.name} must be at most {self.maximum:g}")
+        return value
+
+
+def in_order(low: str, high: str) -> Callable[[Options], str]:
+    """Returns a ``DrafterInfo.check``: the first of two options must not exceed the second."""
+    return partial(_in_order, low, high)
+
+
+def _in_order(low: str, high: str, options: Options) -> str:
+    wrong = float(options[low]) > float(options[high])
+    return f"{low} must not exceed {high}" if wrong else ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterNeeds:
+    """The services that a drafter asks of the engine besides token ids.
+
+    ``top_probs``: probabilities beside the target's top tokens.
+    ``hidden_rows``: the target's hidden states (``Drafter.observe_hidden``).
+    ``draft_slots``: slots for keys and values of its nodes, leased before it proposes.
+    ``all_or_nothing``: a policy grants a draft whole or not at all, since its rows are of use only
+    together (the Lookahead window).
+    ``draft_model``: the kind of model that the engine makes for it (``DrafterContext.draft_model``):
+    "small", the one that the setting draft_model names; "quantized", a copy of the target or of the
+    small one; "layers", some of the target's own layers.
+    """
+
+    top_probs: bool = False
+    hidden_rows: bool = False
+    draft_slots: bool = False
+    all_or_nothing: bool = False
+    draft_model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """The public description of a drafter.
+
+    ``drafts_trees``: it can offer several continuations, within the width that a request names.
+    ``cost``: the price of its drafts, in words, for those who choose.
+    ``samples``: it can sample from a distribution of its own, as verifications other than "match" need.
+    ``takes_prediction``: it can use a text that the output is expected to repeat (``Drafter.predict``).
+    ``check`` is given all options together and returns what is wrong with them, or "". Where it can be
+    pickled, a server in front of the engine's process calls it; otherwise the engine does.
+    """
+
+    name: str
+    description: str
+    drafts_trees: bool = True
+    options: tuple[DrafterOption, ...] = ()
+    needs: DrafterNeeds = DrafterNeeds()
+    cost: str = ""
+    samples: bool = False
+    takes_prediction: bool = False
+    check: Callable[[Options], str] | None = None
+
+    def defaults(self) -> dict[str, OptionValue]:
+        """Returns the default of every option."""
+        return {option.name: option.default for option in self.options}
+
+    def resolve(self, given: Mapping[str, Any]) -> dict[str, OptionValue]:
+        """Checks a request's options and returns them with the defaults of those left out. Raises
+        ValueError naming the option at fault."""
+        known = {option.name: option for option in self.options}
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            have = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"{self.name} has no option {unknown[0]!r}; it has: {have}")
+        options = self.defaults()
+        options |= {name: known[name].check(value) for name, value in given.items()}
+        if self.check is not None and (fault := self.check(options)):
+            raise ValueError(fault)
+        return options
+
+
+# --- what a drafter is asked and told ---
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that starts. ``token_ids``, its prompt, is the request's live list: read it, never keep
+    or change it. ``options`` are complete. ``cache_salt`` names the tenant: nothing learned under one
+    may draft under another."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    options: Options
+    cache_salt: str
 
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """What one request asked for: ``width`` 1 is a chain; ``depth`` bounds the longest path."""
+    """The shape that a request asked for: at most ``width`` children per node, 1 for a chain, and paths
+    of at most ``depth`` nodes."""
 
     width: int = 1
     depth: int = 16
@@ -31,7 +156,7 @@ Noise: TypeAlias = Callable[[int, Sequence[int]], Sequence[float]]
 
 
 def no_noise(position: int, token_ids: Sequence[int]) -> Sequence[float]:
-    """Greedy: no token is favoured."""
+    """The noise of greedy requests, which favours no token."""
     del position
     return [0.0] * len(token_ids)
 
@@ -39,12 +164,12 @@ def no_noise(position: int, token_ids: Sequence[int]) -> Sequence[float]:
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
     """How the request's tokens are sampled: ``argmax(logit / temperature + noise)`` among what top-k,
-    top-p and min-p keep; ``temperature`` 0 is greedy (then ``noise`` is none).
+    top-p and min-p keep; ``temperature`` 0 is greedy (then ``noise`` is ``no_noise``).
 
     Under ``verification`` "match", ``noise`` is the verifier's own, so a drafter that samples with it
     agrees with the target more often than any that samples independently. Under other verifications
     it is a stream of the drafter's own, and a drafter that samples attaches the distributions it
-    sampled from to the tree (``DraftTree.draft_probs``). ``key`` is the same noise for those who
+    sampled from to the tree (``DraftTree.draft_probs``). ``key`` is the same noise for drafters that
     compute it over tensors.
     """
 
@@ -62,14 +187,14 @@ GREEDY = DraftSampling()
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One request's turn to draft.
+    """A request that is to be drafted for in this step.
 
-    ``token_ids`` is the request's live list, prompt plus everything emitted (the last one is the
-    anchor); read it, never keep or change it. ``max_nodes`` bounds the tree. ``num_computed_tokens``
-    tokens have their keys and values in the target's store. ``block_table`` is live too; for drafters
-    that need ``draft_slots`` it covers the slots of ``max_nodes`` nodes after the known tokens.
-    ``tokens_per_second``: what the engine would write in this step without drafts, all requests
-    together, so that a drafter can weigh its time; 0 where the request's policy does not.
+    ``token_ids`` is its live list, the prompt and everything emitted; the last one is the anchor, under
+    which the draft hangs. ``max_nodes`` bounds the tree. The first ``num_computed_tokens`` tokens have
+    their keys and values in the target's store. ``block_table`` is live, too; for drafters that need
+    ``draft_slots`` it covers ``max_nodes`` slots after the known tokens. ``tokens_per_second`` is what
+    the engine would write in this step without drafts, all requests together, so that a drafter can
+    weigh its time; 0 where the request's policy weighs none.
     """
 
     request_id: str
@@ -84,16 +209,17 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the target said about one request in one step.
+    """The target's word on one request in one step.
 
-    Row 0 is the anchor, row ``i + 1`` is node ``i`` of ``tree`` (the part that was verified; empty
-    at gamma 0). ``path`` holds the rows whose token was emitted, starting with row 0; the target's
-    token at the last of them is the last of ``emitted_token_ids``, unless the run was trimmed by a
-    stop. Where drafts are not verified by match, ``row_token_ids`` is -1 at rows off the path.
-    ``top_token_ids[r]`` are the target's likeliest tokens at row ``r``, best first, zero-
-    probability ones left out, if the drafter's ``num_top_tokens`` asked for them, and
-    ``top_probs[r]`` their probabilities at temperature 1, before any truncation, for drafters
-    that need ``top_probs``.
+    ``token_ids`` is the request's live list and already ends with ``emitted_token_ids``. ``tree`` is the
+    part of the draft that was verified, empty at gamma 0. Row 0 is the anchor, row ``i + 1`` is node
+    ``i`` of ``tree``. ``path`` holds the rows whose token was emitted, starting with row 0; the target's
+    token at the last of them is the last one emitted, unless a stop trimmed the run.
+
+    ``row_token_ids``: the target's token at every row; where drafts are not verified by "match", -1 at
+    rows off the path. ``top_token_ids[r]``: the likeliest tokens at row ``r``, best first, without those
+    of probability zero, as many as ``num_top_tokens`` asked for. ``top_probs[r]``: their probabilities
+    at temperature 1, before any truncation, for drafters that need ``top_probs``.
     """
 
     request_id: str
@@ -108,128 +234,20 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """The target's last hidden states (what its output head reads) of newly committed tokens.
+    """The target's last hidden states (the input of its output head) of newly committed tokens.
 
     Row ``i`` belongs to the token at ``first_position + i``. The first call after admission starts
-    where the cached prefix ended, one after preemption may start anew at a smaller position.
+    where the cached prefix ended; one after preemption may start anew at a smaller position.
+    ``token_ids`` is the request's live list.
     """
 
     request_id: str
     first_position: int
     token_ids: Sequence[int]
-    """The request's live list, as in ``Observation``."""
     hidden: Any  # [num_rows, hidden_size], the target's type and device
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterNeeds:
-    """What a drafter asks of the engine besides token ids.
-
-    ``top_probs``: probabilities beside the top tokens. ``hidden_rows``: it reads the target's hidden
-    states (``Drafter.observe_hidden``). ``draft_slots``: it writes keys and values, so slots for its
-    nodes are leased before it proposes. ``all_or_nothing``: rows of a draft are of use only together
-    (the Lookahead window), so a policy grants a draft whole or not at all (``whole_trees`` is the name
-    of before). ``draft_model``: the engine makes it a model to draft with (``context.draft_model``):
-    "small", the one of the setting draft_model; "quantized", a copy of the target or of the small one;
-    "layers", some of the target's own.
-    """
-
-    top_probs: bool = False
-    hidden_rows: bool = False
-    draft_slots: bool = False
-    all_or_nothing: bool = False
-    draft_model: str = ""
-    whole_trees: InitVar[bool] = False
-
-    def __post_init__(self, whole_trees: bool) -> None:
-        if whole_trees:
-            object.__setattr__(self, "all_or_nothing", True)
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterOption:
-    """A per-request option of a drafter: checked by the server, listed by ``GET /v1/drafters``."""
-
-    name: str
-    default: OptionValue
-    description: str
-    minimum: float | None = None
-    maximum: float | None = None
-
-    def check(self, value: object) -> OptionValue:
-        """The value, if it fits. Raises ValueError naming the option otherwise."""
-        kind = type(self.default)
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise ValueError(f"{self.name} must be {kind.__name__}, not {type(value).__name__}")
-        assert isinstance(value, bool | int | float | str)
-        if not isinstance(value, bool | str):
-            if self.minimum is not None and value < self.minimum:
-                raise ValueError(f"{self.name} must be at least {self.minimum:g}")
-            if self.maximum is not None and value > self.maximum:
-                raise ValueError(f"{self.name} must be at most {self.maximum:g}")
-        return value
-
-
-Options: TypeAlias = Mapping[str, OptionValue]
-
-
-def in_order(low: str, high: str) -> Callable[[Options], str]:
-    """A check of options together: one of them must not exceed the other."""
-    return partial(_in_order, low, high)
-
-
-def _in_order(low: str, high: str, options: Options) -> str:
-    wrong = float(options[low]) > float(options[high])
-    return f"{low} must not exceed {high}" if wrong else ""
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterInfo:
-    """The public face of a drafter. ``drafts_trees``: has several continuations to offer,
-    within the width that a request names."""
-
-    name: str
-    description: str
-    drafts_trees: bool
-    options: tuple[DrafterOption, ...] = ()
-    needs: DrafterNeeds = DrafterNeeds()
-    cost: str = ""
-    """What drafting costs, in words: for those who choose."""
-    samples: bool = False
-    """Can sample its tokens from a distribution of its own, which other verifications than "match"
-    ask for."""
-    takes_prediction: bool = False
-    """Can use a text which the output is expected to repeat (``Drafter.predict``)."""
-    check: Callable[[Options], str] | None = None
-    """What is wrong with these options together; "" where nothing is. Where it can be pickled (a
-    module's function), a server in front of the engine's process checks by itself; else the engine."""
-    # The names of before, for drafters from outside.
-    draws: InitVar[bool] = False
-    takes_reference: InitVar[bool] = False
-
-    def __post_init__(self, draws: bool, takes_reference: bool) -> None:
-        if draws:
-            object.__setattr__(self, "samples", True)
-        if takes_reference:
-            object.__setattr__(self, "takes_prediction", True)
-
-    def defaults(self) -> dict[str, OptionValue]:
-        return {option.name: option.default for option in self.options}
-
-    def resolve(self, given: Mapping[str, Any]) -> dict[str, OptionValue]:
-        """Defaults overlaid with checked values. Raises ValueError naming the offending option."""
-        known = {option.name: option for option in self.options}
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            have = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{self.name} has no option {unknown[0]!r}; it has: {have}")
-        options = self.defaults()
-        options |= {name: known[name].check(value) for name, value in given.items()}
-        if self.check is not None and (fault := self.check(options)):
-            raise ValueError(fault)
-        return options
+# --- what a drafter is built from ---
 
 
 class DrafterUnavailableError(ValueError):
@@ -237,8 +255,7 @@ class DrafterUnavailableError(ValueError):
 
 
 class DrafterContext(Protocol):
-    """What drafters may ask of the engine that they are built for. Raises DrafterUnavailableError where
-    there is no such thing."""
+    """The engine that a drafter is built for. What it does not have raises DrafterUnavailableError."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -264,193 +281,172 @@ class DrafterContext(Protocol):
         """A ``FeatureModel`` (``drafters.model.protocol``)."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A request that starts: ``token_ids``, its prompt, is live; ``options`` are complete and checked.
+# --- the drafter ---
 
-    ``cache_salt`` names the tenant: nothing learned under one cache_salt may draft under another.
-    """
 
-    request_id: str
-    token_ids: Sequence[int]
-    options: Options
-    cache_salt: str
+class RequestState:
+    """A drafter's knowledge of one request. This one drafts nothing and learns nothing."""
+
+    num_top_tokens: int = 0
+    """The number of the target's likeliest tokens per row that ``observe`` is to be given."""
+    is_reading: bool = False
+    """Set by ``Drafter`` while the prompt is read in slices: nothing else is called meanwhile."""
+
+    def propose(self, request: DraftRequest) -> DraftTree:  # noqa: ARG002
+        """Returns a tree of at most ``request.max_nodes`` nodes within ``request.shape``, ``EMPTY`` if
+        there is no guess."""
+        return EMPTY
+
+    def observe(self, observation: Observation) -> None:
+        """Learns from one step of the request."""
+
+
+class ReadingState(RequestState, ABC):
+    """A state that takes long to read a long prompt, and so reads it in slices. A draft that is wanted
+    before reads what is left by itself."""
+
+    @abstractmethod
+    def read_prompt(self, num_tokens: int) -> int:
+        """Reads up to ``num_tokens`` more tokens of the request's text and returns how many it was."""
 
 
 class Drafter:
-    """A method of guessing. ``open`` .. ``close`` bracket a request's life, preemption included.
+    """A method of guessing. ``open`` and ``close`` bracket a request's life, preemption included.
 
-    Most drafters write ``start`` alone, which returns an object that knows one request and has
-    ``propose(request) -> DraftTree``, ``observe(observation)`` and, if it wants to be told what the
-    target rated likeliest, ``num_top_tokens``. Those who batch their requests write ``propose`` and
-    ``observe`` themselves, over ``self._states``. A state that takes long to read a long prompt also has
-    ``read_prompt(num_tokens) -> int``, which takes in up to so many more tokens of the request's text and
-    says how many it was, and reads what is left by itself where it is asked for a draft before.
+    Most drafters write ``start`` alone and leave the rest to the state that it returns. Drafters that
+    batch their requests write ``propose`` and ``observe`` themselves, over ``self._states``. A subclass
+    with an ``__init__`` of its own calls this one's.
     """
 
     info: DrafterInfo
-    _unread: frozenset[str] = frozenset()
-    """Requests whose text is being read in slices."""
+    settings: ClassVar[type | None] = None
+    """The frozen dataclass of what an operator may set, as ``--drafter.<name>.<field>``. Its fields have
+    defaults, and a ``description`` in their metadata."""
+    part_of: ClassVar[str] = ""
+    """The name of a drafter that does all that this one does, and stands for both in ``auto``."""
 
     def __init__(self) -> None:
         self._states: dict[str, Any] = {}
 
     @classmethod
     def build(cls, context: DrafterContext, settings: Any) -> Drafter:  # noqa: ARG003
-        """A drafter for an engine. ``settings``: of the type it was registered with. Raises
-        DrafterUnavailableError where it cannot work."""
+        """Returns a drafter for an engine. ``settings`` is an instance of the class's ``settings``.
+        Raises DrafterUnavailableError where it cannot work."""
         return cls()
 
     def meet(self, drafters: Mapping[str, Drafter]) -> None:
-        """Called once, when all drafters of the engine are built, itself among them: by name."""
+        """Called once, when all drafters of the engine are built, with all of them by name."""
 
-    def start(self, request: NewRequest) -> Any:  # noqa: ARG002
-        """What is known of a new request."""
-        raise TypeError(f"{type(self).__name__} has neither a method start nor one of open")
+    def start(self, request: NewRequest) -> RequestState:  # noqa: ARG002
+        """Returns the state of a new request."""
+        return RequestState()
 
     def finish(self, request_id: str, state: Any) -> None:
-        """A request has ended, and this was known of it."""
+        """Called with the state of a request that has ended."""
 
     def open(
         self, request_id: str, token_ids: Sequence[int], options: Options, cache_salt: str
     ) -> None:
-        """Start a request. Raises ValueError for options that do not fit and for a request that is
-        already open."""
+        """Starts a request. ``options`` that were left out get their defaults; those given have passed
+        ``DrafterInfo.resolve``. Raises ValueError for a request that is already open."""
         if request_id in self._states:
             raise ValueError(f"request {request_id!r} is already open")
-        new = NewRequest(request_id, token_ids, self.info.resolve(options), cache_salt)
+        complete = self.info.defaults() | dict(options)
+        new = NewRequest(request_id, token_ids, complete, cache_salt)
         self._states[request_id] = self.start(new)
 
     def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
-        """Called once, right after ``open``, with a text which the output is expected to repeat for the
-        most part, if the request comes with one."""
-        refer = getattr(self, "refer", None)  # the name of before, for drafters from outside
-        if refer is not None:
-            refer(request_id, prediction_token_ids)
+        """Called once, right after ``open``, if the request comes with a text that the output is expected
+        to repeat for the most part."""
 
     def read_prompt(self, request_id: str, num_tokens: int) -> int:
-        """Take in up to ``num_tokens`` more tokens of a request's text; how many it was.
+        """Reads up to ``num_tokens`` more tokens of a request's text and returns how many it was.
 
-        The engine announces it by asking for 0 after ``open``, and then calls it in every step until it
-        was less than it asked for: so that no long prompt stops all requests. Until then the request
-        gets empty drafts and learns from its text alone. Where nobody calls it, the first draft is made
-        when all is read.
+        The engine asks for 0 after ``open``, and then in every step for some until it was fewer than it
+        asked for, so that no long prompt stops all requests. Until then the request gets empty drafts
+        and observes nothing: it reads what was emitted meanwhile, too. Where nobody calls this, the
+        first draft is made when all is read.
         """
-        state = vars(self).get("_states", {}).get(request_id)
-        read = getattr(state, "read_prompt", None)
-        if read is None:
+        state = self._states.get(request_id)
+        if not isinstance(state, ReadingState):
             return 0
-        self._unread -= {request_id}
-        num_read: int = read(num_tokens)
-        if num_read == num_tokens:
-            self._unread |= {request_id}
+        state.is_reading = False  # nobody waits for one that fails to read
+        num_read = state.read_prompt(num_tokens)
+        state.is_reading = num_read == num_tokens
         return num_read
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """A tree per request, at most ``max_nodes`` nodes each, possibly empty. Raises KeyError for a
-        request that is not open."""
-        states, unread = self._states, self._unread
-        return [
-            EMPTY if each.request_id in unread else states[each.request_id].propose(each)
-            for each in requests
-        ]
+        """Returns a tree per request, at most ``max_nodes`` nodes each, possibly empty. Raises KeyError
+        for a request that is not open."""
+        trees = []
+        for each in requests:
+            state = self._states[each.request_id]
+            trees.append(EMPTY if state.is_reading else state.propose(each))
+        return trees
 
     def begin(
         self, requests: Sequence[DraftRequest], readback: Any
     ) -> Callable[[], list[DraftTree]]:
-        """``propose`` in two parts, which is how the engine asks: what is to be read from a device is
-        added to ``readback``, which is fetched once for all drafters before what is returned is called.
-        For those who run a model; others propose at once."""
+        """``propose`` in two parts, which is how the engine asks. A drafter that runs a model adds its
+        results to ``readback``, which is fetched once for all drafters, and returns a function that
+        makes the trees of them. Others propose at once."""
         del readback
         trees = self.propose(requests)
         return lambda: trees
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Learn from verified rows. ``token_ids`` already ends with ``emitted_token_ids``. Raises
-        KeyError for a request that is not open.
+        """Learns from verified rows. Raises KeyError for a request that is not open.
 
-        What was written in steps for which a drafter was not asked comes when it is asked again or the
-        request ends: all of it at once, as a chain that was verified and accepted, without top tokens.
-        Drafters with ``hidden_rows``, ``draft_slots``, ``draft_model`` or ``all_or_nothing`` among their
-        needs hear of every step.
+        Steps for which a drafter was not asked are told when it is asked again or the request ends: all
+        at once, as a chain that was verified and accepted, without top tokens. Drafters with
+        ``hidden_rows``, ``draft_slots``, ``draft_model`` or ``all_or_nothing`` among their needs are
+        told of every step.
         """
         for observation in observations:
-            if observation.request_id not in self._unread:
-                self._states[observation.request_id].observe(observation)
+            state = self._states[observation.request_id]
+            if not state.is_reading:
+                state.observe(observation)
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
-        """Called after each step, before ``observe``, with every newly committed row of the requests,
-        prompt chunks included, of drafters that need ``hidden_rows``. The tensors are the drafter's to
-        keep."""
+        """Called after each step, before ``observe``, with every newly committed row, prompt chunks
+        included, for drafters that need ``hidden_rows``. The tensors are the drafter's to keep."""
 
     def num_top_tokens(self, request_id: str) -> int:
-        """How many of the target's top tokens per row ``observe`` wants for it; 0: none. Raises KeyError
-        for a request that is not open."""
-        num: int = getattr(self._states[request_id], "num_top_tokens", 0)
-        return 0 if request_id in self._unread else num
+        """Returns how many of the target's top tokens per row ``observe`` is to be given for a request.
+        Raises KeyError for one that is not open."""
+        state = self._states[request_id]
+        num: int = 0 if state.is_reading else state.num_top_tokens
+        return num
 
     def close(self, request_id: str) -> None:
-        """Forget the request; closing one that is not open does nothing (aborts may race)."""
-        self._unread -= {request_id}
+        """Forgets the request; closing one that is not open does nothing, since aborts may race."""
         if request_id in self._states:
             self.finish(request_id, self._states.pop(request_id))
 
 
-HiddenDrafter = ReferenceDrafter = Drafter
-"""Names of before, for drafters from outside."""
+# --- registration ---
 
-Factory: TypeAlias = Callable[[DrafterContext], Drafter]
 _Kind = TypeVar("_Kind", bound=type[Drafter])
+REGISTERED: dict[str, type[Drafter]] = {}
+"""The drafters of the core by name, in the order of registration."""
 
 
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """A kind of drafter, and the frozen dataclass of its settings, if it has any. Calling it builds
-    one. ``part_of``: the name of a drafter that tries all that this one does."""
-
-    kind: type[Drafter]
-    settings: type | None = None
-    part_of: str = ""
-
-    all: ClassVar[dict[str, Registered]] = {}
-    """By name, in the order of registration."""
-
-    def __call__(self, context: DrafterContext) -> Drafter:
-        settings = None
-        if self.settings is not None:
-            settings = self.settings(**context.drafter_settings.get(self.kind.info.name, {}))
-        return self.kind.build(context, settings)
+def drafter(kind: _Kind) -> _Kind:
+    """Registers a class under the name in its ``info``. Raises ValueError for a name that is taken and
+    for a setting without a description."""
+    name, settings = kind.info.name, kind.settings
+    if name in REGISTERED:
+        raise ValueError(f"there are two drafters of the name {name!r}")
+    if settings is not None and not all("description" in f.metadata for f in fields(settings)):
+        raise ValueError(f"drafter {name!r} has a setting without a description")
+    REGISTERED[name] = kind
+    return kind
 
 
-def drafter(
-    name: str,
-    summary: str,
-    *,
-    trees: bool = True,
-    options: tuple[DrafterOption, ...] = (),
-    check: Callable[[Options], str] | None = None,
-    needs: DrafterNeeds = DrafterNeeds(),
-    cost: str = "",
-    samples: bool = False,
-    takes_prediction: bool = False,
-    settings: type | None = None,
-    part_of: str = "",
-) -> Callable[[_Kind], _Kind]:
-    """Registers a class under a name; the arguments are those of ``DrafterInfo``.
-
-    ``settings``: a frozen dataclass of what an operator may set, as ``--drafter.<name>.<field>``; all
-    fields have defaults, and ``metadata={"description": ..}``. ``build`` gets an instance. ``part_of``
-    as in ``Registered``. Raises ValueError for a name that is taken.
-    """
-
-    def register(kind: _Kind) -> _Kind:
-        if name in Registered.all:
-            raise ValueError(f"there are two drafters of the name {name!r}")
-        assert settings is None or all("description" in each.metadata for each in fields(settings))
-        kind.info = DrafterInfo(
-            name, summary, trees, options, needs, cost, samples, takes_prediction, check
-        )
-        Registered.all[name] = Registered(kind, settings, part_of)
-        return kind
-
-    return register
+def build_registered(kind: type[Drafter], context: DrafterContext) -> Drafter:
+    """Builds a drafter of the core with its settings. Raises DrafterUnavailableError where it cannot
+    work."""
+    settings = None
+    if kind.settings is not None:
+        settings = kind.settings(**context.drafter_settings.get(kind.info.name, {}))
+    return kind.build(context, settings)

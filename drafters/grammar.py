@@ -7,27 +7,17 @@ and JSON in texts where nothing repeats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from drafters.base import Drafter, DraftRequest, NewRequest, Observation, drafter
-from drafters.tree import EMPTY, DraftTree
+from drafters.base import Drafter, DrafterInfo, drafter
 
 
-@drafter(
-    "grammar",
-    "Drafts what the request's grammar forces: punctuation, keys and names of JSON and tool calls. "
-    "Every other drafter begins with them, too.",
-    trees=False,
-    cost="nothing but its rows",
-)
+@drafter
 class GrammarDrafter(Drafter):
     """Proposes nothing of its own."""
 
-    def start(self, request: NewRequest) -> None:
-        """There is nothing to know."""
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        return [EMPTY] * len(requests)
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        """Nothing to learn."""
+    info = DrafterInfo(
+        "grammar",
+        "Drafts what the request's grammar forces: punctuation, keys and names of JSON and tool calls. "
+        "Every other drafter begins with them, too.",
+        drafts_trees=False,
+        cost="nothing but its rows",
+    )

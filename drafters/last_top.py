@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.base import Drafter, DrafterInfo, DraftRequest, NewRequest, Observation
+from drafters.base import Drafter, DrafterInfo, DraftRequest, NewRequest, Observation, RequestState
 from drafters.tree import ROOT, DraftTree, TreeBuilder
 
 MAX_CANDIDATES = 8
@@ -30,7 +30,7 @@ class LastTopDrafter(Drafter):
         return LastTopState()
 
 
-class LastTopState:
+class LastTopState(RequestState):
     """One request."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""All drafters by name: those of the wings of this folder, and those that other distributions bring.
+"""All drafters by name: those of the folders here, and those that other distributions bring.
 
-A drafter of the core is a file in one of the wings (``copying``, ``tables``, ``parallel``, ``model``, or
-a new one) in which a class is registered with ``drafters.base.drafter``; files are found by looking.
+A drafter of the core is a file in one of the folders (``copying``, ``tables``, ``parallel``, ``model``,
+or a new one) in which a class is registered with ``drafters.base.drafter``; files are found by looking.
 
 A distribution registers one with::
 
@@ -18,43 +18,25 @@ names it.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeAlias
 
 import drafters
 from drafters.base import (
+    REGISTERED,
     Drafter,
     DrafterContext,
     DrafterInfo,
     DrafterUnavailableError,
-    DraftRequest,
-    Factory,
-    NewRequest,
-    Observation,
-    Registered,
+    build_registered,
     drafter,
 )
-from drafters.tree import EMPTY, DraftTree
-
-__all__ = [
-    "GROUP",
-    "DrafterContext",
-    "DrafterPlugin",
-    "DrafterPluginError",
-    "DrafterUnavailableError",
-    "PlainContext",
-    "build_drafters",
-    "draft_models",
-    "drafter_names",
-    "drafter_settings",
-    "find_plugins",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -62,21 +44,16 @@ GROUP = "slipstream.drafters"
 
 # Names go into requests, flags and labels of metrics; requests take 64 characters.
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_NUM_ARGUMENTS = {"open": 4, "propose": 1, "observe": 1, "num_top_tokens": 1, "close": 1}
+Factory: TypeAlias = Callable[[DrafterContext], Drafter]
 
 
-@drafter("none", "Plain decoding: one token per step, nothing drafted.", trees=False)
+@drafter
 class NoneDrafter(Drafter):
     """Proposes nothing."""
 
-    def start(self, request: NewRequest) -> None:
-        """There is nothing to know."""
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        return [EMPTY] * len(requests)
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        """Nothing to learn."""
+    info = DrafterInfo(
+        "none", "Plain decoding: one token per step, nothing drafted.", drafts_trees=False
+    )
 
 
 def _import_all() -> None:
@@ -85,13 +62,13 @@ def _import_all() -> None:
 
 
 def _place(name: str) -> tuple[bool, int, str]:
-    """First ``none``, then wing by wing, then what chooses among them."""
-    module = Registered.all[name].kind.__module__
+    """The place in the list: first ``none``, then folder by folder, then what chooses among them."""
+    module = REGISTERED[name].__module__
     return name != "none", -module.count("."), module
 
 
 _import_all()
-_NAMES = tuple(sorted(Registered.all, key=_place))
+_NAMES = tuple(sorted(REGISTERED, key=_place))
 
 
 class PlainContext:
@@ -113,15 +90,14 @@ def drafter_names() -> tuple[str, ...]:
 
 
 def drafter_settings() -> Mapping[str, type]:
-    """What operators may set of drafters of the core: by name, frozen dataclasses whose fields have
-    defaults and a ``description`` in their metadata."""
-    declared = {name: Registered.all[name].settings for name in _NAMES}
+    """The ``Drafter.settings`` of the core by name, of those that have any."""
+    declared = {name: REGISTERED[name].settings for name in _NAMES}
     return {name: kind for name, kind in declared.items() if kind is not None}
 
 
 def draft_models() -> Mapping[str, str]:
     """The kind of draft model that each drafter of the core with a model asks for."""
-    kinds = {name: Registered.all[name].kind.info.needs.draft_model for name in _NAMES}
+    kinds = {name: REGISTERED[name].info.needs.draft_model for name in _NAMES}
     return {name: kind for name, kind in kinds.items() if kind}
 
 
@@ -137,7 +113,9 @@ def build_drafters(
     name whose drafter cannot work here.
     """
     context = context or PlainContext()
-    factories: dict[str, Factory] = {name: Registered.all[name] for name in _NAMES}
+    factories: dict[str, Factory] = {
+        name: partial(build_registered, REGISTERED[name]) for name in _NAMES
+    }
     factories |= plugins or {}
     built: dict[str, Drafter] = {}
     for name in factories if names is None else names:
@@ -153,24 +131,6 @@ def build_drafters(
     for each in built.values():
         each.meet(built)
     return built
-
-
-_DEFAULTS = {"observe_hidden": Drafter.observe_hidden, "predict": Drafter.predict}
-"""These do nothing: who needs them has its own."""
-
-
-class _Foreign(Drafter):
-    """A drafter that was not derived from ``Drafter``: its own methods, the base's where it has none."""
-
-    def __init__(self, drafter: Any) -> None:
-        super().__init__()
-        self.info = drafter.info
-        own: Mapping[str, Callable[..., Any]] = {
-            name: getattr(drafter, name)
-            for name in (*_NUM_ARGUMENTS, *_DEFAULTS, "refer")
-            if hasattr(drafter, name)
-        }
-        vars(self).update(own)
 
 
 class DrafterPluginError(ValueError):
@@ -194,10 +154,8 @@ class DrafterPlugin:
         return f"{owner} (entry point {self.name} = {self.entry_point.value})"
 
     def __call__(self, context: DrafterContext) -> Drafter:
-        """A fresh drafter, checked against the protocol.
-
-        Raises DrafterPluginError, and lets the plugin's own DrafterUnavailableError through.
-        """
+        """Returns a fresh drafter. Raises DrafterPluginError, and lets the plugin's own
+        DrafterUnavailableError through."""
         try:
             factory = self.entry_point.load()
         except Exception as error:
@@ -205,17 +163,18 @@ class DrafterPlugin:
         if not callable(factory):
             raise self._refusal(f"is not a factory but of type {type(factory).__name__}")
         try:
-            drafter = factory(context)
+            made = factory(context)
         except DrafterUnavailableError as error:
             logger.warning("drafter plugin %s is not available: %s", self, error)
             raise
         except Exception as error:
             raise self._refusal(f"cannot build its drafter: {_describe(error)}") from error
-        fault = protocol_fault(drafter, self.name)
-        if fault:
+        if not isinstance(made, Drafter):
+            raise self._refusal(f"returns {type(made).__name__}, which is no drafters.base.Drafter")
+        if fault := _info_fault(made, self.name):
             raise self._refusal(fault)
         logger.info("drafter %s comes from %s", self.name, self)
-        return drafter if isinstance(drafter, Drafter) else _Foreign(drafter)
+        return made
 
     def _refusal(self, fault: str) -> DrafterPluginError:
         return DrafterPluginError(f"drafter plugin of {self} {fault}")
@@ -262,27 +221,13 @@ def _by_name(
     return dict(found)
 
 
-def protocol_fault(drafter: object, name: str) -> str:
-    """What keeps an object from being the ``Drafter`` of this name; empty if nothing does."""
-    kind = type(drafter).__name__
-    info = getattr(drafter, "info", None)
+def _info_fault(made: Drafter, name: str) -> str:
+    """Returns what is wrong with a drafter's ``info``; "" if nothing is."""
+    info = getattr(made, "info", None)
     if not isinstance(info, DrafterInfo):
-        return f"returns {kind}, which has no DrafterInfo as its info"
+        return f"returns {type(made).__name__}, which has no DrafterInfo as its info"
     if info.name != name:
         return f"returns a drafter that is named {info.name!r} in its info"
-    wanted = dict(_NUM_ARGUMENTS)
-    if info.needs.hidden_rows:
-        wanted["observe_hidden"] = 1
-    if info.takes_prediction:
-        wanted["refer" if hasattr(drafter, "refer") else "predict"] = 2
-    for method, num_arguments in wanted.items():
-        inherited = getattr(type(drafter), method, None) is _DEFAULTS.get(method, drafter)
-        if inherited or not _takes(getattr(drafter, method, None), num_arguments):
-            return f"returns {kind}, which has no method {method} of {num_arguments} arguments"
-    return _option_fault(info)
-
-
-def _option_fault(info: DrafterInfo) -> str:
     names = [option.name for option in info.options]
     if len(set(names)) < len(names):
         return "lists an option twice"
@@ -291,18 +236,6 @@ def _option_fault(info: DrafterInfo) -> str:
     except ValueError as error:
         return f"has an option whose default does not fit: {error}"
     return ""
-
-
-def _takes(method: Any, num_arguments: int) -> bool:
-    if not callable(method):
-        return False
-    try:
-        inspect.signature(method).bind(*[None] * num_arguments)
-    except TypeError:
-        return False
-    except ValueError:  # Compiled, and silent about its arguments.
-        return True
-    return True
 
 
 def _describe(error: Exception) -> str:

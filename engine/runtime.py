@@ -105,10 +105,9 @@ class EngineRuntime:
                 "speculative.draft_strategy",
                 f"no drafter {request.speculative.draft_strategy!r}; loaded: {known}",
             )
+        drafter = self.info.drafters[request.speculative.draft_strategy]
         try:
-            self.info.drafters[request.speculative.draft_strategy].resolve(
-                request.speculative.options
-            )
+            drafter.resolve(request.speculative.options)
         except ValueError as error:
             raise RequestError("speculative.options", str(error)) from error
         if request.speculative.adaptive_depth not in gamma_policy_names():

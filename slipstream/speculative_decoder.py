@@ -6,20 +6,17 @@ what the target alone writes for the seed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
 from engine.async_engine import AsyncEngine
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.events import FinishInfo, TokenEvent
+from engine.events import ErrorEvent, FinishInfo
 from engine.params import GenerationRequest
+from engine.speculation.gamma.target_rate import SteeredGamma
 from engine.stats import SpeculativeStats
 from slipstream.speculative_config import SpeculativeConfig
-
-_WINDOW = 10
-_TOLERANCE = 0.1
 
 
 class SpeculativeDecoder:
@@ -33,8 +30,7 @@ class SpeculativeDecoder:
         self._loaded = SpeculativeConfig()
         self._config = SpeculativeConfig()
         self._ids = count()
-        self._depth = 0
-        self._rates: deque[float] = deque(maxlen=_WINDOW)
+        self._depth = SteeredGamma(0)
         self._total = SpeculativeStats()
 
     def setup(self, verify_model_path: str, config: SpeculativeConfig) -> None:
@@ -47,8 +43,7 @@ class SpeculativeDecoder:
         self._engine = engine
         self._loaded = config
         self._config = config
-        self._depth = config.num_speculative_tokens
-        self._rates.clear()
+        self._depth = SteeredGamma(config.num_speculative_tokens)
         self._total = SpeculativeStats()
 
     def decode_step(
@@ -61,7 +56,8 @@ class SpeculativeDecoder:
 
         ``config`` may change depth, tree, policy and sampling between calls, not what is loaded.
         Latencies in the account are milliseconds per step. Raises RuntimeError before ``setup``,
-        ValueError for a config that needs another ``setup``, RequestError for what cannot run.
+        ValueError for a config that needs another ``setup``, RequestError for what cannot run, and the
+        engine's error where the text failed; others can be written after it.
         """
         if self._engine is None:
             raise RuntimeError("call setup first")
@@ -72,7 +68,7 @@ class SpeculativeDecoder:
             f"decode-{next(self._ids)}",
             tuple(prompt_tokens),
             config.sampling_params(max_new_tokens, self._seed),
-            config.speculative_params(self._depth if config.adaptive_depth else None),
+            config.speculative_params(self._depth.gamma if config.adaptive_depth else None),
         )
         token_ids, finish = _run(self._engine, request)
         stats = finish.speculative
@@ -86,22 +82,21 @@ class SpeculativeDecoder:
         return self._total.acceptance_rate or 0.0
 
     def adjust_speculative_depth(self, acceptance_rate: float) -> int:
-        """Take in a rate: the mean of the last ten above target + 0.1 makes the next draft start one
-        deeper, below target - 0.1 one shallower, within the config's bounds. Returns that depth.
+        """Take in a rate, and move the depth of the next text's first draft within the config's bounds as
+        the policy "target_rate" moves gamma within a text (``SteeredGamma``). Returns that depth.
 
-        Within a text the engine does the same step by step. Raises ValueError for a rate outside
-        0..1.
+        Raises ValueError for a rate outside 0..1.
         """
         if not 0 <= acceptance_rate <= 1:
             raise ValueError("acceptance_rate must lie between 0 and 1")
         config = self._config
-        self._rates.append(acceptance_rate)
-        surplus = sum(self._rates) / len(self._rates) - config.target_acceptance_rate
-        if surplus > _TOLERANCE:
-            self._depth = min(self._depth + 1, config.max_speculative_tokens)
-        elif surplus < -_TOLERANCE:
-            self._depth = max(self._depth - 1, config.min_speculative_tokens)
-        return self._depth
+        self._depth.adjust(
+            acceptance_rate,
+            config.target_acceptance_rate,
+            config.min_speculative_tokens,
+            config.max_speculative_tokens,
+        )
+        return self._depth.gamma
 
     def report(self) -> dict[str, float]:
         """The account of all texts since ``setup``, as in ``decode_step``."""
@@ -112,9 +107,9 @@ class SpeculativeDecoder:
         if config.engine_config(path, self._base) != self._loaded.engine_config(path, self._base):
             raise ValueError("this config needs other models than those loaded: call setup with it")
         if config.num_speculative_tokens != self._config.num_speculative_tokens:
-            self._depth = config.num_speculative_tokens
+            self._depth.gamma = config.num_speculative_tokens
         low, high = config.min_speculative_tokens, config.max_speculative_tokens
-        self._depth = max(low, min(self._depth, high))
+        self._depth.gamma = max(low, min(self._depth.gamma, high))
         self._config = config
 
     def _account(self, stats: SpeculativeStats) -> dict[str, float]:
@@ -125,7 +120,7 @@ class SpeculativeDecoder:
             "tokens_per_step": stats.tokens_per_step or 0.0,
             "draft_latency": 1000.0 * stats.draft_seconds / num_steps if num_steps else 0.0,
             "verify_latency": 1000.0 * stats.verify_seconds / num_steps if num_steps else 0.0,
-            "speculative_depth": float(self._depth),
+            "speculative_depth": float(self._depth.gamma),
         }
         if self._config.log_acceptance_rate:
             account["acceptance_rate"] = stats.acceptance_rate or 0.0
@@ -136,14 +131,15 @@ class SpeculativeDecoder:
 
 
 def _run(engine: AsyncEngine, request: GenerationRequest) -> tuple[list[int], FinishInfo]:
-    """Step the core until the request has ended."""
+    """Step the core until the request has ended. Raises the error it ended with, if it failed."""
     engine.runtime.check(request)
     core = engine.core
     core.submit(core.prepare(request))
     token_ids: list[int] = []
     while True:
         for event in core.step().events:
-            assert isinstance(event, TokenEvent), event
+            if isinstance(event, ErrorEvent):
+                raise event.error
             token_ids += event.token_ids
             if event.finish is not None:
                 return token_ids, event.finish

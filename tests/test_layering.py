@@ -108,7 +108,7 @@ BASE = {
         "tokenizer",
         "transfer",
     },
-    "drafters": {"base", "checks", "contexts", "estimator", "per_request", "tree"},
+    "drafters": {"base", "checks", "contexts", "estimator", "reading", "tree"},
     "server": {
         "engine_client",
         "errors",

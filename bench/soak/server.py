@@ -27,7 +27,7 @@ class Faulty(Drafter):
     def start(self, request):
         if random.random() < 0.1:
             raise RuntimeError("told not to start")
-        return None
+        return super().start(request)
     def propose(self, requests):
         ways = (lambda: 1 / 0, lambda: (each for each in ()), lambda: None, lambda: exit(3))
         if random.random() < 0.5:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 from drafters.base import (
     Drafter,
+    DrafterInfo,
     DrafterOption,
     DraftRequest,
     NewRequest,
     Observation,
     Options,
+    ReadingState,
     drafter,
     in_order,
 )
@@ -57,24 +59,28 @@ def _likely(match_length: int) -> float:
     return (match_length + 1) / (match_length + 3)
 
 
-@drafter(
-    "ngram",
-    "Prompt lookup: copies what followed the longest, then most recent, earlier occurrence of "
-    "the request's last tokens. Best where the output repeats its prompt (edits, quotes, code).",
-    options=(
-        DrafterOption("ngram_min", 2, "Shortest match, in tokens, that is worth a draft.", 1, 16),
-        DrafterOption("ngram_max", 8, "Longest match, in tokens, that is searched for.", 1, 16),
-    ),
-    check=in_order("ngram_min", "ngram_max"),
-)
+@drafter
 class NgramDrafter(Drafter):
     """See the module. State per request: an ``NgramIndex``, which is bounded."""
+
+    info = DrafterInfo(
+        "ngram",
+        "Prompt lookup: copies what followed the longest, then most recent, earlier occurrence of "
+        "the request's last tokens. Best where the output repeats its prompt (edits, quotes, code).",
+        options=(
+            DrafterOption(
+                "ngram_min", 2, "Shortest match, in tokens, that is worth a draft.", 1, 16
+            ),
+            DrafterOption("ngram_max", 8, "Longest match, in tokens, that is searched for.", 1, 16),
+        ),
+        check=in_order("ngram_min", "ngram_max"),
+    )
 
     def start(self, request: NewRequest) -> NgramState:
         return NgramState(request.token_ids, request.options)
 
 
-class NgramState:
+class NgramState(ReadingState):
     """One request: its index, and how to turn matches into chains and trees."""
 
     def __init__(self, token_ids: Sequence[int], options: Options) -> None:
@@ -82,7 +88,7 @@ class NgramState:
         self._token_ids = token_ids
 
     def read_prompt(self, num_tokens: int) -> int:
-        """See ``Drafter``."""
+        """See ``ReadingState``."""
         return self._index.extend(self._token_ids, num_tokens)
 
     def observe(self, observation: Observation) -> None:

@@ -12,7 +12,15 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from drafters.base import Drafter, DraftRequest, NewRequest, Observation, drafter
+from drafters.base import (
+    Drafter,
+    DrafterInfo,
+    DraftRequest,
+    NewRequest,
+    Observation,
+    RequestState,
+    drafter,
+)
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
 
 _BUCKET_STARTS = (0, 1, 2, 3, 5, 9, 17, 33)
@@ -32,15 +40,17 @@ def run_feature(run: int, rank: int) -> int:
     return bucket * _NUM_RANKS + min(rank, _NUM_RANKS - 1)
 
 
-@drafter(
-    "prediction",
-    "Follows the request's `prediction`, the text its output is expected to repeat for the most "
-    "part, and finds its place again after every change.",
-    cost="Microseconds of CPU time; no model.",
-    takes_prediction=True,
-)
+@drafter
 class PredictionDrafter(Drafter):
     """See the module. Without a prediction a request is never drafted for."""
+
+    info = DrafterInfo(
+        "prediction",
+        "Follows the request's `prediction`, the text its output is expected to repeat for the most "
+        "part, and finds its place again after every change.",
+        cost="Microseconds of CPU time; no model.",
+        takes_prediction=True,
+    )
 
     def start(self, request: NewRequest) -> PredictionState:
         return PredictionState(len(request.token_ids))
@@ -50,7 +60,7 @@ class PredictionDrafter(Drafter):
         self._states[request_id].aligner = PredictionAligner(prediction_token_ids)
 
 
-class PredictionState:
+class PredictionState(RequestState):
     """One request. ``num_seen``: tokens of its text that the aligner has been told of."""
 
     def __init__(self, num_seen: int) -> None:

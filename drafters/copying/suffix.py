@@ -18,7 +18,16 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from drafters.base import Drafter, DrafterOption, DraftRequest, NewRequest, Observation, drafter
+from drafters.base import (
+    Drafter,
+    DrafterInfo,
+    DrafterOption,
+    DraftRequest,
+    NewRequest,
+    Observation,
+    ReadingState,
+    drafter,
+)
 from drafters.copying.alignment import (
     FEW_CANDIDATES,
     MAX_CANDIDATES,
@@ -63,23 +72,25 @@ _ALONE = [
 ]
 
 
-@drafter(
-    "suffix",
-    "Copies what followed earlier occurrences of the last tokens, in the request or in the "
-    "tenant's finished requests, as a chain or a tree of the likeliest; after an edit it goes on "
-    "where copying broke off. Best where the output repeats what was seen (edits, agents, code).",
-    options=(
-        DrafterOption(
-            "use_history",
-            True,
-            "Draft also from the tenant's finished requests, and keep this one for later ones.",
-        ),
-    ),
-    cost="Per step and request some 6 microseconds while copying, 40 to 80 in between.",
-)
+@drafter
 class SuffixDrafter(Drafter):
     """See the module. State: an ``Alignment`` per request, bounded, and a bounded ``TenantHistory``
     per cache_salt."""
+
+    info = DrafterInfo(
+        "suffix",
+        "Copies what followed earlier occurrences of the last tokens, in the request or in the "
+        "tenant's finished requests, as a chain or a tree of the likeliest; after an edit it goes on "
+        "where copying broke off. Best where the output repeats what was seen (edits, agents, code).",
+        options=(
+            DrafterOption(
+                "use_history",
+                True,
+                "Draft also from the tenant's finished requests, and keep this one for later ones.",
+            ),
+        ),
+        cost="Per step and request some 6 microseconds while copying, 40 to 80 in between.",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +111,7 @@ class SuffixDrafter(Drafter):
         state.finish()
 
 
-class SuffixState:
+class SuffixState(ReadingState):
     """One request: what it copies from, and its drafts."""
 
     def __init__(self, token_ids: Sequence[int], history: TenantHistory | None) -> None:
@@ -109,7 +120,7 @@ class SuffixState:
         self._alignment = Alignment(token_ids, history)
 
     def read_prompt(self, num_tokens: int) -> int:
-        """See ``Drafter``."""
+        """See ``ReadingState``."""
         return self._alignment.read(self._token_ids, num_tokens)
 
     def observe(self, observation: Observation) -> None:

@@ -12,22 +12,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from drafters.base import DrafterContext, DrafterNeeds, DraftRequest, HiddenRows, drafter
+from drafters.base import (
+    DrafterContext,
+    DrafterInfo,
+    DrafterNeeds,
+    DraftRequest,
+    HiddenRows,
+    drafter,
+)
 from drafters.model.model_drafter import OPTIONS, ModelDrafter
 from drafters.model.protocol import DraftRows, FeatureModel
 
 
-@drafter(
-    "eagle",
-    "A trained layer continues the target's hidden states. More often right than medusa, "
-    "at one small forward per drafted token.",
-    options=OPTIONS,
-    needs=DrafterNeeds(hidden_rows=True, draft_slots=True),
-    cost="A forward of one layer and the output head per level of the tree; a layer's KV.",
-    samples=True,
-)
+@drafter
 class EagleDrafter(ModelDrafter):
     """See the module."""
+
+    info = DrafterInfo(
+        "eagle",
+        "A trained layer continues the target's hidden states. More often right than medusa, "
+        "at one small forward per drafted token.",
+        options=OPTIONS,
+        needs=DrafterNeeds(hidden_rows=True, draft_slots=True),
+        cost="A forward of one layer and the output head per level of the tree; a layer's KV.",
+        samples=True,
+    )
 
     def __init__(self, model: FeatureModel) -> None:
         super().__init__(model)

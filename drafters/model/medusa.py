@@ -18,12 +18,14 @@ from typing import Any
 from drafters.base import (
     Drafter,
     DrafterContext,
+    DrafterInfo,
     DrafterNeeds,
     DraftRequest,
     DraftShape,
     HiddenRows,
     NewRequest,
     Observation,
+    RequestState,
     drafter,
 )
 from drafters.model.growth import feature_of
@@ -35,23 +37,25 @@ NUM_CANDIDATES = 10
 
 
 @dataclass(slots=True)
-class _State:
+class _LastRow(RequestState):
     """``position``: of the token whose row ``hidden`` is."""
 
     hidden: Any = None  # [hidden_size]
     position: int = -1
 
 
-@drafter(
-    "medusa",
-    "Trained heads on the target's last hidden state guess one token each, several ahead. Best "
-    "where the text is like what the heads were trained on.",
-    needs=DrafterNeeds(hidden_rows=True),
-    cost="One small product for all heads and the output head over a row per head.",
-    samples=True,
-)
+@drafter
 class MedusaDrafter(Drafter):
     """See the module. A hidden state per request; nothing is learned, so nothing crosses tenants."""
+
+    info = DrafterInfo(
+        "medusa",
+        "Trained heads on the target's last hidden state guess one token each, several ahead. Best "
+        "where the text is like what the heads were trained on.",
+        needs=DrafterNeeds(hidden_rows=True),
+        cost="One small product for all heads and the output head over a row per head.",
+        samples=True,
+    )
 
     def __init__(self, heads: PredictionHeads) -> None:
         super().__init__()
@@ -61,8 +65,8 @@ class MedusaDrafter(Drafter):
     def build(cls, context: DrafterContext, settings: Any) -> MedusaDrafter:  # noqa: ARG003
         return cls(context.medusa_heads())
 
-    def start(self, request: NewRequest) -> _State:  # noqa: ARG002
-        return _State()
+    def start(self, request: NewRequest) -> _LastRow:  # noqa: ARG002
+        return _LastRow()
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
         """Keep the last row: the one that chose the anchor."""

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 
 from drafters.base import (
     Drafter,
+    DrafterInfo,
     DrafterNeeds,
     DrafterOption,
     DraftRequest,
     NewRequest,
     Observation,
     Options,
+    RequestState,
     drafter,
 )
 from drafters.tree import EMPTY, DraftTree, chain
@@ -38,33 +40,35 @@ def _check(options: Options) -> str:
     return "" if known else f"first_guess must be one of: {', '.join(_FIRST_GUESSES)}"
 
 
-@drafter(
-    "jacobi",
-    "Jacobi decoding: guesses a run of tokens and refines all of them in every step, with no "
-    "model and no memory. Seldom faster than plain decoding; the base that `lookahead` builds on.",
-    trees=False,
-    options=(
-        DrafterOption("window", 8, "Tokens guessed ahead.", 1, 64),
-        DrafterOption(
-            "first_guess",
-            "text",
-            "What a guess starts from: `text`, the token that last followed the one before it; "
-            "`last`, that one repeated.",
-        ),
-    ),
-    check=_check,
-    # A refused row is not lost: it improves the next step's guess.
-    needs=DrafterNeeds(all_or_nothing=True),
-    cost="no model; `window` rows of the target in every step",
-)
+@drafter
 class JacobiDrafter(Drafter):
     """See the module. State per request: its guesses, and one successor per distinct token."""
+
+    info = DrafterInfo(
+        "jacobi",
+        "Jacobi decoding: guesses a run of tokens and refines all of them in every step, with no "
+        "model and no memory. Seldom faster than plain decoding; the base that `lookahead` builds on.",
+        drafts_trees=False,
+        options=(
+            DrafterOption("window", 8, "Tokens guessed ahead.", 1, 64),
+            DrafterOption(
+                "first_guess",
+                "text",
+                "What a guess starts from: `text`, the token that last followed the one before it; "
+                "`last`, that one repeated.",
+            ),
+        ),
+        check=_check,
+        # A refused row is not lost: it improves the next step's guess.
+        needs=DrafterNeeds(all_or_nothing=True),
+        cost="no model; `window` rows of the target in every step",
+    )
 
     def start(self, request: NewRequest) -> JacobiState:
         return JacobiState(request.token_ids, request.options)
 
 
-class JacobiState:
+class JacobiState(RequestState):
     """One request's iteration."""
 
     def __init__(self, token_ids: Sequence[int], options: Options) -> None:

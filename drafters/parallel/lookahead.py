@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from drafters.base import (
     Drafter,
+    DrafterInfo,
     DrafterNeeds,
     DrafterOption,
     DraftRequest,
@@ -28,6 +29,7 @@ from drafters.base import (
     Options,
     drafter,
 )
+from drafters.reading import TextReader
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
 
 _MAX_KEYS = 4096
@@ -61,29 +63,33 @@ def fit(max_nodes: int, width: int, n: int, num_guesses: int) -> LookaheadSize:
     return LookaheadSize(0, max(1, min(num_guesses, max_nodes // per_guess)))
 
 
-@drafter(
-    "lookahead",
-    "Lookahead decoding: grows n-grams by Jacobi iteration in a window of guesses and verifies "
-    "those that begin with the last token, in one forward. Needs no model and no repetition in "
-    "the text, but some 50 rows per request and step: for few requests on a fast device.",
-    trees=False,
-    options=(
-        DrafterOption("window", 7, "W: columns, the positions ahead that are iterated on.", 1, 60),
-        DrafterOption("ngram", 5, "N: length of an n-gram; the window has N - 1 levels.", 2, 8),
-        DrafterOption("guesses", 7, "G: n-grams kept per token and verified per step.", 1, 60),
-        DrafterOption("pool_from_prompt", True, "Start the pool with the prompt's n-grams."),
-    ),
-    needs=DrafterNeeds(all_or_nothing=True),
-    cost="no model; with the default options up to 55 rows of the target in every step",
-)
+@drafter
 class LookaheadDrafter(Drafter):
     """See the module. State per request: a window and a pool, both bounded."""
+
+    info = DrafterInfo(
+        "lookahead",
+        "Lookahead decoding: grows n-grams by Jacobi iteration in a window of guesses and verifies "
+        "those that begin with the last token, in one forward. Needs no model and no repetition in "
+        "the text, but some 50 rows per request and step: for few requests on a fast device.",
+        drafts_trees=False,
+        options=(
+            DrafterOption(
+                "window", 7, "W: columns, the positions ahead that are iterated on.", 1, 60
+            ),
+            DrafterOption("ngram", 5, "N: length of an n-gram; the window has N - 1 levels.", 2, 8),
+            DrafterOption("guesses", 7, "G: n-grams kept per token and verified per step.", 1, 60),
+            DrafterOption("pool_from_prompt", True, "Start the pool with the prompt's n-grams."),
+        ),
+        needs=DrafterNeeds(all_or_nothing=True),
+        cost="no model; with the default options up to 55 rows of the target in every step",
+    )
 
     def start(self, request: NewRequest) -> LookaheadState:
         return LookaheadState(request.token_ids, request.options)
 
 
-class LookaheadState:
+class LookaheadState(TextReader):
     """One request's window and pool."""
 
     def __init__(self, token_ids: Sequence[int], options: Options) -> None:
@@ -92,27 +98,15 @@ class LookaheadState:
         self._num_guesses = int(options["guesses"])
         self._pool = NgramPool(self._n, self._num_guesses, _MAX_KEYS)
         prompt = list(token_ids[-_MAX_PROMPT_TOKENS:])
-        self._token_ids = token_ids
-        self._first_read = self._num_read = len(token_ids) - len(prompt)
-        self._num_to_read = len(token_ids) if options["pool_from_prompt"] else 0
+        self._first_read = len(token_ids) - len(prompt)
+        super().__init__(token_ids, self._first_read, bool(options["pool_from_prompt"]))
         # Of the request alone, so that a text drafts alike wherever and whenever it is written.
         rng = random.Random(hash(tuple(prompt)))
         fillers = rng.choices(prompt or [0], k=_NUM_FILLERS)
         self._window = LookaheadWindow(self._width, self._n, fillers)
 
-    def read_prompt(self, num_tokens: int) -> int:
-        """See ``Drafter``."""
-        start = self._num_read
-        if not self._num_to_read:
-            return 0
-        end = min(start + num_tokens, len(self._token_ids))
+    def _read(self, start: int, end: int) -> None:
         self._pool.insert_text(self._token_ids[max(self._first_read, start - self._n + 1) : end])
-        self._num_read = end
-        return end - start
-
-    def _read_rest(self) -> None:
-        if self._num_read < self._num_to_read:
-            self.read_prompt(self._num_to_read - self._num_read)
 
     def propose(self, request: DraftRequest) -> DraftTree:
         if min(request.max_nodes, request.shape.depth) < 1:

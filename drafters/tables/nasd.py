@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from drafters.base import (
     Drafter,
+    DrafterInfo,
     DrafterOption,
     DraftRequest,
     NewRequest,
@@ -29,6 +30,7 @@ from drafters.base import (
     drafter,
 )
 from drafters.contexts import advanced, levels, window_mask
+from drafters.reading import TextReader
 from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first, chain
 
 MAX_CONTINUATIONS = 16
@@ -69,17 +71,21 @@ _SHARED_OPTIONS = (
 )
 
 
-@drafter(
-    "nasd_one_level",
-    "Counted n-grams: the likeliest token seen after exactly the last n - 1 tokens.",
-    options=(
-        DrafterOption("n", 3, "Length of the n-gram: n - 1 tokens of context and one more.", 2, 8),
-        *_SHARED_OPTIONS,
-    ),
-    part_of="nasd",
-)
+@drafter
 class NasdOneLevelDrafter(Drafter):
     """Contexts of exactly ``n - 1`` tokens."""
+
+    info = DrafterInfo(
+        "nasd_one_level",
+        "Counted n-grams: the likeliest token seen after exactly the last n - 1 tokens.",
+        options=(
+            DrafterOption(
+                "n", 3, "Length of the n-gram: n - 1 tokens of context and one more.", 2, 8
+            ),
+            *_SHARED_OPTIONS,
+        ),
+    )
+    part_of = "nasd"
 
     def start(self, request: NewRequest) -> NasdState:
         length = int(request.options["n"]) - 1
@@ -91,19 +97,23 @@ def _check(options: Options) -> str:
     return "min_context must not exceed n - 1" if wrong else ""
 
 
-@drafter(
-    "nasd",
-    "Counted n-grams with back-off: the likeliest token seen after the last n - 1 tokens, or "
-    "after the longest known ending of them. Learns from the prompt and from what is emitted.",
-    options=(
-        DrafterOption("n", 4, "Longest n-gram: up to n - 1 tokens of context and one more.", 2, 8),
-        DrafterOption("min_context", 1, "Shortest context that backing off may use.", 1, 7),
-        *_SHARED_OPTIONS,
-    ),
-    check=_check,
-)
+@drafter
 class NasdDrafter(Drafter):
     """Contexts of ``n - 1`` down to ``min_context`` tokens, the longest known one used."""
+
+    info = DrafterInfo(
+        "nasd",
+        "Counted n-grams with back-off: the likeliest token seen after the last n - 1 tokens, or "
+        "after the longest known ending of them. Learns from the prompt and from what is emitted.",
+        options=(
+            DrafterOption(
+                "n", 4, "Longest n-gram: up to n - 1 tokens of context and one more.", 2, 8
+            ),
+            DrafterOption("min_context", 1, "Shortest context that backing off may use.", 1, 7),
+            *_SHARED_OPTIONS,
+        ),
+        check=_check,
+    )
 
     def start(self, request: NewRequest) -> NasdState:
         options = request.options
@@ -124,7 +134,7 @@ def _scramble(counter: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-class NasdState:
+class NasdState(TextReader):
     """One request: its counts, learned from prompt and emitted tokens, and its drafts from them."""
 
     def __init__(
@@ -134,26 +144,18 @@ class NasdState:
         context_lengths: tuple[int, ...],
     ) -> None:
         """``context_lengths``: longest first."""
+        super().__init__(token_ids)
         self.num_top_tokens = int(options["filler_top_k"])
         self._counts = NgramCounts(context_lengths, int(options["max_contexts"]))
         self._drafts_random = not options["stop_if_unknown"]
         self._mask = window_mask(context_lengths[0])
         self._window = 0
-        self._num_tokens = 0
         self._vocabulary: dict[int, None] = {}
         self._vocabulary_list: list[int] = []
-        self._token_ids = token_ids
-        self._num_prompt_tokens = len(token_ids)
 
-    def read_prompt(self, num_tokens: int) -> int:
-        """See ``Drafter``."""
-        start = self._num_tokens
-        self._learn(self._token_ids[: start + num_tokens])
-        return self._num_tokens - start
-
-    def _read_rest(self) -> None:
-        if self._num_tokens < self._num_prompt_tokens:
-            self._learn(self._token_ids[: self._num_prompt_tokens])
+    def _read(self, start: int, end: int) -> None:
+        del start
+        self._learn(self._token_ids[:end])
 
     def size(self) -> int:
         """Contexts held."""
@@ -162,11 +164,7 @@ class NasdState:
     def observe(self, observation: Observation) -> None:
         self._read_rest()
         first = len(observation.token_ids) - len(observation.emitted_token_ids)
-        if (
-            self.num_top_tokens == 0
-            or observation.top_token_ids is None
-            or first < self._num_tokens
-        ):
+        if self.num_top_tokens == 0 or observation.top_token_ids is None or first < self._num_read:
             self._learn(observation.token_ids)
             return
         self._learn(observation.token_ids[:first])
@@ -189,13 +187,13 @@ class NasdState:
 
     def _learn(self, token_ids: Sequence[int]) -> None:
         """Count the tokens of the request's list that were not counted yet."""
-        for token_id in token_ids[self._num_tokens :]:
+        for token_id in token_ids[self._num_read :]:
             self._learn_one(token_id)
 
     def _learn_one(self, token_id: int) -> None:
         self._counts.add(self._window, token_id)
         self._window = advanced(self._window, token_id, self._mask)
-        self._num_tokens += 1
+        self._num_read += 1
         if (
             self._drafts_random
             and token_id not in self._vocabulary
@@ -246,7 +244,7 @@ class NasdState:
     def _random_token(self, offset: int) -> int:
         """A seen token picked by the position it is drafted for."""
         return self._vocabulary_list[
-            _scramble(self._num_tokens + offset) % len(self._vocabulary_list)
+            _scramble(self._num_read + offset) % len(self._vocabulary_list)
         ]
 
 

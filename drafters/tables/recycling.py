@@ -12,7 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from drafters.base import DrafterOption, DraftRequest, NewRequest, Observation, Options, drafter
+from drafters.base import (
+    DrafterInfo,
+    DrafterOption,
+    DraftRequest,
+    NewRequest,
+    Observation,
+    Options,
+    drafter,
+)
 from drafters.tables.sharing import SHARE_OPTION, Generations, SharingDrafter, TableState
 from drafters.tables.template import (
     NO_CHILDREN,
@@ -51,27 +59,29 @@ def level_template(level_sizes: Sequence[int], shares: Sequence[float]) -> Draft
     return DraftTemplate(paths)
 
 
-@drafter(
-    "recycling",
-    "Recycles the target's likeliest tokens of every verified row: a matrix of successors per "
-    "token, drafted as a static tree. Knows something after every token, but only from one "
-    "token of context.",
-    options=(
-        DrafterOption("k", MAX_K, "Successors remembered per token.", 1, MAX_K),
-        DrafterOption(
-            "max_rows",
-            32_768,
-            "Tokens whose successors are remembered; the least recently seen go first. A shared "
-            "matrix has its own bound.",
-            1_024,
-            1e6,
-        ),
-        SHARE_OPTION,
-    ),
-    cost="Microseconds of CPU time; the target's k likeliest tokens per verified row.",
-)
+@drafter
 class RecyclingDrafter(SharingDrafter[Matrix]):
     """See the module."""
+
+    info = DrafterInfo(
+        "recycling",
+        "Recycles the target's likeliest tokens of every verified row: a matrix of successors per "
+        "token, drafted as a static tree. Knows something after every token, but only from one "
+        "token of context.",
+        options=(
+            DrafterOption("k", MAX_K, "Successors remembered per token.", 1, MAX_K),
+            DrafterOption(
+                "max_rows",
+                32_768,
+                "Tokens whose successors are remembered; the least recently seen go first. A shared "
+                "matrix has its own bound.",
+                1_024,
+                1e6,
+            ),
+            SHARE_OPTION,
+        ),
+        cost="Microseconds of CPU time; the target's k likeliest tokens per verified row.",
+    )
 
     def __init__(self) -> None:
         super().__init__(
@@ -93,30 +103,20 @@ class RecyclingState(TableState):
         matrix: Matrix,
         template: DraftTemplate,
     ) -> None:
+        super().__init__(token_ids)
         self.num_top_tokens = int(options["k"])
         self._matrix = matrix
         self._template = template
         self._prompt: Matrix = Generations(int(options["max_rows"]))
-        self._token_ids = token_ids
-        self._num_prompt_tokens = len(token_ids)
-        self._num_read = 0
 
-    def read_prompt(self, num_tokens: int) -> int:
-        """See ``Drafter``."""
-        start = self._num_read
-        new = self._token_ids[max(0, start - 1) : start + num_tokens]
+    def _read(self, start: int, end: int) -> None:
+        new = self._token_ids[max(0, start - 1) : end]
         for token_id, successor in zip(new, new[1:], strict=False):
             row = self._prompt.get(token_id) or ()
             if not row or row[0] != successor:
                 others = [each for each in row if each != successor]
                 row = (successor, *others[: self.num_top_tokens - 1])
             self._prompt.put(token_id, row)
-        self._num_read = min(start + num_tokens, len(self._token_ids))
-        return self._num_read - start
-
-    def _read_rest(self) -> None:
-        if self._num_read < self._num_prompt_tokens:
-            self.read_prompt(self._num_prompt_tokens - self._num_read)
 
     def observe(self, observation: Observation) -> None:
         """One row of the matrix per verified row; among rows of one token the last one stands."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from drafters.base import Drafter, DrafterOption, NewRequest, Options
+from drafters.reading import TextReader
 
 MAX_TENANTS = 8
 SHARE_OPTION = DrafterOption(
@@ -65,8 +66,8 @@ class TenantTables(Generic[Table]):
         return True
 
 
-class TableState:
-    """What a sharing drafter knows of a request. ``tenant``: whose table it has borrowed, if any."""
+class TableState(TextReader):
+    """A sharing drafter's knowledge of one request. ``tenant``: whose table it has borrowed, if any."""
 
     tenant: str | None = None
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from drafters.base import (
     GREEDY,
     DrafterContext,
+    DrafterInfo,
     DrafterNeeds,
     DrafterOption,
     DraftRequest,
@@ -75,31 +76,33 @@ class StandSettings:
     )
 
 
-@drafter(
-    "stand",
-    "Samples from the merged distributions that the target gave after the same last tokens, with "
-    "the target's own noise. Strong on sampled text and on several samples of one prompt.",
-    options=(
-        DrafterOption("max_ctx", 4, "Longest context looked up, in tokens.", 1, 8),
-        DrafterOption("min_ctx", 1, "Shortest context looked up, in tokens.", 1, 8),
-        DrafterOption(
-            "max_contexts",
-            32_768,
-            "Contexts remembered, of the output and of the prompt each; the least recently seen go "
-            "first. A shared table has its own bound.",
-            1_024,
-            1e6,
-        ),
-        SHARE_OPTION,
-    ),
-    check=in_order("min_ctx", "max_ctx"),
-    needs=DrafterNeeds(top_probs=True),
-    cost="Microseconds of CPU time; the target's ten likeliest tokens per verified row.",
-    samples=True,
-    settings=StandSettings,
-)
+@drafter
 class StandDrafter(SharingDrafter[ProbTable]):
     """See the module. ``template_path``: the static tree; None is the one that is shipped."""
+
+    info = DrafterInfo(
+        "stand",
+        "Samples from the merged distributions that the target gave after the same last tokens, with "
+        "the target's own noise. Strong on sampled text and on several samples of one prompt.",
+        options=(
+            DrafterOption("max_ctx", 4, "Longest context looked up, in tokens.", 1, 8),
+            DrafterOption("min_ctx", 1, "Shortest context looked up, in tokens.", 1, 8),
+            DrafterOption(
+                "max_contexts",
+                32_768,
+                "Contexts remembered, of the output and of the prompt each; the least recently seen go "
+                "first. A shared table has its own bound.",
+                1_024,
+                1e6,
+            ),
+            SHARE_OPTION,
+        ),
+        check=in_order("min_ctx", "max_ctx"),
+        needs=DrafterNeeds(top_probs=True),
+        cost="Microseconds of CPU time; the target's ten likeliest tokens per verified row.",
+        samples=True,
+    )
+    settings = StandSettings
 
     def __init__(self, template_path: str | None = None) -> None:
         """Raises ValueError for a template that cannot be read or does not hold together."""
@@ -130,28 +133,17 @@ class StandState(TableState):
         table: ProbTable,
         template: DraftTemplate,
     ) -> None:
+        super().__init__(token_ids)
         self._max_ctx = int(options["max_ctx"])
         self._mask = window_mask(self._max_ctx)
         self._levels = levels(range(self._max_ctx, int(options["min_ctx"]) - 1, -1))
         self._table = table
         self._prompt = TextTable(int(options["max_contexts"]))
         self._template = template
-        self._token_ids = token_ids
-        self._num_prompt_tokens = len(token_ids)
-        self._num_read = 0
 
-    def read_prompt(self, num_tokens: int) -> int:
-        """See ``Drafter``."""
-        start = self._num_read
-        new = self._token_ids[start : start + num_tokens]
+    def _read(self, start: int, end: int) -> None:
         before = self._token_ids[max(0, start - self._max_ctx) : start]
-        self._prompt.learn_text(self.window(before), self._levels, new)
-        self._num_read += len(new)
-        return len(new)
-
-    def _read_rest(self) -> None:
-        if self._num_read < self._num_prompt_tokens:
-            self.read_prompt(self._num_prompt_tokens - self._num_read)
+        self._prompt.learn_text(self.window(before), self._levels, self._token_ids[start:end])
 
     def window(self, token_ids: Sequence[int]) -> int:
         """The context at the end of a text."""

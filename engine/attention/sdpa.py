@@ -77,7 +77,6 @@ class Scratch:
 @attention_backend("sdpa")
 class SdpaAttention(AttentionBackend):
     determinisms: ClassVar[frozenset[Determinism]] = frozenset({"fast"})
-    can_see_by_tensor: ClassVar[bool] = True
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         super().__init__(store, needs)
@@ -148,17 +147,9 @@ class AttentionGroup:
             mask = torch.full(visible.shape, 0.0 if fused else math.inf, dtype=like.dtype)
             mask.masked_fill_(torch.from_numpy(~visible), -math.inf)
             mask = mask.to(like.device, non_blocking=True)
-            self._hide_unseen(mask, start)
             mask = mask.unsqueeze(2)
             self.masks[key] = Limits(start, mask, ends)
         return self.masks[key]
-
-    def _hide_unseen(self, mask: torch.Tensor, start: int) -> None:
-        """Where only the device knows what rows see; in place."""
-        for index, branch in enumerate(self.branches):
-            if branch.tree is not None and branch.tree.seen is not None:
-                nodes, columns = _tree_part(branch.tree, start)
-                mask[index, nodes, columns].masked_fill_(~branch.tree.seen, -math.inf)
 
     def _start(self) -> int:
         """All rows see the keys before it."""
@@ -416,7 +407,7 @@ def visibility(
         places[index, nodes] = positions[stored:]
         ends[index, nodes] = request.end
         key_places[index, columns] = positions
-        seen = np.eye(count, dtype=bool) if request.seen is None else np.ones((count, count), bool)
+        seen = np.eye(count, dtype=bool)
         for node, parent in enumerate(request.parents):
             if parent >= 0:
                 seen[node] |= seen[parent]

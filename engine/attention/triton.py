@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from engine.attention.backend import (
     LARGEST_KEY,
@@ -51,7 +50,6 @@ class TritonAttention(AttentionBackend):
     device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu", "cuda"})
     rank: ClassVar[int] = 2
     can_graph: ClassVar[bool] = True
-    can_see_by_tensor: ClassVar[bool] = True
     failures: ClassVar[tuple[str, ...]] = ()
     chunk: ClassVar[int] = 512
 
@@ -200,9 +198,6 @@ class _StepInts:
             self._pieces.append(_Ints(self._device, 2 * count))
         piece = next(each for each in self._pieces if count <= len(each.tensor))
         piece.fill(work)
-        for at, seen in work.unknown:
-            words = _words_of(seen).flatten()
-            piece.tensor[at : at + len(words)].copy_(words)
         return piece.tensor
 
 
@@ -220,13 +215,6 @@ class _Ints:
         host = torch.empty(work.num_ints, dtype=torch.int32, pin_memory=True)
         work.write(host.numpy())
         self.tensor[: work.num_ints].copy_(host, non_blocking=True)
-
-
-def _words_of(seen: torch.Tensor) -> torch.Tensor:
-    """As ``work`` has them: ``[num_rows, num_nodes]`` bool to ``[num_rows, num_words]``, int32."""
-    num_words = -(-seen.shape[1] // 32)
-    padded = F.pad(seen, (0, 32 * num_words - seen.shape[1])).view(-1, num_words, 32)
-    return (padded.long() << torch.arange(32, device=seen.device)).sum(dim=-1).to(torch.int32)
 
 
 def _cut(needs: AttentionNeeds, chunk: int) -> Cut:

@@ -14,12 +14,18 @@ book. Work per step: bounded by ``_MAX_PLACES`` places and ``_MAX_MATCH`` tokens
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from drafters.base import DrafterInfo, DrafterOption, DraftRequest, Observation, OptionValue
-from drafters.per_request import PerRequestDrafter
-from drafters.registry import DrafterContext
+from drafters.base import (
+    Drafter,
+    DrafterContext,
+    DrafterInfo,
+    DrafterOption,
+    DraftRequest,
+    NewRequest,
+    RequestState,
+)
 from drafters.tree import EMPTY, DraftTree, chain
 
 VARIABLE = "SLIPSTREAM_PHRASE_BOOK"
@@ -62,19 +68,6 @@ logger = logging.getLogger(__name__)
 import os
 import sys
 """
-
-INFO = DrafterInfo(
-    name="phrase_book",
-    description=(
-        "Copies the rest of a phrase from the operator's book once the text has begun it. Best for "
-        "boilerplate that neither the prompt nor earlier requests hold."
-    ),
-    drafts_trees=False,
-    options=(
-        DrafterOption("min_match", 2, "Tokens of a phrase that must stand before a draft.", 2, 16),
-    ),
-    cost="microseconds per step; a few integers per token of the book",
-)
 
 
 class PhraseBook:
@@ -122,10 +115,8 @@ def _match_length(token_ids: Sequence[int], phrase: Sequence[int], position: int
     return most
 
 
-class PhraseState:
-    """One request: nothing to keep but its option."""
-
-    num_top_tokens = 0
+class PhraseState(RequestState):
+    """One request: nothing to keep but its option. The book does not change, so nothing is learned."""
 
     def __init__(self, book: PhraseBook, min_match: int) -> None:
         self._book = book
@@ -139,8 +130,31 @@ class PhraseState:
         # The feature under which acceptance is counted: how much of the phrase stood before a node.
         return chain(rest, [min(length + depth, _MAX_MATCH) for depth in range(len(rest))])
 
-    def observe(self, observation: Observation) -> None:
-        """The book does not change."""
+
+class PhraseBookDrafter(Drafter):
+    """Drafts from one book for all requests."""
+
+    info = DrafterInfo(
+        name="phrase_book",
+        description=(
+            "Copies the rest of a phrase from the operator's book once the text has begun it. Best for "
+            "boilerplate that neither the prompt nor earlier requests hold."
+        ),
+        drafts_trees=False,
+        options=(
+            DrafterOption(
+                "min_match", 2, "Tokens of a phrase that must stand before a draft.", 2, 16
+            ),
+        ),
+        cost="microseconds per step; a few integers per token of the book",
+    )
+
+    def __init__(self, book: PhraseBook) -> None:
+        super().__init__()
+        self._book = book
+
+    def start(self, request: NewRequest) -> PhraseState:
+        return PhraseState(self._book, int(request.options["min_match"]))
 
 
 def read_phrases(text: str) -> list[str]:
@@ -154,7 +168,7 @@ def read_phrases(text: str) -> list[str]:
     return [phrase for lines in phrases if (phrase := "\n".join(lines)).strip()]
 
 
-def make_drafter(context: DrafterContext) -> PerRequestDrafter:
+def make_drafter(context: DrafterContext) -> PhraseBookDrafter:
     """The entry point. Raises OSError and ValueError for a book that cannot be used, and
     DrafterUnavailableError where there is no tokenizer: the server explains either."""
     path = os.environ.get(VARIABLE)
@@ -162,9 +176,6 @@ def make_drafter(context: DrafterContext) -> PerRequestDrafter:
     # How a phrase's first tokens come out depends on what stands before it, so both usual ways.
     openings = ("", "\n")
     phrases = read_phrases(text)
-    book = PhraseBook([context.encode(head + each) for each in phrases for head in openings])
-
-    def make_state(_: Sequence[int], options: Mapping[str, OptionValue]) -> PhraseState:
-        return PhraseState(book, int(options["min_match"]))
-
-    return PerRequestDrafter(INFO, make_state)
+    return PhraseBookDrafter(
+        PhraseBook([context.encode(head + each) for each in phrases for head in openings])
+    )

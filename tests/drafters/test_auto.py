@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from drafters.auto import AutoDrafter, Overlay, overlay_feature
 from drafters.base import (
+    REGISTERED,
+    Drafter,
     DrafterInfo,
     DrafterNeeds,
     DraftRequest,
     DraftShape,
     Observation,
     OptionValue,
-    Registered,
-    drafter,
 )
 from drafters.copying.ngram import NgramDrafter
 from drafters.copying.prediction import PredictionDrafter
@@ -28,10 +28,11 @@ from worlds.simulated_target import decode
 Guess = Callable[[Sequence[int]], list[int]]
 
 
-class Guesser:
+class Guesser(Drafter):
     """Drafts what a function of the text says; fails where the function does."""
 
     def __init__(self, name: str, guess: Guess, needs: DrafterNeeds | None = None) -> None:
+        super().__init__()
         self.info = DrafterInfo(name, "guesses", drafts_trees=False, needs=needs or DrafterNeeds())
         self.guess = guess
         self.num_asked = 0
@@ -63,9 +64,6 @@ class Guesser:
     def close(self, request_id: str) -> None:
         del request_id
         self.is_open = False
-
-    def meet(self, drafters: Mapping[str, object]) -> None:
-        """Needs nobody."""
 
 
 def target(text: Sequence[int]) -> int:
@@ -271,12 +269,13 @@ def test_what_was_nearly_said_goes_on_as_it_did_before() -> None:
 def test_members_are_those_of_the_registry_that_need_no_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Registered, "all", dict(Registered.all))
-    drafter("further", "Guesses.")(type("Further", (NgramDrafter,), {}))
-    needs = DrafterNeeds(all_or_nothing=True)
-    drafter("window", "Guesses.", needs=needs)(type("Window", (NgramDrafter,), {}))
-    part = {"part_of": "further"}
-    drafter("less", "Guesses.", **part)(type("Less", (NgramDrafter,), {}))  # type: ignore[arg-type]
+    def further(name: str, needs: DrafterNeeds = DrafterNeeds(), part_of: str = "") -> None:  # noqa: B008
+        body = {"info": DrafterInfo(name, "Guesses.", needs=needs), "part_of": part_of}
+        monkeypatch.setitem(REGISTERED, name, type(name, (Drafter,), body))
+
+    further("further")
+    further("window", DrafterNeeds(all_or_nothing=True))
+    further("less", part_of="further")
     auto = AutoDrafter.build(PlainContext(), None)
     plain = {"ngram", "prediction", "suffix", "nasd", "stand", "recycling"}
     assert set(auto._members) == plain | {"further"}

@@ -25,7 +25,7 @@ assert list(tree.token_ids) == [5, 6, 5], tree
 assert echo.num_top_tokens("r") == 0
 echo.close("r")
 try:
-    echo.open("r", [7], {"period": 17}, "")
+    echo.info.resolve({"period": 17})
 except ValueError as error:
     assert "period must be at most 16" in str(error)
 else:

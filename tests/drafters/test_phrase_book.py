@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from drafters.registry import DrafterUnavailableError, PlainContext
+from drafters.base import DrafterUnavailableError
+from drafters.registry import PlainContext
 from worlds.simulated_target import decode, propose_once
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plugin_drafter"

@@ -82,13 +82,3 @@ def test_a_request_may_end_half_read() -> None:
         assert drafter.read_prompt("r", 10) == 10
         drafter.close("r")
     assert drafter.read_prompt("r", 10) == 0
-
-
-def test_a_drafter_without_slices_has_nothing_to_read() -> None:
-    class Plain(Drafter):
-        """Of a distribution that knows nothing of slices, nor of the base's own state."""
-
-        def __init__(self) -> None:
-            """Nothing of the base's."""
-
-    assert Plain().read_prompt("r", 10) == 0

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.errors import RequestError
+from engine.errors import RequestError, RequestFailedError
 from engine.model.loader import BUNDLED
+from engine.model.runner import ModelRunner
 from slipstream.speculative_config import SpeculativeConfig
 from slipstream.speculative_decoder import SpeculativeDecoder
 
@@ -90,6 +91,19 @@ def test_the_depth_follows_the_rate_within_its_bounds() -> None:
     assert depths[-1] == 2
     with pytest.raises(ValueError, match="acceptance_rate"):
         decoder.adjust_speculative_depth(1.5)
+
+
+def test_a_text_that_fails_raises_its_error_and_others_are_written_after_it(
+    decoder: SpeculativeDecoder, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: object) -> None:
+        raise RuntimeError("told to fail")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "forward", forward)
+        with pytest.raises(RequestFailedError, match="told to fail"):
+            decoder.decode_step(PROMPT, 40)
+    assert decoder.decode_step(PROMPT, 40)[0] == plain
 
 
 def test_what_cannot_run_is_refused(decoder: SpeculativeDecoder) -> None:

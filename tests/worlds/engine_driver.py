@@ -10,13 +10,13 @@ import pytest
 
 from drafters import registry
 from drafters.base import (
+    REGISTERED,
     Drafter,
     DrafterContext,
     DrafterInfo,
     DraftRequest,
     Observation,
     OptionValue,
-    Registered,
 )
 from drafters.tree import EMPTY, ROOT, DraftTree
 from engine.async_engine import AsyncEngine
@@ -31,6 +31,7 @@ class OracleDrafter(Drafter):
     info = DrafterInfo("oracle", "Knows the answer.", drafts_trees=True)
 
     def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int) -> None:
+        super().__init__()
         self._texts = [list(text) for text in texts]
         self._vocab_size = vocab_size
         self._num_proposed = 0
@@ -81,7 +82,7 @@ def register_oracle(monkeypatch: pytest.MonkeyPatch, make: Callable[[], OracleDr
             del context, settings
             return make()
 
-    monkeypatch.setitem(Registered.all, "oracle", Registered(Oracle))
+    monkeypatch.setitem(REGISTERED, "oracle", Oracle)
     monkeypatch.setattr(registry, "_NAMES", (*registry._NAMES, "oracle"))
 
 

@@ -23,7 +23,8 @@ class FakeDrafter(Drafter):
         failing: set[str] | None = None,
         num_top: int = 0,
     ) -> None:
-        self.info = DrafterInfo(name, "Does as it is told.", drafts_trees=True)
+        super().__init__()
+        self.info = DrafterInfo(name, "Does as it is told.")
         self.opened: list[str] = []
         self.closed: list[str] = []
         self.asks: list[list[DraftRequest]] = []

@@ -19,18 +19,18 @@ def install(site: Path, dist: str, entry_points: dict[str, str], source: str = "
 
 
 SOUND = """
-from drafters.base import DrafterInfo
-from drafters.per_request import PerRequestDrafter
+from drafters.base import Drafter, DrafterInfo, DrafterOption, RequestState
 from drafters.tree import chain
 
-class Fives:
-    num_top_tokens = 0
+class Fives(Drafter):
+    info = DrafterInfo("fives", "Always fives.", drafts_trees=False)
+    def start(self, request):
+        return State()
+
+class State(RequestState):
     def propose(self, request):
         return chain([5] * min(request.max_nodes, request.shape.depth))
-    def observe(self, observation):
-        pass
 
 def make(context):
-    info = DrafterInfo("fives", "Always fives.", drafts_trees=False)
-    return PerRequestDrafter(info, lambda token_ids, options: Fives())
+    return Fives()
 """

@@ -12,9 +12,15 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
-from drafters.base import Drafter, DrafterNeeds, DraftRequest, DraftShape, Observation
-from drafters.registry import (
+from drafters.base import (
+    Drafter,
+    DrafterNeeds,
     DrafterUnavailableError,
+    DraftRequest,
+    DraftShape,
+    Observation,
+)
+from drafters.registry import (
     PlainContext,
     build_drafters,
     drafter_names,

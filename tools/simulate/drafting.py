@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from drafters.base import Drafter, DrafterInfo, DraftRequest, NewRequest, Observation
+from drafters.base import Drafter, DrafterInfo, DraftRequest, NewRequest, RequestState
 from drafters.tree import EMPTY, DraftTree, chain
 from tools.simulate.profile import Kind
 from tools.simulate.work import NEVER_WRITTEN, Work
@@ -25,8 +25,8 @@ class MeasuredDrafter(Drafter):
         return _Chains(work, self._kinds[work.kind], len(request.token_ids))
 
 
-class _Chains:
-    """One request's."""
+class _Chains(RequestState):
+    """One request's drafts."""
 
     def __init__(self, work: Work, kind: Kind, num_prompt: int) -> None:
         self._text = work.completion_token_ids
@@ -49,6 +49,3 @@ class _Chains:
     def _at(self, depth: int) -> float:
         acceptance = self._kind.acceptance
         return acceptance[min(depth, len(acceptance) - 1)] if acceptance else 0.0
-
-    def observe(self, observation: Observation) -> None:
-        """What was measured is not learnt again."""

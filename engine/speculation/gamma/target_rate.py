@@ -20,21 +20,35 @@ _USUAL_TARGET = 0.7
 
 
 @dataclass(slots=True)
-class _State:
-    params: SpeculativeParams
+class SteeredGamma:
+    """A gamma that moves by one where the mean of the last ten acceptance rates is more than 0.1 away
+    from a target: up above it, down below it."""
+
     gamma: int
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    num_idle_steps: int = 0
 
-    def adjust(self, rate: float) -> None:
+    def adjust(self, rate: float, target: float, least: int, most: int) -> None:
+        """Take in a rate; gamma stays within ``least``..``most``."""
         self.rates.append(rate)
-        target = self.params.target_acceptance_rate
-        target = _USUAL_TARGET if target is None else target
         surplus = sum(self.rates) / len(self.rates) - target
         if surplus > _TOLERANCE + _ROUNDING:
-            self.gamma = min(self.gamma + 1, self.params.max_speculative_tokens)
+            self.gamma = min(self.gamma + 1, most)
         elif surplus < -_TOLERANCE - _ROUNDING:
-            self.gamma = max(self.gamma - 1, self.params.min_speculative_tokens)
+            self.gamma = max(self.gamma - 1, least)
+
+
+@dataclass(slots=True)
+class _Steered(SteeredGamma):
+    """One request's gamma."""
+
+    params: SpeculativeParams = field(default_factory=SpeculativeParams)
+    num_idle_steps: int = 0
+
+    def observe(self, rate: float) -> None:
+        wanted = self.params
+        target = wanted.target_acceptance_rate
+        target = _USUAL_TARGET if target is None else target
+        self.adjust(rate, target, wanted.min_speculative_tokens, wanted.max_speculative_tokens)
 
     def rest(self) -> None:
         self.num_idle_steps += 1
@@ -55,16 +69,14 @@ class _State:
     ],
 )
 class TargetRatePolicy(GammaPolicy):
-    """Mean of the last ten rates above target + 0.1: one more; below target - 0.1: one fewer.
-
-    Starts from ``num_speculative_tokens`` within ``min_speculative_tokens`` ..
-    ``max_speculative_tokens``. The rate is accepted over verified drafts; steps without a draft say
-    nothing and change nothing.
+    """Starts from ``num_speculative_tokens`` and moves within ``min_speculative_tokens`` ..
+    ``max_speculative_tokens``. A step's rate is its accepted over its verified drafts; steps without a
+    draft change nothing.
     """
 
     def __init__(self, cost: StepCost) -> None:
         super().__init__(cost)
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, _Steered] = {}
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
         state = self._states.get(request_id)
@@ -73,7 +85,7 @@ class TargetRatePolicy(GammaPolicy):
                 params.min_speculative_tokens,
                 min(params.num_speculative_tokens, params.max_speculative_tokens),
             )
-            state = self._states[request_id] = _State(params, gamma)
+            state = self._states[request_id] = _Steered(gamma, params=params)
         return state.gamma
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
@@ -81,7 +93,7 @@ class TargetRatePolicy(GammaPolicy):
         if state is None:
             return
         if num_granted > 0:
-            state.adjust(num_accepted / num_granted)
+            state.observe(num_accepted / num_granted)
         elif state.gamma == 0:
             state.rest()
 

@@ -108,7 +108,7 @@ def test_first_guesses_follow_the_text_or_repeat_its_last_token() -> None:
     assert guesses("text") == [9, 3, 1, 4, 2]
     assert guesses("last") == [2] * 5
     with pytest.raises(ValueError, match="first_guess must be one of: text, last"):
-        JacobiDrafter().open("r", PROMPT, {"first_guess": "random"}, "")
+        JacobiDrafter.info.resolve({"first_guess": "random"})
 
 
 def test_the_window_is_bounded_by_nodes_and_depth() -> None:

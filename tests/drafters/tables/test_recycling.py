@@ -83,7 +83,7 @@ def test_k_bounds_the_successors() -> None:
     observed(drafter, [1], EMPTY, [0], [[7, 6, 5]])
     assert list(propose(drafter, [1], 8, DraftShape(8, 1)).token_ids) == [7, 6]
     with pytest.raises(ValueError, match="k must be at most 8"):
-        opened([1], k=9)
+        RecyclingDrafter.info.resolve({"k": 9})
 
 
 def test_features_are_rank_and_depth() -> None:

@@ -76,7 +76,7 @@ def test_context_lengths_are_options() -> None:
     assert StandDrafter.info.defaults()["max_ctx"] == 4
     assert StandDrafter.info.defaults()["min_ctx"] == 1
     with pytest.raises(ValueError, match="min_ctx"):
-        taught({"min_ctx": 5})
+        StandDrafter.info.resolve({"min_ctx": 5})
 
 
 def test_only_the_accepted_path_teaches() -> None:

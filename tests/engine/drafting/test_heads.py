@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafters.base import Drafter, DraftRequest, DraftSampling, DraftShape
+from drafters.base import Drafter, DrafterUnavailableError, DraftRequest, DraftSampling, DraftShape
 from drafters.model.eagle import EagleDrafter
 from drafters.model.medusa import MedusaDrafter
 from drafters.model.protocol import Candidates
-from drafters.registry import DrafterUnavailableError, build_drafters
+from drafters.registry import build_drafters
 from drafters.tree import ROOT, DraftTree
 from engine.build import build_engine
 from engine.config import EngineConfig

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from drafters.base import DrafterInfo, DrafterNeeds
-from drafters.registry import DrafterUnavailableError, NoneDrafter
+from drafters.base import DrafterInfo, DrafterNeeds, DrafterUnavailableError
+from drafters.registry import NoneDrafter
 from drafters.tree import DraftTree
 from server.cli import main
 from tools.replay import replay as replay_module
