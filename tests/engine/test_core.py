@@ -106,6 +106,9 @@ def test_prompt_tokens_exclude_cached_ones_and_include_recomputed_ones() -> None
     assert driver.stats[-1].num_prompt_tokens == 2
     driver.run()
     assert driver.finishes["second"].timings.num_preemptions == 1
+    # What comes back is no new query, and its own blocks are no hit.
+    assert sum(stats.prefix_cache_queries for stats in driver.stats) == 2 * len(PROMPT) + 3
+    assert sum(stats.prefix_cache_hits for stats in driver.stats) == len(PROMPT)
 
 
 def test_gauges_show_the_engine_after_the_step() -> None:

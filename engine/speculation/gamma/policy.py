@@ -1,4 +1,4 @@
-"""What every gamma policy is given, gives back, and has to be, and the register of all there are."""
+"""The interface of gamma policies, and the register of them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class DraftCandidate:
     """One decoding request's proposal; the tree may be empty.
 
     ``survivals[i]``: estimated probability that node i and all its ancestors are accepted.
-    ``max_nodes`` holds what tokens left, model length and KV allow, and ``cap_reason`` which of
-    them it was. ``all_or_nothing``: the drafter's rows are of use only together (``DrafterNeeds``).
-    ``is_asked``: the drafter was; else there is no more in the tree than a grammar forces.
+    ``max_nodes``: what tokens left and model length allow. ``all_or_nothing``: the drafter's rows are of
+    use only together (``DrafterNeeds``). ``is_asked``: the drafter was; else there is no more in the tree
+    than a grammar forces.
     """
 
     request_id: str
@@ -48,7 +48,6 @@ class DraftCandidate:
     tree: DraftTree
     survivals: Sequence[float]
     max_nodes: int
-    cap_reason: Reason = "client_cap"
     all_or_nothing: bool = False
     is_asked: bool = True
 
@@ -113,7 +112,7 @@ class GammaPolicy(ABC):
 
     info: ClassVar[PolicyInfo]
     bound: ClassVar[Reason] = "policy"
-    """What it means when the policy's own gamma is what limits a grant."""
+    """The reason that is given where the policy's own gamma limits a grant."""
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
@@ -207,11 +206,11 @@ def _why(candidate: DraftCandidate, kept: int, gamma: int, bound: Reason) -> Rea
         return why_nothing_offered(candidate, gamma, bound) if kept == 0 else ""
     if kept == gamma:
         return bound
-    return candidate.cap_reason if kept == candidate.max_nodes else "overload"
+    return "client_cap" if kept == candidate.max_nodes else "overload"
 
 
 def why_nothing_offered(candidate: DraftCandidate, gamma: int, bound: Reason) -> Reason:
-    """An empty tree: because nobody asked, because there was no room, or for want of a match."""
+    """Why a tree is empty: no nodes were asked for, there was no room, or nothing matched."""
     if gamma <= 0:
         return bound
-    return candidate.cap_reason if candidate.max_nodes <= 0 else "no_match"
+    return "client_cap" if candidate.max_nodes <= 0 else "no_match"

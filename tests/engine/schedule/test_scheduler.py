@@ -27,11 +27,19 @@ class CountedBlocks:
     cached: int = 0
     held: dict[str, int] = field(default_factory=dict)
     salts: list[str] = field(default_factory=list)
+    opened: set[str] = field(default_factory=set)
 
     def open(
-        self, request_id: str, token_ids: list[int], cache_salt: str, max_cached_tokens: int
+        self,
+        request_id: str,
+        token_ids: list[int],
+        cache_salt: str,
+        max_cached_tokens: int,
+        is_new: bool,
     ) -> int:
         assert request_id not in self.held
+        assert is_new == (request_id not in self.opened)
+        self.opened.add(request_id)
         assert max_cached_tokens < len(token_ids)
         found = min(self.cached, max_cached_tokens) // BLOCK_SIZE
         self.salts.append(cache_salt)

@@ -19,9 +19,9 @@ from engine.speculation.acceptance import (
     Acceptance,
     MatchAcceptance,
     SampledAcceptance,
-    check_sampled,
     new_acceptance,
 )
+from engine.speculation.checks import check_sampled
 from engine.speculation.gamma.controller import GammaController
 from engine.speculation.gamma.policy import DraftCandidate
 from worlds.engine_harness import DictatedCost

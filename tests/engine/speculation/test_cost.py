@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.speculation.cost import Correction, CostModel, bucket_row_counts, measure
+from engine.speculation.correction import Correction
+from engine.speculation.cost import CostModel
+from engine.speculation.measuring import bucket_row_counts, measure
 from worlds.lanes import examples
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)

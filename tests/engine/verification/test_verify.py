@@ -26,10 +26,10 @@ from engine.sampling.noise import (
     step_key,
     uniform_scalar,
 )
-from engine.sampling.state import RowGroup, SamplingState
-from engine.verification.verify import verify_step
+from engine.sampling.state import SamplingState
 from worlds.drawing_drafter import DrawingDrafter, as_mapping
 from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
+from worlds.sampled_rows import RowGroup, verify_step
 from worlds.sampling_oracle import new_state
 from worlds.verified_streams import (
     ALPHA,

@@ -13,8 +13,8 @@ from engine.errors import RequestError
 from engine.params import SamplingParams
 from engine.sampling.processor import Facts, Vocabulary
 from engine.sampling.processors.allowed_token_ids import AllowedTokenIds
-from engine.sampling.sampler import edited_logits, sample_tokens
-from engine.sampling.state import RowGroup
+from engine.sampling.sampler import edited_logits
+from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import new_state
 
 VOCABULARY = Vocabulary(50, lambda text: [*text.encode()])

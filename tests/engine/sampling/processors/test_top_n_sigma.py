@@ -10,8 +10,8 @@ import torch
 from drafters.tree import chain
 from engine.params import SamplingParams
 from engine.sampling.distribution import target_probs
-from engine.sampling.sampler import edited_logits, sample_tokens
-from engine.sampling.state import RowGroup
+from engine.sampling.sampler import edited_logits
+from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import new_state
 
 

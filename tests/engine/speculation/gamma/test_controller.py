@@ -22,14 +22,14 @@ def test_fixed_names_what_left_it_empty() -> None:
     controller = GammaController(DictatedCost(float))
     candidates = [
         chain_candidate("silent", [], FIXED),
-        DraftCandidate("full", "ngram", FIXED, DraftTree(), [], 0, "no_kv"),
+        DraftCandidate("full", "ngram", FIXED, DraftTree(), [], 0),
         chain_candidate("off", [], SpeculativeParams(policy="fixed", num_draft_tokens=0)),
         chain_candidate("short", [0.5], FIXED),
     ]
     grants = controller.grant(candidates, 4, 4, 0)
     assert {name: grant.reason for name, grant in grants.items()} == {
         "silent": "no_match",
-        "full": "no_kv",
+        "full": "client_cap",
         "off": "client_cap",
         "short": "",
     }

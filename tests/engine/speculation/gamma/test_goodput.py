@@ -175,17 +175,15 @@ def test_a_floor_is_granted_whatever_it_costs() -> None:
 def test_who_limits_a_grant_is_named() -> None:
     policy = GoodputPolicy(DictatedCost(flat))
     client = chain_candidate("client", GOOD, SpeculativeParams(max_draft_tokens=2))
-    full = DraftCandidate(
-        "full", "ngram", SpeculativeParams(), client.tree, client.survivals, 3, "no_kv"
-    )
-    none_left = DraftCandidate("none", "ngram", SpeculativeParams(), DraftTree(), [], 0, "no_kv")
+    full = chain_candidate("full", GOOD, max_nodes=3)
+    none_left = chain_candidate("none", [], max_nodes=0)
     silent = chain_candidate("silent", [])
     refused = chain_candidate("refused", [], SpeculativeParams(max_draft_tokens=0))
     grants = policy.grant([client, full, none_left, silent, refused], load_of(5))
     assert [(grant.gamma, grant.reason) for grant in grants] == [
         (2, "client_cap"),
-        (3, "no_kv"),
-        (0, "no_kv"),
+        (3, "client_cap"),
+        (0, "client_cap"),
         (0, "no_match"),
         (0, "client_cap"),
     ]
