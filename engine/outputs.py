@@ -51,34 +51,20 @@ def begin_top_rows(
     """The top tokens that drafters want to see, of all rows of requests that sample: who is accepted is
     not known yet."""
     asking = [each for each in sampling if each.num_top_tokens]
-    finishing = [
-        _begin_tops(some, logits, with_probs, readback)
-        for with_probs in (False, True)
-        if (some := [each for each in asking if each.wants_top_probs == with_probs])
-    ]
-
-    def finish() -> None:
-        for each in finishing:
-            each()
-
-    return finish
-
-
-def _begin_tops(
-    requests: Sequence[ScheduledRequest], logits: torch.Tensor, with_probs: bool, readback: Readback
-) -> Callable[[], None]:
-    rows = [row for each in requests for row in rows_of(each)]
-    most = max(each.num_top_tokens for each in requests)
+    rows = [row for each in asking for row in rows_of(each)]
+    most = max((each.num_top_tokens for each in asking), default=0)
+    with_probs = any(each.wants_top_probs for each in asking)
     found = begin_top_tokens(logits, rows, most, readback, with_probs)
 
     def finish() -> None:
         token_ids, probs = found()
         first = 0
-        for each in requests:
-            end, k = first + len(rows_of(each)), each.num_top_tokens
-            each.top_token_ids = [row[:k] for row in token_ids[first:end]]
-            each.top_probs = None if probs is None else [row[:k] for row in probs[first:end]]
-            first = end
+        for each in asking:
+            own, k = slice(first, first + 1 + len(each.draft)), each.num_top_tokens
+            each.top_token_ids = [row[:k] for row in token_ids[own]]
+            if probs is not None and each.wants_top_probs:
+                each.top_probs = [row[:k] for row in probs[own]]
+            first = own.stop
 
     return finish
 

@@ -58,7 +58,8 @@ class SampledAcceptance:
     Siblings never rise in survival, so that what a policy grants is, under each parent, the first
     of those that were sampled. A chain may have ended early for what its last token is, so policies
     see it as long as was asked for, after the tokens that a grammar forces at its begin. Trees they see
-    as they are: there the drafter has to draw a shape that does not depend on its tokens (``DraftTree``).
+    as they are: there the drafter has to sample a shape that does not depend on its tokens
+    (``DraftTree``).
     """
 
     def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:

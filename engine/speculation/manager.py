@@ -29,7 +29,7 @@ from engine.speculation.checks import check_trees
 from engine.speculation.constrained import constrained, num_forced
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.controller import GammaController
-from engine.speculation.gamma.policy import DraftCandidate, Grant, Traffic
+from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, Traffic
 from engine.speculation.shedding import Shedding
 from kvpool.block_pool import BlockPool
 
@@ -128,7 +128,7 @@ class Speculation:
         drafter = self.drafters[wanted.drafter]
         acceptance = new_acceptance(self._estimator, wanted.drafter, request.sampling.verification)
         drafting = self._drafting[request_id] = _Drafting(drafter, acceptance)
-        self._gamma.open(request_id, wanted, _traffic(request))
+        self._gamma.open(request_id, wanted, Traffic.of(request))
 
         def start() -> bool:
             drafter.open(request_id, request.token_ids, wanted.options, request.params.cache_salt)
@@ -145,9 +145,9 @@ class Speculation:
         """Forget a request; returns how often its drafter failed it, here included."""
         drafting = self._drafting.pop(request.request_id, None)
         self._unread.pop(request.request_id, None)
-        self._gamma.forget(request.request_id)
         if drafting is None:
             return 0
+        self._gamma.forget(request.request_id, request.params.speculative)
         self._catch_up(request, drafting)
         self._guarded([drafting], drafting.drafter.close, request.request_id)
         return drafting.num_failures
@@ -318,16 +318,17 @@ class Speculation:
     # --- grants ---
 
     def _grant(self, drafting: Sequence[ScheduledRequest], plan: Plan) -> None:
-        grants = self._gamma.grant(
-            [self._candidate(each, plan.num_waiting) for each in drafting],
-            num_base_rows=plan.num_rows,
-            num_sampling_requests=plan.num_sampling,
-            num_kv_tokens=plan.num_context_tokens,
-            num_requests=len(plan.scheduled),
-            num_spare_rows=plan.spare_rows,
+        load = Load(
+            plan.num_rows,
+            plan.spare_rows,
+            plan.num_sampling,
+            float(plan.num_sampling),
+            plan.num_context_tokens,
+            len(plan.scheduled),
         )
-        for each in drafting:
-            self._take(each, grants[each.request.request_id])
+        candidates = [self._candidate(each, plan.num_waiting) for each in drafting]
+        for each, grant in zip(drafting, self._gamma.grant(candidates, load), strict=True):
+            self._take(each, grant)
 
     def _candidate(self, each: ScheduledRequest, num_waiting: int) -> DraftCandidate:
         request = each.request
@@ -403,7 +404,10 @@ class Speculation:
         if forced:
             num_verified -= forced
             num_accepted -= num_forced(draft, [row - 1 for row in outcome.path[1:]])
-        self._gamma.observe(each.request.request_id, num_verified, num_accepted)
+        request = each.request
+        self._gamma.observe(
+            request.request_id, request.params.speculative, num_verified, num_accepted
+        )
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
         """Hand newly committed rows' hidden states to the drafters that read them."""
@@ -499,14 +503,3 @@ def _constrain(drafting: Sequence[ScheduledRequest]) -> None:
 def _most_nodes(wanted: SpeculativeParams) -> int:
     """That a request's policy may ever grant."""
     return max(wanted.num_draft_tokens, wanted.max_draft_tokens)
-
-
-def _traffic(request: Request) -> Traffic:
-    params = request.params
-    return Traffic.of(
-        params.speculative.drafter,
-        params.cache_salt,
-        request.sampling.verification,
-        params.sampling.temperature,
-        request.num_prompt_tokens,
-    )

@@ -103,21 +103,6 @@ def test_accounts_of_parts_add_up_to_that_of_the_whole(
     assert total.num_drafts == sum(gamma > 0 for gamma, _ in steps)
 
 
-def test_a_sum_shares_nothing_with_its_parts() -> None:
-    part = RequestStats()
-    record(part, 2, 2)
-    total = part + SpeculativeStats()
-    record(part, 5, 5)
-    assert total.num_steps == 1
-    assert total.acceptance_histogram == (0, 0, 1)
-
-
-def test_a_trimmed_run_counts_what_was_emitted() -> None:
-    stats = RequestStats(drafter="ngram")
-    stats.record(4, 2, 2)
-    assert (stats.num_accepted_tokens, stats.num_emitted_tokens) == (2, 2)
-
-
 def test_a_clock_gives_every_second_to_a_phase_or_to_the_engine() -> None:
     clock = StepClock()
     for _ in range(2):

@@ -185,9 +185,9 @@ class AllOrNothing:
         gain = max(self.expected_gain(candidate), sum(candidate.survivals))
         reason = self._refusal(candidate, load, gain)
         if reason:
-            return Grant(candidate.request_id, (), reason), load
+            return Grant((), reason), load
         num_nodes = len(candidate.tree)
-        return Grant(candidate.request_id, range(num_nodes), ""), load.with_nodes(num_nodes, gain)
+        return Grant(range(num_nodes), ""), load.with_nodes(num_nodes, gain)
 
     def observe(self, request_id: str, num_accepted: int) -> None:
         """A draft was verified. Requests that never offered a whole one are ignored."""
@@ -250,12 +250,5 @@ class AllOrNothing:
     def _alone(self, candidate: DraftCandidate, load: Load) -> Load:
         """The request by itself, with its share of the context."""
         context = load.num_kv_tokens // max(1, load.num_requests)
-        return Load(
-            num_rows=1,
-            num_spare_rows=load.num_spare_rows,
-            num_sampling_requests=1,
-            expected_tokens=1.0,
-            num_kv_tokens=context,
-            num_requests=1,
-            draft_seconds=self._cost.draft_seconds(candidate.drafter),
-        )
+        seconds = self._cost.draft_seconds(candidate.drafter)
+        return Load(1, load.num_spare_rows, 1, 1.0, context, 1, seconds)

@@ -89,7 +89,7 @@ class GoodputPolicy(GammaPolicy):
                 grants.append(grant)
                 continue
             reason = self._why(candidate, offers.of[rank], len(nodes), most[rank], judge)
-            grants.append(Grant(candidate.request_id, nodes, reason))
+            grants.append(Grant(nodes, reason))
             if candidate.is_asked and candidate.max_nodes > 0:
                 seconds = len(nodes) * choice.marginal_seconds
                 self._backoff.charge(candidate, seconds, choice.plain)

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from drafters.tree import DraftTree
 from engine.params import SpeculativeParams
+from engine.schedule.request import Request
 from engine.stats import Reason
 
 
@@ -24,12 +25,16 @@ class Traffic(NamedTuple):
     length: int = 0
 
     @classmethod
-    def of(
-        cls, drafter: str, cache_salt: str, verification: str, temperature: float, num_tokens: int
-    ) -> Traffic:
+    def of(cls, request: Request) -> Traffic:
         """Buckets: greedy, up to 0.5, up to 0.85, above; lengths by powers of four."""
-        heat = sum(temperature > edge for edge in (0.0, 0.5, 0.85))
-        return cls(drafter, cache_salt, verification, heat, num_tokens.bit_length() // 2)
+        params = request.params
+        return cls(
+            params.speculative.drafter,
+            params.cache_salt,
+            request.sampling.verification,
+            sum(params.sampling.temperature > edge for edge in (0.0, 0.5, 0.85)),
+            request.num_prompt_tokens.bit_length() // 2,
+        )
 
 
 @dataclass(slots=True)
@@ -55,7 +60,6 @@ class DraftCandidate:
 class Grant(NamedTuple):
     """The nodes to verify: ascending indices into the candidate's tree, closed under parents."""
 
-    request_id: str
     nodes: Sequence[int]
     reason: Reason
 
@@ -78,20 +82,14 @@ class Load(NamedTuple):
     expected_tokens: float
     num_kv_tokens: int
     num_requests: int
-    draft_seconds: float
+    draft_seconds: float = 0.0
 
     def with_nodes(self, num_nodes: int, gain: float) -> Load:
         """The load with so many more draft nodes, of which ``gain`` are expected to be accepted."""
-        if not num_nodes:
-            return self
-        return Load(
-            self.num_rows + num_nodes,
-            self.num_spare_rows - num_nodes,
-            self.num_sampling_requests,
-            self.expected_tokens + gain,
-            self.num_kv_tokens,
-            self.num_requests,
-            self.draft_seconds,
+        return self._replace(
+            num_rows=self.num_rows + num_nodes,
+            num_spare_rows=self.num_spare_rows - num_nodes,
+            expected_tokens=self.expected_tokens + gain,
         )
 
 
@@ -197,8 +195,8 @@ def grant_first(candidate: DraftCandidate, gamma: int, num_spare: int, bound: Re
     num_offered = len(candidate.tree)
     kept = min(num_offered, gamma, candidate.max_nodes, num_spare)
     if candidate.all_or_nothing and kept < num_offered:
-        return Grant(candidate.request_id, (), _why(candidate, kept, gamma, bound))
-    return Grant(candidate.request_id, range(kept), _why(candidate, kept, gamma, bound))
+        return Grant((), _why(candidate, kept, gamma, bound))
+    return Grant(range(kept), _why(candidate, kept, gamma, bound))
 
 
 def _why(candidate: DraftCandidate, kept: int, gamma: int, bound: Reason) -> Reason:

@@ -20,7 +20,7 @@ _USUAL_TARGET = 0.7
 
 
 @dataclass(slots=True)
-class _State:
+class _Steering:
     params: SpeculativeParams
     gamma: int
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
@@ -58,19 +58,19 @@ class TargetRatePolicy(GammaPolicy):
 
     def __init__(self, cost: StepCost) -> None:
         super().__init__(cost)
-        self._states: dict[str, _State] = {}
+        self._steering: dict[str, _Steering] = {}
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        state = self._states.get(request_id)
+        state = self._steering.get(request_id)
         if state is None:
             gamma = max(
                 params.min_draft_tokens, min(params.num_draft_tokens, params.max_draft_tokens)
             )
-            state = self._states[request_id] = _State(params, gamma)
+            state = self._steering[request_id] = _Steering(params, gamma)
         return state.gamma
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
-        state = self._states.get(request_id)
+        state = self._steering.get(request_id)
         if state is None:
             return
         if num_granted > 0:
@@ -79,4 +79,4 @@ class TargetRatePolicy(GammaPolicy):
             state.rest()
 
     def forget(self, request_id: str) -> None:
-        self._states.pop(request_id, None)
+        self._steering.pop(request_id, None)

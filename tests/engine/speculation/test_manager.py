@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.base import DrafterNeeds, DraftRequest, DraftShape
+from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
@@ -103,17 +103,6 @@ def fake(name: str = "fake", propose: Propose = zeros, num_top: int = 0) -> Fake
     return FakeDrafter(name, propose, num_top=num_top)
 
 
-def test_plain_requests_reach_no_drafter() -> None:
-    drafter = fake()
-    world = World(drafter)
-    request = world.open("r", SpeculativeParams("none"))
-    (scheduled,) = world.draft(request)
-    assert scheduled.draft == EMPTY
-    assert not scheduled.num_top_tokens
-    world.speculation.close(request)
-    assert (drafter.opened, drafter.asks, drafter.closed) == ([], [], [])
-
-
 def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
     first, second = fake("first"), fake("second")
     world = World(first, second)
@@ -125,16 +114,6 @@ def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
     assert [[ask.request_id for ask in asks] for asks in first.asks] == [["a", "c"]]
     assert [[ask.request_id for ask in asks] for asks in second.asks] == [["b"]]
     assert [len(each.draft) for each in scheduled] == [2, 3, 5]
-
-
-def test_the_ask_carries_the_live_text_and_the_shape() -> None:
-    drafter = fake()
-    world = World(drafter)
-    request = world.open("r", replace(FIXED, shape=DraftShape(3, 2)))
-    world.draft(request)
-    ((ask,),) = drafter.asks
-    assert ask.token_ids is request.token_ids
-    assert (ask.max_nodes, ask.shape) == (4, DraftShape(3, 2))
 
 
 class SlowReader(FakeDrafter):
