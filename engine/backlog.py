@@ -1,4 +1,4 @@
-"""How long what is open will take: what a client that is turned away is told to wait."""
+"""Estimates how long open requests will take: a client that is turned away is told to wait so long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHARE_WEIGHT = 0.05
 
 
 class OpenRequest(Protocol):
-    """What is read of ``engine.schedule.request.Request``."""
+    """The part of ``engine.schedule.request.Request`` that the estimate reads."""
 
     @property
     def num_new_tokens(self) -> int: ...

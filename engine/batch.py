@@ -56,8 +56,8 @@ NO_SLOT = -1
 
 
 class Bucket(NamedTuple):
-    """What a step is padded to, so that all steps of a bucket have the same shapes: so many rows, and
-    room for so many requests."""
+    """Sizes that steps are padded to, so that all steps of a bucket have the same shapes: so many rows,
+    and room for so many requests."""
 
     num_rows: int
     num_requests: int

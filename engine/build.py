@@ -59,8 +59,9 @@ from engine.ranks.group import Ranks, join_ranks
 from engine.ranks.runner import LeadingRunner, follow_steps
 from engine.sampling.warm_up import warm_up
 from engine.schedule.scheduler import Scheduler
-from engine.speculation.cost import CostModel, measure
+from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
+from engine.speculation.measuring import measure
 from engine.speculation.shedding import Shedding
 from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool

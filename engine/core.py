@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import Any, Protocol
 
 import torch
@@ -21,29 +22,22 @@ from engine.errors import DeadlineExceededError, RanksError, RequestFailedError
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.grammar.constraint import GrammarConstraint
 from engine.kv_events.begin import KvEvents
-from engine.outputs import Part, hidden_rows, observations, read_step
+from engine.outputs import hidden_rows, read_step
 from engine.params import GenerationRequest
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan, Scheduler
+from engine.speculation.baseline import Baseline, EarlyFinishers, StepShape, estimate_baseline
 from engine.speculation.cost import CostModel
-from engine.speculation.manager import DraftRound, Speculation
-from engine.stats import (
-    EarlyFinishers,
-    RequestStats,
-    SpeculativeStats,
-    StepClock,
-    StepShape,
-    StepStats,
-    estimate_baseline,
-)
+from engine.speculation.manager import Speculation
+from engine.stats import RequestStats, SpeculativeStats, StepClock, StepStats
 from engine.transfer import Readback
 from kvpool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 5
-"""So many in a row that broke for nobody in particular, and the engine gives up."""
+"""The engine gives up after so many failed steps in a row."""
 _FATAL = (MemoryError, torch.AcceleratorError, RanksError)
 """The process's memory, the device's state or another rank is gone: every later step would break as well.
 A device or an allocator that has no room for one step's tensors (``OutOfMemoryError``, ``RuntimeError``)
@@ -51,7 +45,7 @@ is not among them."""
 
 
 class Runner(Protocol):
-    """What the core asks of the target; ``engine.model.runner`` has the real one."""
+    """The target, as the core runs it; ``engine.model.runner`` has the real one."""
 
     def forward(self, batch: InputBatch) -> ForwardOutput:
         """Keys and values of all rows are stored afterwards."""
@@ -62,7 +56,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model allows; ``max_model_len`` counts prompt and output tokens. ``constrain`` makes
+    """Bounds that the model sets; ``max_model_len`` counts prompt and output tokens. ``constrain`` makes
     constraints of grammars, where there is a tokenizer."""
 
     vocab_size: int
@@ -99,7 +93,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._result = StepResult()
-        self._prefix_counts = (0, 0)
+        self._counted = (0, 0, 0)
         self._early = EarlyFinishers()
         self._num_failed_steps = 0
 
@@ -144,7 +138,7 @@ class EngineCore:
             self.abort(request_id)
 
     def take_result(self) -> StepResult:
-        """What has come up since the last result."""
+        """Returns what has come up since the last result."""
         result, self._result = self._result, StepResult()
         return result
 
@@ -166,41 +160,45 @@ class EngineCore:
         failure = RequestFailedError(f"{type(error).__name__}: {error}")
         self._result.events.append(ErrorEvent(request.request_id, failure))
 
-    def _each(self, parts: Sequence[Part], work: Callable[[Part], None]) -> list[Part]:
+    def _each(
+        self, scheduled: Sequence[ScheduledRequest], work: Callable[[ScheduledRequest], None]
+    ) -> list[ScheduledRequest]:
         """Do a piece of the step request by request; those for which it raises fail. Returns the rest."""
-        left: list[Part] = []
-        for part in parts:
+        left: list[ScheduledRequest] = []
+        for each in scheduled:
             try:
-                work(part)
+                work(each)
             except BaseException as error:
-                self._fail(part.scheduled.request, error)
+                self._fail(each.request, error)
             else:
-                left.append(part)
+                left.append(each)
         return left
 
     def _together(
-        self, parts: Sequence[Part], work: Callable[[Sequence[Part]], None]
-    ) -> list[Part]:
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        work: Callable[[Sequence[ScheduledRequest]], None],
+    ) -> list[ScheduledRequest]:
         """Do a piece of the step, which may be repeated, for all requests at once; one by one if that
         goes wrong. Returns those for which it was done."""
         try:
-            work(parts)
+            work(scheduled)
         except BaseException as error:
             if is_interrupt(error):
                 raise
-            return self._each(parts, lambda part: work([part]))
-        return [*parts]
+            return self._each(scheduled, lambda each: work([each]))
+        return [*scheduled]
 
     def _fail_step(self, plan: Plan, error: BaseException) -> None:
-        """A step broke for nobody in particular, its forward, say: all requests in it fail, and the
-        engine goes on with those that wait. Raises ``error`` where that is of no use."""
+        """A step broke as a whole, its forward, say: all requests in it fail, and the engine goes on with
+        those that wait. Raises ``error`` where that is of no use."""
         self._num_failed_steps += 1
         if self._num_failed_steps >= MAX_FAILED_STEPS or not isinstance(error, Exception):
             raise error
         for each in plan.scheduled:
             if each.request.request_id in self._requests:
                 self._fail(each.request, error)
-        # Published blocks may lack what the step did not come to move; nobody else holds any.
+        # Published blocks may lack what the step did not come to move; no other request holds any.
         self.pool.reset_prefix_cache()
         self._tell_cache()
         self.pool.check_integrity()
@@ -234,51 +232,52 @@ class EngineCore:
 
     def _run(self, plan: Plan, clock: StepClock) -> None:
         with clock.measure("draft"):
-            round_ = self.speculation.draft(plan, Readback())
+            self.speculation.draft(plan, Readback())
         batch = self._build_batch(plan)
-        parts = [Part(*pair) for pair in zip(plan.scheduled, batch.requests, strict=True)]
         with clock.measure("forward"):
             output = self.runner.forward(batch)
-        parts = self._together(parts, lambda some: read_step(some, output.logits, clock))
+        done = self._together(plan.scheduled, lambda some: read_step(some, output.logits, clock))
         if output.seconds is not None:
             clock.forward_took(output.seconds())
-        parts = self._commit(parts)
+        done = self._commit(done)
         self._tell_cache()
+        sampled = [each for each in done if each.outcome is not None]
         with clock.measure("draft"):
-            self.speculation.observe_hidden(hidden_rows(parts, output.hidden), round_)
-            self.speculation.observe(observations(parts), round_)
+            self.speculation.observe_hidden(hidden_rows(done, output.hidden))
+            self.speculation.observe(plan, sampled)
         clock.stop()
-        self._report(plan, parts, batch, round_, clock)
+        self._report(plan, sampled, batch, clock)
 
     def _build_batch(self, plan: Plan) -> InputBatch:
         """All rows flat, in the order of the plan."""
+        for each in plan.scheduled:
+            each.rows = self._rows(each)
         return build_batch(
-            [self._rows(each) for each in plan.scheduled],
+            [each.rows for each in plan.scheduled],
             self.pool.block_size,
-            wants_hidden=any(each.wants.hidden for each in plan.scheduled),
+            wants_hidden=any(each.wants_hidden for each in plan.scheduled),
         )
 
-    def _rows(self, scheduled: ScheduledRequest) -> RequestRows:
-        request, tree = scheduled.request, scheduled.draft.tree
-        num_logits = 1 + len(tree) if scheduled.samples else 0
-        if request.wants_prompt_logprobs:
-            num_logits = scheduled.num_known + len(tree)
+    def _rows(self, each: ScheduledRequest) -> RequestRows:
+        num_logits = 1 + len(each.draft) if each.samples else 0
+        if each.request.wants_prompt_logprobs:
+            num_logits = each.num_known + len(each.draft)
         return RequestRows(
-            token_ids=[*scheduled.known_token_ids, *tree.token_ids],
-            num_known=scheduled.num_known,
-            base=scheduled.base,
-            parents=tree.parents,
-            block_table=self.pool.block_table(request.request_id),
+            token_ids=[*each.known_token_ids, *each.draft.token_ids],
+            num_known=each.num_known,
+            base=each.base,
+            parents=each.draft.parents,
+            block_table=self.pool.block_table(each.request.request_id),
             num_logits=num_logits,
         )
 
-    def _commit(self, parts: Sequence[Part]) -> list[Part]:
+    def _commit(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Accepted rows become committed keys and values; the rest of the leases go back. Returns the
-        parts for which that was done."""
+        requests for which that was done."""
         moves: list[tuple[int, int]] = []
-        left = self._each(parts, lambda part: moves.extend(self._commit_one(part.scheduled)))
+        done = self._each(scheduled, lambda each: moves.extend(self._commit_one(each)))
         self.runner.move([source for source, _ in moves], [target for _, target in moves])
-        return left
+        return done
 
     def _commit_one(self, each: ScheduledRequest) -> list[tuple[int, int]]:
         """Returns from which slots to which rows have to move."""
@@ -298,7 +297,7 @@ class EngineCore:
         return moves
 
     def _tell_cache(self) -> None:
-        """What the step published and evicted."""
+        """Send what the step published and evicted."""
         if self.kv_events is not None:
             self.kv_events.flush()
 
@@ -307,53 +306,33 @@ class EngineCore:
     def _report(
         self,
         plan: Plan,
-        parts: Sequence[Part],
+        sampled: Sequence[ScheduledRequest],
         batch: InputBatch,
-        round_: DraftRound,
         clock: StepClock,
     ) -> None:
         """Teach the cost model, account for every request, and let the finished ones go."""
         shape = StepShape(
             num_rows=batch.num_rows,
             num_base_rows=plan.num_rows,
-            num_sampling_requests=sum(each.samples for each in plan.scheduled),
+            num_sampling_requests=plan.num_sampling,
             num_kv_tokens=batch.num_kv_tokens,
             num_requests=len(plan.scheduled),
             num_early=len(self._early),
         )
-        target_seconds = clock.forward + clock.verify
         self.cost.observe(
             shape.num_rows,
             shape.num_kv_tokens,
             shape.num_requests,
-            target_seconds,
-            has_drafts=shape.num_rows > shape.num_base_rows,
+            clock.target,
+            shape.has_drafts,
         )
         self.cost.observe_overhead(clock.other)
         baseline = estimate_baseline(self.cost, shape, clock.step, clock.draft)
         by_drafter: dict[str, SpeculativeStats] = defaultdict(SpeculativeStats)
-        sampling = [part for part in parts if part.scheduled.outcome is not None]
-        for part in sampling:
-            each = part.scheduled
-            request, draft, outcome = each.request, each.draft, each.outcome
-            assert outcome is not None
-            gamma, num_emitted = len(draft.tree.token_ids), len(outcome.emitted_token_ids)
-            each.draft_seconds = round_.share(request)
-            each.verify_seconds = (1 + gamma) / shape.num_rows * target_seconds
-            baseline_seconds = baseline.seconds(num_emitted)
-            request.stats.note_gamma(gamma, draft.reason)
-            for account in (request.stats, by_drafter[request.stats.drafter]):
-                account.record(
-                    gamma,
-                    outcome.num_accepted,
-                    num_emitted,
-                    draft.reason,
-                    draft_seconds=each.draft_seconds,
-                    verify_seconds=each.verify_seconds,
-                    step_seconds=clock.step,
-                    baseline_seconds=baseline_seconds,
-                )
-        self._each(sampling, lambda part: self._emit(part.scheduled))
+        for each in sampled:
+            each.verify_seconds = (1 + len(each.draft)) / shape.num_rows * clock.target
+            _account(each, by_drafter, baseline, clock.step)
+        self._each(sampled, self._emit)
         num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
         self._early.step(clock.step, len(self.scheduler.running))
         self._result.stats = self.gauges(
@@ -367,7 +346,6 @@ class EngineCore:
             step_seconds=clock.step,
             baseline_seconds=baseline.batch_seconds(num_emitted),
             num_preemptions=len(plan.preempted),
-            num_draft_failures=round_.num_failures,
         )
 
     def _emit(self, scheduled: ScheduledRequest) -> None:
@@ -384,25 +362,55 @@ class EngineCore:
             logprobs=scheduled.logprobs,
             prompt_logprobs=request.take_prompt_logprobs(),
             finish=finish,
-            num_draft_tokens=len(scheduled.draft.tree),
+            num_draft_tokens=len(scheduled.draft),
             draft_seconds=scheduled.draft_seconds,
             verify_seconds=scheduled.verify_seconds,
         )
         self._result.events.append(event)
 
     def gauges(self, **figures: Any) -> StepStats:
-        """The engine as it stands, and what the prefix cache was asked since the last look, beside a
-        step's own figures."""
-        queries, hits = self.pool.num_prefix_queries, self.pool.num_prefix_hits
-        before, self._prefix_counts = self._prefix_counts, (queries, hits)
+        """The engine as it stands, and what was counted since the last look, beside a step's own
+        figures."""
+        counted = (
+            self.pool.num_prefix_queries,
+            self.pool.num_prefix_hits,
+            self.speculation.num_failures,
+        )
+        queries, hits, failures = map(sub, counted, self._counted)
+        self._counted = counted
         sent, dropped = self.kv_events.take_counts() if self.kv_events is not None else (0, 0)
         return StepStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             blocks=self.pool.counts(),
-            prefix_cache_queries=queries - before[0],
-            prefix_cache_hits=hits - before[1],
+            prefix_cache_queries=queries,
+            prefix_cache_hits=hits,
+            num_draft_failures=failures,
             num_kv_events=sent,
             num_kv_events_dropped=dropped,
             **figures,
+        )
+
+
+def _account(
+    each: ScheduledRequest,
+    by_drafter: Mapping[str, SpeculativeStats],
+    baseline: Baseline,
+    step_seconds: float,
+) -> None:
+    """Into the request's own account, and that of all requests with its drafter."""
+    stats, outcome = each.request.stats, each.outcome
+    assert outcome is not None
+    gamma, num_emitted = len(each.draft), len(outcome.emitted_token_ids)
+    stats.note_gamma(gamma, each.reason)
+    for account in (stats, by_drafter[stats.drafter]):
+        account.record(
+            gamma,
+            outcome.num_accepted,
+            num_emitted,
+            each.reason,
+            draft_seconds=each.draft_seconds,
+            verify_seconds=each.verify_seconds,
+            step_seconds=step_seconds,
+            baseline_seconds=baseline.seconds(num_emitted),
         )

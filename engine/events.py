@@ -49,7 +49,7 @@ class FinishInfo:
 
 
 class TokenEvent(NamedTuple):
-    """What one step emitted for one request. ``drafted[i]``: token i was an accepted draft;
+    """Tokens that one step emitted for one request. ``drafted[i]``: token i was an accepted draft;
     ``num_draft_tokens``: drafts that the step verified for the request, its gamma. ``draft_seconds`` and
     ``verify_seconds`` are the request's shares of the step, as in ``SpeculativeStats``.
 
@@ -78,7 +78,7 @@ class ErrorEvent:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step has to say: events in order, and its figures (None where nothing ran)."""
+    """All that comes out of a step: events in order, and its figures (None where nothing ran)."""
 
     events: list[TokenEvent | ErrorEvent] = field(default_factory=list)
     stats: StepStats | None = None

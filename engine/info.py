@@ -1,4 +1,4 @@
-"""What the engine says of itself once it is built; the server shows it and validates against it."""
+"""Facts of a built engine; the server shows them and validates against them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drafters.base import DrafterInfo
 
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
-    """What of a model is quantised. ``bits``: of weights and inputs alike; ``num_quantized`` of
+    """How much of a model is quantised. ``bits``: of weights and inputs alike; ``num_quantized`` of
     ``num_parameters`` weights, in ``num_layers`` linear layers; ``num_bytes``: of all weights as they
     are held. ``head``: whether the output head is among them."""
 

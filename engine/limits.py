@@ -1,4 +1,4 @@
-"""What tenants may have: prompts and tokens per minute, and requests at a time.
+"""Limits of tenants: prompts and tokens per minute, and requests at a time.
 
 The engine sees all requests, whichever process sent them, so what is counted here is exact with several
 of these. A rate is a bucket that is filled evenly to a minute's worth. It is asked for a prompt when the
@@ -23,8 +23,8 @@ _MINUTE = 60.0
 _WEIGHT = 0.2
 
 
-class OpenRequest(Protocol):
-    """What is read of ``engine.schedule.request.Request``."""
+class CountedRequest(Protocol):
+    """The part of ``engine.schedule.request.Request`` that is counted."""
 
     @property
     def params(self) -> GenerationRequest: ...
@@ -57,10 +57,10 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Open:
-    request: OpenRequest
+    request: CountedRequest
     since: float
     num_paid: int = 0
-    """Of the tokens it wrote."""
+    """Tokens that it wrote and its tenant paid for."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class TenantLimits:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    def admit(self, request: OpenRequest) -> None:
+    def admit(self, request: CountedRequest) -> None:
         """Take in a request, until ``release``. Raises TenantLimitError, and then has taken nothing."""
         tenant = request.params.tenant
         if not tenant.name:
@@ -119,7 +119,7 @@ class TenantLimits:
         account.tenant = tenant
         return account
 
-    def release(self, request: OpenRequest) -> None:
+    def release(self, request: CountedRequest) -> None:
         """The request is over. Those that were not taken in are ignored."""
         account = self._accounts.get(request.params.tenant.name)
         if account is None or request.params.request_id not in account.open:

@@ -1,34 +1,17 @@
 """Accounts of speculation, all of one additive kind: per request for its reply, per step for the metrics.
 
-How a step's time is shared. Requests in a batch run side by side, and each of them lives through
-the whole step: a step of 50 ms costs every request in it 50 ms. At gamma 0 the same batch would
-have needed one step per token. So a request's speed-up over a step is
-
-    baseline seconds of its emitted tokens / seconds the step took
-
-and over its life the quotient of the two sums. The baseline is paired with its step: the time
-measured, less drafting, times the cost model's ratio of the step without draft rows to the step as
-it ran. What slows the machine down in one step then slows its baseline too, and a step without
-drafts counts as 1. Prompt rows are run once either way, so only the first of the emitted tokens is
-charged for them.
-
-At gamma 0 the batch would be larger, too: a request that drafts well is done before its time, and
-those that are left run in steps that look cheap and write little. ``EarlyFinishers`` are counted as if
-they were still there, until their time is over or another request has come in their place.
-
 ``accepted`` never counts the token that the target adds: ``emitted == accepted + steps`` unless a
 stop trimmed a run. Plain Python; the engine thread is the only caller.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 Reason = Literal[
     "", "no_match", "client_cap", "no_kv", "policy", "low_acceptance", "overload", "shed"
@@ -198,6 +181,11 @@ class StepClock:
         self.step = time.perf_counter() - self.start
 
     @property
+    def target(self) -> float:
+        """The target's part, which grows with rows."""
+        return self.forward + self.verify
+
+    @property
     def other(self) -> float:
         return max(0.0, self.step - self.draft - self.forward - self.verify)
 
@@ -209,7 +197,7 @@ class StepStats:
     num_rows: int = 0
     num_prompt_tokens: int = 0
     by_drafter: Mapping[str, SpeculativeStats] = field(default_factory=dict)
-    """Of the requests that sampled, by the drafter they named."""
+    """Accounts of the requests that sampled, by the drafter they named."""
     draft_seconds: float = 0.0
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -240,85 +228,3 @@ class StepStats:
 def idle_stats(num_blocks: int) -> StepStats:
     """The gauges of an engine that has not begun to work."""
     return StepStats(blocks={"free": num_blocks, "draft": 0, "committed": 0, "cached": 0})
-
-
-class Baseline(NamedTuple):
-    """Gamma-0 steps that would have replaced one step: the first with its prompt rows, the others
-    without. ``num_requests`` would have written a token in each."""
-
-    first_seconds: float
-    next_seconds: float
-    num_requests: int
-
-    def seconds(self, num_emitted: float) -> float:
-        """Time of that many tokens of one request. A run trimmed to nothing still took a step."""
-        return self.first_seconds + max(0.0, num_emitted - 1.0) * self.next_seconds
-
-    def batch_seconds(self, num_emitted: int) -> float:
-        """Time of the step's prompts, and of that many tokens of all its requests together."""
-        if not num_emitted:
-            return self.first_seconds
-        prompt_seconds = self.first_seconds - self.next_seconds
-        return prompt_seconds + self.next_seconds * num_emitted / self.num_requests
-
-
-class StepSecondsModel(Protocol):
-    def step_seconds(
-        self, num_rows: int, num_kv_tokens: int, num_requests: int, has_drafts: bool = False
-    ) -> float: ...
-
-
-class StepShape(NamedTuple):
-    """What ran: ``num_rows`` with draft nodes, ``num_base_rows`` without; ``num_kv_tokens`` over
-    all ``num_requests`` requests of the step. ``num_early``: ``EarlyFinishers`` that did not."""
-
-    num_rows: int
-    num_base_rows: int
-    num_sampling_requests: int
-    num_kv_tokens: int
-    num_requests: int
-    num_early: int = 0
-
-
-class EarlyFinishers:
-    """Requests that are done and would still be writing at gamma 0, by the clock of the steps."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        self._ends: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def start(self) -> None:
-        """A request starts, in the place of the one that would have been done first."""
-        if self._ends:
-            heapq.heappop(self._ends)
-
-    def finish(self, account: SpeculativeStats) -> None:
-        """A request with this account is done."""
-        left = account.baseline_seconds - account.step_seconds
-        if left > 0:
-            heapq.heappush(self._ends, self._now + left)
-
-    def step(self, seconds: float, num_requests: int) -> None:
-        """A step is over after which ``num_requests`` go on; when none does, nobody is missed."""
-        self._now += seconds
-        while self._ends and (not num_requests or self._ends[0] <= self._now):
-            heapq.heappop(self._ends)
-
-
-def estimate_baseline(
-    cost: StepSecondsModel, shape: StepShape, step_seconds: float, draft_seconds: float
-) -> Baseline:
-    """What the step, measured at ``step_seconds`` of which ``draft_seconds`` drafting, stands
-    for."""
-    measured = max(0.0, step_seconds - draft_seconds)
-    context, early = (shape.num_kv_tokens, shape.num_requests), shape.num_early
-    as_run = cost.step_seconds(shape.num_rows, *context, shape.num_rows > shape.num_base_rows)
-    num_tokens = shape.num_kv_tokens * (shape.num_requests + early) // shape.num_requests
-    larger = num_tokens, shape.num_requests + early
-    first = cost.step_seconds(shape.num_base_rows + early, *larger)
-    num_writing = max(1, min(shape.num_sampling_requests, shape.num_base_rows)) + early
-    plain = cost.step_seconds(num_writing, *larger)
-    return Baseline(measured * first / as_run, measured * plain / as_run, num_writing)

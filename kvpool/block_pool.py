@@ -3,7 +3,7 @@
 It owns the free list, the reference counts, the requests' block tables and the prefix cache, knows
 no tensors, and is called by the engine thread only. A block is in one of four states:
 
-    free       nobody's, content meaningless
+    free       in no table, content meaningless
     draft      leased by one request for unverified tokens; private, never published
     committed  in at least one request's table
     cached     in no table, but published: kept for its content until evicted
@@ -58,19 +58,22 @@ class BlockPool:
         self._num_draft = 0
         self._num_committed = 0
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._tables
-
     # Life of a request
 
     def open(
-        self, request_id: str, token_ids: Sequence[int], cache_salt: str, max_cached_tokens: int
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        cache_salt: str,
+        max_cached_tokens: int,
+        is_new: bool = True,
     ) -> int:
         """Start a table with the longest cached run of full blocks; returns ``num_cached_tokens``.
 
         These tokens are committed for the request. At most ``max_cached_tokens`` are taken (the
         caller needs at least one row's logits, so it passes less than ``len(token_ids)``); 0 asks
-        the cache nothing and counts no query.
+        the cache nothing and counts no query. Nor does a request that is not new: what comes back
+        after a preemption finds its own blocks, which says nothing of the cache.
         """
         if request_id in self._tables:
             raise BlockPoolError(f"request {request_id!r} is already open")
@@ -83,7 +86,7 @@ class BlockPool:
             token_ids, cache_salt, min(max_cached_tokens, len(token_ids))
         )
         num_cached_tokens = len(block_ids) * self.block_size
-        if max_cached_tokens > 0:
+        if is_new and max_cached_tokens > 0:
             self.num_prefix_queries += len(token_ids)
             self.num_prefix_hits += num_cached_tokens
         for block_id in block_ids:
@@ -184,11 +187,6 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that an allocation could get: free ones and evictable ones."""
         return len(self._free) + self._cache.num_idle
-
-    @property
-    def usage(self) -> float:
-        """Share of the blocks that requests hold, 0 to 1; cached blocks do not count."""
-        return (self._num_draft + self._num_committed) / self.num_blocks
 
     def counts(self) -> dict[str, int]:
         """Blocks by state; the values add up to ``num_blocks``."""

@@ -1,4 +1,4 @@
-"""Who is told which blocks the prefix cache can serve, and which no more."""
+"""The interface of those who are told which blocks the prefix cache can serve."""
 
 from __future__ import annotations
 

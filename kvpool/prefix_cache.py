@@ -33,7 +33,7 @@ def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class PrefixCache:
-    """Published blocks by digest, and those among them that nobody uses, oldest first.
+    """Published blocks by digest, and those among them that no request uses, oldest first.
 
     Every operation is O(1). A published block is either held (some request refers to it) or idle
     (kept for its content, may be evicted).

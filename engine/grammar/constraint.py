@@ -1,4 +1,4 @@
-"""One request's grammar: what may follow its text, and what may follow any draft path after it."""
+"""One request's grammar: the tokens that may follow its text, and any draft path after it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class GrammarConstraint:
             raise ValueError(f"the grammar does not allow token {token_ids[num_taken]} here")
 
     def mask(self, path: Path) -> NDArray[np.uint8] | None:
-        """What may follow ``path``, packed, lowest bit first: ``[ceil(vocab_size / 8)]``. None where the
-        path itself is not allowed, or ends the text. Raises ValueError where the grammar has become too
-        complex to go on."""
+        """Tokens that may follow ``path``, packed, lowest bit first: ``[ceil(vocab_size / 8)]``. None
+        where the path itself is not allowed, or ends the text. Raises ValueError where the grammar has
+        become too complex to go on."""
         if path not in self._masks:
             self._masks[path] = self._read_mask() if self._move(path) else None
         return self._masks[path]

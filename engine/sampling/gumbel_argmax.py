@@ -14,7 +14,6 @@ whose bits the other rows of the batch cannot change (a float sum's can). Ties g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,22 +30,6 @@ _PIECE_NUMEL = 1 << 21
 """Logits looked at in one go: with noise, truncation and what is sorted for it some 90 bytes each."""
 
 
-@dataclass(slots=True)
-class SampledRows:
-    """Rows to sample: float32 ``[num_rows, vocab_size]``, contiguous; int64 ``[num_rows]``, the keys of
-    their noise and their tokens' positions; and what each row's request asked for.
-
-    Top-k keeps what is not below the k-th largest logit (0: off); top-p then keeps a token while the
-    mass strictly above it is below ``top_p`` of the whole (1: off); min-p what is not below ``min_p``
-    times the largest probability. Tokens with equal logits share their fate.
-    """
-
-    logits: Tensor
-    keys: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    params: Sequence[SamplingParams]
-
-
 def greedy_tokens(logits: Tensor) -> Tensor:
     """The likeliest token of each row, lowest id among equals; 0 where no logit is finite. Float32 in,
     int64 ``[num_rows]`` out."""
@@ -57,25 +40,42 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return tokens[:, 0]
 
 
-def sampled_tokens(rows: SampledRows) -> Tensor:
-    """The sampled token of each row: int64 ``[num_rows]``. A row without a finite logit gets token 0."""
-    kernel = host_kernel("gumbel_argmax", rows.logits.device)
+def sampled_tokens(
+    logits: Tensor,
+    keys: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    params: Sequence[SamplingParams],
+) -> Tensor:
+    """The sampled token of each row: int64 ``[num_rows]``. A row without a finite logit gets token 0.
+
+    ``logits``: float32 ``[num_rows, vocab_size]``, contiguous. ``keys`` and ``positions``: int64
+    ``[num_rows]``, of the rows' noise. ``params``: what each row's request asked for. Top-k keeps what is
+    not below the k-th largest logit (0: off); top-p then keeps a token while the mass strictly above it
+    is below ``top_p`` of the whole (1: off); min-p what is not below ``min_p`` times the largest
+    probability. Tokens with equal logits share their fate.
+    """
+    kernel = host_kernel("gumbel_argmax", logits.device)
     if kernel is None:
-        return _dense_tokens(rows)
-    limits = [(each.temperature, each.top_p, each.min_p, each.top_k) for each in rows.params]
-    tokens: Tensor = kernel.search_rows(rows.logits, rows.keys, rows.positions, limits)
+        return _dense_tokens(logits, keys, positions, params)
+    limits = [(each.temperature, each.top_p, each.min_p, each.top_k) for each in params]
+    tokens: Tensor = kernel.search_rows(logits, keys, positions, limits)
     return tokens
 
 
-def _dense_tokens(rows: SampledRows) -> Tensor:
-    """By looking at all tokens of a few rows at a time."""
-    num_rows, vocab_size = rows.logits.shape
-    keys, positions = upload(np.stack([rows.keys, rows.positions]), rows.logits.device)
+def _dense_tokens(
+    logits: Tensor,
+    keys: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    params: Sequence[SamplingParams],
+) -> Tensor:
+    """Looks at all tokens, of a few rows at a time."""
+    num_rows, vocab_size = logits.shape
+    noise_keys, noise_positions = upload(np.stack([keys, positions]), logits.device)
     size = max(1, _PIECE_NUMEL // vocab_size)
     winners = []
     for part in (slice(first, first + size) for first in range(0, num_rows, size)):
-        noise = vocabulary_noise(keys[part], positions[part], vocab_size)
-        winners.append(_first_best(truncated(rows.logits[part], rows.params[part]).add_(noise)))
+        noise = vocabulary_noise(noise_keys[part], noise_positions[part], vocab_size)
+        winners.append(_first_best(truncated(logits[part], params[part]).add_(noise)))
     return torch.cat(winners)
 
 

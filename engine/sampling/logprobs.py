@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.events import TokenLogprobs
 from engine.kernels import host_kernel
-from engine.transfer import Arrival, Readback, read_now, upload
+from engine.transfer import Arrival, Readback, upload
 
 _KERNEL = "top_tokens"
 _CACHED_NUMEL = 1 << 19
@@ -24,7 +24,7 @@ _CACHED_NUMEL = 1 << 19
 _PIECE_NUMEL = 1 << 22
 """Elsewhere it bounds the memory that ranking takes, some 30 bytes each."""
 _CHOSEN = -1
-"""In the place of a token that only the device knows."""
+"""Stands for a token that only the device knows."""
 
 
 class Scored(NamedTuple):
@@ -35,11 +35,6 @@ class Scored(NamedTuple):
     token_id: int | None
     num_top: int
     named: tuple[int, ...] = ()
-
-
-def scored_logprobs(logits: Tensor, asked: Sequence[Scored]) -> list[TokenLogprobs]:
-    """``begin_scoring``, and wait for it."""
-    return read_now(lambda readback: begin_scoring(logits, asked, readback))
 
 
 def begin_scoring(
@@ -92,63 +87,48 @@ def _told(scored: Scored, found: list[tuple[int, float]], num_own: int) -> Token
     return TokenLogprobs(*found[0], tuple(top), tuple(found[1 : 1 + len(scored.named)]))
 
 
-def emitted_logprobs(
-    logits: Tensor, row_indices: Sequence[int], token_ids: Sequence[int], num_top: int
-) -> list[TokenLogprobs]:
-    """``scored_logprobs`` with one ``num_top`` for all; ``token_ids`` has one token per row index."""
-    return scored_logprobs(
-        logits,
-        [Scored(*pair, num_top) for pair in zip(row_indices, token_ids, strict=True)],
-    )
-
-
-def top_tokens(logits: Tensor, row_indices: Sequence[int], k: int) -> list[list[int]]:
-    """``begin_top_tokens``, and wait for it."""
-    return read_now(lambda readback: begin_top_tokens(logits, row_indices, k, readback))
+TopTokens = tuple[list[list[int]], list[list[float]] | None]
+"""Per row, token ids, and where they were asked for their probabilities."""
 
 
 def begin_top_tokens(
-    logits: Tensor, row_indices: Sequence[int], k: int, readback: Readback
-) -> Callable[[], list[list[int]]]:
+    logits: Tensor,
+    row_indices: Sequence[int],
+    k: int,
+    readback: Readback,
+    with_probs: bool = False,
+) -> Callable[[], TopTokens]:
     """The ``k`` likeliest tokens of each row, best first, lowest id among equals; those with
-    probability 0 are left out. The first ones of them are what a smaller ``k`` gives."""
+    probability 0 are left out. The first ones of them are what a smaller ``k`` gives. Probabilities are
+    those of the unprocessed logits."""
     if not len(row_indices):
-        return list
-    token_ids, values = _by_parts(logits, row_indices, lambda rows, _: _top(rows, k), readback)
-    return lambda: [
-        ids if not best or best[-1] > -math.inf else ids[: best.index(-math.inf)]
-        for ids, best in zip(token_ids.tolist(), values.tolist(), strict=True)
-    ]
-
-
-TopProbs = tuple[list[list[int]], list[list[float]]]
-"""Per row, token ids and their probabilities."""
-
-
-def top_probs(logits: Tensor, row_indices: Sequence[int], k: int) -> TopProbs:
-    """``begin_top_probs``, and wait for it."""
-    return read_now(lambda readback: begin_top_probs(logits, row_indices, k, readback))
-
-
-def begin_top_probs(
-    logits: Tensor, row_indices: Sequence[int], k: int, readback: Readback
-) -> Callable[[], TopProbs]:
-    """``begin_top_tokens``, and their probabilities under the unprocessed logits."""
+        return lambda: ([], [] if with_probs else None)
 
     def read(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:  # noqa: ARG001
         token_ids, values = _top(rows, k)
-        return token_ids, values - _log_sums(rows)
+        return token_ids, values - _log_sums(rows) if with_probs else values
 
-    def finish() -> TopProbs:
+    found = _by_parts(logits, row_indices, read, readback)
+
+    def finish() -> TopTokens:
+        token_ids, values = (each.tolist() for each in found)
+        counts = [_num_possible(row) for row in values]
+        tops = [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
+        if not with_probs:
+            return tops, None
         exp = math.exp
-        probs = [[exp(each) for each in row if each > -math.inf] for row in logprobs.tolist()]
-        ids = token_ids.tolist()
-        return [each[: len(row)] for each, row in zip(ids, probs, strict=True)], probs
+        return tops, [
+            [exp(value) for value in row[:count]] for row, count in zip(values, counts, strict=True)
+        ]
 
-    if not len(row_indices):
-        return lambda: ([], [])
-    token_ids, logprobs = _by_parts(logits, row_indices, read, readback)
     return finish
+
+
+def _num_possible(values: Sequence[float]) -> int:
+    """How many of these logits, best first, are of tokens that may come."""
+    if values and values[-1] > -math.inf:
+        return len(values)
+    return sum(value > -math.inf for value in values)
 
 
 def _by_parts(
@@ -157,8 +137,8 @@ def _by_parts(
     read: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
     readback: Readback,
 ) -> tuple[Arrival, Arrival]:
-    """What ``read`` finds in the rows, as float32, and which of them it is given: token ids and floats,
-    some of each per row."""
+    """Token ids and floats, some of each per row, that ``read`` finds in the rows as float32; it is also
+    told which of them it is given."""
     numel = _PIECE_NUMEL if host_kernel(_KERNEL, logits.device) is None else _CACHED_NUMEL
     num_rows = max(1, numel // logits.shape[1])
     with torch.inference_mode():
@@ -170,7 +150,7 @@ def _by_parts(
 
 
 def _log_sums(rows: Tensor) -> Tensor:
-    """Of the exponentials of each row's logits, ``[num_rows, 1]``."""
+    """Logarithms of the sums of each row's exponentials, ``[num_rows, 1]``."""
     kernel = host_kernel(_KERNEL, rows.device)
     sums: Tensor = (
         torch.logsumexp(rows, -1, keepdim=True) if kernel is None else kernel.log_sums(rows)

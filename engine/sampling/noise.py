@@ -80,13 +80,11 @@ def uniform_scalar(key: int, counter: int) -> float:
     return _unit_float(_hash_int(key & MASK, counter))
 
 
-def gumbel_scalar(key: int, position: int, token_id: int) -> float:
-    """The noise, to float32 precision. Non-negative ``position`` and ``token_id``."""
-    return _gumbel(_hash_int(key & MASK, position), token_id)
-
-
 def gumbel_list(key: int, position: int, token_ids: Sequence[int]) -> list[float]:
-    """The noise of several tokens at one position: for drafters that share it."""
+    """The noise of several tokens at one position, to float32 precision: for drafters that share it.
+
+    ``position`` and ``token_ids`` are not negative.
+    """
     state = _hash_int(key & MASK, position)
     return [_gumbel(state, token_id) for token_id in token_ids]
 

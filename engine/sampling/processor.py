@@ -1,4 +1,4 @@
-"""Sampling parameters that edit or truncate logits: what one is, and which there are.
+"""Sampling parameters that edit or truncate logits, and the register of them.
 
 A file in ``engine/sampling/processors/`` that defines a :class:`LogitsProcessor` under
 :func:`register` is all that a parameter needs: it is found there, and the request schema of
@@ -40,7 +40,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a value that names tokens is checked against. ``encode`` adds no special tokens."""
+    """The vocabulary that values are checked against. ``encode`` adds no special tokens."""
 
     size: int
     encode: Callable[[str], Sequence[int]]
@@ -48,7 +48,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a processor may know of its request besides the parameters' values. ``grammar``: of a
+    """Facts that a processor may know of its request besides the parameters' values. ``grammar``: of a
     request whose output is constrained."""
 
     prompt_token_ids: Sequence[int]
@@ -127,7 +127,7 @@ class LogitsProcessor:
 _Class = TypeVar("_Class", bound=type[LogitsProcessor])
 _classes: dict[type[LogitsProcessor], None] = {}
 _owners: dict[str, type[LogitsProcessor]] = {}
-"""By the parameter's name."""
+"""Processors by their parameters' names."""
 
 
 def register(cls: _Class) -> _Class:

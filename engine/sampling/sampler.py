@@ -8,30 +8,21 @@ largest sum of logit and noise (the Gumbel-max trick). Everything from here on i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.gumbel_argmax import SampledRows, greedy_tokens, sampled_tokens
-from engine.sampling.state import RowGroup
-from engine.transfer import Readback, read_now, upload
+from engine.sampling.gumbel_argmax import greedy_tokens, sampled_tokens
+from engine.sampling.state import SampledRequest, paths, rows_of
+from engine.transfer import upload
 
 _NO_TOKEN = -1
 
 
-def sample_tokens(logits: Tensor, groups: Sequence[RowGroup]) -> list[int]:
-    """``choose_tokens``, and wait for them."""
-
-    def begin(readback: Readback) -> Callable[[], list[int]]:
-        return readback.add(choose_tokens(logits, groups)).tolist
-
-    return read_now(begin)
-
-
-def choose_tokens(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-    """The target's token at every row of ``groups``; -1 at rows that belong to none. Int64
+def choose_tokens(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
+    """The target's token at every row of ``requests``; -1 at rows that belong to none. Int64
     ``[num_rows]``, where the logits are.
 
     ``logits`` ``[num_rows, vocab_size]``, any float type, any device; left as they are. A row's
@@ -39,36 +30,44 @@ def choose_tokens(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
     position, and on nothing else in the batch.
     """
     with torch.inference_mode():
-        values = edited_logits(logits, groups)
-        greedy = [g for g in groups if g.state.is_greedy]
-        sampled = [g for g in groups if not g.state.is_greedy]
+        values = edited_logits(logits, requests)
+        greedy = [each for each in requests if each.sampling.is_greedy]
+        sampled = [each for each in requests if not each.sampling.is_greedy]
         chosen = torch.full((len(values),), _NO_TOKEN, device=values.device)
         if greedy:
-            rows = _rows_of(greedy)
+            rows = _all_rows(greedy)
             chosen = _assigned(chosen, rows, greedy_tokens(_select(values, rows)))
         if sampled:
-            rows = _rows_of(sampled)
-            tokens = sampled_tokens(_sampled_rows(_select(values, rows), sampled))
-            chosen = _assigned(chosen, rows, tokens)
+            rows = _all_rows(sampled)
+            chosen = _assigned(chosen, rows, _sampled(_select(values, rows), sampled))
         return chosen
 
 
-def edited_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+def edited_logits(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
     """Float32 logits after the requests' processors, each row by the state after its path: ``logits``
     itself where nothing changes, else a copy. Same shape."""
     values = logits.float()
-    for group in groups:
-        processors = group.state.processors_now()
+    for each in requests:
+        processors = each.sampling.processors_now()
         if processors:
             values = logits.clone() if values is logits else values
-            rows, paths = values[group.first_row : group.first_row + group.num_rows], group.paths()
+            own = rows_of(each)
+            rows, row_paths = values[own.start : own.stop], paths(each.draft)
             for processor in processors:
-                processor.process(rows, paths)
+                processor.process(rows, row_paths)
     return values
 
 
-def _rows_of(groups: Sequence[RowGroup]) -> list[int]:
-    return [row for g in groups for row in range(g.first_row, g.first_row + g.num_rows)]
+def _sampled(values: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
+    """``values``: the requests' rows, one after another."""
+    rows = [(each.sampling, depth) for each in requests for depth in (0, *each.draft.depths())]
+    keys = np.array([state.key for state, _ in rows], np.int64)
+    positions = np.array([state.num_tokens + depth for state, depth in rows], np.int64)
+    return sampled_tokens(values, keys, positions, [state.params for state, _ in rows])
+
+
+def _all_rows(requests: Sequence[SampledRequest]) -> list[int]:
+    return [row for each in requests for row in rows_of(each)]
 
 
 def _select(values: Tensor, rows: list[int]) -> Tensor:
@@ -85,10 +84,3 @@ def _assigned(chosen: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
 
 def _are_all(rows: list[int], of: Tensor) -> bool:
     return len(rows) == len(of) and rows == list(range(len(rows)))
-
-
-def _sampled_rows(values: Tensor, groups: Sequence[RowGroup]) -> SampledRows:
-    rows = [(group.state, depth) for group in groups for depth in group.depths()]
-    keys = np.array([state.key for state, _ in rows], np.int64)
-    positions = np.array([state.num_tokens + depth for state, depth in rows], np.int64)
-    return SampledRows(values, keys, positions, [state.params for state, _ in rows])

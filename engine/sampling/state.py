@@ -1,4 +1,4 @@
-"""What the choice of a request's next token depends on besides the logits.
+"""All that the choice of a request's next token depends on besides the logits.
 
 One :class:`SamplingState` lives as long as its request, preemption included. Rows of a step see it
 *after their path*: the state plus the draft tokens between the anchor and the row.
@@ -7,11 +7,11 @@ One :class:`SamplingState` lives as long as its request, preemption included. Ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from drafters.base import GREEDY, DraftSampling
-from drafters.tree import EMPTY, DraftTree
+from drafters.tree import DraftTree
 from engine.errors import RequestError
 from engine.grammar.constraint import GrammarConstraint
 from engine.params import GenerationRequest, SamplingParams, VerificationName
@@ -74,7 +74,7 @@ class SamplingState:
         return 0 if self.grammar is not None else self.params.min_tokens
 
     def draft_sampling(self) -> DraftSampling:
-        """What a drafter has to know in order to sample in the coming step.
+        """The facts that a drafter needs in order to sample in the coming step.
 
         Under "match" the noise is the verifier's, else stream 1 of this step and no other.
         """
@@ -99,7 +99,7 @@ class SamplingState:
         )
 
     def processors_now(self) -> list[LogitsProcessor]:
-        """What edits the coming rows' logits, in order."""
+        """The processors that edit the coming rows' logits, in order."""
         return [
             each
             for each in self.processors
@@ -126,26 +126,26 @@ def _constraint(
     return constrain(params.grammar)
 
 
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """One request's rows of a step: ``first_row`` is the anchor's, ``first_row + 1 + i`` node
-    i's."""
-
-    state: SamplingState
-    first_row: int
-    tree: DraftTree = field(default=EMPTY)
+class SampledRequest(Protocol):
+    """A request that samples in a step (``engine.schedule.request.ScheduledRequest``): row
+    ``anchor_logit`` of the step's logits is its anchor's, and those of its draft's nodes follow."""
 
     @property
-    def num_rows(self) -> int:
-        return 1 + len(self.tree)
+    def sampling(self) -> SamplingState: ...
+    @property
+    def anchor_logit(self) -> int: ...
+    @property
+    def draft(self) -> DraftTree: ...
 
-    def depths(self) -> list[int]:
-        """Depth of every row: 0 for the anchor."""
-        return [0, *self.tree.depths()]
 
-    def paths(self) -> list[tuple[int, ...]]:
-        """The draft tokens from the anchor (excluded) to every row (included)."""
-        paths: list[tuple[int, ...]] = [()]
-        for token_id, parent in zip(self.tree.token_ids, self.tree.parents, strict=True):
-            paths.append((*paths[parent + 1], token_id))
-        return paths
+def rows_of(request: SampledRequest) -> range:
+    """The request's rows among the step's logits."""
+    return range(request.anchor_logit, request.anchor_logit + 1 + len(request.draft))
+
+
+def paths(draft: DraftTree) -> list[tuple[int, ...]]:
+    """The draft tokens from the anchor (excluded) to every row (included), the anchor's row first."""
+    found: list[tuple[int, ...]] = [()]
+    for token_id, parent in zip(draft.token_ids, draft.parents, strict=True):
+        found.append((*found[parent + 1], token_id))
+    return found

@@ -1,4 +1,4 @@
-"""What top-k, top-p and min-p leave of rows of logits, as a table.
+"""Top-k, top-p and min-p, applied to whole rows of logits.
 
 Top-p sums integers, whose sums have the same bits in any order and any batch, so that membership is what
 the search of ``engine/kernels/gumbel_argmax.py`` finds it to be. Which rows ask for what is known to the

@@ -1,4 +1,4 @@
-"""What sampling compiles on first use is compiled before there are requests to wait for it."""
+"""Compiles the kernels of sampling before there are requests to wait for them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from engine.params import SamplingParams
-from engine.sampling.gumbel_argmax import SampledRows, sampled_tokens
-from engine.sampling.logprobs import top_probs
+from engine.sampling.gumbel_argmax import sampled_tokens
+from engine.sampling.logprobs import begin_top_tokens
+from engine.transfer import read_now
 
 
 def warm_up(vocab_size: int, device: torch.device) -> None:
@@ -16,5 +17,5 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
     zero = np.zeros(1, np.int64)
     params = [SamplingParams(temperature=1.0, top_p=0.5, top_k=1)]
     with torch.inference_mode():
-        sampled_tokens(SampledRows(logits, zero, zero, params))
-        top_probs(logits, [0], 1)
+        sampled_tokens(logits, zero, zero, params)
+        read_now(lambda readback: begin_top_tokens(logits, [0], 1, readback, True))

@@ -1,12 +1,12 @@
-"""Who waits, and whose turn it is: priorities first, then tenants by what they were served.
+"""The queue of waiting requests: priorities first, then tenants by what they were served.
 
 Each tenant has a counter of tokens served, prompts and what was written, over its weight; of those that
 wait in the best priority, the one with the smallest goes first (virtual token counters, arXiv
 2401.00588). Within a tenant and a priority, first come is first served.
 
 Between two tenants that wait all along, tokens over weight differ by no more than what one tenant can
-have running at a time, over its weight: whoever was started last had the smallest counter then. A
-tenant that comes back is put level with those that wait, so that nobody saves up time.
+have running at a time, over its weight: the one that was started last had the smallest counter then. A
+tenant that comes back is put level with those that wait, so that no tenant saves up time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FairQueue:
         return sum(len(each) for level in self._levels.values() for each in level.values())
 
     def __iter__(self) -> Iterator[Request]:
-        """By priority and tenant; the first is the one whose turn it is."""
+        """Goes by priority and tenant; the first request is the one whose turn it is."""
         for _, level in sorted(self._levels.items()):
             for requests in sorted(level.values(), key=self._turn):
                 yield from requests
@@ -66,7 +66,7 @@ class FairQueue:
 
     def charge(self, request: Request) -> None:
         """The tenant for those of the request's tokens that it was not charged for yet: its prompt once
-        it starts, then what is written. What is recomputed costs nobody."""
+        it starts, then what is written. Recomputing costs no tenant anything."""
         num_new = len(request.token_ids) - request.num_charged_tokens
         if num_new:
             tenant = request.params.tenant

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from drafters.tree import EMPTY, DraftTree
 from engine.events import FinishInfo, FinishReason, RequestTimings, TokenLogprobs
@@ -16,6 +16,9 @@ from engine.params import GenerationRequest
 from engine.sampling.state import SamplingState
 from engine.stats import Reason, RequestStats
 from engine.verification.match import Outcome
+
+if TYPE_CHECKING:
+    from engine.batch import RequestRows
 
 
 class RequestStatus(enum.Enum):
@@ -44,10 +47,10 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By position in the prompt, gathered chunk by chunk."""
+    """Gathered chunk by chunk, by position in the prompt."""
     sent_prompt_logprobs: bool = False
     num_charged_tokens: int = 0
-    """Of ``token_ids``, those that the tenant's share was charged for."""
+    """So many of ``token_ids`` the tenant was charged for."""
 
     def __post_init__(self) -> None:
         self.request_id = self.params.request_id
@@ -137,57 +140,47 @@ class Request:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A request's draft in a step: the part of the proposal that is verified, and why it is no more."""
-
-    proposal: DraftTree = EMPTY
-    tree: DraftTree = EMPTY
-    reason: Reason = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Wants:
-    """What a request's drafter wants to see of a step: the target's hidden states, and so many of its
-    likeliest tokens per row, with or without their probabilities."""
-
-    hidden: bool = False
-    num_top_tokens: int = 0
-    top_probs: bool = False
-
-
-class TopRows(NamedTuple):
-    """What a request's drafter wanted to see of its anchor's row and its nodes', row by row: the target's
-    likeliest tokens, best first, and their probabilities."""
-
-    token_ids: Sequence[Sequence[int]] | None = None
-    probs: Sequence[Sequence[float]] | None = None
-
-
-NO_DRAFT = Draft()
-NOTHING = Wants()
-NO_TOP = TopRows()
-
-
 @dataclass(slots=True)
 class ScheduledRequest:
-    """A request's part in a step: planned, then drafted for, then verified.
+    """A request's part in a step. The scheduler plans it, speculation drafts for it, the batch lays out
+    its rows, verification finds its outcome, and the report says what it took.
 
-    Its rows are ``num_known`` known tokens from ``base`` on (tokens computed before the step), then the
-    draft's nodes. ``samples``: the anchor is among them, so that the target's next token comes out of
-    this step, as ``outcome``.
+    Its rows are ``num_known`` known tokens from position ``base`` on (tokens computed before the step),
+    then the nodes of ``draft``. ``samples``: the anchor is among them, so that the target's next token
+    comes out of this step, as ``outcome``.
     """
 
     request: Request
     num_known: int
     base: int = field(init=False)
     samples: bool = field(init=False)
-    draft: Draft = NO_DRAFT
-    wants: Wants = NOTHING
+
+    max_nodes: int = 0
+    """Draft nodes that make sense in this step; ``max_depth`` bounds their depth."""
+    max_depth: int = 0
+    num_asked: int = 0
+    """So many of ``max_nodes`` the drafter is asked for; 0: it is not asked."""
+    proposal: DraftTree = EMPTY
+    draft: DraftTree = EMPTY
+    """The part of the proposal that is verified; ``reason`` says why it is no larger."""
+    reason: Reason = ""
+
+    wants_hidden: bool = False
+    """The drafter reads the target's hidden states of this step."""
+    num_top_tokens: int = 0
+    """So many of the target's likeliest tokens per row the drafter wants to see, with their
+    probabilities where ``wants_top_probs``."""
+    wants_top_probs: bool = False
+
+    rows: RequestRows = field(init=False, repr=False)
+    """Where its rows lie in the batch."""
     outcome: Outcome | None = None
-    top: TopRows = NO_TOP
+    top_token_ids: Sequence[Sequence[int]] | None = None
+    """The target's likeliest tokens at the anchor's row and each node's, best first; ``top_probs``:
+    their probabilities."""
+    top_probs: Sequence[Sequence[float]] | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Of the emitted tokens, for requests that asked."""
+    """Log-probabilities of the emitted tokens, for requests that asked."""
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     """Its shares of the step, as in ``SpeculativeStats``."""
@@ -195,6 +188,15 @@ class ScheduledRequest:
     def __post_init__(self) -> None:
         self.base = self.request.num_computed_tokens
         self.samples = self.num_known == self.request.num_new_tokens
+
+    @property
+    def sampling(self) -> SamplingState:
+        return self.request.sampling
+
+    @property
+    def anchor_logit(self) -> int:
+        """The anchor's row among the step's logits, if the request samples; the nodes' rows follow."""
+        return self.rows.first_logit + self.rows.num_logits - 1 - len(self.draft)
 
     @property
     def known_token_ids(self) -> list[int]:

@@ -3,7 +3,7 @@
 There are no phases. Every request has known tokens whose keys and values are not computed; each step
 gives it rows until they are. A decoding request is one that lacks a single token. Plain Python, no clock,
 no tensors; blocks come from the pool, and on shortage the lowest-ranked request is preempted and later
-recomputed. Whose turn it is to start, ``fair_queue`` says.
+recomputed. ``fair_queue`` says which request starts next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ class Blocks(Protocol):
     @property
     def num_available(self) -> int: ...
     def open(
-        self, request_id: str, token_ids: list[int], cache_salt: str, max_cached_tokens: int
+        self,
+        request_id: str,
+        token_ids: list[int],
+        cache_salt: str,
+        max_cached_tokens: int,
+        is_new: bool,
     ) -> int: ...
     def allocate(self, request_id: str, num_tokens: int) -> bool: ...
     def free(self, request_id: str) -> None: ...
@@ -32,6 +37,8 @@ class Blocks(Protocol):
 
 @dataclass(slots=True)
 class Plan:
+    """The requests of a step, and what the scheduler did for it."""
+
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     num_rows: int = 0
@@ -41,6 +48,17 @@ class Plan:
     """Started for the first time; they may have been preempted at once."""
     num_waiting: int = 0
     """Requests for which there was no place."""
+    draft_seconds: dict[str, float] = field(default_factory=dict)
+    """Spent on proposals, by drafter."""
+
+    @property
+    def num_sampling(self) -> int:
+        return sum(each.samples for each in self.scheduled)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Computed in steps before."""
+        return sum(each.base for each in self.scheduled)
 
 
 class Scheduler:
@@ -132,8 +150,8 @@ class Scheduler:
         plan.preempted.append(victim)
 
     def _admit(self, plan: Plan) -> None:
-        """Start waiting requests in turn while seats and blocks last; nobody overtakes the one whose turn
-        it is. A better priority takes the seat or the blocks of a worse one."""
+        """Start waiting requests in turn while seats and blocks last; no request overtakes the one whose
+        turn it is. A better priority takes the seat or the blocks of a worse one."""
         while (request := self.waiting.first()) is not None:
             if not self._has_room(request):
                 if not self._outranks_last(request):
@@ -141,13 +159,15 @@ class Scheduler:
                 self._preempt(self.running[-1], plan)
                 continue
             self.waiting.start(request)
-            if request.first_scheduled_time is None:
+            is_new = request.first_scheduled_time is None
+            if is_new:
                 plan.admitted.append(request)
             num_cached = self.pool.open(
                 request.request_id,
                 request.token_ids,
                 request.params.cache_salt,
                 request.max_cached_tokens(),
+                is_new,
             )
             request.start(num_cached)
             bisect.insort(self.running, request, key=lambda each: each.rank)

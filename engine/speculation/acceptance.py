@@ -1,4 +1,4 @@
-"""What a request's verification says about its drafts, for the gamma policies: plain Python.
+"""Estimates of how likely drafts are to be accepted, for the gamma policies: plain Python.
 
 Under "match" a draft is accepted if it equals the text, so any proposal can be judged, and survivals
 may use whatever the drafter says of its tokens. Drafts that were sampled and are accepted with a
@@ -8,7 +8,6 @@ token is verified may depend on everything but itself, or its distribution is bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from drafters.base import Observation
@@ -59,7 +58,8 @@ class SampledAcceptance:
     Siblings never rise in survival, so that what a policy grants is, under each parent, the first
     of those that were sampled. A chain may have ended early for what its last token is, so policies
     see it as long as was asked for, after the tokens that a grammar forces at its begin. Trees they see
-    as they are: there the drafter has to draw a shape that does not depend on its tokens (``DraftTree``).
+    as they are: there the drafter has to sample a shape that does not depend on its tokens
+    (``DraftTree``).
     """
 
     def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
@@ -105,25 +105,6 @@ def new_acceptance(
     if verification == "match":
         return MatchAcceptance(estimator, drafter)
     return SampledAcceptance(estimator, f"{drafter} {verification}")
-
-
-def check_sampled(tree: DraftTree, verification: str, vocab_size: int) -> None:
-    """Raises ValueError where the verification could not use the tree, or its ``draft_probs``."""
-    if verification == "match":
-        return
-    if verification == "block" and not tree.is_chain():
-        raise ValueError("block verification is for chains, and a tree was proposed")
-    for parent, probs in tree.draft_probs.items():
-        if not -1 <= parent < len(tree):
-            raise ValueError(f"draft_probs of node {parent}, which does not exist")
-        shape: Sequence[int] | None = getattr(probs, "shape", None)
-        if shape is not None:
-            if tuple(shape) != (vocab_size,):
-                raise ValueError(f"draft_probs of node {parent} have shape {tuple(shape)}")
-        elif min(probs.values(), default=-1) < 0 or abs(sum(probs.values()) - 1) > 1e-3:
-            raise ValueError(f"draft_probs of node {parent} are no distribution")
-        elif not 0 <= min(probs) <= max(probs) < vocab_size:
-            raise ValueError(f"draft_probs of node {parent} name a token out of the vocabulary")
 
 
 def _ranked(tree: DraftTree) -> DraftTree:

@@ -1,4 +1,4 @@
-"""Drafts under a grammar: what it forces is drafted for nothing, and what it forbids costs no row."""
+"""Drafts under a grammar: forced tokens are drafted for nothing, and forbidden ones cost no row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def constrained(
     depth: int,
     verification: VerificationName,
 ) -> DraftTree:
-    """What a drafter proposed, as the grammar leaves it: first the tokens that are forced after the text,
+    """A drafter's proposal, as the grammar leaves it: first the tokens that are forced after the text,
     then the drafter's nodes that are allowed, then what is forced after its paths.
 
     Forced nodes have the feature ``FORCED``. At most ``max_nodes`` nodes, none deeper than ``depth``.

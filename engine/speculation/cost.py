@@ -1,8 +1,7 @@
-"""What a step costs: measured at start-up over a few sizes, corrected by every step that runs.
+"""The cost of a step: measured at start-up over a few sizes, corrected by every step that runs.
 
 The gamma policies ask it what more rows would cost; the statistics ask it what a step at gamma 0
-would have cost. Knows nothing of models: it is given a callable that runs rows.
-Seconds throughout.
+would have cost. Seconds throughout.
 
     step = overhead + machine * drafts * (curve(rows) + kv_slope * kv_tokens + pair_slope * pairs)
 
@@ -18,115 +17,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter, le, mul
+from operator import le, mul
 from statistics import median_low
-from typing import NamedTuple
 
 import numpy as np
+
+from engine.speculation.correction import Correction
+from engine.speculation.measuring import Measurement
 
 _EMA_RATE = 0.1
 _LARGEST_SURPRISE = 0.15
 """Relative error of an overhead beyond which it counts no more (Huber)."""
 _SMALLEST_SECONDS = 1e-9
-_MOST_CHOSEN_ROWS = 64
-_FAR_REQUESTS = 8
-_FAR_ROWS = 4
-"""Rows of each of the ``_FAR_REQUESTS`` requests that are measured side by side."""
-_NOISE = 0.07**2
-"""Variance of a step's seconds about their mean, relative."""
-_MACHINE_DOUBT = 0.05**2
-_MACHINE_DRIFT = 0.012**2
-"""Per step."""
-_KNOT_DOUBT = 0.08**2
-_DRAFTS_DOUBT = 0.15**2
-_KNOT_MEMORY = 1.0 - 1.0 / 400
-"""Of a knot's factor, per step: without forgetting, a few slow steps at high row counts would be
-believed for ever, since gamma then never goes there again."""
-_LARGEST_STEP_SURPRISE = 0.1
-"""Relative error beyond which an observation counts no more (Huber): a step that a neighbour made
-three times slower moves the model by less than that, what stays half as slow again is learnt in ten or
-twenty steps."""
-
-
-class Measurement(NamedTuple):
-    num_rows: int
-    num_kv_tokens: int
-    seconds: float
-    num_requests: int = 1
-
-    @property
-    def num_pairs(self) -> float:
-        return self.num_rows * self.num_kv_tokens / self.num_requests
-
-
-def bucket_row_counts(max_rows: int) -> list[int]:
-    """Row counts to measure: powers of two, and half-way up to 64, where choosing gamma happens."""
-    counts = {2**k for k in range(max_rows.bit_length())}
-    counts |= {3 * 2**k for k in range(5)}
-    return sorted({count for count in counts if count <= max_rows} | {max_rows})
-
-
-def measure(
-    run: Callable[[int, int, int], float],
-    max_rows: int,
-    repeats: int = 5,
-    far_context: int = 512,
-    max_kv_tokens: int | None = None,
-    budget_seconds: float = 3.0,
-    block_size: int = 1,
-) -> list[Measurement]:
-    """Measure ``run(num_rows, num_kv_tokens, num_requests) -> seconds``.
-
-    Row counts that gamma chooses among, up to 64, count with the median of ``repeats`` runs after an
-    untimed one; so do one and eight rows over ``far_context`` tokens, and one row or a few of each of
-    up to eight requests with as many tokens each, ``max_kv_tokens`` in all when every request takes
-    whole blocks of ``block_size``. Rounds go over all of them in turn, so that a slow spell of the
-    machine hits all alike, and end early once ``budget_seconds`` are spent. Larger counts, which only
-    prompts reach, run twice, the better counts; those that would take more than an eighth of the
-    budget are left to ``CostModel``, which goes on as steeply.
-    """
-    counts = bucket_row_counts(max_rows)
-    points = [(count, 0, 1) for count in counts if count <= _MOST_CHOSEN_ROWS]
-    points += _far_points(max_rows, far_context, max_kv_tokens, block_size)
-    spent = sum(run(*point) for point in points)
-    seconds: dict[tuple[int, int, int], list[float]] = {point: [] for point in points}
-    for _ in range(repeats):
-        for point in points:
-            seconds[point].append(run(*point))
-        spent += sum(values[-1] for values in seconds.values())
-        if spent > budget_seconds:
-            break
-    measured = [
-        Measurement(rows, kv_tokens, median_low(values), requests)
-        for (rows, kv_tokens, requests), values in seconds.items()
-    ]
-    last = max((each for each in measured if not each.num_kv_tokens), key=itemgetter(0))
-    for count in counts:
-        if count > last.num_rows:
-            if last.seconds * count / last.num_rows > budget_seconds / 8:
-                break
-            last = Measurement(count, 0, min(run(count, 0, 1), run(count, 0, 1)))
-            measured.append(last)
-    return measured
-
-
-def _far_points(
-    max_rows: int, context: int, max_kv_tokens: int | None, block_size: int
-) -> list[tuple[int, int, int]]:
-    """Rows, tokens of context and requests of the steps that tell what context costs."""
-    if context < 1:
-        return []
-    points = [(count, context, 1) for count in (1, 8) if count <= max_rows]
-    requests = min(_FAR_REQUESTS, max_rows // _FAR_ROWS)
-    if max_kv_tokens is not None:
-        num_blocks = -(-(context + _FAR_ROWS) // block_size)
-        requests = min(requests, max_kv_tokens // (num_blocks * block_size))
-    if requests > 1:
-        points += [(rows * requests, context * requests, requests) for rows in (1, _FAR_ROWS)]
-    return points
 
 
 class CostModel:
@@ -227,7 +132,7 @@ class CostModel:
         self._drafting.setdefault(drafter, _DraftSeconds()).observe(num_requests, asked, seconds)
 
     def draft_seconds(self, drafter: str) -> float:
-        """What one more request costs that asks ``drafter``, its share of a call, beyond what is spent on
+        """Price of one more request that asks ``drafter``: its share of a call, beyond what is spent on
         one that does not ask; 0 while it was never timed."""
         known = self._drafting.get(drafter)
         return 0.0 if known is None else known.price
@@ -362,61 +267,3 @@ def _never_falling(values: Sequence[float]) -> list[float]:
 
 def _bounded(error: float) -> float:
     return max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, error))
-
-
-class Correction:
-    """Factors of ``num_knots`` knots, of steps with drafts and of all, 1 at first: a Kalman filter over
-    their logarithms.
-
-    One factor holds for all steps and follows the machine (clocks, neighbours), one for those where
-    several requests' drafts are verified; one per knot of the cost
-    curve follows what start-up got wrong about the curve's shape, and drifts back to 1 while nobody
-    looks. The filter knows how sure it is of each, so the first steps of a kind count most, and it knows
-    that a machine that slowed down as a whole slowed down at the row counts, too, that are not visited
-    meanwhile.
-    """
-
-    def __init__(self, num_knots: int) -> None:
-        self._logs = np.zeros(2 + num_knots)
-        doubts = np.array([_MACHINE_DOUBT, _DRAFTS_DOUBT, *[_KNOT_DOUBT] * num_knots])
-        self._covariance = np.diag(doubts)
-        # What every step forgets: products with these, and what it adds to the variances.
-        self._memory = np.array([1.0, *[_KNOT_MEMORY] * (1 + num_knots)])
-        self._memories = np.outer(self._memory, self._memory)
-        self._drift = np.diag(doubts * (1.0 - self._memory**2))
-        self._drift[0, 0] = _MACHINE_DRIFT
-        self._design = np.zeros(2 + num_knots)
-
-    @property
-    def machine(self) -> float:
-        return math.exp(self._logs[0])
-
-    @property
-    def drafts(self) -> float:
-        return math.exp(self._logs[1])
-
-    @property
-    def knots(self) -> list[float]:
-        factors: list[float] = np.exp(self._logs[2:]).tolist()
-        return factors
-
-    def observe(
-        self, knots: Sequence[tuple[int, float]], surprise: float, has_drafts: bool = False
-    ) -> None:
-        """A step among ``knots``, with weights, took ``exp(surprise)`` times what was predicted."""
-        covariance, design = self._covariance, self._design
-        self._logs *= self._memory
-        covariance *= self._memories
-        covariance += self._drift
-        design.fill(0.0)
-        design[0], design[1] = 1.0, float(has_drafts)
-        for knot, weight in knots:
-            design[2 + knot] = weight
-        spread = covariance @ design
-        variance = float(spread @ design) + _NOISE
-        # What is not believed does not make anything surer either.
-        weight = _LARGEST_STEP_SURPRISE / max(_LARGEST_STEP_SURPRISE, abs(surprise))
-        gain = spread * (weight / variance)
-        covariance -= spread[:, None] * gain
-        gain *= surprise
-        self._logs += gain

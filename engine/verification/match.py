@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drafters.tree import DraftTree
-from engine.sampling.state import RowGroup, SamplingState
+from engine.sampling.state import SampledRequest, SamplingState
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step did for one request.
+    """The outcome of a step for one request.
 
     ``row_token_ids[r]`` is the target's token at the request's row ``r`` (0: the anchor, ``i + 1``:
     node i); verification by rejection chooses one on the accepted path only and leaves -1 elsewhere.
@@ -48,17 +48,11 @@ class Outcome:
         return (True,) * self.num_emitted_drafts + (False,) * num_plain
 
 
-def verify(groups: Sequence[RowGroup], row_token_ids: Sequence[int]) -> list[Outcome]:
-    """One outcome per group. ``row_token_ids`` is the target's token at every row of the step.
-
-    The groups' states are read, not advanced: ``append`` the emitted tokens afterwards.
-    """
-    return [_verify(group, row_token_ids) for group in groups]
-
-
-def _verify(group: RowGroup, row_token_ids: Sequence[int]) -> Outcome:
-    own = tuple(row_token_ids[group.first_row : group.first_row + group.num_rows])
-    return trimmed(group.state, own, _accepted_path(group.tree, own))
+def verify(request: SampledRequest, row_token_ids: Sequence[int]) -> Outcome:
+    """``row_token_ids`` is the target's token at each of the request's rows. Its state is read, not
+    advanced: ``append`` the emitted tokens afterwards."""
+    path = _accepted_path(request.draft, row_token_ids)
+    return trimmed(request.sampling, tuple(row_token_ids), path)
 
 
 def trimmed(state: SamplingState, row_token_ids: tuple[int, ...], path: Sequence[int]) -> Outcome:

@@ -78,7 +78,7 @@ class TensorProbs:
 
 @dataclass(slots=True, eq=False)
 class _Derived:
-    """What is left of a distribution, normalised; ``probs`` is None where that is nothing. Until it is
+    """The rest of a distribution, normalised; ``probs`` is None where that is nothing. Until it is
     read it can be handed on and not looked into."""
 
     masses: Callable[[], Tensor]
@@ -158,11 +158,6 @@ def _read(values: Tensor) -> list[Any]:
 StepDistributions = tuple[list[TensorDistributions], Questions]
 
 
-def step_distributions(probs: Tensor, trees: Sequence[DraftTree]) -> StepDistributions:
-    """``begin_distributions``, and wait for it."""
-    return read_now(lambda readback: begin_distributions(probs, trees, readback))
-
-
 def begin_distributions(
     probs: Tensor, trees: Sequence[DraftTree], readback: Readback
 ) -> Callable[[], StepDistributions]:
@@ -232,7 +227,7 @@ def _dense(probs: Any, like: Tensor) -> Tensor:
 
 
 def decide(runs: Sequence[Callable[[], Decision]], questions: Questions) -> list[Decision]:
-    """What each run of a rule decides, with all that was asked meanwhile read."""
+    """The decision of each run of a rule, with all that was asked meanwhile read."""
     decisions: list[Decision | None] = [None] * len(runs)
     waiting = list(range(len(runs)))
     while waiting:

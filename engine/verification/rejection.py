@@ -1,4 +1,4 @@
-"""Which drafts survive when they were sampled from a distribution: plain Python, no randomness.
+"""Decides which drafts survive when they were sampled from a distribution: plain Python, no randomness.
 
 Two lossless rules, both in distribution: the emitted tokens follow the target's distribution,
 averaged over the sampling of drafts and this module's decisions.
@@ -37,11 +37,11 @@ class Distributions(Protocol):
     """The distributions of one request's rows: row 0 is the anchor, ``i + 1`` is node i."""
 
     def target(self, row: int) -> Probs:
-        """Of the token after the row, fully processed."""
+        """The distribution of the token after the row, fully processed."""
 
     def draft(self, row: int) -> Probs | None:
-        """What the row's children were sampled from, in order and without replacement; None where
-        they were chosen otherwise. A child that it gives nothing was chosen, too."""
+        """The distribution that the row's children were sampled from, in order and without replacement;
+        None where they were chosen otherwise. A child that it gives nothing was chosen, too."""
 
 
 class Decision(NamedTuple):
@@ -112,7 +112,7 @@ def _acceptance(target: Probs, draft: Probs | None, token_id: int) -> float:
 
 
 def _after_refusal(target: Probs, draft: Probs | None, token_id: int) -> tuple[Probs, Probs | None]:
-    """What the next token follows, and what the next sibling was sampled from.
+    """The distributions of the next token and of the next sibling.
 
     Nothing is left where target and draft are equal up to rounding: then the target stands.
     """

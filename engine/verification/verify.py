@@ -24,8 +24,8 @@ from engine.params import VerificationName
 from engine.sampling.distribution import target_probs
 from engine.sampling.noise import ACCEPT_STREAM, RESIDUAL_STREAM, step_key, uniform_scalar
 from engine.sampling.sampler import choose_tokens
-from engine.sampling.state import RowGroup, SamplingState
-from engine.transfer import Readback, read_now
+from engine.sampling.state import SampledRequest, SamplingState, rows_of
+from engine.transfer import Readback
 from engine.verification.match import Outcome, trimmed, verify
 from engine.verification.probs import (
     Questions,
@@ -41,7 +41,7 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A verification that waits for what it reads. ``finish``: one outcome per group, once that was
+    """A verification that waits for what it reads. ``finish``: one outcome per request, once that was
     fetched. ``tokens``: the target's own token at every row of the logits, where these are what is
     verified with: int64 ``[num_rows]``, where the logits are."""
 
@@ -49,46 +49,57 @@ class Pending:
     tokens: Tensor | None = None
 
 
-Verification = Callable[[Tensor, Sequence[RowGroup], Readback], Pending]
-"""From a step's logits ``[num_rows, vocab_size]``, left as they are, to one outcome per group."""
+Verification = Callable[[Tensor, Sequence[SampledRequest], Readback], Pending]
+"""From a step's logits ``[num_rows, vocab_size]``, left as they are, to one outcome per request."""
 
 
-def _match(logits: Tensor, groups: Sequence[RowGroup], readback: Readback) -> Pending:
+def _match(logits: Tensor, requests: Sequence[SampledRequest], readback: Readback) -> Pending:
     """The target's own token at every row; drafts that equal it are accepted."""
-    tokens = choose_tokens(logits, groups)
+    tokens = choose_tokens(logits, requests)
     chosen = readback.add(tokens)
-    return Pending(lambda: verify(groups, chosen.tolist()), tokens)
+
+    def finish() -> list[Outcome]:
+        token_ids = chosen.tolist()
+        own = [rows_of(each) for each in requests]
+        return [
+            verify(each, token_ids[rows.start : rows.stop])
+            for each, rows in zip(requests, own, strict=True)
+        ]
+
+    return Pending(finish, tokens)
 
 
-def _reject(rule: Rule, logits: Tensor, groups: Sequence[RowGroup], readback: Readback) -> Pending:
+def _reject(
+    rule: Rule, logits: Tensor, requests: Sequence[SampledRequest], readback: Readback
+) -> Pending:
     """Drafts are accepted by the rule, and the last token is sampled from what it leaves."""
     with torch.inference_mode():
-        probs = target_probs(logits, groups)
-        trees = [group.tree for group in groups]
-        distributions = begin_distributions(probs, trees, readback)
-    return Pending(lambda: _decided(rule, groups, *distributions()))
+        probs = target_probs(logits, requests)
+        drafts = [each.draft for each in requests]
+        distributions = begin_distributions(probs, drafts, readback)
+    return Pending(lambda: _decided(rule, requests, *distributions()))
 
 
 @torch.inference_mode()
 def _decided(
     rule: Rule,
-    groups: Sequence[RowGroup],
+    requests: Sequence[SampledRequest],
     distributions: Sequence[TensorDistributions],
     questions: Questions,
 ) -> list[Outcome]:
     runs = [
-        partial(rule, group.tree, own, _accepts(group.state))
-        for group, own in zip(groups, distributions, strict=True)
+        partial(rule, each.draft, own, _accepts(each.sampling))
+        for each, own in zip(requests, distributions, strict=True)
     ]
     decisions = decide(runs, questions)
     last = sample_all(
         [decision.last for decision in decisions],
         [
-            _uniform(group.state, RESIDUAL_STREAM, decision.path[-1])
-            for group, decision in zip(groups, decisions, strict=True)
+            _uniform(each.sampling, RESIDUAL_STREAM, decision.path[-1])
+            for each, decision in zip(requests, decisions, strict=True)
         ],
     )
-    return [_outcome(*each) for each in zip(groups, decisions, last, strict=True)]
+    return [_outcome(*each) for each in zip(requests, decisions, last, strict=True)]
 
 
 def _accepts(state: SamplingState) -> Accepts:
@@ -99,13 +110,13 @@ def _uniform(state: SamplingState, stream: int, row: int) -> float:
     return uniform_scalar(step_key(state.key, stream, state.num_steps), row)
 
 
-def _outcome(group: RowGroup, decision: Decision, last: int) -> Outcome:
-    path = decision.path
-    tokens = [_NO_TOKEN] * group.num_rows
+def _outcome(request: SampledRequest, decision: Decision, last: int) -> Outcome:
+    path, draft = decision.path, request.draft
+    tokens = [_NO_TOKEN] * (1 + len(draft))
     for row, below in zip(path, path[1:], strict=False):
-        tokens[row] = group.tree.token_ids[below - 1]
+        tokens[row] = draft.token_ids[below - 1]
     tokens[path[-1]] = last
-    return trimmed(group.state, tuple(tokens), path)
+    return trimmed(request.sampling, tuple(tokens), path)
 
 
 _VERIFICATIONS: dict[VerificationName, Verification] = {
@@ -115,14 +126,16 @@ _VERIFICATIONS: dict[VerificationName, Verification] = {
 }
 
 
-def begin_verification(logits: Tensor, groups: Sequence[RowGroup], readback: Readback) -> Pending:
-    """Each group by its request's verification. States are read, not advanced."""
+def begin_verification(
+    logits: Tensor, requests: Sequence[SampledRequest], readback: Readback
+) -> Pending:
+    """Begins each request's own verification. States are read, not advanced."""
     tokens: Tensor | None = None
     finishing: list[tuple[list[int], Pending]] = []
     for name, verification in _VERIFICATIONS.items():
-        index = [i for i, group in enumerate(groups) if group.state.verification == name]
+        index = [i for i, each in enumerate(requests) if each.sampling.verification == name]
         if index:
-            pending = verification(logits, [groups[i] for i in index], readback)
+            pending = verification(logits, [requests[i] for i in index], readback)
             finishing.append((index, pending))
             tokens = pending.tokens if tokens is None else tokens
 
@@ -130,11 +143,6 @@ def begin_verification(logits: Tensor, groups: Sequence[RowGroup], readback: Rea
         outcomes: dict[int, Outcome] = {}
         for index, pending in finishing:
             outcomes.update(zip(index, pending.finish(), strict=True))
-        return [outcomes[i] for i in range(len(groups))]
+        return [outcomes[i] for i in range(len(requests))]
 
     return Pending(finish, tokens)
-
-
-def verify_step(logits: Tensor, groups: Sequence[RowGroup]) -> list[Outcome]:
-    """``begin_verification``, and wait for it."""
-    return read_now(lambda readback: begin_verification(logits, groups, readback).finish)

@@ -29,17 +29,6 @@ def test_a_chunk_a_tree_and_a_lone_row_worked_out_by_hand() -> None:
     assert batch.num_kv_tokens == 5 + 12 + 1
 
 
-def test_rows_keep_the_order_of_the_requests_whatever_their_length() -> None:
-    short = RequestRows([1], 1, 0, (), [0], 1)
-    long = RequestRows([3] * 50, 50, 0, (), range(20, 40), 3)
-    last = RequestRows([2] * 20, 20, 0, (), range(1, 20), 2)
-    batch = build_batch([short, long, last], SIZE, wants_hidden=True)
-    assert batch.token_ids == [1, *long.token_ids, *last.token_ids]
-    assert [each.first_logit for each in batch.requests] == [0, 1, 4]
-    assert [each.first_row for each in batch.requests] == [0, 1, 51]
-    assert batch.wants_hidden
-
-
 def test_inputs_of_steps_of_equal_size_lie_at_the_same_addresses() -> None:
     buffers = InputBuffers(torch.device("cpu"), max_num_rows=8)
     steps = [

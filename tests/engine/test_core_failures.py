@@ -292,17 +292,6 @@ def test_a_broken_member_leaves_auto_its_others(broken: FakeDrafter) -> None:
     assert traces_of(core, driver.finishes) == []
 
 
-class Miscounting(FakeDrafter):
-    def propose(self, requests: Any) -> list[DraftTree]:
-        return super().propose(requests)[:-1]
-
-
-def test_fewer_trees_than_requests_are_refused() -> None:
-    driver = run(Miscounting(propose=foreseeing(TEXT)), "r", "s")
-    for name in "rs":
-        assert driver.finishes[name].speculative.num_failed_drafts == SILENCE_AFTER
-
-
 def test_failures_are_told_of_aborted_requests_too() -> None:
     fake = FakeDrafter(fails="propose")
     core = TARGET.core(Setup(drafters={"fake": fake}))

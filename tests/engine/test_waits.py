@@ -20,7 +20,6 @@ from engine.params import (
     VerificationName,
 )
 from engine.schedule.scheduler import Plan
-from engine.speculation.manager import DraftRound
 from engine.transfer import Readback
 from worlds.device_world import Looks, WatchedDriver
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
@@ -160,18 +159,13 @@ class Drafts:
         self._draft = driver.core.speculation.draft
         driver.core.speculation.draft = self._watched  # type: ignore[method-assign]
 
-    def _watched(self, plan: Plan, readback: Readback) -> DraftRound:
+    def _watched(self, plan: Plan, readback: Readback) -> None:
         before = self._looks.num_waits
-        found = self._draft(plan, readback)
+        self._draft(plan, readback)
         self.waits.append(self._looks.num_waits - before)
         self.steps.append(
-            {
-                each.request.request_id: each.draft.proposal
-                for each in plan.scheduled
-                if each.draft.proposal
-            }
+            {each.request.request_id: each.proposal for each in plan.scheduled if each.proposal}
         )
-        return found
 
 
 def drafts_on_both(

@@ -57,21 +57,6 @@ def test_a_written_row_lies_in_its_slot_and_nowhere_else(dtype: torch.dtype) -> 
         assert _bits(store.value[layer]) == _bits(expected_v)
 
 
-def test_strided_rows_are_written_like_contiguous_ones() -> None:
-    plain, strided, rows = _store(), _store(), _rows(5)
-    _write(plain, [1, 3, 5, 7, 9], rows)
-    turned = [
-        (
-            k.transpose(0, 1).contiguous().transpose(0, 1),
-            v.transpose(0, 1).contiguous().transpose(0, 1),
-        )
-        for k, v in rows
-    ]
-    assert not turned[0][0].is_contiguous()
-    _write(strided, [1, 3, 5, 7, 9], turned)
-    _assert_equal_stores(plain, strided)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gathered_blocks_are_the_slots_of_their_ids_in_order(dtype: torch.dtype) -> None:
     store = _store(dtype)
@@ -116,11 +101,6 @@ def test_sliced_blocks_equal_gathered_ones_without_a_copy(dtype: torch.dtype) ->
         assert view.shape == copy.shape
         assert _bits(view) == _bits(copy)
     assert sliced[0].data_ptr() == store.key[1][2 * SIZE :].data_ptr()
-
-
-def test_a_slice_past_the_end_is_an_error() -> None:
-    with pytest.raises(RuntimeError):
-        _store().slice_blocks(0, NUM_BLOCKS - 1, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

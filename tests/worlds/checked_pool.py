@@ -18,10 +18,17 @@ class CheckedPool(BlockPool):
             self.check_integrity()
 
     def open(
-        self, request_id: str, token_ids: Sequence[int], cache_salt: str, max_cached_tokens: int
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        cache_salt: str,
+        max_cached_tokens: int,
+        is_new: bool = True,
     ) -> int:
         opened = super().open
-        result = self._checked(lambda: opened(request_id, token_ids, cache_salt, max_cached_tokens))
+        result = self._checked(
+            lambda: opened(request_id, token_ids, cache_salt, max_cached_tokens, is_new)
+        )
         assert isinstance(result, int)
         return result
 

@@ -23,15 +23,15 @@ from engine.grammar.constraint import GrammarConstraint
 from engine.kv_events.begin import KvEvents
 from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
-from engine.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
-from engine.sampling.sampler import sample_tokens
-from engine.sampling.state import RowGroup, SamplingState
+from engine.params import GammaPolicyName, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.sampling.state import SamplingState
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.speculation.shedding import Shedding
 from engine.stats import StepStats
 from kvpool.block_pool import BlockPool
+from worlds.sampled_rows import RowGroup, sample_tokens
 
 TINY_VOCAB = 64
 MAX_STEPS = 2000

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from drafters.tree import EMPTY, ROOT, DraftTree
 from engine.params import GenerationRequest, SamplingParams
-from engine.sampling.noise import gumbel_scalar
-from engine.sampling.sampler import sample_tokens
-from engine.sampling.state import RowGroup, SamplingState
-from engine.verification.match import Outcome, verify
+from engine.sampling.state import SamplingState
+from engine.verification.match import Outcome
+from worlds.sampled_rows import RowGroup, gumbel_scalar, sample_tokens, verify_all
 
 
 def new_state(
@@ -140,7 +139,7 @@ class ToyModel:
     def step(self, state: SamplingState, text: list[int], tree: DraftTree = EMPTY) -> Outcome:
         """One step of one request; the emitted tokens go to ``text`` and ``state``."""
         groups = [RowGroup(state, 0, tree)]
-        (outcome,) = verify(groups, sample_tokens(self.logits(text, tree), groups))
+        (outcome,) = verify_all(groups, sample_tokens(self.logits(text, tree), groups))
         state.append(outcome.emitted_token_ids)
         text += outcome.emitted_token_ids
         return outcome

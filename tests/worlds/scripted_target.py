@@ -16,9 +16,9 @@ import torch
 from engine.batch import ForwardOutput, InputBatch, RequestRows, slot_of
 from engine.core import EngineCore
 from engine.params import GenerationRequest
-from engine.sampling.sampler import sample_tokens
-from engine.sampling.state import RowGroup, SamplingState
+from engine.sampling.state import SamplingState
 from worlds.engine_harness import Setup, build_core
+from worlds.sampled_rows import RowGroup, sample_tokens
 
 _NUM_LOGIT_ROWS = 512
 _MASK = (1 << 61) - 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from scipy.stats import chi2  # type: ignore[import-untyped]
 
@@ -12,27 +14,14 @@ from worlds.engine_harness import Driver, drafting
 from worlds.sampling_oracle import edited_row, truncated_probs
 from worlds.scripted_target import ScriptedTarget
 
+_Key = TypeVar("_Key", bound=Hashable)
 ALPHA = 1e-4
-
-
 VOCAB = 16
-
-
 NUM_REQUESTS = 2000
-
-
 TARGET = ScriptedTarget(VOCAB, habit=16, sharpness=1.2)
-
-
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-
-
 SAMPLED = SamplingParams(temperature=1.0)
-
-
 NUCLEUS = SamplingParams(temperature=0.8, top_p=0.8, frequency_penalty=0.7)
-
-
 NEAR_THE_BEST = SamplingParams(temperature=1.0, further={"top_n_sigma": 1.2})
 
 
@@ -68,14 +57,14 @@ def pair_probs(sampling: SamplingParams) -> tuple[dict[tuple[int, int], float], 
     return early, late
 
 
-def p_value(counts: Counter[tuple[int, int]], probs: dict[tuple[int, int], float]) -> float:
-    """Pearson's; cells that expect fewer than five are pooled."""
+def p_value(counts: Counter[_Key], probs: Mapping[_Key, float], least_cells: int = 20) -> float:
+    """Pearson's; cells that expect fewer than five are pooled, and more than ``least_cells`` are left."""
     total = counts.total()
-    cells = [(p * total, counts[pair]) for pair, p in probs.items() if p * total >= 5]
+    cells = [(p * total, counts[key]) for key, p in probs.items() if p * total >= 5]
     expected = total - sum(each for each, _ in cells)
     if expected >= 5:
         cells.append((expected, total - sum(count for _, count in cells)))
-    assert len(cells) > 20
+    assert len(cells) > least_cells
     statistic = sum((count - mean) ** 2 / mean for mean, count in cells)
     return float(chi2.sf(statistic, len(cells) - 1))
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from drafters.base import Drafter, Observation
+from drafters.base import Drafter
 from drafters.registry import PlainContext, build_drafters
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams, Tenant
-from engine.sampling.state import RowGroup, SamplingState
+from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan, Scheduler
 from engine.speculation.cost import CostModel
@@ -155,10 +155,10 @@ class Replica:
     def begin(self) -> float:
         """Plan a step of what is open, which must be something, and draft for it; its seconds."""
         plan = self._plan = self._scheduler.plan()
-        round_ = self._speculation.draft(plan, Readback())
+        self._speculation.draft(plan, Readback())
         num_drafts = num_tokens = num_sampling = 0
         for each in plan.scheduled:
-            gamma = len(each.draft.tree.token_ids)
+            gamma = len(each.draft)
             num_drafts += gamma
             num_tokens += each.base + each.num_known + gamma
             num_sampling += each.samples
@@ -166,8 +166,8 @@ class Replica:
         seconds = self._cost.step_seconds(
             num_rows, num_tokens, len(plan.scheduled), has_drafts=num_drafts > 0
         )
-        for name, asked in round_.asked.items():
-            seconds += len(asked) * self._cost.draft_seconds(name)
+        num_asked = sum(each.num_asked > 0 for each in plan.scheduled)
+        seconds += num_asked * self._cost.draft_seconds(self._speculative.draft_strategy)
         seconds += num_sampling * self._costs.per_request
         self.totals.num_steps += 1
         self.totals.num_rows += num_rows
@@ -175,7 +175,6 @@ class Replica:
         self.totals.num_draft_tokens += num_drafts
         for request in plan.admitted:
             self._served[request.request_id].num_cached_tokens = request.num_cached_tokens
-        self._round = round_
         return seconds
 
     def end(self, now: float, seconds: float) -> list[Served]:
@@ -186,7 +185,7 @@ class Replica:
         for each in plan.scheduled:
             self._commit(each)
         sampling = [each for each in plan.scheduled if each.outcome is not None]
-        self._speculation.observe([(each, _seen(each)) for each in sampling], self._round)
+        self._speculation.observe(plan, sampling)
         ended = []
         for each in sampling:
             assert each.outcome is not None
@@ -217,28 +216,13 @@ class Replica:
 
     def _verified(self, each: ScheduledRequest) -> Outcome:
         """The target writes the text that is known: at a node, the token of the node's place."""
-        request, tree = each.request, each.draft.tree
+        request = each.request
         text = self._works[request.request_id].completion_token_ids
         start = request.num_output_tokens
-        places = (start, *(start + depth for depth in tree.depths()))
-        row_token_ids = [text[place] if place < len(text) else 0 for place in places]
-        (outcome,) = verify([RowGroup(request.sampling, 0, tree)], row_token_ids)
-        return outcome
+        places = (start, *(start + depth for depth in each.draft.depths()))
+        return verify(each, [text[place] if place < len(text) else 0 for place in places])
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request)
         self._speculation.close(request)
         del self._works[request.request_id], self._served[request.request_id]
-
-
-def _seen(each: ScheduledRequest) -> Observation:
-    outcome = each.outcome
-    assert outcome is not None
-    return Observation(
-        each.request.request_id,
-        each.request.token_ids,
-        each.draft.tree,
-        outcome.row_token_ids,
-        outcome.path,
-        outcome.emitted_token_ids,
-    )

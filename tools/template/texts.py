@@ -15,8 +15,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafters.base import GREEDY, DraftSampling
 from engine.model.loader import max_position
-from engine.sampling.logprobs import top_probs
+from engine.sampling.logprobs import begin_top_tokens
 from engine.sampling.noise import gumbel_list, request_key
+from engine.transfer import Readback
 from tools.template.search import ReplayText
 
 _NUMBER = (int, float)
@@ -105,4 +106,9 @@ def replay_texts(
             ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]], device=model.device)
             logits = model(input_ids=ids, use_cache=False).logits[0]  # [num_tokens, vocab_size]
         rows = range(len(prompt_ids) - 1, logits.shape[0])
-        yield ReplayText(prompt_ids, token_ids, *top_probs(logits, rows, num_top), text.sampling)
+        readback = Readback()
+        finish = begin_top_tokens(logits, rows, num_top, readback, with_probs=True)
+        readback.fetch()
+        top_token_ids, top_probs = finish()
+        assert top_probs is not None
+        yield ReplayText(prompt_ids, token_ids, top_token_ids, top_probs, text.sampling)

@@ -14,5 +14,5 @@ for _module in iter_modules(__path__):
 
 
 def gamma_policy_names() -> tuple[str, ...]:
-    """What requests may ask for."""
+    """The names that requests may ask for."""
     return tuple(info.name for info in registered_policies())

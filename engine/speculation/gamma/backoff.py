@@ -31,14 +31,14 @@ MAX_NUM_KINDS = 1024
 _FREE_TOKENS = 0.005
 """A draft that costs less time than the batch takes to write this many tokens counts as free."""
 _TRIAL = 1.0
-"""What a new kind of traffic may lose before it rests, in steps without drafts."""
+"""Most that a new kind of traffic may lose before it rests, in steps without drafts."""
 _MOST = 1.5
-"""What one that gained may lose, however much it gained: times change."""
+"""Most that a kind which gained may lose, however much it gained: times change."""
 _PROBE = 0.1
-"""What may be lost after a rest."""
+"""Most that may be lost after a rest."""
 _LONGEST_REST = 64
 _HOPED_GAIN = 1.0
-"""Tokens per draft: what is believed of a drafter nobody has tried, and what a trial may show."""
+"""Tokens per draft that an untried drafter is believed to gain, and that a trial may show."""
 _STRENGTH = 4.0
 _DECAY = 0.95
 _SHARED_DECAY = 0.995
@@ -72,9 +72,9 @@ class Purse:
     has_account: bool = False
     """Drafts were charged for, and the account is not settled yet."""
     balance: float = 0.0
-    """Of that account."""
+    """Sum of that account."""
     window_gain: _Gain = field(default_factory=_Gain)
-    """Of drafts that are granted whole."""
+    """Gain of drafts that are granted whole."""
     num_trials: int = 0
     """Drafts granted since the last rest although they did not pay, all to ``trier``."""
     trier: str = ""
@@ -110,7 +110,7 @@ class Backoff:
         return purse
 
     def purse(self, candidate: DraftCandidate) -> Purse:
-        """Of a request that may never have been announced: then its kind is its drafter's."""
+        """The purse of a request that may never have been announced: then its kind is its drafter's."""
         known = self._purse_of.get(candidate.request_id)
         return known or self.open(candidate.request_id, Traffic(candidate.drafter))
 
@@ -185,9 +185,9 @@ class AllOrNothing:
         gain = max(self.expected_gain(candidate), sum(candidate.survivals))
         reason = self._refusal(candidate, load, gain)
         if reason:
-            return Grant(candidate.request_id, (), reason), load
+            return Grant((), reason), load
         num_nodes = len(candidate.tree)
-        return Grant(candidate.request_id, range(num_nodes), ""), load.with_nodes(num_nodes, gain)
+        return Grant(range(num_nodes), ""), load.with_nodes(num_nodes, gain)
 
     def observe(self, request_id: str, num_accepted: int) -> None:
         """A draft was verified. Requests that never offered a whole one are ignored."""
@@ -215,7 +215,7 @@ class AllOrNothing:
         params, num_nodes = candidate.params, len(candidate.tree)
         purse = self._backoff.purse(candidate)
         if num_nodes > min(candidate.max_nodes, params.max_speculative_tokens):
-            return candidate.cap_reason
+            return "client_cap"
         if num_nodes > load.num_spare_rows:
             return "overload"
         target_rate = params.target_acceptance_rate
@@ -250,12 +250,5 @@ class AllOrNothing:
     def _alone(self, candidate: DraftCandidate, load: Load) -> Load:
         """The request by itself, with its share of the context."""
         context = load.num_kv_tokens // max(1, load.num_requests)
-        return Load(
-            num_rows=1,
-            num_spare_rows=load.num_spare_rows,
-            num_sampling_requests=1,
-            expected_tokens=1.0,
-            num_kv_tokens=context,
-            num_requests=1,
-            draft_seconds=self._cost.draft_seconds(candidate.drafter),
-        )
+        seconds = self._cost.draft_seconds(candidate.drafter)
+        return Load(1, load.num_spare_rows, 1, 1.0, context, 1, seconds)

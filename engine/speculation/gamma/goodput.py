@@ -95,7 +95,7 @@ class GoodputPolicy(GammaPolicy):
                 grants.append(grant)
                 continue
             reason = self._why(candidate, offers.of[rank], len(nodes), most[rank], judge)
-            grants.append(Grant(candidate.request_id, nodes, reason))
+            grants.append(Grant(nodes, reason))
             if candidate.is_asked and candidate.max_nodes > 0:
                 seconds = len(nodes) * choice.marginal_seconds
                 self._backoff.charge(candidate, seconds, choice.plain)
@@ -165,30 +165,29 @@ class GoodputPolicy(GammaPolicy):
         if count == num_offered:
             return ""
         if count == len(offer.survivals):
-            if count < min(most, num_offered):
-                return "policy"  # its target acceptance rate
-            return candidate.cap_reason if most == candidate.max_nodes else "client_cap"
+            # Fewer than there could be: by its target acceptance rate.
+            return "policy" if count < min(most, num_offered) else "client_cap"
         return judge.why(offer.survivals, count)
 
 
 class Offer(NamedTuple):
-    """What one request may be granted, in its order of grant: likeliest first, then shallow before deep,
-    then the earlier node. Any first part of it is closed under parents."""
+    """The nodes that one request may be granted, in its order of grant: likeliest first, then shallow
+    before deep, then the earlier node. Any first part of it is closed under parents."""
 
     nodes: Sequence[int]
     survivals: Sequence[float]
     depths: Sequence[int]
     num_floor: int = 0
-    """Of these are granted for certain."""
+    """So many of these are granted for certain."""
 
 
 _NO_OFFER = Offer((), (), ())
 
 
 class Offers:
-    """What all requests may be granted: ``of[rank]`` one by one, and together, without what is granted
-    for certain, as the ``pool``: the survivals of all nodes, likeliest first, then shallow before deep,
-    then the older request, then the earlier node; ``pool_ranks`` says whose they are.
+    """The nodes that all requests may be granted: ``of[rank]`` one by one, and together, without what is
+    granted for certain, as the ``pool``: the survivals of all nodes, likeliest first, then shallow
+    before deep, then the older request, then the earlier node; ``pool_ranks`` says whose they are.
 
     Of each request these are at most ``most[rank]`` nodes, fewer where its ``target_acceptance_rate``
     says so. Its first ``min_speculative_tokens``, as long as there are ``num_spare`` rows, are granted
@@ -229,7 +228,8 @@ class Offers:
         return [survivals[index] for index in order], [ranks[index] for index in order]
 
     def take(self, num_nodes: int) -> list[list[int]]:
-        """By rank, the nodes granted for certain and those among the first ``num_nodes`` of the pool."""
+        """Returns, by rank, the nodes granted for certain and those among the first ``num_nodes`` of the
+        pool."""
         num_taken = [offer.num_floor for offer in self.of]
         for rank in self.pool_ranks[:num_nodes]:
             num_taken[rank] += 1
@@ -282,7 +282,7 @@ class _Judge:
         return "overload" if pays_alone else "low_acceptance"
 
     def _gamma_alone(self, offer: Sequence[float]) -> int:
-        """What the same policy would grant if the request had the engine to itself."""
+        """Gamma that the same policy would grant if the request had the engine to itself."""
         if len(self._alone) <= len(offer):
             context = self._load.num_kv_tokens // max(1, self._load.num_requests)
             self._alone = self._cost.step_seconds_table(1, len(offer), context, 1)

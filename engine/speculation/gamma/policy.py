@@ -1,4 +1,4 @@
-"""What every gamma policy is given, gives back, and has to be, and the register of all there are."""
+"""The interface of gamma policies, and the register of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from drafters.tree import DraftTree
 from engine.params import SpeculativeParams
+from engine.schedule.request import Request
 from engine.stats import Reason
 
 
@@ -24,12 +25,16 @@ class Traffic(NamedTuple):
     length: int = 0
 
     @classmethod
-    def of(
-        cls, drafter: str, cache_salt: str, verification: str, temperature: float, num_tokens: int
-    ) -> Traffic:
+    def of(cls, request: Request) -> Traffic:
         """Buckets: greedy, up to 0.5, up to 0.85, above; lengths by powers of four."""
-        heat = sum(temperature > edge for edge in (0.0, 0.5, 0.85))
-        return cls(drafter, cache_salt, verification, heat, num_tokens.bit_length() // 2)
+        params = request.params
+        return cls(
+            params.speculative.draft_strategy,
+            params.cache_salt,
+            request.sampling.verification,
+            sum(params.sampling.temperature > edge for edge in (0.0, 0.5, 0.85)),
+            request.num_prompt_tokens.bit_length() // 2,
+        )
 
 
 @dataclass(slots=True)
@@ -37,9 +42,9 @@ class DraftCandidate:
     """One decoding request's proposal; the tree may be empty.
 
     ``survivals[i]``: estimated probability that node i and all its ancestors are accepted.
-    ``max_nodes`` holds what tokens left, model length and KV allow, and ``cap_reason`` which of
-    them it was. ``all_or_nothing``: the drafter's rows are of use only together (``DrafterNeeds``).
-    ``is_asked``: the drafter was; else there is no more in the tree than a grammar forces.
+    ``max_nodes``: what tokens left and model length allow. ``all_or_nothing``: the drafter's rows are of
+    use only together (``DrafterNeeds``). ``is_asked``: the drafter was; else there is no more in the tree
+    than a grammar forces.
     """
 
     request_id: str
@@ -48,7 +53,6 @@ class DraftCandidate:
     tree: DraftTree
     survivals: Sequence[float]
     max_nodes: int
-    cap_reason: Reason = "client_cap"
     all_or_nothing: bool = False
     is_asked: bool = True
 
@@ -56,7 +60,6 @@ class DraftCandidate:
 class Grant(NamedTuple):
     """The nodes to verify: ascending indices into the candidate's tree, closed under parents."""
 
-    request_id: str
     nodes: Sequence[int]
     reason: Reason
 
@@ -79,20 +82,14 @@ class Load(NamedTuple):
     expected_tokens: float
     num_kv_tokens: int
     num_requests: int
-    draft_seconds: float
+    draft_seconds: float = 0.0
 
     def with_nodes(self, num_nodes: int, gain: float) -> Load:
         """The load with so many more draft nodes, of which ``gain`` are expected to be accepted."""
-        if not num_nodes:
-            return self
-        return Load(
-            self.num_rows + num_nodes,
-            self.num_spare_rows - num_nodes,
-            self.num_sampling_requests,
-            self.expected_tokens + gain,
-            self.num_kv_tokens,
-            self.num_requests,
-            self.draft_seconds,
+        return self._replace(
+            num_rows=self.num_rows + num_nodes,
+            num_spare_rows=self.num_spare_rows - num_nodes,
+            expected_tokens=self.expected_tokens + gain,
         )
 
 
@@ -113,7 +110,7 @@ class GammaPolicy(ABC):
 
     info: ClassVar[PolicyInfo]
     bound: ClassVar[Reason] = "policy"
-    """What it means when the policy's own gamma is what limits a grant."""
+    """The reason that is given where the policy's own gamma limits a grant."""
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
@@ -198,8 +195,8 @@ def grant_first(candidate: DraftCandidate, gamma: int, num_spare: int, bound: Re
     num_offered = len(candidate.tree)
     kept = min(num_offered, gamma, candidate.max_nodes, num_spare)
     if candidate.all_or_nothing and kept < num_offered:
-        return Grant(candidate.request_id, (), _why(candidate, kept, gamma, bound))
-    return Grant(candidate.request_id, range(kept), _why(candidate, kept, gamma, bound))
+        return Grant((), _why(candidate, kept, gamma, bound))
+    return Grant(range(kept), _why(candidate, kept, gamma, bound))
 
 
 def _why(candidate: DraftCandidate, kept: int, gamma: int, bound: Reason) -> Reason:
@@ -207,11 +204,11 @@ def _why(candidate: DraftCandidate, kept: int, gamma: int, bound: Reason) -> Rea
         return why_nothing_offered(candidate, gamma, bound) if kept == 0 else ""
     if kept == gamma:
         return bound
-    return candidate.cap_reason if kept == candidate.max_nodes else "overload"
+    return "client_cap" if kept == candidate.max_nodes else "overload"
 
 
 def why_nothing_offered(candidate: DraftCandidate, gamma: int, bound: Reason) -> Reason:
-    """An empty tree: because nobody asked, because there was no room, or for want of a match."""
+    """Why a tree is empty: no nodes were asked for, there was no room, or nothing matched."""
     if gamma <= 0:
         return bound
-    return candidate.cap_reason if candidate.max_nodes <= 0 else "no_match"
+    return "client_cap" if candidate.max_nodes <= 0 else "no_match"

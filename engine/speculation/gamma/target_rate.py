@@ -76,20 +76,20 @@ class TargetRatePolicy(GammaPolicy):
 
     def __init__(self, cost: StepCost) -> None:
         super().__init__(cost)
-        self._states: dict[str, _Steered] = {}
+        self._steering: dict[str, _Steered] = {}
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        state = self._states.get(request_id)
+        state = self._steering.get(request_id)
         if state is None:
             gamma = max(
                 params.min_speculative_tokens,
                 min(params.num_speculative_tokens, params.max_speculative_tokens),
             )
-            state = self._states[request_id] = _Steered(gamma, params=params)
+            state = self._steering[request_id] = _Steered(gamma, params=params)
         return state.gamma
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
-        state = self._states.get(request_id)
+        state = self._steering.get(request_id)
         if state is None:
             return
         if num_granted > 0:
@@ -98,4 +98,4 @@ class TargetRatePolicy(GammaPolicy):
             state.rest()
 
     def forget(self, request_id: str) -> None:
-        self._states.pop(request_id, None)
+        self._steering.pop(request_id, None)

@@ -17,8 +17,9 @@ from drafters.base import GREEDY, DraftRequest, DraftSampling, DraftShape, Obser
 from drafters.tables.stand import LEAST_SHARE, StandDrafter, in_sampled_order, sampled_probs
 from drafters.tables.template import DraftTemplate
 from drafters.tree import EMPTY, ROOT, DraftTree, chain
-from engine.sampling.noise import gumbel_list, gumbel_scalar, request_key
+from engine.sampling.noise import gumbel_list, request_key
 from worlds.lanes import examples
+from worlds.sampled_rows import gumbel_scalar
 from worlds.sampled_target import choose, decode, markov_probs, noise_of, sampling_of
 from worlds.simulated_target import check_tree
 

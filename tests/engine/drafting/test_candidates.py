@@ -13,9 +13,9 @@ from drafters.model.protocol import Candidates
 from engine.drafting.candidates import ScoredRow, begin_candidates
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.distribution import target_probs
-from engine.sampling.sampler import sample_tokens
-from engine.sampling.state import RowGroup, SamplingState
+from engine.sampling.state import SamplingState
 from engine.transfer import read_now
+from worlds.sampled_rows import RowGroup, sample_tokens
 
 VOCAB_SIZE = 200
 NUM_ROWS = 40

@@ -11,7 +11,7 @@ from drafters.base import DrafterInfo, DrafterNeeds, DraftRequest, HiddenRows
 from drafters.registry import build_drafters
 from drafters.tree import EMPTY, DraftTree
 from engine.params import SamplingParams
-from engine.sampling.noise import gumbel_scalar, request_key
+from engine.sampling.noise import request_key
 from worlds.engine_harness import (
     DictatedCost,
     Driver,
@@ -22,6 +22,7 @@ from worlds.engine_harness import (
     request,
 )
 from worlds.fake_drafters import FakeDrafter, Propose
+from worlds.sampled_rows import gumbel_scalar
 
 TARGET = TinyTarget()
 NUM_TOKENS = 24

@@ -11,8 +11,8 @@ from torch import Tensor
 from engine.kernels import LANES
 from engine.kernels.top_tokens import log_sums, top_rows
 from engine.noise_numbers import TILE_TOKENS
-from engine.sampling.logprobs import top_probs, top_tokens
 from worlds.device_world import no_host
+from worlds.sampled_rows import top_probs, top_tokens
 
 
 def odd_rows(num_rows: int, vocab_size: int) -> Tensor:

@@ -11,8 +11,8 @@ from scipy.stats import chi2  # type: ignore[import-untyped]
 
 from engine.params import SamplingParams
 from engine.sampling.distribution import target_probs
-from engine.sampling.sampler import sample_tokens
-from engine.sampling.state import RowGroup
+from engine.sampling.state import paths
+from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import edited_row, new_state, random_tree, truncated_probs
 
 torch.set_num_threads(1)
@@ -93,11 +93,11 @@ def test_rows_are_edited_by_the_state_after_their_path() -> None:
         output = [rng.randrange(12) for _ in range(seed % 4)]
         state.append(output)
         group = RowGroup(state, 2, tree)
-        logits = torch.stack([random_row(rng, 12) for _ in range(2 + group.num_rows)])
+        logits = torch.stack([random_row(rng, 12) for _ in range(3 + len(tree))])
         before = logits.clone()
         found = target_probs(logits, [group]).tolist()
         assert torch.equal(logits, before)
-        for row, path, probs in zip(logits[2:], group.paths(), found, strict=True):
+        for row, path, probs in zip(logits[2:], paths(tree), found, strict=True):
             edited = edited_row(row, params, [0, 1, 2], [*output, *path])
             assert probs == pytest.approx(truncated_probs(edited, params), rel=1e-5)
             num_rows += 1

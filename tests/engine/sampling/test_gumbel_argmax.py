@@ -13,7 +13,7 @@ from torch import Tensor
 
 import engine.sampling.gumbel_argmax
 from engine.params import SamplingParams
-from engine.sampling.gumbel_argmax import SampledRows, greedy_tokens, sampled_tokens
+from engine.sampling.gumbel_argmax import greedy_tokens, sampled_tokens
 from engine.sampling.noise import request_key
 from worlds.device_world import no_host
 from worlds.sampling_oracle import expected_token
@@ -35,15 +35,17 @@ Way = Callable[[], AbstractContextManager[None]]
 WAYS = pytest.mark.parametrize("way", [nullcontext, no_host], ids=["kernels", "tensors"])
 
 
-def draw(logits: Tensor, params: list[SamplingParams], device: str = "cpu") -> list[int]:
+def draw(
+    logits: Tensor,
+    params: list[SamplingParams],
+    device: str = "cpu",
+    positions: Sequence[int] | None = None,
+) -> list[int]:
     """Row i draws under ``params[i]`` with its seed, at position 100 + i."""
-    positions = range(100, 100 + len(params))
-    return sampled_tokens(rows_of(logits.to(device), params, positions)).tolist()
-
-
-def rows_of(logits: Tensor, params: list[SamplingParams], positions: Sequence[int]) -> SampledRows:
+    at = range(100, 100 + len(params)) if positions is None else positions
     keys = [request_key(each.seed, 0) for each in params]
-    return SampledRows(logits, np.array(keys, np.int64), np.array(positions, np.int64), params)
+    arrays = np.array(keys, np.int64), np.array(at, np.int64)
+    return sampled_tokens(logits.to(device), *arrays, params).tolist()
 
 
 def expected(logits: Tensor, params: list[SamplingParams]) -> list[int]:
@@ -138,8 +140,9 @@ def test_rows_are_drawn_the_same_alone_and_in_any_company(way: Way) -> None:
         together = draw(logits, params)
         for size in (1, 2, 7, 40):
             picked = rng.sample(range(41), size)
-            rows = rows_of(logits[picked], [params[i] for i in picked], [100 + i for i in picked])
-            assert sampled_tokens(rows).tolist() == [together[i] for i in picked]
+            own, positions = [params[i] for i in picked], [100 + i for i in picked]
+            alone = draw(logits[picked], own, positions=positions)
+            assert alone == [together[i] for i in picked]
 
 
 @WAYS

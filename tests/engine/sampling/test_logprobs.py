@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from engine.sampling.logprobs import emitted_logprobs, top_tokens
+from worlds.sampled_rows import emitted_logprobs, top_tokens
 
 torch.set_num_threads(1)
 

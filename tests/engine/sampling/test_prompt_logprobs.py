@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from engine.params import GenerationRequest, SamplingParams
-from engine.schedule.request import Request
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
 
 NUM_TOP = 3
@@ -97,21 +96,6 @@ def test_prompt_of_one_token_has_none_to_tell(tiny_target: TinyTarget) -> None:
     each = asking(prompt_token_ids=(9,))
     driver = Driver(tiny_target.core(Setup())).run(each)
     assert driver.prompt_logprobs["r"] == [(None,)]
-
-
-def test_cache_may_serve_all_but_the_last_token_unless_logprobs_are_owed(
-    tiny_target: TinyTarget,
-) -> None:
-    core = tiny_target.core(Setup())
-    plain: Request = core.prepare(request("plain", PROMPT))
-    assert plain.max_cached_tokens() == len(PROMPT) - 1
-    owing = core.prepare(asking())
-    assert owing.max_cached_tokens() == 0
-    driver = Driver(core)
-    driver.submit(asking("told", speculative=drafting("none")))
-    driver.step()
-    (told,) = core.scheduler.running
-    assert told.max_cached_tokens() == len(PROMPT) == len(told.token_ids) - 1
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])

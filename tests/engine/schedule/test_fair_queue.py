@@ -105,30 +105,6 @@ def test_tenants_that_wait_all_along_are_served_by_weight(
         assert orders == sorted(orders)
 
 
-def test_shares_come_to_the_weights() -> None:
-    world = World(max_num_seqs=2)
-    small, large = Tenant("small", 1.0), Tenant("large", 3.0)
-    for _ in range(400):
-        for tenant in (small, large):
-            while world.num_waiting(tenant) < 3:
-                world.add(tenant)
-        world.step()
-    assert 2.9 < world.served["large"] / world.served["small"] < 3.1
-
-
-def test_a_crowd_of_one_tenant_does_not_keep_another_waiting() -> None:
-    world = World(max_num_seqs=1)
-    for _ in range(50):
-        world.add(Tenant("crowd"))
-    for _ in range(8):
-        world.step()
-    late = world.add(Tenant("late"))
-    before = len(world.started)
-    while late.first_scheduled_time is None:
-        world.step()
-    assert len(world.started) - before <= 2
-
-
 def test_who_was_away_has_saved_nothing_up() -> None:
     world = World(max_num_seqs=1)
     busy, away = Tenant("busy"), Tenant("away")

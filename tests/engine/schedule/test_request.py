@@ -17,34 +17,6 @@ def make(max_tokens: int = 10, longest: int = 100, prompt_logprobs: int | None =
     return Request(params, SamplingState(params, (), 50, longest), RequestStats())
 
 
-def test_everything_is_owed_at_first() -> None:
-    request = make()
-    assert request.status is RequestStatus.WAITING
-    assert request.num_new_tokens == request.num_prompt_tokens == 5
-    assert request.num_output_tokens == 0
-    assert request.num_tokens_left == 10
-    assert request.first_scheduled_time is request.first_token_time is None
-
-
-def test_prompt_is_copied() -> None:
-    request = make()
-    request.commit(5, [1])
-    assert request.params.prompt_token_ids == PROMPT
-    assert request.token_ids == [*PROMPT, 1]
-
-
-def test_a_chunk_commits_and_emits_nothing() -> None:
-    request = make()
-    request.start(0)
-    request.commit(3, [])
-    assert (request.num_computed_tokens, request.num_new_tokens, request.num_output_tokens) == (
-        3,
-        2,
-        0,
-    )
-    assert request.first_token_time is None
-
-
 def test_emitted_tokens_are_owed_but_for_those_already_committed() -> None:
     request = make()
     request.start(0)
@@ -53,10 +25,6 @@ def test_emitted_tokens_are_owed_but_for_those_already_committed() -> None:
     assert (request.num_new_tokens, request.num_output_tokens, request.num_tokens_left) == (1, 3, 7)
     assert request.sampling.num_output_tokens == 3
     assert request.first_token_time is not None
-
-
-def test_tokens_left_end_with_the_models_length() -> None:
-    assert make(max_tokens=10, longest=7).num_tokens_left == 2
 
 
 def test_preemption_takes_the_keys_and_leaves_the_text() -> None:

@@ -27,11 +27,19 @@ class CountedBlocks:
     cached: int = 0
     held: dict[str, int] = field(default_factory=dict)
     salts: list[str] = field(default_factory=list)
+    opened: set[str] = field(default_factory=set)
 
     def open(
-        self, request_id: str, token_ids: list[int], cache_salt: str, max_cached_tokens: int
+        self,
+        request_id: str,
+        token_ids: list[int],
+        cache_salt: str,
+        max_cached_tokens: int,
+        is_new: bool,
     ) -> int:
         assert request_id not in self.held
+        assert is_new == (request_id not in self.opened)
+        self.opened.add(request_id)
         assert max_cached_tokens < len(token_ids)
         found = min(self.cached, max_cached_tokens) // BLOCK_SIZE
         self.salts.append(cache_salt)
@@ -108,18 +116,6 @@ def test_a_request_catches_up_with_its_own_length() -> None:
     assert request.num_output_tokens == 3
 
 
-def test_only_the_row_of_the_last_known_token_samples() -> None:
-    world = World(prefill_chunk=16)
-    world.add("r", num_prompt=20)
-    sampled = []
-    for _ in range(3):
-        plan = world.scheduler.plan()
-        sampled.append([each.samples for each in plan.scheduled])
-        for each in plan.scheduled:
-            each.request.commit(each.num_known, [1] if each.samples else [])
-    assert sampled == [[False], [True], [True]]
-
-
 def test_rows_stay_within_the_budget_and_the_rest_is_spare() -> None:
     world = World(max_num_batched_tokens=20, prefill_chunk=16)
     world.add("long", num_prompt=30)
@@ -138,16 +134,6 @@ def test_a_long_prompt_leaves_every_decoding_request_its_row() -> None:
     for _ in range(10):
         rows = rows_of(world.step())
         assert rows == {"long": 5, "a": 1, "b": 1, "c": 1}
-
-
-def test_decoding_goes_on_while_prompts_keep_arriving() -> None:
-    world = World(num_blocks=1000, max_num_batched_tokens=8, max_num_seqs=8, prefill_chunk=4)
-    first = world.add("first", num_prompt=4, max_tokens=30)
-    for index in range(30):
-        world.add(f"prompt-{index}", num_prompt=60, max_tokens=1)
-        before = first.num_output_tokens
-        world.step()
-        assert first.num_output_tokens == before + 1
 
 
 def test_lower_priority_value_goes_first_then_earlier_arrival() -> None:

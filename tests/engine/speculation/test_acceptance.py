@@ -19,12 +19,13 @@ from engine.speculation.acceptance import (
     Acceptance,
     MatchAcceptance,
     SampledAcceptance,
-    check_sampled,
     new_acceptance,
 )
+from engine.speculation.checks import check_sampled
 from engine.speculation.gamma.controller import GammaController
 from engine.speculation.gamma.policy import DraftCandidate
 from worlds.engine_harness import DictatedCost
+from worlds.gamma_cases import load_of
 from worlds.lanes import examples
 from worlds.sampling_oracle import random_tree
 
@@ -79,7 +80,7 @@ def test_grants_do_not_depend_on_the_tokens_and_keep_the_first_that_were_drawn(
             "r", "fake", params, shown, acceptance.survivals(shown), max_nodes=12
         )
         controller.num_to_propose("r", params)
-        granted = controller.grant([candidate], 1, 1, 10, num_spare_rows=9)["r"]
+        (granted,) = controller.grant([candidate], load_of(1, None, 9))
         grants.append(list(granted.nodes))
     assert grants[0] == grants[1]
     kept = set(grants[0])

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.base import DrafterNeeds, DraftRequest, DraftShape, Observation
+from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
-from engine.schedule.request import NO_DRAFT, NOTHING, Request, ScheduledRequest
+from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan
 from engine.speculation.cost import CostModel
-from engine.speculation.manager import DraftRound, Speculation
+from engine.speculation.manager import Speculation
 from engine.speculation.shedding import Shedding
 from engine.stats import RequestStats
 from engine.transfer import Readback
@@ -48,7 +48,7 @@ class TimedCost(DictatedCost):
 
 
 class World:
-    round_: DraftRound
+    plan: Plan
 
     def __init__(
         self,
@@ -83,41 +83,24 @@ class World:
     def draft(
         self, *requests: Request, spare_rows: int = 100, num_waiting: int = 0
     ) -> list[ScheduledRequest]:
-        """The requests' parts in a step of one row each; ``round_`` is what drafting took."""
+        """The requests' parts in a step of one row each."""
         scheduled = [ScheduledRequest(request, 1) for request in requests]
-        plan = Plan(
+        self.plan = Plan(
             scheduled, num_rows=len(scheduled), spare_rows=spare_rows, num_waiting=num_waiting
         )
-        self.round_ = self.speculation.draft(plan, Readback())
+        self.speculation.draft(self.plan, Readback())
         return scheduled
 
-    def observe(
-        self, *scheduled: ScheduledRequest, tree: DraftTree = EMPTY, num_accepted: int = 0
-    ) -> None:
-        """``tree`` of each was verified."""
-        tokens = [0] * (len(tree) + 1)
-        seen = []
+    def observe(self, *scheduled: ScheduledRequest, num_accepted: int = 0) -> None:
+        """The draft of each was verified."""
         for each in scheduled:
-            request = each.request
-            each.outcome = Outcome(tuple(tokens), (0,), (0,), num_accepted)
-            observation = Observation(request.request_id, request.token_ids, tree, tokens, [0], [0])
-            seen.append((each, observation))
-        self.speculation.observe(seen, self.round_)
+            row_token_ids = (0,) * (len(each.draft) + 1)
+            each.outcome = Outcome(row_token_ids, (0,), (0,), num_accepted)
+        self.speculation.observe(self.plan, scheduled)
 
 
 def fake(name: str = "fake", propose: Propose = zeros, num_top: int = 0) -> FakeDrafter:
     return FakeDrafter(name, propose, num_top=num_top)
-
-
-def test_plain_requests_reach_no_drafter() -> None:
-    drafter = fake()
-    world = World(drafter)
-    request = world.open("r", SpeculativeParams(draft_strategy="none"))
-    (scheduled,) = world.draft(request)
-    assert scheduled.draft.tree == EMPTY
-    assert scheduled.wants == NOTHING
-    world.speculation.close(request)
-    assert (drafter.opened, drafter.asks, drafter.closed) == ([], [], [])
 
 
 def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
@@ -130,17 +113,7 @@ def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
     scheduled = world.draft(*requests)
     assert [[ask.request_id for ask in asks] for asks in first.asks] == [["a", "c"]]
     assert [[ask.request_id for ask in asks] for asks in second.asks] == [["b"]]
-    assert [len(each.draft.tree) for each in scheduled] == [2, 3, 5]
-
-
-def test_the_ask_carries_the_live_text_and_the_shape() -> None:
-    drafter = fake()
-    world = World(drafter)
-    request = world.open("r", replace(FIXED, tree_strategy="tree", tree_width=3, tree_depth=2))
-    world.draft(request)
-    ((ask,),) = drafter.asks
-    assert ask.token_ids is request.token_ids
-    assert (ask.max_nodes, ask.shape) == (4, DraftShape(3, 2))
+    assert [len(each.draft) for each in scheduled] == [2, 3, 5]
 
 
 class SlowReader(FakeDrafter):
@@ -203,7 +176,7 @@ def test_rows_that_do_not_sample_get_no_draft() -> None:
     request.num_computed_tokens = 0
     chunk = ScheduledRequest(request, 2)
     world.speculation.draft(Plan([chunk], num_rows=2, spare_rows=100), Readback())
-    assert chunk.draft is NO_DRAFT
+    assert chunk.draft == EMPTY
     assert drafter.asks == []
 
 
@@ -221,23 +194,23 @@ def test_the_engine_bounds_nodes() -> None:
     world = World(fake(), max_num_nodes=3)
     request = world.open("r", replace(FIXED, num_speculative_tokens=30))
     (scheduled,) = world.draft(request)
-    assert len(scheduled.draft.tree) == 3
+    assert len(scheduled.draft) == 3
 
 
 def test_spare_rows_bound_the_round() -> None:
     world = World(fake())
     requests = [world.open(name) for name in "ab"]
     scheduled = world.draft(*requests, spare_rows=5)
-    assert [len(each.draft.tree) for each in scheduled] == [4, 1]
-    assert scheduled[1].draft.reason == "overload"
+    assert [len(each.draft) for each in scheduled] == [4, 1]
+    assert scheduled[1].reason == "overload"
 
 
 def test_what_is_not_granted_stays_the_proposal() -> None:
     world = World(fake(), cost=DictatedCost(row_seconds=9.0))
-    request = world.open("r", replace(FIXED, adaptive_depth="goodput"))
-    draft = world.draft(request)[0].draft
-    assert (len(draft.tree), draft.reason) == (0, "low_acceptance")
-    assert len(draft.proposal) == 16
+    request = world.open("r", replace(FIXED, policy="goodput"))
+    (scheduled,) = world.draft(request)
+    assert (len(scheduled.draft), scheduled.reason) == (0, "low_acceptance")
+    assert len(scheduled.proposal) == 16
 
 
 def test_a_proposal_nobody_verified_still_teaches() -> None:
@@ -247,10 +220,9 @@ def test_a_proposal_nobody_verified_still_teaches() -> None:
     grants = []
     for _ in range(12):
         (scheduled,) = world.draft(request)
-        tree = scheduled.draft.tree
-        grants.append(len(tree))
+        grants.append(len(scheduled.draft))
         request.commit(1, [0])
-        world.observe(scheduled, tree=tree, num_accepted=grants[-1])
+        world.observe(scheduled, num_accepted=grants[-1])
     assert grants[0] == 0
     assert grants[-1] > 0
 
@@ -265,9 +237,9 @@ def test_policies_hear_of_the_nodes_that_were_verified(
     params = replace(FIXED, adaptive_depth="target_rate", target_acceptance_rate=0.8)
     request = world.open("r", params)
     (scheduled,) = world.draft(request)
-    tree = scheduled.draft.tree
-    assert len(tree) == 4
-    world.observe(scheduled, tree=tree.subtree(range(num_verified)), num_accepted=2)
+    assert len(scheduled.draft) == 4
+    scheduled.draft = scheduled.draft.subtree(range(num_verified))
+    world.observe(scheduled, num_accepted=2)
     world.draft(request)
     assert drafter.asks[-1][0].max_nodes == num_asked_next
 
@@ -287,21 +259,20 @@ def test_drafters_hear_of_their_own_requests_only() -> None:
 def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     cost = TimedCost()
     world = World(fake(), cost=cost)
-    requests = [world.open(name) for name in "ab"]
-    world.observe(*world.draft(*requests))
-    round_ = world.round_
+    plain = world.open("plain", SpeculativeParams("none"))
+    first, second, third = world.draft(world.open("a"), world.open("b"), plain)
+    world.observe(first, second, third)
     ((name, num_requests, seconds),) = cost.draft_calls
     assert (name, num_requests) == ("fake", 2)
-    assert seconds == round_.seconds_by_drafter["fake"]
-    assert round_.share(requests[0]) == round_.share(requests[1]) == seconds / 2 > 0
-    plain = world.open("plain", SpeculativeParams(draft_strategy="none"))
-    assert round_.share(plain) == 0.0
+    assert seconds > world.plan.draft_seconds["fake"] > 0
+    assert first.draft_seconds == second.draft_seconds == seconds / 2
+    assert third.draft_seconds == 0.0
 
 
 def test_top_tokens_are_asked_for_within_the_vocabulary() -> None:
     world = World(fake(num_top=1000))
     (scheduled,) = world.draft(world.open("r"))
-    assert scheduled.wants.num_top_tokens == VOCAB
+    assert scheduled.num_top_tokens == VOCAB
 
 
 def test_closing_forgets_and_tells_the_failures() -> None:
@@ -310,11 +281,11 @@ def test_closing_forgets_and_tells_the_failures() -> None:
     request = world.open("r")
     for _ in range(3):
         world.draft(request)
-        assert world.round_.num_failures == 1
+    assert world.speculation.num_failures == 3
     assert world.speculation.close(request) == 3
     assert world.speculation.close(request) == 0
     assert drafter.closed == ["r"]
-    assert world.draft(request)[0].draft is NO_DRAFT
+    assert world.draft(request)[0].draft == EMPTY
 
 
 def test_an_unknown_drafter_is_the_callers_error() -> None:
@@ -327,9 +298,9 @@ def test_how_much_of_a_drawn_chain_is_granted_does_not_depend_on_its_end(length:
     """A step of two spare rows grants two of four; a chain that ended after one has nothing cut."""
     world = World(fake(propose=lambda _: chain([5] * length)))
     request = world.open("r", replace(FIXED, verification="rejection"))
-    draft = world.draft(request, spare_rows=2)[0].draft
-    assert (len(draft.proposal), len(draft.tree)) == (length, min(length, 2))
-    assert draft.reason == ("overload" if length > 2 else "")
+    (scheduled,) = world.draft(request, spare_rows=2)
+    assert (len(scheduled.proposal), len(scheduled.draft)) == (length, min(length, 2))
+    assert scheduled.reason == ("overload" if length > 2 else "")
 
 
 def written(world: World, request: Request, *token_ids: int) -> None:
@@ -338,8 +309,7 @@ def written(world: World, request: Request, *token_ids: int) -> None:
         (scheduled,) = world.draft(request)
         request.commit(1, [token_id])
         scheduled.outcome = Outcome((token_id,), (0,), (token_id,), 0)
-        seen = Observation("r", request.token_ids, EMPTY, (token_id,), (0,), (token_id,))
-        world.speculation.observe([(scheduled, seen)], world.round_)
+        world.speculation.observe(world.plan, [scheduled])
 
 
 def test_who_is_not_asked_hears_of_it_when_asked_again() -> None:
@@ -348,11 +318,11 @@ def test_who_is_not_asked_hears_of_it_when_asked_again() -> None:
     request = world.open("r")
     written(world, request, 7, 8, 9)
     (scheduled,) = world.draft(request)
-    assert scheduled.wants == NOTHING
+    assert not scheduled.num_top_tokens
     assert drafter.observed == []
     world.speculation.max_num_nodes = 4
     (scheduled,) = world.draft(request)
-    assert scheduled.wants.num_top_tokens == 3
+    assert scheduled.num_top_tokens == 3
     (((seen,)),) = drafter.observed
     assert list(seen.token_ids) == [1, 2, 3, 7, 8, 9]
     assert list(seen.emitted_token_ids) == list(seen.row_token_ids) == [7, 8, 9]
@@ -407,38 +377,36 @@ def test_unpaid_drafts_yield_while_many_wait(params: SpeculativeParams) -> None:
     world = World(drafter, shedding=Shedding("unpaid", 3))
     request = world.open("r", params)
     (before,) = world.draft(request, num_waiting=2)
-    assert (len(before.draft.tree), before.draft.reason) == (4, "")
+    assert (len(before.draft), before.reason) == (4, "")
     num_asks = len(drafter.asks)
     (shed,) = world.draft(request, num_waiting=3)
-    assert (len(shed.draft.tree), shed.draft.reason) == (0, "shed")
+    assert (len(shed.draft), shed.reason) == (0, "shed")
     assert len(drafter.asks) == num_asks
     world.pool.free_draft("r")
     (after,) = world.draft(request, num_waiting=0)
-    assert len(after.draft.tree) == 4
+    assert len(after.draft) == 4
 
 
 def test_drafts_that_pay_yield_only_where_all_do() -> None:
     for which, num_granted in (("unpaid", 4), ("all", 0), ("never", 4)):
         world = World(fake(), cost=TimedCost(0.0), shedding=Shedding(which, 3))
         (scheduled,) = world.draft(world.open("r", GOODPUT), num_waiting=3)
-        assert len(scheduled.draft.tree) == num_granted
-        assert scheduled.draft.reason == ("" if num_granted else "shed")
+        assert len(scheduled.draft) == num_granted
+        assert scheduled.reason == ("" if num_granted else "shed")
 
 
 def test_drafts_granted_for_certain_are_so_only_while_few_wait() -> None:
     params = replace(GOODPUT, min_speculative_tokens=2)
     world = World(fake(), cost=TimedCost(10.0), shedding=Shedding("unpaid", 3))
     request = world.open("r", params)
-    gammas = [len(world.draft(request, num_waiting=number)[0].draft.tree) for number in (0, 3, 0)]
+    gammas = [len(world.draft(request, num_waiting=number)[0].draft) for number in (0, 3, 0)]
     assert gammas == [2, 0, 2]
 
 
 def test_a_request_that_never_drafts_is_not_shed() -> None:
     world = World(fake(), shedding=Shedding("all", 1))
-    (scheduled,) = world.draft(
-        world.open("r", replace(FIXED, num_speculative_tokens=0)), num_waiting=9
-    )
-    assert scheduled.draft.reason == "client_cap"
+    (scheduled,) = world.draft(world.open("r", replace(FIXED, num_speculative_tokens=0)), num_waiting=9)
+    assert scheduled.reason == "client_cap"
 
 
 # --- what drafters read of a device ---
@@ -483,11 +451,12 @@ def test_all_drafters_begin_before_one_fetch_and_end_after_it() -> None:
         world.open(name, replace(FIXED, draft_strategy=name)) for name in ("a", "fake", "b")
     ]
     parts = [ScheduledRequest(request, 1) for request in requests]
-    round_ = world.speculation.draft(Plan(parts, num_rows=3, spare_rows=100), Fetched())
+    plan = Plan(parts, num_rows=3, spare_rows=100)
+    world.speculation.draft(plan, Fetched())
     assert order == ["a begin", "b begin", "fetch of 2", "a finish", "b finish"]
-    assert [len(each.draft.tree) for each in parts] == [2, 4, 2]
-    assert round_.num_failures == 0
-    assert round_.seconds_by_drafter.keys() == {"a", "fake", "b"}
+    assert [len(each.draft) for each in parts] == [2, 4, 2]
+    assert world.speculation.num_failures == 0
+    assert plan.draft_seconds.keys() == {"a", "fake", "b"}
 
 
 @pytest.mark.parametrize("part", ["begin", "finish"])
@@ -497,11 +466,11 @@ def test_who_fails_in_either_part_is_asked_one_by_one(part: str) -> None:
     requests = [world.open(name) for name in "rs"]
     beside = world.open("t", replace(FIXED, draft_strategy="other"))
     drafts = [each.draft for each in world.draft(*requests, beside)]
-    assert [len(draft.tree) for draft in drafts] == [4, 4, 2]
-    assert world.round_.num_failures == 0
+    assert [len(draft) for draft in drafts] == [4, 4, 2]
+    assert world.speculation.num_failures == 0
     (alone,) = world.draft(requests[0])
-    assert alone.draft is NO_DRAFT or not len(alone.draft.tree)
-    assert world.round_.num_failures == 1
+    assert alone.draft == EMPTY
+    assert world.speculation.num_failures == 1
 
 
 def test_what_does_not_come_from_the_device_costs_no_more_than_drafts() -> None:
@@ -515,6 +484,6 @@ def test_what_does_not_come_from_the_device_costs_no_more_than_drafts() -> None:
         ScheduledRequest(world.open("r"), 1),
         ScheduledRequest(world.open("s", replace(FIXED, draft_strategy="other")), 1),
     ]
-    round_ = world.speculation.draft(Plan(parts, num_rows=2, spare_rows=100), Broken())
-    assert [len(each.draft.tree) for each in parts] == [0, 4]
-    assert round_.num_failures == 1
+    world.speculation.draft(Plan(parts, num_rows=2, spare_rows=100), Broken())
+    assert [len(each.draft) for each in parts] == [0, 4]
+    assert world.speculation.num_failures == 1

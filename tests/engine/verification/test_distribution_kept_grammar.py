@@ -20,7 +20,6 @@ from itertools import product
 import pytest
 import torch
 from llguidance import LLMatcher
-from scipy.stats import chi2  # type: ignore[import-untyped]
 
 from engine.grammar.compiler import GrammarCompiler
 from engine.params import SamplingParams, SpeculativeParams
@@ -28,12 +27,11 @@ from worlds.drawing_drafter import DrawingDrafter, as_mapping, as_tensor
 from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
 from worlds.grammar_world import letter_tokenizer
 from worlds.scripted_target import ScriptedTarget
+from worlds.verified_streams import ALPHA, p_value
 
 pytestmark = pytest.mark.slow
 
-ALPHA = 1e-4
 NUM_REQUESTS = 2_500
-LEAST_EXPECTED = 5.0
 TARGET = ScriptedTarget(6, habit=16, sharpness=1.2)
 PROMPT = [1, 2, 3, 4, 5, 2, 4, 1, 3, 5, 5, 1, 4, 3, 2, 1]
 # After "a" or "b" and any letter, "c" is forced; so is "e" after "c" and "d".
@@ -90,19 +88,6 @@ def text_probs() -> dict[tuple[int, ...], float]:
     }
 
 
-def p_value(counts: Counter[tuple[int, ...]]) -> float:
-    """Rare texts are pooled, so that every cell expects at least five."""
-    cells = {text: prob * counts.total() for text, prob in text_probs().items()}
-    common = [text for text, expected in cells.items() if expected >= LEAST_EXPECTED]
-    rare = [text for text in cells if text not in common]
-    pairs = [(cells[text], counts[text]) for text in common]
-    pairs.append((sum(cells[text] for text in rare), sum(counts[text] for text in rare)))
-    pairs = [pair for pair in pairs if pair[0] > 0]
-    assert len(pairs) > 15
-    statistic = sum((count - expected) ** 2 / expected for expected, count in pairs)
-    return float(chi2.sf(statistic, len(pairs) - 1))
-
-
 @cache
 def sample(name: str) -> tuple[Counter[tuple[int, ...]], Driver]:
     speculation, drafter = CASES[name]
@@ -134,7 +119,7 @@ def sample(name: str) -> tuple[Counter[tuple[int, ...]], Driver]:
 def test_texts_follow_the_targets_distribution_over_what_is_allowed(name: str) -> None:
     counts, driver = sample(name)
     assert set(counts) <= TEXTS
-    assert p_value(counts) > ALPHA
+    assert p_value(counts, text_probs(), 14) > ALPHA
     accounts = [finish.speculative for finish in driver.finishes.values()]
     assert all(finish.reason == "stop" for finish in driver.finishes.values())
     num_accepted = sum(account.num_accepted_tokens for account in accounts)
@@ -148,4 +133,4 @@ def test_the_test_sees_a_bias() -> None:
     favoured = max(text_probs(), key=lambda text: text_probs()[text])
     texts = [tuple(text) for text in driver.token_ids.values()]
     biased = Counter(favoured if index % 12 == 0 else text for index, text in enumerate(texts))
-    assert p_value(counts) > ALPHA > p_value(biased)
+    assert p_value(counts, text_probs(), 14) > ALPHA > p_value(biased, text_probs(), 14)

@@ -19,7 +19,7 @@ from drafters.model.growth import DraftGrowth, is_first_child
 from drafters.model.protocol import Candidates
 from drafters.tree import ROOT, DraftTree
 from engine.verification.rejection import reject_tokens
-from worlds.exact_laws import Model, Text, completed, drawn_trees, draws, emitted_law, random_model
+from worlds.exact_laws import Model, Text, completed, draws, emitted_law, random_model
 
 pytestmark = pytest.mark.slow
 
@@ -111,16 +111,3 @@ def test_grown_trees_have_one_shape_and_leave_the_law_alone(
             reject_tokens, ((weight, kept(tree)) for weight, tree in trees), target, draft
         )
         assert completed(law, target, num_tokens) == plain
-
-
-def test_a_shape_that_tells_a_token_biases_the_text_under_such_grants() -> None:
-    """The enumeration sees it: all or nothing is granted by the number of nodes."""
-    target, draft = random_model(3, 3), random_model(104, 3)
-
-    def trees() -> Iterator[tuple[Fraction, DraftTree]]:
-        for weight, tree in drawn_trees(draft, [2, 1]):
-            told = tree.subtree([0, 1, 3]) if tree.token_ids[0] == 1 else tree
-            yield weight, told if len(told) == 4 else DraftTree()
-
-    law, _ = emitted_law(reject_tokens, trees(), target, draft)
-    assert completed(law, target, 3) != completed({(): Fraction(1)}, target, 3)

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from drafters.tree import DraftTree
+from engine.transfer import read_now
 from engine.verification import probs as module
-from engine.verification.probs import decide, sample_all, step_distributions
+from engine.verification.probs import (
+    Questions,
+    TensorDistributions,
+    begin_distributions,
+    decide,
+    sample_all,
+)
 from engine.verification.rejection import Rule, reject_chain, reject_tokens
 
 VOCAB = 7
@@ -26,6 +33,12 @@ def tree(parents: list[int], seed: int) -> DraftTree:
     generator = torch.Generator().manual_seed(seed)
     sampled = {parent: torch.rand(VOCAB, generator=generator).softmax(0) for parent in parents}
     return DraftTree(list(range(len(parents))), parents, [0] * len(parents), sampled)
+
+
+def step_distributions(
+    probs: torch.Tensor, trees: list[DraftTree]
+) -> tuple[list[TensorDistributions], Questions]:
+    return read_now(lambda readback: begin_distributions(probs, trees, readback))
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from fractions import Fraction
 import pytest
 
 from drafters.tree import DraftTree, chain
-from engine.verification.rejection import Accepts, Decision, Rule, reject_chain, reject_tokens
+from engine.verification.rejection import Rule, reject_chain, reject_tokens
 from worlds.exact_laws import (
     ExactDistributions,
-    ExactProbs,
     Model,
     always,
     completed,
@@ -89,16 +88,6 @@ def test_one_draft_is_accepted_with_one_minus_the_total_variation() -> None:
             assert mean == overlap
 
 
-def test_every_further_sibling_helps() -> None:
-    target, draft = random_model(1, 4), random_model(2, 4)
-    means = [
-        emitted_law(reject_tokens, drawn_trees(draft, [width]), target, draft)[1]
-        for width in (1, 2, 3, 4)
-    ]
-    assert means == sorted(set(means))
-    assert means[-1] == 1, "one of all tokens is the target's"
-
-
 def test_blocks_accept_more_than_tokens_do() -> None:
     """The example of Sun et al., figure 1: drafts of two from (2/3, 1/3), the target is (1/3, 2/3)."""
     target, draft = always(exact(1, 2)), always(exact(2, 1))
@@ -148,40 +137,3 @@ def test_a_draft_verified_only_if_its_token_is_likely_biases_the_text() -> None:
     first = completed(law, target, 2)
     marginal = [sum(p for text, p in first.items() if text[0] == t) for t in range(3)]
     assert marginal == [Fraction(55, 100), Fraction(15, 100), Fraction(30, 100)]
-
-
-def test_a_refusal_that_draws_from_the_whole_target_again_biases_the_text() -> None:
-    """As the original n-gram assisted decoding does: the token that refused the draft is thrown away
-    and another one drawn in its place."""
-    target = always(exact(5, 3, 2))
-
-    def drawn_again(
-        tree: DraftTree, distributions: ExactDistributions, accepts: Accepts
-    ) -> Decision:
-        if accepts(1, distributions.target(0).of(tree.token_ids[0])):
-            return Decision([0, 1], distributions.target(1))
-        return Decision([0], distributions.target(0))
-
-    law, _ = emitted_law(drawn_again, iter([(Fraction(1), chain([1]))]), target, None)
-    marginal = [sum(p for text, p in law.items() if text[0] == t) for t in range(3)]
-    assert marginal == [Fraction(35, 100), Fraction(51, 100), Fraction(14, 100)]
-
-
-def test_the_enumeration_tells_draws_with_replacement_from_those_without() -> None:
-    """Drawn without, verified as if with: the second sibling is then judged by the wrong law."""
-    target, draft = always(exact(4, 4, 1, 1)), always(exact(1, 2, 3, 4))
-
-    def forgetful(tree: DraftTree, distributions: ExactDistributions, accepts: Accepts) -> Decision:
-        del distributions
-        return reject_tokens(
-            tree, ExactDistributions(tree, target, lambda t: Stuck(draft(t).values)), accepts
-        )
-
-    law, _ = emitted_law(forgetful, drawn_trees(draft, [2]), target, draft)
-    assert completed(law, target, 2) != completed({(): Fraction(1)}, target, 2)
-
-
-class Stuck(ExactProbs):
-    def without(self, token_id: int) -> ExactProbs:
-        del token_id
-        return self

@@ -13,8 +13,8 @@ from engine.errors import RequestError
 from engine.params import SamplingParams
 from engine.sampling.processor import Facts, Vocabulary
 from engine.sampling.processors.allowed_token_ids import AllowedTokenIds
-from engine.sampling.sampler import edited_logits, sample_tokens
-from engine.sampling.state import RowGroup
+from engine.sampling.sampler import edited_logits
+from worlds.sampled_rows import RowGroup
 from worlds.sampling_oracle import new_state
 
 VOCABULARY = Vocabulary(50, lambda text: [*text.encode()])
@@ -32,14 +32,6 @@ def test_only_those_are_left_in_every_row() -> None:
     others = [each for each in range(50) if each not in (3, 7)]
     assert torch.equal(edited[:, [3, 7]], logits[:, [3, 7]])
     assert (edited[:, others] == -math.inf).all()
-
-
-def test_greedy_rows_and_sampled_ones_write_no_other() -> None:
-    logits = torch.randn(2, 50)
-    groups = [
-        RowGroup(new_state(allowed(7, temperature=t), 50), i) for i, t in enumerate((0.0, 1.0))
-    ]
-    assert sample_tokens(logits, groups) == [7, 7]
 
 
 def test_requests_without_it_are_not_touched() -> None:

@@ -8,11 +8,11 @@ import torch
 from drafters.tree import chain
 from engine.errors import RequestError
 from engine.params import GenerationRequest, SamplingParams
-from engine.sampling.sampler import edited_logits, sample_tokens
-from engine.sampling.state import RowGroup, SamplingState
-from engine.verification.verify import verify_step
+from engine.sampling.sampler import edited_logits
+from engine.sampling.state import SamplingState
 from worlds.engine_harness import TINY_VOCAB
 from worlds.grammar_world import EOS, json_grammar, tiny_compiler, tiny_tokenizer
+from worlds.sampled_rows import RowGroup, sample_tokens, verify_step
 
 BOOLEAN = json_grammar({"type": "boolean"})
 

@@ -10,8 +10,8 @@ import torch
 from drafters.tree import chain
 from engine.params import SamplingParams
 from engine.sampling.distribution import target_probs
-from engine.sampling.sampler import edited_logits, sample_tokens
-from engine.sampling.state import RowGroup
+from engine.sampling.sampler import edited_logits
+from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import new_state
 
 
@@ -47,9 +47,3 @@ def test_a_row_is_cut_alike_alone_and_among_drafts() -> None:
         alone = edited_logits(logits[row : row + 1], [RowGroup(state, 0)])
         assert torch.equal(alone[0], together[row])
     assert 0 < (together > -math.inf).sum() < logits.numel()
-
-
-def test_rows_without_a_finite_logit_stay() -> None:
-    logits = torch.tensor([[-math.inf] * 3, [math.nan] * 3])
-    groups = [RowGroup(new_state(sigma(1.0), 3), row) for row in range(2)]
-    assert sample_tokens(logits, groups) == [0, 0]

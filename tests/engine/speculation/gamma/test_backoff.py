@@ -49,7 +49,7 @@ def test_fixed_gammas_grant_what_fits_whole_and_nothing_of_what_does_not(policy:
     ):
         controller = GammaController(rows_at(0.0))
         controller.num_to_propose("r", params)
-        grant = controller.grant([whole(num_nodes, params)], 1, 1, 0, num_spare_rows=spare)["r"]
+        grant = controller.grant([whole(num_nodes, params)], load_of(1, None, spare))[0]
         assert (grant.gamma, grant.reason) == (gamma, reason)
 
 
@@ -57,8 +57,8 @@ def test_a_refused_whole_draft_leaves_its_rows_to_others() -> None:
     params = SpeculativeParams(adaptive_depth="fixed", num_speculative_tokens=8)
     controller = GammaController(rows_at(0.0))
     other = chain_candidate("other", [0.5] * 6, params)
-    grants = controller.grant([whole(8, params), other], 2, 2, 0, num_spare_rows=7)
-    assert (grants["r"].gamma, grants["other"].gamma) == (0, 6)
+    grants = controller.grant([whole(8, params), other], load_of(2, None, 7))
+    assert [grant.gamma for grant in grants] == [0, 6]
 
 
 @settings(max_examples=examples(200))
@@ -80,11 +80,10 @@ def test_goodput_never_cuts_one_and_stays_within_the_rows(
         grants = policy.grant(candidates, load_of(len(candidates), None, spare))
         assert sum(grant.gamma for grant in grants) <= spare
         for candidate, grant in zip(candidates, grants, strict=True):
-            assert grant.request_id == candidate.request_id
             if candidate.all_or_nothing:
                 assert grant.gamma in (0, len(candidate.tree))
                 assert (grant.reason == "") == (grant.gamma > 0)
-            policy.observe(grant.request_id, grant.gamma, num_accepted)
+            policy.observe(candidate.request_id, grant.gamma, num_accepted)
 
 
 def granted(
@@ -166,8 +165,8 @@ def test_one_request_tries_for_all_of_its_kind() -> None:
         grants = policy.grant(candidates, load_of(3))
         if step > 60:
             most = max(most, sum(grant.gamma > 0 for grant in grants))
-        for grant in grants:
-            policy.observe(grant.request_id, grant.gamma, 0)
+        for each, grant in zip(candidates, grants, strict=True):
+            policy.observe(each.request_id, grant.gamma, 0)
     assert most == 1
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from engine.params import SpeculativeParams
 from engine.speculation.gamma import GammaController, gamma_policy_names, policy
-from worlds.gamma_cases import DictatedCost, chain_candidate
+from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_new_policy_needs_only_its_registration(half: str) -> None:
     params = SpeculativeParams(adaptive_depth=half, max_speculative_tokens=6)
     controller = GammaController(DictatedCost(float))
     assert controller.num_to_propose("r", params) == 3
-    grant = controller.grant([chain_candidate("r", [0.5] * 8, params)], 1, 1, 0)["r"]
+    grant = controller.grant([chain_candidate("r", [0.5] * 8, params)], load_of(1))[0]
     assert (list(grant.nodes), grant.reason) == ([0, 1, 2], "policy")
     assert not controller.weighs_cost(params)
 
@@ -43,8 +43,8 @@ def test_policies_that_weigh_cost_come_after_those_that_do_not(half: str) -> Non
             "half", [0.1], SpeculativeParams(adaptive_depth=half, max_speculative_tokens=6)
         ),
     ]
-    grants = controller.grant(candidates, 2, 2, 0, num_spare_rows=1)
-    assert (grants["goodput"].gamma, grants["half"].gamma) == (0, 1)
+    grants = controller.grant(candidates, load_of(2, None, 1))
+    assert [grant.gamma for grant in grants] == [0, 1]
 
 
 def test_a_name_is_given_once(half: str) -> None:

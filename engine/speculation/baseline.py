@@ -1,0 +1,107 @@
+"""The time that a step would have taken at gamma 0, which speed-ups are measured against.
+
+Requests in a batch run side by side, and each of them lives through
+the whole step: a step of 50 ms costs every request in it 50 ms. At gamma 0 the same batch would
+have needed one step per token. So a request's speed-up over a step is
+
+    baseline seconds of its emitted tokens / seconds the step took
+
+and over its life the quotient of the two sums. The baseline is paired with its step: the time
+measured, less drafting, times the cost model's ratio of the step without draft rows to the step as
+it ran. What slows the machine down in one step then slows its baseline too, and a step without
+drafts counts as 1. Prompt rows are run once either way, so only the first of the emitted tokens is
+charged for them.
+
+At gamma 0 the batch would be larger, too: a request that drafts well is done before its time, and
+those that are left run in steps that look cheap and write little. ``EarlyFinishers`` are counted as if
+they were still there, until their time is over or another request has come in their place.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+from engine.speculation.cost import CostModel
+from engine.stats import SpeculativeStats
+
+
+class Baseline(NamedTuple):
+    """Gamma-0 steps that would have replaced one step: the first with its prompt rows, the others
+    without. ``num_requests`` would have written a token in each."""
+
+    first_seconds: float
+    next_seconds: float
+    num_requests: int
+
+    def seconds(self, num_emitted: float) -> float:
+        """Time of that many tokens of one request. A run trimmed to nothing still took a step."""
+        return self.first_seconds + max(0.0, num_emitted - 1.0) * self.next_seconds
+
+    def batch_seconds(self, num_emitted: int) -> float:
+        """Time of the step's prompts, and of that many tokens of all its requests together."""
+        if not num_emitted:
+            return self.first_seconds
+        prompt_seconds = self.first_seconds - self.next_seconds
+        return prompt_seconds + self.next_seconds * num_emitted / self.num_requests
+
+
+class StepShape(NamedTuple):
+    """Sizes of a step: ``num_rows`` with draft nodes, ``num_base_rows`` without; ``num_kv_tokens`` over
+    all ``num_requests`` requests of the step. ``num_early``: ``EarlyFinishers`` that did not."""
+
+    num_rows: int
+    num_base_rows: int
+    num_sampling_requests: int
+    num_kv_tokens: int
+    num_requests: int
+    num_early: int = 0
+
+    @property
+    def has_drafts(self) -> bool:
+        return self.num_rows > self.num_base_rows
+
+
+class EarlyFinishers:
+    """Requests that are done and would still be writing at gamma 0, by the clock of the steps."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._ends: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def start(self) -> None:
+        """A request starts, in the place of the one that would have been done first."""
+        if self._ends:
+            heapq.heappop(self._ends)
+
+    def finish(self, account: SpeculativeStats) -> None:
+        """A request with this account is done."""
+        left = account.baseline_seconds - account.step_seconds
+        if left > 0:
+            heapq.heappush(self._ends, self._now + left)
+
+    def step(self, seconds: float, num_requests: int) -> None:
+        """A step is over after which ``num_requests`` go on; when none does, none is missed."""
+        self._now += seconds
+        while self._ends and (not num_requests or self._ends[0] <= self._now):
+            heapq.heappop(self._ends)
+
+
+def estimate_baseline(
+    cost: CostModel, shape: StepShape, step_seconds: float, draft_seconds: float
+) -> Baseline:
+    """The gamma-0 steps that stand for a step measured at ``step_seconds``, of which ``draft_seconds``
+    were spent on drafting."""
+    measured = max(0.0, step_seconds - draft_seconds)
+    num_requests = shape.num_requests + shape.num_early
+    num_kv_tokens = shape.num_kv_tokens * num_requests // shape.num_requests
+    as_run = cost.step_seconds(
+        shape.num_rows, shape.num_kv_tokens, shape.num_requests, shape.has_drafts
+    )
+    first = cost.step_seconds(shape.num_base_rows + shape.num_early, num_kv_tokens, num_requests)
+    num_writing = max(1, min(shape.num_sampling_requests, shape.num_base_rows)) + shape.num_early
+    plain = cost.step_seconds(num_writing, num_kv_tokens, num_requests)
+    return Baseline(measured * first / as_run, measured * plain / as_run, num_writing)
