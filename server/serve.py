@@ -30,10 +30,9 @@ from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.request.speculative import SpeculativeResolver
 from server.settings import Settings
-from server.speculation_changes import SpeculationChanges
 from server.telemetry.begin import check_telemetry
 from server.tenants.keys import keys_of
-from server.workers import Serve, Workers
+from server.workers import Serve, SpeculationChanges, Workers
 
 logger = logging.getLogger("slipstream")
 

@@ -2,8 +2,8 @@
 
 The process that was started launches the engine and the workers, hands them pipes to the engine, and
 keeps the one set of metrics: workers tell it what they count and ask it for what ``/metrics`` shows, so
-that it is the same whichever of them answers. A worker that dies is replaced; all end with the first
-process.
+that it is the same whichever of them answers. Speculation is changed there, too: once for all workers. A
+worker that dies is replaced; all end with the first process.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -29,11 +25,14 @@ from engine.errors import EngineError
 from engine.events import StepResult
 from engine.info import EngineInfo
 from engine.logs import LogOptions
-from engine.process.launch import EngineProcess, child_environment, describe
+from engine.process.launch import Child, EngineProcess, describe, launch_child
+from engine.process.link import Link, WithHandle
+from engine.process.messages import Died
 from engine.stats import idle_stats
 from server.metrics import Metrics
-from server.request.speculative import SpeculativeField
-from server.speculation_changes import Adopted, Change, SpeculationChanges
+from server.request.live_speculation import SpeculativeChange, changed
+from server.request.speculative import SpeculativeField, SpeculativeResolver
+from slipstream.options import SpeculativeParams
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +41,12 @@ _LOOK_SECONDS = 0.2
 _END_SECONDS = 60.0
 
 
+# --- to a worker ---
+
+
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """To a worker: serve this. The handles of the listening socket, of a pipe to the engine and of its
-    pulse follow.
-    ``settings``: fields of ``Settings``."""
+    """Serve this. ``settings``: fields of ``Settings``."""
 
     settings: Mapping[str, Any]
     config: EngineConfig
@@ -55,36 +55,37 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
-class NewEngine:
-    """To a worker: another engine runs; the handle of a pipe to it follows."""
+class NewEngine(WithHandle):
+    """Another engine runs; the handle is a pipe to it."""
 
     info: EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Exposition:
-    """To a worker: what question ``number`` asked for."""
+class Adopt:
+    """A question: go by this speculation, and then answer."""
 
-    number: int
-    content: bytes
-    content_type: str
+    resolver: SpeculativeResolver
+
+
+# --- from a worker ---
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """From a worker: it takes connections."""
+    """It takes connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From a worker: it cannot serve this."""
+    """It cannot serve this."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """From a worker: a method of ``Metrics`` to call."""
+    """A method of ``Metrics`` to call."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -92,46 +93,70 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Expose:
-    """From a worker: what would the metrics look like to a client with this Accept header?"""
+    """A question: what do the metrics look like to a client with this Accept header? The answer is that
+    of ``Metrics.exposition``."""
 
-    number: int
     accept: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
-    """From a worker: no request of its own goes on. It answers on the port until question ``number`` is
-    answered."""
+class Change:
+    """A question: change speculation so. The answer is the resolver that all workers go by then, or the
+    ApiError."""
 
-    number: int
+    change: SpeculativeChange
+    from_built_in: bool
 
 
 @dataclass(frozen=True, slots=True)
-class AllDrained:
-    """To a worker: no request of any worker goes on."""
+class Drained:
+    """A question: no request of this worker goes on; when is that true of all? The worker answers on the
+    port until it hears."""
 
-    number: int
+
+class SpeculationChanges:
+    """Speculation of all workers. Hold ``lock`` where one is launched with ``resolver`` and becomes one
+    of those who are told. ``show`` as in ``OwnSpeculation``. From any thread."""
+
+    def __init__(
+        self, resolver: SpeculativeResolver, show: Callable[[SpeculativeParams, bool], None]
+    ) -> None:
+        self.lock = threading.RLock()
+        self.resolver = resolver
+        self._show = show
+
+    def change(self, asked: Change, workers: Sequence[Link]) -> Future[SpeculativeResolver]:
+        """The new resolver, once all ``workers`` go by it or have gone: a request that follows finds the
+        change wherever it arrives. Raises ApiError."""
+        with self.lock:
+            found = changed(self.resolver, asked.change, from_built_in=asked.from_built_in)
+            self.resolver = found
+            self._show(found.defaults, True)
+            waiting = {each.ask(Adopt(found)) for each in workers}
+        answer: Future[SpeculativeResolver] = Future()
+
+        def adopted(by_one: Future[None]) -> None:
+            with self.lock:
+                waiting.remove(by_one)
+                is_last = not waiting
+            if is_last:
+                answer.set_result(found)
+
+        for each in list(waiting):
+            each.add_done_callback(adopted)
+        return answer
 
 
 class _Worker:
-    def __init__(self, process: subprocess.Popen[bytes], control: Connection) -> None:
-        self.process = process
-        self.control = control
-        self.lock = threading.Lock()
+    def __init__(self, child: Child) -> None:
+        self.process, self.link = child
         self.started = threading.Event()
-        self.drained: Drained | None = None
+        self.drained: Future[None] | None = None
         self.failure: str | None = None
 
     @property
     def is_done(self) -> bool:
         return self.drained is not None or self.process.poll() is not None
-
-    def send(self, message: Any, *handles: int) -> None:
-        """A worker that has gone is found so by its process."""
-        with self.lock, suppress(OSError):
-            self.control.send(message)
-            for handle in handles:
-                send_handle(self.control, handle, self.process.pid)
 
 
 class Workers:
@@ -192,10 +217,9 @@ class Workers:
                         f"a server's process ended: {describe(worker.process.returncode)}"
                     )
                     logger.error(worker.failure)
-                # Where the engine has died too, there is one to connect to a little later.
-                with suppress(OSError), self._speculation.lock:
+                # Where the engine has died too, the worker hears of the next one.
+                with self._speculation.lock:
                     self._workers[place] = self._launch()
-                    worker.control.close()
 
     def _end(self, drain_seconds: float) -> None:
         # The port is open for as long as a worker answers on it, and not a moment longer.
@@ -209,12 +233,10 @@ class Workers:
         # Not before: whoever ends may have accepted a connection that another would have answered.
         for worker in self._workers:
             if worker.drained is not None:
-                worker.send(AllDrained(worker.drained.number))
+                worker.drained.set_result(None)
         while any(worker.process.poll() is None for worker in self._workers):
             self._kill_after(deadline)
             time.sleep(_LOOK_SECONDS)
-        for worker in self._workers:
-            worker.control.close()
 
     def _kill_after(self, deadline: float) -> None:
         if self._num_signals > 1 or time.monotonic() > deadline:
@@ -222,51 +244,38 @@ class Workers:
                 worker.process.kill()
 
     def _launch(self) -> _Worker:
-        to_engine = self._engine.connect(wants_steps=False)
-        ours, theirs = Pipe()
-        command = [sys.executable, "-P", "-m", "server.worker", str(theirs.fileno())]
-        with theirs:
-            process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=child_environment(),
-            )
-        worker = _Worker(process, ours)
-        with to_engine:
-            speculation = self._speculation.resolver
-            wished = {
-                "speculative": SpeculativeField(**speculation.wished),
-                "speculative_caps": speculation.caps,
-            }
-            settings = {**self._serve.settings, **wished}
-            serve = replace(self._serve, info=self._info, settings=settings)
+        speculation = self._speculation.resolver
+        wished = {
+            "speculative": SpeculativeField(**speculation.wished),
+            "speculative_caps": speculation.caps,
+        }
+        settings = {**self._serve.settings, **wished}
+        with self._engine.connect(wants_steps=False) as to_engine:
             handles = (self._listener.fileno(), to_engine.fileno(), self._engine.pulse_handle)
-            worker.send(serve, *handles)
-        threading.Thread(target=self._read, args=(worker,), daemon=True).start()
+            worker = _Worker(launch_child("server.worker", *handles))
+        worker.link.send(replace(self._serve, info=self._info, settings=settings))
+        # That it has gone is found by its process.
+        worker.link.listen_in_thread(partial(self._act, worker), lambda: None)
         return worker
 
-    def _read(self, worker: _Worker) -> None:
-        try:
-            while True:
-                message = worker.control.recv()
-                if isinstance(message, Count):
-                    getattr(self._metrics, message.name)(*message.arguments)
-                elif isinstance(message, Expose):
-                    found = self._metrics.exposition(message.accept)
-                    worker.send(Exposition(message.number, *found))
-                elif isinstance(message, Change):
-                    self._speculation.change(worker, message, list(self._workers))
-                elif isinstance(message, Adopted):
-                    self._speculation.adopted(worker, message.version)
-                elif isinstance(message, Drained):
-                    worker.drained = message
-                elif isinstance(message, Started):
-                    worker.started.set()
-                elif isinstance(message, Failed):
-                    worker.failure = message.reason
-        except (EOFError, OSError):
-            self._speculation.gone(worker)
+    def _act(self, worker: _Worker, message: Any) -> Any:
+        match message:
+            case Count(name, arguments):
+                getattr(self._metrics, name)(*arguments)
+            case Expose(accept):
+                return self._metrics.exposition(accept)
+            case Change():
+                with self._speculation.lock:
+                    links = [each.link for each in self._workers]
+                    return self._speculation.change(message, links)
+            case Drained():
+                worker.drained = Future()
+                return worker.drained
+            case Started():
+                worker.started.set()
+            case Failed(reason):
+                worker.failure = reason
+        return None
 
     def _on_new_engine(self, info: EngineInfo) -> None:
         self._info = info
@@ -274,14 +283,13 @@ class Workers:
         self._count_steps()
         for worker in self._workers:
             with self._engine.connect(wants_steps=False) as to_engine:
-                worker.send(NewEngine(info), to_engine.fileno())
+                worker.link.send(NewEngine(to_engine.fileno(), info))
 
     def _count_steps(self) -> None:
-        connection = self._engine.connect(wants_steps=True)
-        threading.Thread(target=self._read_steps, args=(connection,), daemon=True).start()
+        steps = Link(self._engine.connect(wants_steps=True))
+        # That it has gone is found by its process.
+        steps.listen_in_thread(self._count_step, lambda: None)
 
-    def _read_steps(self, connection: Connection) -> None:
-        with connection, suppress(EOFError, OSError):
-            while isinstance(result := connection.recv(), StepResult):
-                if result.stats is not None:
-                    self._metrics.observe_step(result.stats)
+    def _count_step(self, message: StepResult | Died) -> None:
+        if isinstance(message, StepResult) and message.stats is not None:
+            self._metrics.observe_step(message.stats)

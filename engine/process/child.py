@@ -1,10 +1,9 @@
-"""The engine's process: builds an engine, runs it on the main thread, serves the pipes from others.
+"""The engine's process: builds an engine, runs it on the main thread, and serves clients over pipes.
 
     python -m engine.process.child HANDLE PULSE
 
 HANDLE is the pipe from the process that launched it, PULSE the memory in which that process sees how long
-a step takes. When that pipe closes, whoever served requests is
-gone, by whatever end, and so is this.
+a step takes. When that pipe closes, the server is gone, by whatever end, and so is this.
 """
 
 from __future__ import annotations
@@ -13,33 +12,35 @@ import gc
 import logging
 import os
 import pickle
-import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler, recv_handle
+from multiprocessing.reduction import ForkingPickler
 from pkgutil import resolve_name
 
 from engine.errors import EngineError, RequestFailedError
 from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.info import EngineInfo
 from engine.logs import log_through_root
-from engine.params import GenerationRequest, Tenant
+from engine.params import GenerationRequest
+from engine.process.follower import begin_child
 from engine.process.followers import Followers
-from engine.process.link import (
+from engine.process.link import Link
+from engine.process.messages import (
     Abort,
     Attach,
     Charge,
-    Charged,
     Died,
     Launch,
-    Outbox,
     Ready,
     Refused,
+    Stop,
     Submit,
 )
 from engine.pulse import Pulse
@@ -52,77 +53,77 @@ logger = logging.getLogger(__name__)
 class _Client:
     """A process in front of the engine."""
 
-    def __init__(self, connection: Connection, wants_steps: bool) -> None:
-        self.connection = connection
+    def __init__(self, link: Link, wants_steps: bool) -> None:
+        self.link = link
         self.wants_steps = wants_steps
-        self.outbox = Outbox(connection)
 
 
 class EngineHost:
-    """Runs an engine for clients at the ends of pipes. A thread per client reads what it asks, so that a
-    refusal need not wait for the step; steps and their events are the main thread's."""
+    """Runs an engine for its clients, who may come before it is built. A thread per client reads what it
+    asks, so that a refusal need not wait for the step; steps and their events are the main thread's."""
 
-    def __init__(self, runtime: EngineRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self) -> None:
+        self._built: Future[EngineRuntime] = Future()
         self._lock = threading.Lock()
         self._clients: list[_Client] = []
         self._owners: dict[str, _Client] = {}
 
-    def run(self) -> None:
-        """To the end of the engine; raises what broke it, after everybody was told."""
+    @property
+    def is_built(self) -> bool:
+        return self._built.done()
+
+    @property
+    def _runtime(self) -> EngineRuntime:
+        """Waits until it is built."""
+        return self._built.result()
+
+    def run(self, runtime: EngineRuntime) -> None:
+        """Run to the end of the engine. Raises what broke it, after all clients were told."""
+        self._built.set_result(runtime)
         try:
-            self._runtime.run(self._post)
+            runtime.run(self._post)
         except BaseException as error:
             message = f"the engine died: {type(error).__name__}: {error}"
             for client in self._clients:
-                client.outbox.put(Died(message))
+                client.link.send(Died(message))
             raise
 
-    def obey(self, control: Connection) -> None:
-        """Take new clients and the word to stop; ends the process when the pipe closes."""
-        try:
-            while isinstance(message := control.recv(), Attach):
-                client = _Client(Connection(recv_handle(control)), message.wants_steps)
-                with self._lock:
-                    self._clients = [*self._clients, client]
-                threading.Thread(target=self._read, args=(client,), daemon=True).start()
+    def obey(self, message: Attach | Stop) -> None:
+        """Act on what the launcher says: take a new client, or stop."""
+        if isinstance(message, Stop):
+            if not self.is_built:
+                os._exit(1)
             self._runtime.stop()
-            control.recv()
-        except (EOFError, OSError):
-            os._exit(1)
+            return
+        client = _Client(Link(Connection(message.handle)), message.wants_steps)
+        with self._lock:
+            self._clients = [*self._clients, client]
+        client.link.listen_in_thread(partial(self._act, client), partial(self._leave, client))
 
-    def _read(self, client: _Client) -> None:
-        try:
-            while True:
-                message = client.connection.recv()
-                if isinstance(message, Submit):
-                    self._submit(client, message.request)
-                elif isinstance(message, Abort):
-                    self._runtime.abort(message.request_id)
-                elif isinstance(message, Charge):
-                    client.outbox.put(Charged(message.number, self._charge(message.tenant)))
-        except (EOFError, OSError):
-            with self._lock:
-                self._clients = [each for each in self._clients if each is not client]
-                left = [name for name, owner in self._owners.items() if owner is client]
-            for request_id in left:
+    def _act(self, client: _Client, message: Submit | Abort | Charge) -> None:
+        match message:
+            case Submit(request):
+                self._submit(client, request)
+            case Abort(request_id):
                 self._runtime.abort(request_id)
+            case Charge(tenant):
+                self._runtime.charge(tenant)
 
-    def _charge(self, tenant: Tenant) -> EngineError | None:
-        try:
-            self._runtime.charge(tenant)
-        except EngineError as error:
-            return error
-        return None
+    def _leave(self, client: _Client) -> None:
+        with self._lock:
+            self._clients = [each for each in self._clients if each is not client]
+            left = [name for name, owner in self._owners.items() if owner is client]
+        for request_id in left:
+            self._runtime.abort(request_id)
 
     def _submit(self, client: _Client, request: GenerationRequest) -> None:
         try:
             prepared = self._runtime.admit(request)
-        except BaseException as error:  # whatever it is, the thread has other requests to read
+        except BaseException as error:  # whatever it is, the client waits for an event
             if not isinstance(error, EngineError):
                 logger.exception("a request could not be prepared")
                 error = RequestFailedError(f"{type(error).__name__}: {error}")
-            client.outbox.put(StepResult([ErrorEvent(request.request_id, error)]))
+            client.link.send(StepResult([ErrorEvent(request.request_id, error)]))
             return
         with self._lock:
             self._owners[request.request_id] = client
@@ -143,24 +144,17 @@ class EngineHost:
             events = found.get(client, [])
             stats = result.stats if client.wants_steps else None
             if events or stats is not None:
-                client.outbox.put(StepResult(events, stats))
+                client.link.send(StepResult(events, stats))
 
 
 def main() -> int:
-    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the server drains its
-    # requests first and then says when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    control = Connection(int(sys.argv[1]))
-    launch: Launch = control.recv()
-    launch.logs.begin()
+    control, launch = begin_child()
     if launch.logs.format == "json":
         # It speaks while what builds on it is loaded, so its handlers have to go before.
         import_module("torch")
         log_through_root("torch")
-    host: list[EngineHost] = []
-    waiting = threading.Thread(target=_obey_when_built, args=(control, host), daemon=True)
-    waiting.start()
+    host = EngineHost()
+    control.listen_in_thread(host.obey, lambda: os._exit(1))
     with _followers(launch, control, host):
         try:
             engine, _ = resolve_name(launch.build)(launch.config)
@@ -171,10 +165,9 @@ def main() -> int:
         gc.collect()
         gc.freeze()
         engine.runtime.pulse = Pulse(int(sys.argv[2]))
-        host.append(EngineHost(engine.runtime))
         control.send(Ready(_sendable(engine.info)))
         try:
-            host[0].run()
+            host.run(engine.runtime)
         except Exception:
             logger.exception("the engine died")
             return 1
@@ -182,7 +175,7 @@ def main() -> int:
 
 
 @contextmanager
-def _followers(launch: Launch, control: Connection, host: list[EngineHost]) -> Iterator[None]:
+def _followers(launch: Launch, control: Link, host: EngineHost) -> Iterator[None]:
     """With the other ranks, where the model is to be shared and nobody has launched them yet. One that
     goes takes this process with it: what is computed together cannot be computed without it."""
     size = launch.config.tensor_parallel_size
@@ -194,7 +187,7 @@ def _followers(launch: Launch, control: Connection, host: list[EngineHost]) -> I
 
     def lost(reason: str) -> None:
         logger.error("the engine ends: %s", reason)
-        if not host:
+        if not host.is_built:
             control.send(Refused(reason))
         os._exit(1)
 
@@ -206,7 +199,8 @@ def _followers(launch: Launch, control: Connection, host: list[EngineHost]) -> I
 
 
 def _sendable(info: EngineInfo) -> EngineInfo:
-    """Without those checks of drafters' options that cannot be pickled: they are made here anyway."""
+    """The info without those checks of drafters' options that cannot be pickled: the engine makes them
+    anyway."""
     drafters = {}
     for name, each in info.drafters.items():
         try:
@@ -215,17 +209,6 @@ def _sendable(info: EngineInfo) -> EngineInfo:
             each = replace(each, check=None)
         drafters[name] = each
     return replace(info, drafters=drafters)
-
-
-def _obey_when_built(control: Connection, host: list[EngineHost]) -> None:
-    """Nothing is said before the engine is there, but the pipe may close."""
-    try:
-        control.poll(None)
-        if not host:
-            os._exit(1)
-    except (EOFError, OSError):
-        os._exit(1)
-    host[0].obey(control)
 
 
 if __name__ == "__main__":

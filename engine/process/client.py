@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import os
 from multiprocessing.connection import Connection
 
-from engine.errors import EngineDeadError, EngineError
+from engine.errors import EngineDeadError
 from engine.events import ErrorEvent, StepResult
 from engine.info import EngineInfo
 from engine.params import GenerationRequest, Tenant
-from engine.process.link import Abort, Charge, Charged, Died, Outbox, Submit
+from engine.process.link import Link, PeerGoneError
+from engine.process.messages import Abort, Charge, Died, Submit
 from engine.pulse import Pulse
 from engine.stats import idle_stats
 from engine.streams import EventStreams
@@ -21,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # What was aborted at the end ends with the step under way.
 _LAST_EVENTS_SECONDS = 30.0
+_GONE = "the engine's process is gone"
 
 
 class RemoteEngine(EventStreams):
@@ -33,12 +33,9 @@ class RemoteEngine(EventStreams):
     ) -> None:
         super().__init__(info)
         self.pulse = pulse or self.pulse
-        self._connection = connection
-        self._outbox = Outbox(connection)
+        self._link = Link(connection)
         self._unfinished: set[str] = set()
         self._all_finished = asyncio.Event()
-        self._charges: dict[int, asyncio.Future[EngineError | None]] = {}
-        self._charge_numbers = itertools.count()
 
     async def start(self) -> None:
         await super().start()
@@ -47,29 +44,24 @@ class RemoteEngine(EventStreams):
     def replace(self, info: EngineInfo, connection: Connection) -> None:
         """Another engine has taken the place of one that ended. From any thread."""
         if self._loop is None:
-            self.info, self._connection, self._outbox = info, connection, Outbox(connection)
+            self.info, self._link = info, Link(connection)
         else:
             self._loop.call_soon_threadsafe(self._replace, info, connection)
 
     async def charge(self, tenant: Tenant) -> None:
         self._refuse_when_ended()
-        number = next(self._charge_numbers)
-        self._charges[number] = asyncio.get_running_loop().create_future()
-        self._outbox.put(Charge(number, tenant))
         try:
-            error = await self._charges[number]
-        finally:
-            del self._charges[number]
-        if error is not None:
-            raise error
+            await asyncio.wrap_future(self._link.ask(Charge(tenant)))
+        except PeerGoneError:
+            raise EngineDeadError(self._dead or _GONE) from None
 
     def abort(self, request_id: str) -> None:
         if self._dead is None:
-            self._outbox.put(Abort(request_id))
+            self._link.send(Abort(request_id))
 
     def _submit(self, request: GenerationRequest) -> None:
         self._unfinished.add(request.request_id)
-        self._outbox.put(Submit(request))
+        self._link.send(Submit(request))
 
     async def _end(self) -> None:
         if self._dead is not None:
@@ -86,37 +78,22 @@ class RemoteEngine(EventStreams):
 
     def _listen(self) -> None:
         assert self._loop is not None
-        self._loop.add_reader(self._connection.fileno(), self._read)
-        # uvloop has made it non-blocking: then a message that is not all there yet would look like an
-        # engine that has gone, and one for which the pipe has no room like a reader that has.
-        os.set_blocking(self._connection.fileno(), True)
+        self._link.listen_on(self._loop, self._act, lambda: self._lose(_GONE))
+
+    def _act(self, message: StepResult | Died) -> None:
+        if isinstance(message, Died):
+            self._lose(message.message)
+        else:
+            self._deliver(message)
 
     def _replace(self, info: EngineInfo, connection: Connection) -> None:
         if self._dead is None:
             self._lose("the engine was replaced")
-        self.info = info
-        self._connection, self._outbox = connection, Outbox(connection)
+        self.info, self._link = info, Link(connection)
         self._dead = None
         # The gauges told what the last engine had come to.
         self._deliver(StepResult([], idle_stats(info.num_blocks)))
         self._listen()
-
-    def _read(self) -> None:
-        try:
-            message = self._connection.recv()
-        except (EOFError, OSError):
-            message = Died("the engine's process is gone")
-        if isinstance(message, Died):
-            self._lose(message.message)
-        elif isinstance(message, Charged):
-            self._answer(message.number, message.error)
-        else:
-            self._deliver(message)
-
-    def _answer(self, number: int, error: EngineError | None) -> None:
-        answer = self._charges.get(number)
-        if answer is not None and not answer.done():  # else who asked has gone
-            answer.set_result(error)
 
     def _deliver(self, result: StepResult) -> None:
         super()._deliver(result)
@@ -128,14 +105,10 @@ class RemoteEngine(EventStreams):
 
     def _lose(self, message: str) -> None:
         """From here on nothing is admitted, and every open stream is told."""
-        assert self._loop is not None
         if not self._stopping:
             logger.error("no engine: %s", message)
-        self._loop.remove_reader(self._connection.fileno())
-        self._connection.close()
         self._dead = message
+        self._link.close()
         self._unfinished.clear()
         self._all_finished.set()
         self._fail_open(message)
-        for number in self._charges:
-            self._answer(number, EngineDeadError(message))

@@ -1,4 +1,4 @@
-"""A rank that follows the first: runs what ``Launch`` names for it, and ends with who launched it.
+"""A rank that follows the first: runs what ``Launch`` names for it, and ends with its launcher.
 
     python -m engine.process.follower HANDLE
 
@@ -11,24 +11,33 @@ import logging
 import os
 import signal
 import sys
-import threading
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 
 from engine.errors import EngineError
-from engine.process.link import Launch, Refused
+from engine.process.link import Link
+from engine.process.messages import Launch, Refused
 
 logger = logging.getLogger(__name__)
 
 
-def main() -> int:
-    # Signals to a whole group are the server's business; this ends when the first rank says so or ends.
+def begin_child() -> tuple[Link, Launch]:
+    """The pipe from the process that launched this one, and the first message on it, by which this
+    process logs from here on."""
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the server drains its
+    # requests first and then says when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    control = Connection(int(sys.argv[1]))
-    launch: Launch = control.recv()
+    control = Link(Connection(int(sys.argv[1])))
+    launch: Launch = control.receive()
     launch.logs.begin()
-    threading.Thread(target=_end_with, args=(control,), daemon=True).start()
+    return control, launch
+
+
+def main() -> int:
+    control, launch = begin_child()
+    # All that is still to come is the word to stop, or the pipe's end.
+    control.listen_in_thread(lambda _: os._exit(0), lambda: os._exit(0))
     try:
         resolve_name(launch.follow)(launch.config)
     except (EngineError, ValueError, OSError) as error:
@@ -36,12 +45,6 @@ def main() -> int:
         control.send(Refused(str(error)))
         return 2
     return 0
-
-
-def _end_with(control: Connection) -> None:
-    """All that is still to come is the word to stop, or the pipe's end."""
-    control.poll(None)
-    os._exit(0)
 
 
 if __name__ == "__main__":

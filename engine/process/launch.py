@@ -11,16 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.info import EngineInfo
 from engine.logs import LogOptions
-from engine.process.link import Attach, Launch, Ready, Stop
+from engine.process.link import Link, PeerGoneError
+from engine.process.messages import Attach, Launch, Ready, Refused, Stop
 from engine.pulse import Pulse, shared_handle
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,38 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _STOP_SECONDS = 30.0
 # How often a step's time is looked at.
 _LOOK_SECONDS = 1.0
+
+
+class Child(NamedTuple):
+    """A process that this one has launched, and the pipe to it."""
+
+    process: subprocess.Popen[bytes]
+    link: Link
+
+    def end(self, seconds: float) -> None:
+        """Tell the process to stop, and wait; kill it where it takes longer than ``seconds``."""
+        self.link.send(Stop())
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.link.close()
+
+
+def launch_child(module: str, *handles: int, environment: Mapping[str, str] | None = None) -> Child:
+    """Run a module of ours as ``python -m MODULE PIPE HANDLES``. It inherits the handles, and this
+    process's environment but for what ``environment`` adds."""
+    ours, theirs = Pipe()
+    given = [theirs.fileno(), *handles]
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *map(str, given)],
+            pass_fds=given,
+            stdin=subprocess.DEVNULL,
+            env=child_environment() | dict(environment or {}),
+        )
+    return Child(process, Link(ours))
 
 
 class EngineProcess:
@@ -48,10 +80,8 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._launch = Launch(build, config, logs or LogOptions(), follow)
-        self._environment = dict(environment or {})
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: Connection | None = None
-        self._lock = threading.Lock()
+        self._environment = environment
+        self._child: Child | None = None
         self._stopping = threading.Event()
         self._built = False
         self.pulse_handle = shared_handle()
@@ -60,11 +90,11 @@ class EngineProcess:
     @property
     def is_alive(self) -> bool:
         """Whether it was built and has not ended since."""
-        return self._built and self._process is not None and self._process.poll() is None
+        return self._built and self._child is not None and self._child.process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.process.pid
 
     def start(self) -> EngineInfo:
         """Launch it and wait until it is built. Raises EngineError with the reason where it cannot be."""
@@ -75,43 +105,34 @@ class EngineProcess:
         """Launch it; it is being built meanwhile."""
         self._built = False
         self.pulse.rest()
-        ours, theirs = Pipe()
-        handles = [theirs.fileno(), self.pulse_handle]
-        command = [sys.executable, "-P", "-m", "engine.process.child", *map(str, handles)]
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=handles,
-                stdin=subprocess.DEVNULL,
-                env=child_environment() | self._environment,
-            )
-        self._control = ours
-        with suppress(OSError):  # ``ready`` says that it has gone
-            ours.send(self._launch)
+        if self._child is not None:
+            self._child.link.close()
+        self._child = launch_child(
+            "engine.process.child", self.pulse_handle, environment=self._environment
+        )
+        self._child.link.send(self._launch)
 
     def ready(self) -> EngineInfo:
         """Wait until it is built. Raises as ``start``."""
-        assert self._control is not None
-        assert self._process is not None
+        assert self._child is not None
         try:
-            answer = self._control.recv()
-        except (EOFError, OSError):
-            status = describe(self._process.wait())
+            answer: Ready | Refused = self._child.link.receive()
+        except PeerGoneError:
+            status = describe(self._child.process.wait())
             raise EngineError(f"the engine's process ended while it loaded: {status}") from None
-        if not isinstance(answer, Ready):
-            self._process.wait()
+        if isinstance(answer, Refused):
+            self._child.process.wait()
             raise EngineError(answer.reason)
         self._built = True
         return answer.info
 
     def connect(self, wants_steps: bool = True) -> Connection:
-        """A pipe of one more client. Raises OSError where the engine has gone in the meantime."""
+        """One more client's end of a pipe. Where the engine has gone in the meantime, it is found so by
+        who reads from the pipe."""
+        assert self._child is not None
         ours, theirs = Pipe()
-        with theirs, self._lock:
-            assert self._control is not None
-            assert self._process is not None
-            self._control.send(Attach(wants_steps))
-            send_handle(self._control, theirs.fileno(), self._process.pid)
+        with theirs:
+            self._child.link.send(Attach(theirs.fileno(), wants_steps))
         return ours
 
     def watch(
@@ -127,16 +148,8 @@ class EngineProcess:
     def stop(self) -> None:
         """End it, after the step under way; harmless where it is not there."""
         self._stopping.set()
-        process, control = self._process, self._control
-        if process is not None and control is not None:
-            try:
-                with self._lock:
-                    control.send(Stop())
-                process.wait(_STOP_SECONDS)
-            except (OSError, subprocess.TimeoutExpired):
-                process.kill()
-                process.wait()
-            control.close()
+        if self._child is not None:
+            self._child.end(_STOP_SECONDS)
         self.pulse.close()
         if self.pulse_handle >= 0:
             os.close(self.pulse_handle)
@@ -146,16 +159,16 @@ class EngineProcess:
         while not self._stopping.wait(min(_LOOK_SECONDS, step_timeout)):
             seconds = self.pulse.step_seconds
             if seconds > step_timeout and self.is_alive:
-                assert self._process is not None
+                assert self._child is not None
                 logger.error("a step has taken %.0f s: the engine's process is ended", seconds)
-                self._process.kill()
+                self._child.process.kill()
 
     def _watch(self, restarted: Callable[[EngineInfo], None] | None) -> None:
         pause = _FIRST_PAUSE
         while True:
             start = time.monotonic()
-            assert self._process is not None
-            status = self._process.wait()
+            assert self._child is not None
+            status = self._child.process.wait()
             if self._stopping.is_set():
                 return
             logger.error("the engine's process ended: %s", describe(status))

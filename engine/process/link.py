@@ -1,140 +1,240 @@
-"""What goes over the pipes between an engine's process and those in front of it.
+"""How our processes speak with each other: typed messages over pipes, and questions with answers.
 
 The pipes are multiprocessing's: pickled messages over Unix socket pairs, whose two ends belong to the
-same program on the same machine.
+same program on the same machine. A process has one reader per link. The reader alone notices that the
+peer has gone, by the end of what can be read; what is sent to a peer that has gone is dropped.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
+import os
 import select
+import socket
 import threading
+import traceback
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from typing import Any
 
-from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.info import EngineInfo
-from engine.logs import LogOptions
-from engine.params import GenerationRequest, Tenant
+
+logger = logging.getLogger(__name__)
 
 # A pipe that is writable at all takes this much without waiting: the kernel calls one writable while a
 # quarter of its buffer, 208 KiB as Linux comes, is in use at most.
 _AT_ONCE = 32 << 10
 
+Act = Callable[[Any], Any]
+"""Is given each message that comes, and each question. What it returns or raises for a question is the
+answer; of a ``Future`` it is the outcome, whenever that comes."""
 
-# --- between the process that launches an engine and the engine ---
 
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Build an engine. ``build`` names the function, as in ``engine.build:build_engine``: who asks need
-    not load what it needs. ``logs``: how it logs. ``follow``: as ``build``, what other ranks run where
-    the model is shared."""
-
-    build: str
-    config: EngineConfig
-    logs: LogOptions
-    follow: str
+class PeerGoneError(Exception):
+    """The process at the other end has gone, or what it says cannot be read any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """It is built."""
+class WithHandle:
+    """A message with a file handle of its sender. The receiver finds a duplicate there, which it has to
+    close."""
 
-    info: EngineInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """It cannot be built; ``reason`` is for the one who asked for it."""
-
-    reason: str
+    handle: int
 
 
 @dataclass(frozen=True, slots=True)
-class Attach:
-    """The handle that follows is a pipe of a new client. ``wants_steps``: it is told of every step."""
-
-    wants_steps: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Abort everything and end."""
-
-
-# --- between a client and the engine: these, and a ``StepResult`` per step back ---
+class _Question:
+    number: int
+    content: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    request: GenerationRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """Count a request in which the engine has no other part; a ``Charged`` with the number comes back."""
+class _Answer:
+    """Settles the question with this number: with ``error``, unless that is None."""
 
     number: int
-    tenant: Tenant
+    value: Any = None
+    error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Charged:
-    """``error``: None where it was counted."""
-
-    number: int
-    error: EngineError | None
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """The engine broke; nothing follows."""
-
-    message: str
-
-
-class Outbox:
-    """Sends messages in order and never makes the caller wait for the reader, however slow: what the pipe
-    has no room for goes out from a thread, which lives as long as there is something left."""
+class Link:
+    """One end of a pipe between two processes. Any thread may send and ask, and never waits for the
+    reader at the other end, however slow that is."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._writable = select.poll()
         self._writable.register(connection.fileno(), select.POLLOUT)
         self._lock = threading.Lock()
-        self._backlog: deque[bytes | memoryview] = deque()
+        self._waiting: deque[tuple[Any, int | None]] = deque()
+        self._sender: threading.Thread | None = None
+        self._asked: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._is_open = True
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def put(self, message: Any) -> None:
-        """A message to a reader that is gone is dropped."""
+    # --- sending ---
+
+    def send(self, message: Any) -> None:
+        """Send a message after those before it. What the pipe has no room for goes out from a thread,
+        which lives as long as there is something left."""
         data = ForkingPickler.dumps(message)
         with self._lock:
-            if self._backlog or len(data) > _AT_ONCE or not self._writable.poll(0):
-                self._backlog.append(data)
-                if len(self._backlog) == 1:
-                    threading.Thread(target=self._send_backlog, daemon=True).start()
+            if not self._is_open:
                 return
-            self._send(data)
+            handle = os.dup(message.handle) if isinstance(message, WithHandle) else None
+            if self._waiting or len(data) > _AT_ONCE or not self._writable.poll(0):
+                self._waiting.append((data, handle))
+                if self._sender is None:
+                    self._sender = threading.Thread(target=self._send_waiting, daemon=True)
+                    self._sender.start()
+            else:
+                self._write(data, handle)
 
-    def _send_backlog(self) -> None:
-        # What is being sent stays in the queue, so that nothing overtakes it.
-        while self._send(self._backlog[0]):
+    def ask(self, question: Any) -> Future[Any]:
+        """The answer to a question, once it comes: what the peer returns or raises. PeerGoneError where
+        the peer goes before that."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            if not self._is_open:
+                answer.set_exception(PeerGoneError())
+                return answer
+            number = next(self._numbers)
+            self._asked[number] = answer
+        self.send(_Question(number, question))
+        return answer
+
+    def _send_waiting(self) -> None:
+        while self._sender is not None:
+            # What is being sent stays in the queue, so that nothing overtakes it.
+            self._write(*self._waiting[0])
             with self._lock:
-                self._backlog.popleft()
-                if not self._backlog:
-                    return
+                self._waiting.popleft()
+                if not self._waiting:
+                    self._sender = None
 
-    def _send(self, data: bytes | memoryview) -> bool:
-        try:
+    def _write(self, data: Any, handle: int | None) -> None:
+        """Drops what nobody is left to read."""
+        with suppress(OSError):
             self._connection.send_bytes(data)
-        except (OSError, ValueError):  # its reader is gone, or it was closed here
+            if handle is not None:
+                send_handle(self._connection, handle, None)
+        if handle is not None:
+            os.close(handle)
+
+    # --- reading ---
+
+    def receive(self) -> Any:
+        """Wait for the next message. Raises PeerGoneError where there will be none."""
+        try:
+            message = self._connection.recv()
+            if isinstance(message, WithHandle):
+                message = replace(message, handle=recv_handle(self._connection))
+        except (EOFError, OSError) as error:
+            raise PeerGoneError from error
+        except Exception as error:
+            logger.exception("a message of another process cannot be read")
+            raise PeerGoneError from error
+        return message
+
+    def listen(self, act: Act, lost: Callable[[], None]) -> None:
+        """Pass on all that comes, in this thread; then close this end, and call ``lost``."""
+        while self._hear(act):
+            pass
+        self.close()
+        lost()
+
+    def listen_in_thread(self, act: Act, lost: Callable[[], None]) -> None:
+        """``listen`` in a thread of its own, which keeps no process alive."""
+        threading.Thread(target=self.listen, args=(act, lost), daemon=True).start()
+
+    def listen_on(
+        self, loop: asyncio.AbstractEventLoop, act: Act, lost: Callable[[], None]
+    ) -> None:
+        """The same from an event loop, which waits for nothing but the rest of a message that has begun
+        to come. To be called, and closed, in the loop's thread."""
+
+        def read() -> None:
+            if not self._hear(act):
+                self.close()
+                lost()
+
+        loop.add_reader(self._connection.fileno(), read)
+        self._loop = loop
+        # uvloop has made it non-blocking: then a message that is not all there yet would look like a
+        # peer that has gone, and one for which the pipe has no room like a reader that has.
+        os.set_blocking(self._connection.fileno(), True)
+
+    def close(self) -> None:
+        """End the link from this side, by the one who listens. Open questions fail."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            sender = self._sender
+        if self._loop is not None:
+            self._loop.remove_reader(self._connection.fileno())
+        _shut(self._connection)
+        if sender is not None:
+            sender.join()
+        self._connection.close()
+        for number in list(self._asked):
+            self._settle(_Answer(number, error=PeerGoneError()))
+
+    def _hear(self, act: Act) -> bool:
+        """Wait for the next message, and act. False: there is none any more. A message on which ``act``
+        fails is lost, and those after it are not."""
+        try:
+            message = self.receive()
+        except PeerGoneError:
             return False
+        if isinstance(message, _Answer):
+            self._settle(message)
+        elif isinstance(message, _Question):
+            self._answer(message.number, lambda: act(message.content))
+        else:
+            try:
+                act(message)
+            except Exception:
+                logger.exception("failed to act on a message of another process")
         return True
+
+    def _settle(self, answer: _Answer) -> None:
+        asked = self._asked.pop(answer.number)
+        if not asked.set_running_or_notify_cancel():
+            return  # whoever asked has left
+        if answer.error is None:
+            asked.set_result(answer.value)
+        else:
+            asked.set_exception(answer.error)
+
+    def _answer(self, number: int, find: Callable[[], Any]) -> None:
+        try:
+            found = find()
+            if isinstance(found, Future):
+                found.add_done_callback(lambda done: self._answer(number, done.result))
+            else:
+                self.send(_Answer(number, found))
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                # Whoever asked logs what has become of it, and the place is lost on the way.
+                error.add_note(f"In process {os.getpid()}: {traceback.format_exc()}")
+            try:
+                self.send(_Answer(number, error=error))
+            except Exception:  # it cannot be pickled
+                self.send(_Answer(number, error=RuntimeError(repr(error))))
+
+
+def _shut(connection: Connection) -> None:
+    """Let a thread that waits to write to it, or to read from it, go on to find its end."""
+    end = socket.socket(fileno=connection.fileno())
+    with suppress(OSError):  # the peer may have gone first
+        end.shutdown(socket.SHUT_RDWR)
+    end.detach()

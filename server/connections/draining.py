@@ -53,8 +53,12 @@ class DrainingServer(uvicorn.Server):
             logger.warning("told to end once more: ending at once")
             draining.cancel()
 
-    async def _see_out(self) -> None:
+    async def drain(self) -> None:
+        """Returns when no request goes on."""
         await self._drain()
+
+    async def _see_out(self) -> None:
+        await self.drain()
         for connection in self._connections():
             connection.refuse_unsent()
         if answers := set(self.server_state.tasks):

@@ -1,33 +1,35 @@
-"""One place that decides, and several processes that go by it."""
+"""One place that decides on speculation, and several processes that go by it."""
 
 from __future__ import annotations
 
-import pickle
+from concurrent.futures import Future
 from typing import Any
 
+import pytest
+
+from engine.process.link import PeerGoneError
 from server.errors import ApiError
 from server.request.live_speculation import SpeculativeChange
 from server.request.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver
-from server.speculation_changes import Change, Changed, NewSpeculation, SpeculationChanges
+from server.workers import Adopt, Change, SpeculationChanges
 from worlds.scripted_engine import engine_info
 
 
 class Process:
-    """A worker at the end of a pipe: what it was sent, as it comes out there."""
+    """A worker: what it was asked, and what it will say to each question."""
 
     def __init__(self) -> None:
-        self.sent: list[Any] = []
+        self.asked: list[Adopt] = []
+        self.answers: list[Future[None]] = []
 
-    def send(self, message: Any) -> None:
-        self.sent.append(pickle.loads(pickle.dumps(message)))
+    def ask(self, question: Adopt) -> Future[None]:
+        self.asked.append(question)
+        self.answers.append(Future())
+        return self.answers[-1]
 
     @property
-    def versions(self) -> list[int]:
-        return [each.version for each in self.sent if isinstance(each, NewSpeculation)]
-
-    @property
-    def answers(self) -> list[Changed]:
-        return [each for each in self.sent if isinstance(each, Changed)]
+    def drafters(self) -> list[str]:
+        return [each.resolver.defaults.draft_strategy for each in self.asked]
 
 
 def changes() -> tuple[SpeculationChanges, list[Any]]:
@@ -36,46 +38,39 @@ def changes() -> tuple[SpeculationChanges, list[Any]]:
     return SpeculationChanges(resolver, lambda *said: shown.append(said)), shown
 
 
-def wish(number: int, drafter: str) -> Change:
-    body = {"defaults": {"draft_strategy": drafter}}
-    return pickle.loads(pickle.dumps(Change(number, SpeculativeChange(**body), False)))
+def wish(drafter: str) -> Change:
+    return Change(SpeculativeChange(**{"defaults": {"draft_strategy": drafter}}), False)  # type: ignore[arg-type]
 
 
 def test_the_answer_waits_until_everybody_goes_by_the_change() -> None:
     subject, shown = changes()
-    workers = [Process(), Process(), Process()]
-    subject.change(workers[0], wish(7, "nasd"), workers)
-    assert [each.versions for each in workers] == [[1], [1], [1]]
-    subject.adopted(workers[0], 1)
-    subject.adopted(workers[1], 1)
-    assert workers[0].answers == []
-    subject.gone(workers[2])
-    (answer,) = workers[0].answers
-    assert answer.number == 7
-    assert isinstance(answer.outcome, SpeculativeResolver)
-    assert answer.outcome.defaults.draft_strategy == "nasd"
+    workers: list[Any] = [Process(), Process(), Process()]
+    answer = subject.change(wish("nasd"), workers)
+    assert [each.drafters for each in workers] == [["nasd"]] * 3
+    workers[0].answers[0].set_result(None)
+    workers[1].answers[0].set_result(None)
+    assert not answer.done()
+    workers[2].answers[0].set_exception(PeerGoneError())
+    assert answer.result(0) is subject.resolver
     assert subject.resolver.defaults.draft_strategy == "nasd"
     assert [(options.draft_strategy, is_change) for options, is_change in shown] == [("nasd", True)]
 
 
-def test_a_later_version_answers_for_an_earlier_one() -> None:
+def test_changes_are_told_in_order_and_answered_each() -> None:
     subject, _ = changes()
-    first, second = Process(), Process()
-    subject.change(first, wish(1, "nasd"), [first, second])
-    subject.change(second, wish(2, "none"), [first, second])
-    subject.adopted(first, 2)
-    assert first.answers + second.answers == []
-    subject.adopted(second, 2)
-    assert [each.number for each in first.answers + second.answers] == [1, 2]
-    assert first.sent[-2].resolver.defaults.draft_strategy == "none"
+    workers: list[Any] = [Process(), Process()]
+    answers = [subject.change(wish(name), workers) for name in ("nasd", "none")]
+    assert [each.drafters for each in workers] == [["nasd", "none"]] * 2
+    for each in workers:
+        each.answers[1].set_result(None)
+    assert [each.done() for each in answers] == [False, True]
 
 
 def test_what_does_not_fit_is_told_to_nobody_but_its_sender() -> None:
     subject, shown = changes()
-    first, second = Process(), Process()
+    other: Any = Process()
     before = subject.resolver
-    subject.change(first, wish(1, "eagle"), [first, second])
-    (answer,) = first.answers
-    assert isinstance(answer.outcome, ApiError)
-    assert answer.outcome.param == "defaults.draft_strategy"
-    assert (second.sent, subject.resolver, shown) == ([], before, [])
+    with pytest.raises(ApiError) as refused:
+        subject.change(wish("eagle"), [other])
+    assert refused.value.param == "defaults.draft_strategy"
+    assert (other.asked, subject.resolver, shown) == ([], before, [])

@@ -6,6 +6,7 @@ import asyncio
 import struct
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
@@ -17,7 +18,8 @@ from engine.errors import EngineDeadError, TenantLimitError
 from engine.events import StepResult
 from engine.params import Tenant
 from engine.process.client import RemoteEngine
-from engine.process.link import Charge, Charged, Submit
+from engine.process.link import Link
+from engine.process.messages import Charge, Submit
 from engine.stats import StepStats, idle_stats
 from worlds.gated_engine import HANG, asking, until
 from worlds.scripted_engine import ScriptedEngine
@@ -72,23 +74,29 @@ def test_a_charge_is_answered_or_told_that_nobody_is_left() -> None:
         ours, theirs = Pipe()
         engine = RemoteEngine(ScriptedEngine("").info, ours)
         await engine.start()
+        peer = Link(theirs)
+        asked: list[Charge] = []
+        answers: list[Future[None]] = []
+
+        def act(charge: Charge) -> Future[None]:
+            asked.append(charge)
+            answers.append(Future())
+            return answers[-1]
+
+        peer.listen_in_thread(act, lambda: None)
         tenant = Tenant("a", requests_per_minute=1)
         charges = [asyncio.ensure_future(engine.charge(tenant)) for _ in range(4)]
-        found: list[Charge] = await asyncio.to_thread(lambda: [theirs.recv() for _ in charges])
-        assert [each.tenant for each in found] == [tenant] * 4
-        numbers = [each.number for each in found]
+        await until(lambda: len(answers) == 4)
+        assert asked == [Charge(tenant)] * 4
         charges[0].cancel()
         # In whatever order; whose client has gone is answered in vain.
-        for number, error in zip(
-            numbers[2::-1],
-            (TenantLimitError("rate_limited", "too many", 3), None, None),
-            strict=True,
-        ):
-            theirs.send(Charged(number, error))
+        answers[2].set_exception(TenantLimitError("rate_limited", "too many", 3))
+        answers[1].set_result(None)
+        answers[0].set_result(None)
         await charges[1]
         with pytest.raises(TenantLimitError, match="too many"):
             await charges[2]
-        theirs.close()
+        peer.close()
         with pytest.raises(EngineDeadError):
             await charges[3]
         with pytest.raises(EngineDeadError):

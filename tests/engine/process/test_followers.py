@@ -20,7 +20,7 @@ from engine.errors import EngineError
 from engine.logs import LogOptions
 from engine.process.followers import Followers
 from engine.process.launch import EngineProcess
-from engine.process.link import Launch
+from engine.process.messages import Launch
 from worlds.engine_apart import connected, has_gone, num_handles
 from worlds.gated_engine import HANG, LONG, asking, collect, outcome_of, text_of, tokens_of, until
 
@@ -124,7 +124,7 @@ def test_no_rank_outlives_the_first_however_that_ends() -> None:
         "from engine.config import EngineConfig\n"
         "from engine.logs import LogOptions\n"
         "from engine.process.followers import Followers\n"
-        "from engine.process.link import Launch\n"
+        "from engine.process.messages import Launch\n"
         "config = EngineConfig(tensor_parallel_size=2)\n"
         "followers = Followers(Launch('', config, LogOptions(), 'worlds.lone_rank:wait'))\n"
         "print(followers.pids[0], flush=True); time.sleep(600)\n"

@@ -1,27 +1,175 @@
-"""Messages that must not make their sender wait."""
+"""Messages between processes: in order, never waited for, answered, and their peer's end noticed."""
 
 from __future__ import annotations
 
+import os
+import queue
+import struct
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing import Pipe
+from pathlib import Path
+from pickle import PicklingError
+from typing import Any
 
-from engine.process.link import Outbox
+import pytest
+
+from engine.errors import RequestError
+from engine.process.link import Link, PeerGoneError, WithHandle
+
+HANG = 60.0
+
+
+def links() -> tuple[Link, Link]:
+    ours, theirs = Pipe()
+    return Link(ours), Link(theirs)
+
+
+class Listening:
+    """What a link has heard, and that it has lost its peer."""
+
+    def __init__(self, link: Link, act: Callable[[Any], Any] = lambda _: None) -> None:
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.lost: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def hear(message: Any) -> Any:
+            self.heard.put(message)
+            return act(message)
+
+        link.listen_in_thread(hear, lambda: self.lost.put(None))
 
 
 def test_a_reader_that_does_not_read_delays_nobody_and_misses_nothing() -> None:
-    reader, writer = Pipe()
-    outbox = Outbox(writer)
+    reader, writer = links()
     sent = [(number, b"x" * (number * 7919 % 60_000)) for number in range(300)]
     for message in sent:
-        outbox.put(message)
-    assert [reader.recv() for _ in sent] == sent
-    outbox.put("after")
-    assert reader.recv() == "after"
+        writer.send(message)
+    assert [reader.receive() for _ in sent] == sent
+    writer.send("after")
+    assert reader.receive() == "after"
 
 
 def test_what_is_sent_to_nobody_is_dropped() -> None:
-    reader, writer = Pipe()
-    outbox = Outbox(writer)
+    reader, writer = links()
     reader.close()
     for _ in range(3):
-        outbox.put(b"x" * 100_000)
-        outbox.put("small")
+        writer.send(b"x" * 100_000)
+        writer.send("small")
+    writer.close()
+    writer.send("closed")
+    with pytest.raises(PeerGoneError):
+        writer.receive()
+
+
+def test_one_that_is_closed_waits_for_no_reader() -> None:
+    _reader, writer = links()
+    for _ in range(10):
+        writer.send(b"x" * 1_000_000)
+    writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Passed(WithHandle):
+    name: str
+
+
+def test_a_handle_goes_along_whatever_was_sent_before_it(tmp_path: Path) -> None:
+    reader, writer = links()
+    for name in ("first", "second"):
+        writer.send(b"x" * 300_000)
+        with (tmp_path / name).open("wb") as file:
+            writer.send(Passed(file.fileno(), name))
+    for name in ("first", "second"):
+        reader.receive()
+        passed = reader.receive()
+        assert passed.name == name
+        os.write(passed.handle, name.encode())
+        os.close(passed.handle)
+        assert (tmp_path / name).read_text() == name
+
+
+def test_questions_are_answered_by_what_is_returned_raised_or_comes_later() -> None:
+    asker, asked = links()
+    later: Future[str] = Future()
+
+    def act(question: str) -> Any:
+        if question == "now":
+            return 1
+        if question == "later":
+            return later
+        raise RequestError("top_k", "refused") if question == "refused" else KeyError(question)
+
+    Listening(asked, act)
+    Listening(asker)
+    waits = asker.ask("later")
+    assert asker.ask("now").result(HANG) == 1
+    with pytest.raises(RequestError, match="refused") as refused:
+        asker.ask("refused").result(HANG)
+    assert refused.value.param == "top_k"
+    # What nobody has foreseen comes back, too, and says where it happened.
+    with pytest.raises(KeyError, match="odd") as failed:
+        asker.ask("odd").result(HANG)
+    assert f"In process {os.getpid()}" in failed.value.__notes__[0]
+    assert "raise RequestError" in failed.value.__notes__[0]
+    later.set_result("at last")
+    assert waits.result(HANG) == "at last"
+
+
+@pytest.mark.parametrize("answer", [lambda: None, OSError(lambda: None)])
+def test_an_answer_that_cannot_be_sent_is_an_error_all_the_same(answer: Any) -> None:
+    asker, asked = links()
+
+    def act(_: str) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    Listening(asked, act)
+    Listening(asker)
+    with pytest.raises((PicklingError, RuntimeError)):
+        asker.ask("what").result(HANG)
+
+
+def test_a_message_that_cannot_be_acted_on_keeps_none_from_being_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writer, reader = links()
+
+    def act(message: str) -> None:
+        if message == "bad":
+            raise ZeroDivisionError
+
+    listening = Listening(reader, act)
+    for message in ("bad", "good"):
+        writer.send(message)
+        assert listening.heard.get(timeout=HANG) == message
+    assert "failed to act" in caplog.text
+
+
+def send_what_cannot_be_read(link: Link) -> None:
+    link._connection.send_bytes(b"no pickle")
+
+
+def send_half_a_message(link: Link) -> None:
+    os.write(link._connection.fileno(), struct.pack("!i", 100) + b"half")
+    link.close()
+
+
+@pytest.mark.parametrize("end", [Link.close, send_what_cannot_be_read, send_half_a_message])
+def test_a_peer_that_has_gone_or_is_broken_is_noticed_and_questions_end(
+    end: Callable[[Link], None],
+) -> None:
+    ours, theirs = links()
+    listening = Listening(ours)
+    asked = ours.ask("what")
+    end(theirs)
+    listening.lost.get(timeout=HANG)
+    with pytest.raises(PeerGoneError):
+        asked.result(HANG)
+    with pytest.raises(PeerGoneError):
+        ours.ask("what now").result(HANG)
+    # Nor does whoever broke it wait for an end that would not come.
+    rest = iter(theirs.receive, None)
+    with pytest.raises(PeerGoneError):
+        list(rest)
