@@ -71,11 +71,6 @@ class AcceptanceEstimator:
         """By feature, live."""
         return self._priors.setdefault(drafter, {})
 
-    def prior(self, drafter: str, feature: int) -> float:
-        """What a request without labels of its own believes."""
-        known = self.priors(drafter).get(feature)
-        return self.initial if known is None else known.mean
-
 
 @dataclass(slots=True)
 class _Pending:
@@ -111,10 +106,6 @@ class RequestAcceptance:
         self._priors = estimator.priors(drafter)
         self._counts: dict[int, _Counts] = {}
         self._pending: _Pending | None = None
-
-    def acceptance(self, feature: int, depth: int) -> float:
-        """Probability that such a node is accepted, given that its parent was. ``depth`` from 1."""
-        return self._acceptances([feature], [depth])[0]
 
     def survivals(self, tree: DraftTree) -> list[float]:
         """Per node, the probability that it and all its ancestors are accepted.

@@ -155,10 +155,6 @@ class Alignment:
             and self.position < len(self.source)
         )
 
-    def size(self) -> int:
-        """Contexts held."""
-        return len(self._index)
-
     def read(self, token_ids: Sequence[int], num_tokens: int) -> int:
         """Index up to ``num_tokens`` more tokens of ``token_ids``, before anything of it is followed; how
         many it was."""

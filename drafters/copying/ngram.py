@@ -94,10 +94,6 @@ class NgramState(ReadingState):
     def observe(self, observation: Observation) -> None:
         self._index.extend(observation.token_ids)
 
-    def size(self) -> int:
-        """Entries held."""
-        return self._index.size()
-
     def propose(self, request: DraftRequest) -> DraftTree:
         token_ids = request.token_ids
         self._index.extend(token_ids)
@@ -211,10 +207,6 @@ class NgramIndex:
         for position in range(self.num_tokens, end):
             self._append(token_ids[position])
         return end - start
-
-    def size(self) -> int:
-        """Entries held, links included."""
-        return len(self._links) + sum(len(newest) for _, newest in self._levels)
 
     def earlier(self, window: int, steps: int) -> list[int]:
         """Up to ``steps`` positions where the shortest gram of ``window`` ends, newest first.

@@ -130,10 +130,6 @@ class SuffixState(ReadingState):
         if self._history is not None:
             self._history.add(self._alignment.token_ids)
 
-    def size(self) -> int:
-        """Contexts held."""
-        return self._alignment.size()
-
     def propose(self, request: DraftRequest) -> DraftTree:
         alignment, shape = self._alignment, request.shape
         alignment.extend(request.token_ids)
@@ -235,7 +231,9 @@ class _Draft:
     def chain(self) -> DraftTree:
         """At each depth the token with most votes. Nothing joins: it would seldom win."""
         self._min_share = CHAIN_CORRECTION
-        voters, token_ids, features = self._first_voters()
+        voters = [self._voter(candidate, 0) for candidate in self._candidates]
+        token_ids: list[int] = []
+        features: list[int] = []
         while len(token_ids) < self._max_depth:
             depth = len(token_ids)
             if depth and len(voters) == 1 and not self._is_correctable(voters[0], token_ids):
@@ -243,41 +241,13 @@ class _Draft:
                 token_ids += rest
                 features += _features_alone(voters[0].match_length + depth, len(rest))
                 break
-            child = self._first_child(voters, depth, token_ids)
-            if child is None:
+            children = self._children(voters, depth, token_ids)
+            if not children:
                 break
-            token_id, share, voters = child
+            token_id, share, voters = children[0]
             token_ids.append(token_id)
             features.append(suffix_feature(voters[0].match_length + depth, share, 0))
         return chain(token_ids, features)
-
-    def _first_voters(self) -> tuple[list[_Voter], list[int], list[int]]:
-        """The chain's first node, by token and feature, and who voted for it: only their runs are
-        needed. All voters, and no node yet, where a correction may change the vote."""
-        candidates = self._candidates
-        may_correct = candidates and candidates[0].match_length >= TRUSTED_LENGTH
-        if may_correct and self._alignment.corrections:
-            return [self._voter(candidate, 0) for candidate in candidates], [], []
-        weights: dict[int, float] = {}
-        voting: list[tuple[int, Candidate]] = []
-        total = self._nothing
-        own = self._alignment.token_ids
-        for candidate in candidates:
-            text, position, _, _, weight = candidate
-            if position >= len(text):
-                continue
-            token_id = text[position]
-            if token_id == SEPARATOR and text is not own:
-                continue
-            weights[token_id] = weights.get(token_id, 0.0) + weight
-            total += weight
-            voting.append((token_id, candidate))
-        if not voting:
-            return [], [], []
-        best = max(weights, key=weights.__getitem__)
-        voters = [self._voter(candidate, 0) for token_id, candidate in voting if token_id == best]
-        feature = suffix_feature(voters[0].match_length, weights[best] / total, 0)
-        return voters, [best], [feature]
 
     def tree(self, max_nodes: int, width: int) -> DraftTree:
         """Best first by the product of shares along the path; the likeliest chain in front."""
@@ -326,29 +296,6 @@ class _Draft:
             run = [ROOT] * depth + run
         start = position - depth if is_own else -MAX_MATCH_LENGTH - self._max_depth
         return _Voter(run, length - depth, weight, WEIGHTS[place], start)
-
-    def _first_child(self, voters: list[_Voter], depth: int, path: list[int]) -> _Child | None:
-        """The first of the ``_children``."""
-        if self._alignment.corrections:
-            return next(iter(self._children(voters, depth, path)), None)
-        weights: dict[int, float] = {}
-        total = self._nothing
-        voting: list[_Voter] = []
-        for voter in voters:
-            run, match_length, weight, table, _ = voter
-            if len(run) > depth:
-                if depth:
-                    weight = _weight_at(table, match_length + depth, not voting)
-                token_id = run[depth]
-                weights[token_id] = weights.get(token_id, 0.0) + weight
-                total += weight
-                voting.append(voter)
-        if not voting:
-            return None
-        best = max(weights, key=weights.__getitem__)
-        if len(weights) > 1:
-            voting = [voter for voter in voting if voter.run[depth] == best]
-        return _Child(best, weights[best] / total, voting)
 
     def _children(self, voters: list[_Voter], depth: int, path: list[int]) -> list[_Child]:
         """What the voters vote for, most votes first; then what the longest match says."""

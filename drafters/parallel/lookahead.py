@@ -139,10 +139,6 @@ class LookaheadState(TextReader):
                 self._pool.insert(key, tuple(continuation))
         self._pool.insert_text(token_ids[-num_new - self._n + 1 :])
 
-    def size(self) -> int:
-        """N-grams held."""
-        return self._pool.size()
-
 
 def num_window_nodes(width: int, n: int) -> int:
     """Most nodes that a window has at any time, its first steps included."""
@@ -301,10 +297,3 @@ class NgramPool:
         """Up to ``num`` continuations of ``key``, the newest first."""
         held = self._ngrams.get(key)
         return held[: -num - 1 : -1] if held else []
-
-    def size(self) -> int:
-        """N-grams held."""
-        return sum(map(len, self._ngrams.values()))
-
-    def num_keys(self) -> int:
-        return len(self._ngrams)

@@ -31,6 +31,7 @@ from drafters.base import (
 )
 from drafters.contexts import advanced, levels, window_mask
 from drafters.reading import TextReader
+from drafters.tables.sharing import Generations
 from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first, chain
 
 MAX_CONTINUATIONS = 16
@@ -157,10 +158,6 @@ class NasdState(TextReader):
         del start
         self._learn(self._token_ids[:end])
 
-    def size(self) -> int:
-        """Contexts held."""
-        return len(self._counts)
-
     def observe(self, observation: Observation) -> None:
         self._read_rest()
         first = len(observation.token_ids) - len(observation.emitted_token_ids)
@@ -254,46 +251,41 @@ class NgramCounts:
     Shares are ``count / (total + 1)``: a context seen once is believed by half. Within a context
     the highest count wins, then the token counted last.
 
-    Memory: two generations of at most ``max_contexts / 2`` contexts, all lengths together. Counting
-    moves a context to the young generation; when that is full it becomes the old one, and what
-    the old one still held, contexts not counted for a whole generation, is dropped. A context keeps
+    Memory: ``Generations`` of at most ``max_contexts`` contexts, all lengths together. A context keeps
     ``MAX_CONTINUATIONS`` tokens; the one counted least, then longest ago, makes room.
     """
 
-    __slots__ = ("_generation_size", "_levels", "_old", "_young")
+    __slots__ = ("_contexts", "_levels")
 
     def __init__(self, context_lengths: tuple[int, ...], max_contexts: int) -> None:
         """``context_lengths``: longest first."""
         self._levels = levels(context_lengths)
-        self._generation_size = max(1, max_contexts // 2)
         # Insertion order inside a context is the order of counting: the last one is the newest.
-        self._young: dict[int, dict[int, int]] = {}
-        self._old: dict[int, dict[int, int]] = {}
+        self._contexts: Generations[dict[int, int]] = Generations(max_contexts)
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return len(self._contexts)
 
     def add(self, window: int, token_id: int) -> None:
         """Count ``token_id`` after every known length of ``window``'s ending."""
-        young = self._young
+        contexts = self._contexts
         for _, mask, smallest in self._levels:
             key = window & mask
             if key < smallest:
                 continue
-            counts = young.get(key)
+            counts = contexts.young.get(key)
             if counts is None:
-                counts = self._rejuvenate(key)
-                young = self._young
+                counts = contexts.renewed(key, {})
             counts[token_id] = counts.pop(token_id, 0) + 1
             if len(counts) > MAX_CONTINUATIONS:
                 _drop_least(counts)
 
     def best(self, window: int) -> Continuation:
         """The likeliest continuation under the longest known context."""
-        young, old = self._young, self._old
+        known = self._contexts.get
         for length, mask, smallest in self._levels:
             key = window & mask
-            counts = young.get(key) or old.get(key)
+            counts = known(key)
             if counts is None or key < smallest:
                 continue
             if len(counts) == 1:
@@ -314,7 +306,7 @@ class NgramCounts:
         left = 1.0
         for length, mask, smallest in self._levels:
             key = window & mask
-            counts = self._young.get(key) or self._old.get(key)
+            counts = self._contexts.get(key)
             if counts is None or key < smallest:
                 continue
             scale = left / (sum(counts.values()) + 1)
@@ -327,14 +319,6 @@ class NgramCounts:
                         return found
             left = scale
         return found
-
-    def _rejuvenate(self, key: int) -> dict[int, int]:
-        """The context's counts, or new ones, now in the young generation."""
-        if len(self._young) >= self._generation_size:
-            self._old = self._young
-            self._young = {}
-        counts = self._young[key] = self._old.pop(key, {})
-        return counts
 
 
 def _drop_least(counts: dict[int, int]) -> None:

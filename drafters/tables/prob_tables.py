@@ -7,7 +7,6 @@ never have the same key. Keys of a text that is shorter than a context do not ex
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -145,10 +144,8 @@ class TextTable:
 
     def get(self, key: int) -> Entry | None:
         found = self.entries.get(key)
-        return None if found is None else self.counted(found)
-
-    def counted(self, found: int | dict[int, int]) -> Entry:
-        """The entry of what ``entries`` holds."""
+        if found is None:
+            return None
         if isinstance(found, int):
             return Entry(1, (found,), (1.0,))
         total = sum(found.values())
@@ -200,34 +197,16 @@ class TextTable:
                     del found[next(iter(found))]
 
 
-def likeliest_counted(found: int | dict[int, int]) -> tuple[int, float]:
-    """Of what ``TextTable.entries`` holds, the first token of its entry, and how many times as often as
-    the second it was counted."""
-    if isinstance(found, int):
-        return found, math.inf
-    best, most, second = -1, 0, 0
-    for token_id, count in found.items():
-        if count >= most:  # the newest among equals
-            best, most, second = token_id, count, most
-        elif count > second:
-            second = count
-    return best, most / second if second else math.inf
-
-
 def find(
     window: int, context_levels: Sequence[Level], table: ProbTable, text: TextTable
 ) -> tuple[int, bool, Entry] | None:
     """(tokens of context, whether only the text knew, entry) of the longest known ending of
     ``window``; at equal length the target's word counts and not the text's."""
-    from_target, from_text = table.entries.get, text.entries.get
     for num_tokens, mask, smallest in context_levels:
         key = window & mask
         if key >= smallest:
-            said = from_target(key)
-            if said is not None:
-                entry = said.entry() if isinstance(said, _Merging) else said
-                return num_tokens, False, entry
-            followed = from_text(key)
-            if followed is not None:
-                return num_tokens, True, text.counted(followed)
+            if (said := table.get(key)) is not None:
+                return num_tokens, False, said
+            if (followed := text.get(key)) is not None:
+                return num_tokens, True, followed
     return None

@@ -130,6 +130,14 @@ class Generations(Generic[Value]):
         value = self._young.get(key)
         return self._old.get(key) if value is None else value
 
+    def renewed(self, key: int, new: Value) -> Value:
+        """Moves a key that is not in the young generation there, with ``new`` if it had no value. Returns
+        its value, which may be changed in place."""
+        if len(self._young) >= self._generation_size:
+            self._old, self._young = self._young, {}
+        value = self._young[key] = self._old.pop(key, new)
+        return value
+
     def put(self, key: int, value: Value) -> None:
         young = self._young
         if key not in young:

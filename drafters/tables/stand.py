@@ -43,7 +43,6 @@ from drafters.tables.prob_tables import (
     ProbTable,
     TextTable,
     find,
-    likeliest_counted,
 )
 from drafters.tables.sharing import SHARE_OPTION, SharingDrafter, TableState
 from drafters.tables.template import NO_CHILDREN, Children, DraftTemplate, grow, load_template
@@ -235,34 +234,20 @@ class StandState(TableState):
         return _sampled([*known, *added], sampled, position, sampling)
 
     def _greedy_chain(self, window: int, num_nodes: int) -> DraftTree:
-        """The first of the greedy ``children``, and of theirs: what ``find`` finds of each context, put
-        out here since it is asked for in every step of every request."""
+        """The first of the greedy ``children``, and of theirs. The features of the others are left out,
+        since this is asked for in every step of every request."""
         token_ids: list[int] = []
         features: list[int] = []
-        mask, context_levels = self._mask, self._levels
-        said, followed = self._table.entries.get, self._prompt.entries.get
         while len(token_ids) < num_nodes:
-            for num_tokens, level_mask, smallest in context_levels:
-                key = window & level_mask
-                if key < smallest:
-                    continue
-                entry = said(key)
-                if entry is not None:
-                    _, known, probs = entry if isinstance(entry, Entry) else entry.entry()
-                    token_id, source = known[0], num_tokens - 1 if num_tokens < 3 else 2
-                    second = probs[1] if len(probs) > 1 else 0
-                    lead = probs[0] / second if second else math.inf
-                    break
-                counts = followed(key)
-                if counts is not None:
-                    token_id, lead = likeliest_counted(counts)
-                    source = _FROM_PROMPT
-                    break
-            else:
+            found = find(window, self._levels, self._table, self._prompt)
+            if found is None:
                 break
-            token_ids.append(token_id)
-            features.append(source * _FEATURES_PER_SOURCE + bisect(_MARGIN_RATIOS, lead))
-            window = advanced(window, token_id, mask)
+            source, known, probs = _known(found)
+            second = probs[1] if len(probs) > 1 else 0.0
+            lead = bisect(_MARGIN_RATIOS, probs[0] / second if second else math.inf)
+            token_ids.append(known[0])
+            features.append(source * _FEATURES_PER_SOURCE + lead)
+            window = advanced(window, known[0], self._mask)
         return chain(token_ids, features)
 
     def _chain(self, root: tuple[int, int], request: DraftRequest) -> DraftTree:

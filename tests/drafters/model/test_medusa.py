@@ -64,11 +64,6 @@ def test_a_chain_is_every_heads_first_choice() -> None:
     assert list(tree.features) == [feature_of(sure, 0) for sure in (0.5, 0.9, 0.3)]
 
 
-def test_features_tell_siblings_apart() -> None:
-    tree = product_tree([level(0.6, 0.3)], 2, DraftShape(2, 4))
-    assert list(tree.features) == [feature_of(0.6, 0), feature_of(0.3, 1)]
-
-
 def test_drawn_candidates_keep_their_order_and_distribution() -> None:
     """Siblings were drawn one after another; which tokens came must not change the tree's shape."""
     first = Candidates([5, 3, 8], [0.4] * 3, "what 5, 3 and 8 were drawn from")
@@ -99,12 +94,6 @@ def test_a_published_shape_comes_out_where_the_weights_ask_for_it() -> None:
     assert nodes[:3] == [(0,), (0, 0), (0, 0, 0)], "the likeliest chain lies in place"
     leaves = [node for node in nodes if not any(other[:-1] == node for other in nodes)]
     assert sorted(leaves) == [(0, 0, 0), (0, 1), (1, 0)]
-
-
-def test_nothing_comes_of_nothing() -> None:
-    assert len(product_tree([], 4, DraftShape())) == 0
-    assert len(product_tree([level(), level(0.5)], 4, DraftShape())) == 0
-    assert len(product_tree([level(0.5)], 0, DraftShape())) == 0
 
 
 class FakeHeads:
@@ -175,13 +164,3 @@ def test_requests_share_one_call_and_keep_their_own_terms() -> None:
     )
     assert heads.calls == [([3, 8], ["a", "b"])]
     assert [list(tree.token_ids) for tree in trees] == [[5, 6], [], [10, 11, 12], []]
-
-
-def test_a_closed_request_is_forgotten() -> None:
-    drafter = MedusaDrafter(FakeHeads())
-    drafter.open("r", [1], {}, "")
-    with pytest.raises(ValueError, match="already open"):
-        drafter.open("r", [1], {}, "")
-    drafter.close("r")
-    drafter.close("r")
-    drafter.open("r", [1], {}, "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,8 +106,6 @@ def test_first_guesses_follow_the_text_or_repeat_its_last_token() -> None:
 
     assert guesses("text") == [9, 3, 1, 4, 2]
     assert guesses("last") == [2] * 5
-    with pytest.raises(ValueError, match="first_guess must be one of: text, last"):
-        JacobiDrafter.info.resolve({"first_guess": "random"})
 
 
 def test_the_window_is_bounded_by_nodes_and_depth() -> None:

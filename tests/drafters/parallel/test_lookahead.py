@@ -119,50 +119,12 @@ def _greedy(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]
     return token_ids[len(prompt) :]
 
 
-def test_rows_have_the_methods_positions() -> None:
-    """(level r, column c) stands at anchor + r + c: that is its depth, all the way to the root."""
-    window = LookaheadWindow(4, 4, range(100, 200))
-    for _ in range(2):
-        _advance_with_new_tokens(window)
-    assert window.is_full
-    builder = TreeBuilder()
-    window.add_to(builder, WINDOW_FEATURE)
-    tree = builder.best(999)
-    depth_of = dict(zip(tree.token_ids, tree.depths(), strict=True))
-    assert len(depth_of) == len(tree) == num_window_nodes(4, 4)  # no two tokens are equal here
-    for level, tokens in enumerate(window.levels):
-        for column, token_id in enumerate(tokens, start=level == 0):
-            assert depth_of[token_id] == level + column
-
-
 def _advance_with_new_tokens(window: LookaheadWindow, _counter: list[int] = [1000]) -> None:  # noqa: B006
     builder = TreeBuilder()
     window.add_to(builder, 0)
     tree = builder.best(999)
     _counter[0] += 1000
     window.advance(0, tree, range(_counter[0], _counter[0] + len(tree) + 1))
-
-
-def test_warm_up_sizes() -> None:
-    """W = 5, N = 4: six random tokens, then rows of 5 and 6, then the full window of 4, 5 and 5."""
-    window = LookaheadWindow(5, 4, range(100, 200))
-    sizes = []
-    for _ in range(4):
-        sizes.append([len(level) for level in window.levels])
-        _advance_with_new_tokens(window)
-    assert sizes == [[6], [5, 6], [4, 5, 5], [4, 5, 5]]
-
-
-def test_a_full_window_yields_one_ngram_per_column_of_its_trajectory() -> None:
-    """The picture of the paper, N = 4: an n-gram goes from a column's level 0 up to its new token."""
-    window = LookaheadWindow(3, 4, [0])
-    window._levels = [[11, 12], [20, 21, 22], [30, 31, 32]]
-    builder = TreeBuilder()
-    window.add_to(builder, 0)
-    tree = builder.best(999)
-    rows = [0, *(token_id + 10 for token_id in tree.token_ids)]
-    assert window.advance(10, tree, rows) == [(10, 20, 30, 40), (11, 21, 31, 41), (12, 22, 32, 42)]
-    assert window.levels == [[21, 22], [30, 31, 32], [40, 41, 42]]
 
 
 def test_the_worked_example_of_the_alphabet() -> None:
@@ -218,23 +180,6 @@ def test_sizes_fit_and_give_way_in_order(
         assert needed + (size.num_guesses + 1) * (n - 1) > max_nodes
 
 
-@pytest.mark.parametrize(
-    ("max_nodes", "expected"),
-    [
-        (64, (7, 7)),
-        (54, (7, 6)),
-        (31, (7, 1)),
-        (30, (6, 1)),
-        (16, (3, 1)),
-        (9, (1, 1)),
-        (8, (0, 2)),
-        (3, (0, 1)),
-    ],
-)
-def test_default_sizes_scale_down_guesses_first(max_nodes: int, expected: tuple[int, int]) -> None:
-    assert fit(max_nodes, 7, 5, 7) == expected
-
-
 def test_window_nodes_are_counted_over_the_warm_up_too() -> None:
     for width in range(1, 9):
         for n in range(2, 9):
@@ -271,7 +216,6 @@ def test_any_budget_and_any_cut_leave_it_sound_and_the_text_greedy(
         seen = observed(text, tree, target)
         mine.observe(seen)
         text = list(seen.token_ids)
-        assert mine.size() <= vocab_size * 3
     assert text[len(prompt) :] == _greedy(target, prompt, len(text) - len(prompt))
 
 
@@ -356,21 +300,11 @@ def test_the_oldest_goes_first_and_what_comes_again_is_new() -> None:
     assert pool.newest(2, 9) == []
 
 
-def test_looking_up_refreshes_nothing() -> None:
-    pool = NgramPool(2, num_per_key=2, max_keys=10)
-    pool.insert(1, (2,))
-    pool.insert(1, (3,))
-    pool.newest(1, 2)
-    pool.insert(1, (4,))
-    assert pool.newest(1, 9) == [(4,), (3,)]
-
-
 def test_keys_are_bounded_and_the_one_not_inserted_to_for_longest_goes() -> None:
     pool = NgramPool(2, num_per_key=2, max_keys=2)
     for key in (1, 2, 1, 3):
         pool.insert(key, (9,))
     assert (pool.newest(1, 9), pool.newest(2, 9), pool.newest(3, 9)) == ([(9,)], [], [(9,)])
-    assert pool.num_keys() == 2
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(2, 5), st.integers(1, 4))
@@ -381,4 +315,3 @@ def test_a_text_gives_the_newest_of_all_its_ngrams(text: list[int], n: int, num:
         starts = [i for i in range(len(text) - n, -1, -1) if text[i] == key]
         distinct = list(dict.fromkeys(tuple(text[i + 1 : i + n]) for i in starts))
         assert pool.newest(key, num) == distinct[:num]
-    assert pool.size() <= num * pool.num_keys()

@@ -15,7 +15,6 @@ from drafters.tables.prob_tables import (
     ProbTable,
     TextTable,
     find,
-    likeliest_counted,
 )
 
 WHO, AM, BOB, MARY, TOM, SUE = range(6)
@@ -42,26 +41,6 @@ def test_two_visits_merge_as_in_the_published_example() -> None:
     merged = known(both, WHO, AM)
     assert list(merged) == [BOB, MARY, TOM, SUE]
     assert list(merged.values()) == pytest.approx([0.5, 0.4, 0.025, 0.025])
-
-
-def test_a_third_visit_weighs_a_third() -> None:
-    three = table()
-    for prob in (0.9, 0.9, 0.3):
-        three.learn(pack([WHO, AM]), levels((2,)), [BOB], [prob])
-    assert known(three, WHO, AM)[BOB] == pytest.approx(0.7)
-
-
-def test_only_the_ten_likeliest_stay() -> None:
-    wide = table()
-    wide.learn(
-        pack([1, 2]),
-        levels((2,)),
-        list(range(10)),
-        [0.1 - 0.001 * i for i in range(10)],
-    )
-    wide.learn(pack([1, 2]), levels((2,)), [77], [0.9])
-    merged = known(wide, 1, 2)
-    assert list(merged) == [77, *range(9)]
 
 
 def test_the_longest_known_context_answers() -> None:
@@ -186,15 +165,6 @@ def test_what_waits_is_merged_when_it_is_read_or_too_much_waits() -> None:
         assert known(kept, 5, 6) == pytest.approx({2: 2.2 / 3, 1: 0.2, 3: 0.2 / 3})
 
 
-def test_a_known_context_learns_alone_and_shorter_ones_only_from_what_was_new() -> None:
-    few = table()
-    for _ in range(3):
-        few.learn(pack([1, 2, 3]), levels((3, 2, 1)), [4], [1.0])
-    few.learn(pack([9, 2, 3]), levels((3, 2, 1)), [5], [1.0])
-    visits = [few.get(pack(context)) for context in ([1, 2, 3], [9, 2, 3], [2, 3], [3])]
-    assert [entry and entry.num_visits for entry in visits] == [3, 1, 2, 1]
-
-
 @pytest.mark.parametrize("max_contexts", [200, 100_000])
 def test_a_text_learned_at_once_is_what_its_tokens_are_one_by_one(max_contexts: int) -> None:
     rng = random.Random(3)
@@ -213,16 +183,3 @@ def test_a_text_learned_at_once_is_what_its_tokens_are_one_by_one(max_contexts: 
         for num in (1, 2, 3):
             key = pack(token_ids[first : first + num])
             assert at_once.get(key) == one_by_one.get(key)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
-def test_the_likeliest_counted_token_leads_its_entry(token_ids: list[int]) -> None:
-    text = TextTable(1024)
-    for token_id in token_ids:
-        text.learn(pack([9]), levels((1,)), token_id)
-    counted = text.entries.get(pack([9]))
-    assert counted is not None
-    _, known, probs = text.counted(counted)
-    token_id, lead = likeliest_counted(counted)
-    assert token_id == known[0]
-    assert lead == pytest.approx(probs[0] / probs[1] if len(probs) > 1 else float("inf"))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.base import GREEDY, DraftRequest, DraftShape, Observation
+from drafters.base import DraftRequest, DraftShape, Observation
 from drafters.tables.recycling import LEVEL_SIZES, RANK_SHARES, RecyclingDrafter, level_template
 from drafters.tree import EMPTY, ROOT, DraftTree
-from worlds.sampled_target import choose, decode, markov_probs, sampling_of
 from worlds.simulated_target import check_tree
 
 
@@ -82,8 +80,6 @@ def test_k_bounds_the_successors() -> None:
     assert len(propose(drafter, [1], 8, DraftShape(8, 1))) == 2
     observed(drafter, [1], EMPTY, [0], [[7, 6, 5]])
     assert list(propose(drafter, [1], 8, DraftShape(8, 1)).token_ids) == [7, 6]
-    with pytest.raises(ValueError, match="k must be at most 8"):
-        RecyclingDrafter.info.resolve({"k": 9})
 
 
 def test_features_are_rank_and_depth() -> None:
@@ -125,44 +121,3 @@ def test_trees_equal_a_matrix_read_naively(seed: int, num: int, width: int, dept
         found.append((*((3,) if parent == ROOT else found[parent]), token))
     del expected[()]
     assert sorted(found) == sorted(expected.values())
-
-
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafting_changes_no_token_and_saves_steps(temperature: float, width: int) -> None:
-    probs = markov_probs(20, context=1, sharpness=2.5)
-    sampling = sampling_of(1, temperature) if temperature else GREEDY
-    plain, text = [0], [0]
-    while len(plain) < 201:
-        plain.append(choose(probs(plain), len(plain), sampling))
-    drafter = opened([0])
-    emitted = decode(
-        drafter, "r", text, probs, 200, sampling, max_nodes=12, shape=DraftShape(width, 8)
-    )
-    assert text[:201] == plain
-    assert sum(emitted) / len(emitted) > (1.5 if width > 1 or not temperature else 1.1)
-
-
-def test_a_second_sample_starts_with_what_the_first_learned() -> None:
-    probs = markov_probs(100, context=1, sharpness=3.0)
-
-    def steps_of_second(share: bool) -> int:
-        drafter = RecyclingDrafter()
-        for seed, name in enumerate(("first", "second")):
-            drafter.open(name, [0], {"share": share}, "tenant")
-            shape = DraftShape(3, 4)
-            emitted = decode(drafter, name, [0], probs, 100, sampling_of(seed), shape=shape)
-            drafter.close(name)
-        return len(emitted)
-
-    assert steps_of_second(True) < steps_of_second(False)
-
-
-def test_rows_are_bounded() -> None:
-    drafter = opened(list(range(5000)), max_rows=1024)
-    assert drafter.read_prompt("r", 6000) == 5000
-    for token in range(5000):
-        observed(drafter, [token], EMPTY, [0], [[1]])
-    state = drafter._states["r"]
-    assert 512 <= len(state._matrix) <= 1024  # type: ignore[attr-defined]
-    assert 512 <= len(state._prompt) <= 1024  # type: ignore[attr-defined]

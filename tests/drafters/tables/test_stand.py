@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-import random
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.base import GREEDY, DraftRequest, DraftSampling, DraftShape, Observation
 from drafters.tables.stand import LEAST_SHARE, StandDrafter, in_sampled_order, sampled_probs
 from drafters.tables.template import DraftTemplate
-from drafters.tree import EMPTY, ROOT, DraftTree, chain
+from drafters.tree import EMPTY, ROOT, DraftTree
 from engine.sampling.noise import gumbel_list, request_key
-from worlds.lanes import examples
 from worlds.sampled_rows import gumbel_scalar
 from worlds.sampled_target import choose, decode, markov_probs, noise_of, sampling_of
 from worlds.simulated_target import check_tree
@@ -60,10 +57,13 @@ def nodes(tree: DraftTree) -> set[tuple[int, ...]]:
     return set(paths)
 
 
-def test_greedy_chain_takes_the_likeliest_and_a_tree_adds_the_others() -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, DraftSampling(0.0, verification="rejection")])
+def test_greedy_chain_takes_the_likeliest_and_a_tree_adds_the_others(
+    sampling: DraftSampling,
+) -> None:
     drafter = taught()
-    assert list(propose(drafter, [5, 1, 2]).token_ids) == [3, 6]
-    tree = propose(drafter, [5, 1, 2], 8, DraftShape(3, 4))
+    assert list(propose(drafter, [5, 1, 2], sampling=sampling).token_ids) == [3, 6]
+    tree = propose(drafter, [5, 1, 2], 8, DraftShape(3, 4), sampling)
     assert nodes(tree) == {(3,), (4,), (5,), (3, 6), (3, 7), (4, 8)}
     assert list(tree.token_ids[:2]) == [3, 6]
     assert tree.draft_probs == {}
@@ -74,10 +74,6 @@ def test_context_lengths_are_options() -> None:
     assert list(propose(taught({"min_ctx": 3}), [9, 1, 2]).token_ids) == [3, 6]
     assert list(propose(taught({"min_ctx": 1, "max_ctx": 1}), [7, 7, 2]).token_ids) == [3, 6]
     assert list(propose(taught({"min_ctx": 2}), [7, 7, 2]).token_ids) == []
-    assert StandDrafter.info.defaults()["max_ctx"] == 4
-    assert StandDrafter.info.defaults()["min_ctx"] == 1
-    with pytest.raises(ValueError, match="min_ctx"):
-        StandDrafter.info.resolve({"min_ctx": 5})
 
 
 def test_only_the_accepted_path_teaches() -> None:
@@ -99,39 +95,6 @@ def test_only_the_accepted_path_teaches() -> None:
     assert list(propose(drafter, [2, 3]).token_ids) == []
 
 
-def test_a_run_cut_short_by_a_stop_teaches_the_rows_whose_text_was_written() -> None:
-    drafter = StandDrafter()
-    drafter.open("r", [1, 2], {}, "")
-    seen = Observation(
-        "r", [1, 2, 4], chain([4, 5]), [4, 5, 6], [0, 1], [4], [[4], [5], [6]], [[1.0]] * 3
-    )
-    drafter.observe([seen])
-    assert list(propose(drafter, [1, 2]).token_ids) == [4, 5]
-
-
-@settings(max_examples=examples(60))
-@given(st.integers(0, 10_000), st.floats(0.4, 1.5), st.integers(1, 4))
-def test_children_are_gumbel_top_k_under_the_verifiers_noise(
-    seed: int, temperature: float, width: int
-) -> None:
-    key = request_key(seed, 0)
-    sampling = DraftSampling(temperature, noise=partial(gumbel_list, key), key=key)
-    tree = propose(taught(), [5, 1, 2], 16, DraftShape(width, 1), sampling)
-    best = choose_order({3: 0.6, 4: 0.3, 5: 0.1}, 3, sampling)
-    assert list(tree.token_ids) == best[:width]
-    (first,) = propose(taught(), [5, 1, 2], 1, DraftShape(), sampling).token_ids
-    assert first == best[0]
-
-
-def choose_order(probs: dict[int, float], position: int, sampling: DraftSampling) -> list[int]:
-    """Draw, remove, draw again: without replacement, by the target's own rule."""
-    left, order = dict(probs), []
-    while left:
-        order.append(choose(left, position, sampling))
-        del left[order[-1]]
-    return order
-
-
 def test_where_the_tables_are_right_every_draft_is_accepted() -> None:
     """The point of sharing noise: a drawn text is foreseen although it is drawn."""
     probs, drafter = markov_probs(4, context=2, sharpness=0.3), StandDrafter()
@@ -149,39 +112,6 @@ def test_where_the_tables_are_right_every_draft_is_accepted() -> None:
     for _ in tree.token_ids:
         expected.append(choose(probs(expected), len(expected), sampling))
     assert list(tree.token_ids) != expected[start:]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.2])
-@pytest.mark.parametrize("width", [1, 3])
-def test_drafting_changes_no_token(temperature: float, width: int) -> None:
-    probs = markov_probs(12, context=2)
-    sampling = sampling_of(1, temperature) if temperature else GREEDY
-    plain = [0, 1]
-    while len(plain) < 152:
-        plain.append(choose(probs(plain), len(plain), sampling))
-    drafter = StandDrafter()
-    drafter.open("r", [0, 1], {}, "")
-    text = [0, 1]
-    shape = DraftShape(width, 12)
-    emitted = decode(drafter, "r", text, probs, 150, sampling, max_nodes=16, shape=shape)
-    assert text[:152] == plain
-    assert len(emitted) < 150
-
-
-def test_a_second_sample_of_a_prompt_drafts_better_with_what_the_first_learned() -> None:
-    probs, prompt = markov_probs(24, context=2, sharpness=1.5), [0, 1]
-
-    def steps_of_second(share: bool) -> int:
-        drafter = StandDrafter()
-        for seed, name in enumerate(("first", "second")):
-            drafter.open(name, prompt, {"share": share}, "tenant")
-            emitted = decode(
-                drafter, name, list(prompt), probs, 300, sampling_of(seed, 1.0), max_nodes=8
-            )
-            drafter.close(name)
-        return len(emitted)
-
-    assert steps_of_second(True) < 0.8 * steps_of_second(False)
 
 
 REJECTION = DraftSampling(0.8, noise=noise_of(4), verification="rejection")
@@ -233,11 +163,6 @@ def test_a_drawn_chain_attaches_its_distributions_too() -> None:
     assert all(tree.token_ids[at + 1] in probs for at, probs in tree.draft_probs.items())
 
 
-def test_greedy_requests_choose_and_do_not_draw() -> None:
-    sampling = DraftSampling(0.0, verification="rejection")
-    assert propose(taught(), [5, 1, 2], 8, DraftShape(3, 4), sampling).draft_probs == {}
-
-
 def test_features_tell_a_clear_lead_from_a_narrow_one_and_the_prompts_word() -> None:
     drafter = taught()
     narrow = propose(drafter, [5, 1, 2], 1).features[0]
@@ -259,18 +184,6 @@ def test_a_template_file_decides_the_tree(tmp_path: Path) -> None:
     assert nodes(tree) == {(4,), (3,), (3, 9)}  # of equal counts, the newer one first
     with pytest.raises(ValueError, match=r"none\.json"):
         StandDrafter(str(tmp_path / "none.json"))
-
-
-def test_contexts_are_bounded() -> None:
-    drafter = StandDrafter()
-    drafter.open("r", list(range(4000)), {"max_contexts": 1024}, "")
-    for token in range(4000):
-        text = [token, token + 1, token + 2, 0]
-        seen = Observation("r", text, EMPTY, [0], [0], [0], [[1]], [[1.0]])
-        drafter.observe([seen])
-    state = drafter._states["r"]
-    assert 512 <= len(state._prompt) <= 1024  # type: ignore[attr-defined]
-    assert 512 <= len(state._table) <= 1024  # type: ignore[attr-defined]
 
 
 PROBS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=10).map(
@@ -320,15 +233,3 @@ def test_what_is_drawn_is_the_tempered_distribution(probs: list[float], temperat
 )
 def test_truncation_follows_the_request(sampling: DraftSampling, expected: list[float]) -> None:
     assert sampled_probs([0.5, 0.3, 0.2], sampling) == pytest.approx(expected)
-
-
-def test_firsts_are_distributed_as_drawn_probs_says() -> None:
-    """Chi-squared with 2 degrees of freedom, 3000 draws: above 27.6 with probability 1e-6."""
-    rng, probs = random.Random(3), [0.6, 0.3, 0.1]
-    counts: Counter[int] = Counter()
-    for _ in range(3000):
-        key = request_key(rng.randrange(2**63), 0)
-        sampling = DraftSampling(1.0, noise=partial(gumbel_list, key))
-        counts[in_sampled_order([5, 6, 7], probs, 9, sampling)[0][0]] += 1
-    expected = {5: 1800, 6: 900, 7: 300}
-    assert sum((counts[t] - n) ** 2 / n for t, n in expected.items()) < 27.6

@@ -90,68 +90,6 @@ def plain(each: GenerationRequest) -> list[int]:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("drafter", MAKERS)
-def test_a_mixed_batch_writes_what_each_request_writes_alone(
-    drafter: str, sampling: str, width: int
-) -> None:
-    """With chunked prompts, beside other drafters and plain requests, at gammas from 0 to 8."""
-    requests = [
-        request(
-            f"r{index}",
-            circle_prompt(index),
-            replace(SAMPLINGS[sampling], seed=index),
-            drafting(name, num_tokens=gamma, width=width),
-        )
-        for index, (name, gamma) in enumerate(
-            [(drafter, 8), ("ngram", 4), (drafter, 3), ("none", 0), (drafter, 0)]
-        )
-    ]
-    driver = run(drafter, Setup(prefill_chunk=7), *requests)
-    for each in requests:
-        assert driver.token_ids[each.request_id] == plain(each)
-    assert driver.finishes["r0"].speculative.num_draft_tokens > 20
-    assert driver.finishes["r4"].speculative.num_draft_tokens == 0
-
-
-@pytest.mark.parametrize("drafter", MAKERS)
-def test_a_prefix_hit_changes_nothing_and_still_drafts(drafter: str) -> None:
-    first = request("first", circle_prompt(1), SAMPLINGS["greedy"])
-    again = request(
-        "again",
-        [*circle_prompt(1), 5],
-        SAMPLINGS["greedy"],
-        drafting(drafter, num_tokens=6, width=2),
-    )
-    drafters = build_drafters() | {drafter: MAKERS[drafter](Setup())}
-    driver = Driver(TARGET.core(Setup(drafters=drafters)))
-    driver.run(first)
-    driver.run(again)
-    finish = driver.finishes["again"]
-    assert finish.num_cached_tokens >= 20
-    assert driver.token_ids["again"] == plain(again)
-    assert finish.speculative.num_draft_tokens > 20
-
-
-@pytest.mark.parametrize("drafter", MAKERS)
-def test_preemption_changes_nothing(drafter: str) -> None:
-    requests = [
-        request(
-            f"r{index}",
-            circle_prompt(index),
-            replace(SAMPLINGS["sampled"], seed=index),
-            drafting(drafter, num_tokens=4, width=2),
-            priority=-index,
-        )
-        for index in range(4)
-    ]
-    driver = run(drafter, Setup(num_blocks=30), *requests)
-    assert sum(driver.finishes[each.request_id].timings.num_preemptions for each in requests) > 0
-    for each in requests:
-        assert driver.token_ids[each.request_id] == plain(each)
-
-
-@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("drafter", MAKERS)
 def test_drafts_are_drawn_where_the_verification_asks_for_it(drafter: str, width: int) -> None:
     """The law is the verifiers' affair; here: what is drawn is told, and greedy texts stay the same."""

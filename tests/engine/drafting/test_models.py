@@ -27,7 +27,7 @@ from engine.drafting.models import prepare_drafts
 from engine.errors import UnsupportedModelError
 from engine.model.loader import prepare_model
 from engine.model.quantization import quantize_model, refusal
-from engine.params import PLAIN, GenerationRequest, SamplingParams
+from engine.params import GenerationRequest, SamplingParams
 from engine.transfer import Readback
 from worlds.engine_harness import Driver, drafting, request
 from worlds.model_world import Forwards
@@ -116,43 +116,6 @@ def num_accepted(driver: Driver, prefix: str) -> int:
         for name, finish in driver.finishes.items()
         if name.startswith(prefix)
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_streams_are_those_of_gamma_0_in_a_mixed_batch(
-    folders: dict[str, str], sampling: str
-) -> None:
-    requests = subjects(sampling)
-    others = [
-        request("n", PROMPTS[1] * 2, SAMPLINGS["sampled"], drafting("ngram", width=2)),
-        request("p", PROMPTS[2][:5], SAMPLINGS["sampled"]),
-        request("g", PROMPTS[0], SAMPLINGS["greedy"], drafting("small_model", "goodput")),
-    ]
-    driver = Driver(full_core(folders, prefill_chunk=6)).run(*others, *requests)
-    check(driver, requests, sampling)
-    assert num_accepted(driver, "small_model") > 5
-    assert num_accepted(driver, "quantized") > 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_streams_survive_preemption_and_prefix_hits(folders: dict[str, str], sampling: str) -> None:
-    core = full_core(folders, num_blocks=32, max_num_seqs=8)
-    driver = Driver(core)
-    first = [request(f"first-{i}", prompt) for i, prompt in enumerate(PROMPTS)]
-    driver.run(*first)
-    requests = subjects(sampling)
-    driver.submit(*requests)
-    for index in range(5):
-        for _ in range(3):
-            driver.step()
-        driver.submit(request(f"important-{index}", random_ids(50 + index, 30), priority=-1))
-    driver.run()
-    check(driver, requests, sampling)
-    finishes = [driver.finishes[each.request_id] for each in requests]
-    assert sum(each.timings.num_preemptions for each in finishes) > 0
-    assert core.pool.num_prefix_hits > 0
 
 
 @pytest.mark.slow
@@ -401,10 +364,3 @@ def test_the_small_model_can_be_the_quantised_one(folders: dict[str, str]) -> No
     assert num_accepted(driver, "quantized") > 5
     with pytest.raises(ValueError, match="quantized_model: there is no draft model"):
         core_of(quantized="int8", quantized_model="draft")
-
-
-def test_speculative_params_without_a_drafter_stay_plain(folders: dict[str, str]) -> None:
-    core = full_core(folders)
-    driver = Driver(core).run(request("r", PROMPTS[0], SAMPLINGS["greedy"], PLAIN))
-    assert driver.token_ids["r"] == plain_stream("greedy", 0)
-    assert driver.finishes["r"].speculative.num_draft_tokens == 0
