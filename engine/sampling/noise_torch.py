@@ -27,7 +27,7 @@ def gumbel(keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     ``keys``, ``positions``: int64 ``[num_rows]``; ``token_ids``: int64 ``[num_rows, k]``, or
     ``[k]`` for the same tokens in every row. Returns ``[num_rows, k]``.
     """
-    states = row_states(keys, positions)[:, None]  # [num_rows, 1]
+    states = _hash(keys, positions)[:, None]  # [num_rows, 1]
     groups = (token_ids // TILE_TOKENS) * GROUP_TOKENS + token_ids % GROUP_TOKENS
     members = (token_ids // GROUP_TOKENS) % GROUP_TOKENS
     bits = _hash(states, groups + GROUP_COUNTER)
@@ -37,15 +37,10 @@ def gumbel(keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     return (arrivals + _exponential(_hash(states, token_ids)) * later).log_().neg_().float()
 
 
-def row_states(keys: Tensor, positions: Tensor) -> Tensor:
-    """Where the counters of each (key, position) start: int64 ``[num_rows]``."""
-    return _hash(keys, positions)
-
-
 def vocabulary_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """``gumbel`` of all tokens, ``[num_rows, vocab_size]``: a group is hashed once for its 32 tokens."""
     num_tiles = -(-vocab_size // TILE_TOKENS)
-    states = row_states(keys, positions)[:, None]
+    states = _hash(keys, positions)[:, None]
     groups = torch.arange(num_tiles * GROUP_TOKENS, device=keys.device)
     token_ids = torch.arange(num_tiles * TILE_TOKENS, device=keys.device)
     # Tiles of members of groups: [num_rows, num_tiles, 32, 32].

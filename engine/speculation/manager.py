@@ -1,8 +1,5 @@
 """Speculation between the drafters and the step: proposals, grants, and what is learned from them.
 
-A drafter that raises, tries to end the program or gives back what it may not costs its request the draft
-of that step, never the request or the engine.
-
 A drafter that is not asked in a step, since its kind of traffic rests, is not told of the step either: it
 gets all it has missed at once when it is asked again, as one long draft that was accepted, or when its
 request ends. Those that keep the target's states or a window of their own are told at once.
@@ -10,23 +7,22 @@ request ends. Those that keep the target's states or a window of their own are t
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from drafters.base import Drafter, DraftRequest, DraftShape, HiddenRows, Observation
-from drafters.checks import count_of, is_interrupt
 from drafters.estimator import AcceptanceEstimator
-from drafters.tree import EMPTY, DraftTree, chain
+from drafters.tree import EMPTY, DraftTree
 from engine.params import SpeculativeParams
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan
-from engine.speculation.acceptance import Acceptance, new_acceptance
+from engine.speculation.acceptance import new_acceptance
 from engine.speculation.checks import check_trees
 from engine.speculation.constrained import constrained, num_forced
+from engine.speculation.contained import Drafting, guarded
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.controller import GammaController
 from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, Traffic
@@ -36,45 +32,10 @@ from kvpool.block_pool import BlockPool
 if TYPE_CHECKING:
     from engine.transfer import Readback
 
-logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
-
 NO_DRAFTER = "none"
 _TOKENS_READ_PER_STEP = 1024
 """Tokens of all prompts that drafters may index per step: some milliseconds at most. A step that
 computes more rows takes long enough to read as many."""
-_FAILURES_BEFORE_SILENCE = 8
-"""A drafter that failed this often for a request is not asked again for it."""
-
-
-@dataclass(slots=True)
-class _Drafting:
-    """State of a request that drafts."""
-
-    drafter: Drafter
-    acceptance: Acceptance
-    num_failures: int = 0
-    is_open: bool = True
-    """False: the drafter could not start the request."""
-    num_missed: int = 0
-    """Tokens at the end of the text that the drafter was not told of yet."""
-
-    @property
-    def name(self) -> str:
-        return self.drafter.info.name
-
-    @property
-    def is_asked(self) -> bool:
-        return self.is_open and self.num_failures < _FAILURES_BEFORE_SILENCE
-
-    @property
-    def can_wait(self) -> bool:
-        """The drafter may be told later what was written in steps without its drafts."""
-        needs = self.drafter.info.needs
-        return not (
-            needs.hidden_rows or needs.draft_slots or needs.draft_model or needs.all_or_nothing
-        )
 
 
 @dataclass(slots=True)
@@ -91,10 +52,7 @@ class _Proposal:
 
 
 class Speculation:
-    """Owns the drafters, the acceptance estimates and the gamma controller.
-
-    ``num_failures`` counts what drafters failed at, and only ever grows.
-    """
+    """Owns the drafters, the acceptance estimates and the gamma controller."""
 
     def __init__(
         self,
@@ -107,15 +65,15 @@ class Speculation:
     ) -> None:
         self.drafters = drafters
         self.max_num_nodes = max_num_nodes
-        self.num_failures = 0
+        self._num_closed_failures = 0
         self._pool = pool
         self._cost = cost
         self._shedding = shedding
         self._vocab_size = vocab_size
         self._estimator = AcceptanceEstimator()
         self._gamma = GammaController(cost)
-        self._drafting: dict[str, _Drafting] = {}
-        self._unread: dict[str, _Drafting] = {}
+        self._drafting: dict[str, Drafting] = {}
+        self._unread: dict[str, Drafting] = {}
         """Those whose drafter still reads their text, first come first."""
 
     # --- a request comes and goes ---
@@ -127,7 +85,7 @@ class Speculation:
             return
         drafter = self.drafters[wanted.draft_strategy]
         acceptance = new_acceptance(self._estimator, wanted.draft_strategy, request.sampling.verification)
-        drafting = self._drafting[request_id] = _Drafting(drafter, acceptance)
+        drafting = self._drafting[request_id] = Drafting(drafter, acceptance)
         self._gamma.open(request_id, wanted, Traffic.of(request))
 
         def start() -> bool:
@@ -137,7 +95,7 @@ class Speculation:
             drafter.read_prompt(request_id, 0)
             return True
 
-        drafting.is_open = self._guarded([drafting], start) or False
+        drafting.is_open = guarded([drafting], start) or False
         if drafting.is_open:
             self._unread[request_id] = drafting
 
@@ -148,9 +106,17 @@ class Speculation:
         if drafting is None:
             return 0
         self._gamma.forget(request.request_id, request.params.speculative)
-        self._catch_up(request, drafting)
-        self._guarded([drafting], drafting.drafter.close, request.request_id)
+        drafting.catch_up(request)
+        guarded([drafting], drafting.drafter.close, request.request_id)
+        self._num_closed_failures += drafting.num_failures
         return drafting.num_failures
+
+    @property
+    def num_failures(self) -> int:
+        """Of all drafters; it only ever grows."""
+        return self._num_closed_failures + sum(
+            each.num_failures for each in self._drafting.values()
+        )
 
     # --- before the forward ---
 
@@ -176,7 +142,7 @@ class Speculation:
             if num_tokens <= 0:
                 return
             read = drafting.drafter.read_prompt
-            num_tokens -= self._counted(drafting, num_tokens, read, request_id, num_tokens)
+            num_tokens -= drafting.counted(num_tokens, read, request_id, num_tokens)
             if num_tokens > 0:
                 del self._unread[request_id]
 
@@ -206,13 +172,13 @@ class Speculation:
     def _want(self, each: ScheduledRequest) -> None:
         """Say what the drafter wants to see of the step, if it is told of it at once."""
         drafting = self._drafting.get(each.request.request_id)
-        if drafting is None or not drafting.is_asked or not _is_told(drafting, each):
+        if drafting is None or not drafting.is_asked or not drafting.is_told(each):
             return
         needs = drafting.drafter.info.needs
         each.wants_hidden, each.wants_top_probs = needs.hidden_rows, needs.top_probs
         if each.samples:
             ask = drafting.drafter.num_top_tokens
-            num_top = self._counted(drafting, None, ask, each.request.request_id)
+            num_top = drafting.counted(None, ask, each.request.request_id)
             each.num_top_tokens = min(num_top, self._vocab_size)
 
     # --- proposals ---
@@ -247,17 +213,17 @@ class Speculation:
     ) -> _Proposal:
         """``plain_rate``: tokens per second that the step would write without drafts."""
         for each in requests:
-            self._catch_up(each.request, self._drafting[each.request.request_id])
+            self._drafting[each.request.request_id].catch_up(each.request)
         drafter, start, num_before = self.drafters[name], time.perf_counter(), readback.num_added
         asks = [self._ask(each, drafter, plain_rate) for each in requests]
-        finish = self._guarded(self._blamed(requests), drafter.begin, asks, readback)
+        finish = guarded(self._blamed(requests), drafter.begin, asks, readback)
         waits = readback.num_added > num_before
         return _Proposal(name, requests, asks, finish, waits, time.perf_counter() - start)
 
     def _fetch(self, readback: Readback) -> float:
         """Returns the seconds that it took."""
         start = time.perf_counter()
-        self._guarded([], readback.fetch)
+        guarded([], readback.fetch)
         return time.perf_counter() - start
 
     def _ask(self, each: ScheduledRequest, drafter: Drafter, plain_rate: float) -> DraftRequest:
@@ -304,11 +270,11 @@ class Speculation:
         asks: Sequence[DraftRequest],
     ) -> Sequence[DraftTree] | None:
         """The trees that ``propose`` gives back; None where something is wrong with them."""
-        return self._guarded(
+        return guarded(
             self._blamed(requests), lambda: check_trees(propose(), asks, self._vocab_size)
         )
 
-    def _blamed(self, requests: Sequence[ScheduledRequest]) -> list[_Drafting]:
+    def _blamed(self, requests: Sequence[ScheduledRequest]) -> list[Drafting]:
         """Whose failure it is if a drafter fails for all of these: of several, they are asked again one
         by one."""
         if len(requests) > 1:
@@ -379,7 +345,7 @@ class Speculation:
             seen = _observation(each)
             drafting.acceptance.observe(each.proposal, seen)
             self._observe_gamma(each)
-            if _is_told(drafting, each):
+            if drafting.is_told(each):
                 by_drafter.setdefault(drafting.name, []).append((each, seen))
             else:
                 drafting.num_missed += len(seen.emitted_token_ids)
@@ -387,7 +353,7 @@ class Speculation:
             start = time.perf_counter()
             # Not retried one by one: a drafter may have learned from half of them already.
             whose = [self._drafting[seen.request_id] for _, seen in told]
-            self._guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
+            guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
             seconds = plan.draft_seconds.get(name, 0.0) + time.perf_counter() - start
             for each, _ in told:
                 each.draft_seconds = seconds / len(told)
@@ -416,54 +382,7 @@ class Speculation:
             by_drafter.setdefault(self._drafting[each.request_id].name, []).append(each)
         for name, group in by_drafter.items():
             whose = [self._drafting[each.request_id] for each in group]
-            self._guarded(whose, self.drafters[name].observe_hidden, group)
-
-    def _catch_up(self, request: Request, drafting: _Drafting) -> None:
-        """Tell a drafter what it has missed."""
-        num_missed, drafting.num_missed = drafting.num_missed, 0
-        if not num_missed or not drafting.is_asked:
-            return
-        missed = request.token_ids[-num_missed:]
-        seen = Observation(
-            request.request_id,
-            request.token_ids,
-            chain(missed[:-1]),
-            missed,
-            range(num_missed),
-            missed,
-        )
-        self._guarded([drafting], drafting.drafter.observe, [seen])
-
-    # --- drafters may come from outside ---
-
-    def _guarded(
-        self, blamed: Sequence[_Drafting], call: Callable[..., _Result], *args: Any
-    ) -> _Result | None:
-        """Returns what ``call`` returns; None where it raises, which counts as a failure of these."""
-        try:
-            return call(*args)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            for each in blamed:
-                each.num_failures += 1
-            self.num_failures += len(blamed)
-            logger.exception(
-                "drafter %s failed", blamed[0].name if blamed else "of several requests"
-            )
-            return None
-
-    def _counted(
-        self, drafting: _Drafting, most: int | None, call: Callable[..., object], *args: Any
-    ) -> int:
-        """Returns what ``call`` returns where that is a count up to ``most``; else it has failed, for
-        0."""
-        return self._guarded([drafting], lambda: count_of(call(*args), most)) or 0
-
-
-def _is_told(drafting: _Drafting, each: ScheduledRequest) -> bool:
-    """Whether the drafter hears of this step at once."""
-    return each.num_asked > 0 or not drafting.can_wait
+            guarded(whose, self.drafters[name].observe_hidden, group)
 
 
 def _observation(each: ScheduledRequest) -> Observation:

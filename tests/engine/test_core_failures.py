@@ -31,7 +31,7 @@ SILENCE_AFTER = 8
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """The tracebacks are expected."""
-    caplog.set_level(logging.CRITICAL, logger="engine.speculation.manager")
+    caplog.set_level(logging.CRITICAL, logger="engine.speculation")
     caplog.set_level(logging.CRITICAL, logger="drafters.auto")
 
 

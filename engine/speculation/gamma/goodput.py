@@ -82,7 +82,7 @@ class GoodputPolicy(GammaPolicy):
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         most = [self._most(candidate) for candidate in candidates]
-        offers = Offers(candidates, most, load.num_spare_rows)
+        offers = _Offers(candidates, most, load.num_spare_rows)
         load = load.with_nodes(offers.num_floor_nodes, offers.floor_gain)
         choice = self._choose(offers, load)
         granted = offers.take(choice.num_nodes)
@@ -125,7 +125,7 @@ class GoodputPolicy(GammaPolicy):
         )
         return min(wanted, params.max_speculative_tokens, candidate.max_nodes)
 
-    def _choose(self, offers: Offers, load: Load) -> _Choice:
+    def _choose(self, offers: _Offers, load: Load) -> _Choice:
         limit = min(len(offers.pool), load.num_spare_rows)
         table = self.cost.step_seconds_table(
             load.num_rows, limit, load.num_kv_tokens, load.num_requests
@@ -139,7 +139,7 @@ class GoodputPolicy(GammaPolicy):
         marginal = (table[min(rows, limit)] - table[0]) / rows
         return _Choice(chosen, Plain(load.expected_tokens, table[0]), marginal)
 
-    def _hold(self, offers: Offers, rates: Sequence[float], best: int, load: Load) -> int:
+    def _hold(self, offers: _Offers, rates: Sequence[float], best: int, load: Load) -> int:
         """The allocation of the step before, where the best one does not beat it by enough."""
         pool = offers.pool
         if self._held_survival is not None:
@@ -156,7 +156,7 @@ class GoodputPolicy(GammaPolicy):
         return best
 
     def _why(
-        self, candidate: DraftCandidate, offer: Offer, count: int, most: int, judge: _Judge
+        self, candidate: DraftCandidate, offer: _Offer, count: int, most: int, judge: _Judge
     ) -> Reason:
         num_offered = len(candidate.tree.token_ids)
         if num_offered == 0:
@@ -170,7 +170,7 @@ class GoodputPolicy(GammaPolicy):
         return judge.why(offer.survivals, count)
 
 
-class Offer(NamedTuple):
+class _Offer(NamedTuple):
     """The nodes that one request may be granted, in its order of grant: likeliest first, then shallow
     before deep, then the earlier node. Any first part of it is closed under parents."""
 
@@ -181,10 +181,10 @@ class Offer(NamedTuple):
     """So many of these are granted for certain."""
 
 
-_NO_OFFER = Offer((), (), ())
+_NO_OFFER = _Offer((), (), ())
 
 
-class Offers:
+class _Offers:
     """The nodes that all requests may be granted: ``of[rank]`` one by one, and together, without what is
     granted for certain, as the ``pool``: the survivals of all nodes, likeliest first, then shallow
     before deep, then the older request, then the earlier node; ``pool_ranks`` says whose they are.
@@ -197,7 +197,7 @@ class Offers:
     def __init__(
         self, candidates: Sequence[DraftCandidate], most: Sequence[int], num_spare: int
     ) -> None:
-        self.of: list[Offer] = []
+        self.of: list[_Offer] = []
         self.num_floor_nodes = 0
         self.floor_gain = 0.0
         for candidate, limit in zip(candidates, most, strict=True):
@@ -239,7 +239,7 @@ class Offers:
         ]
 
 
-def _offer(candidate: DraftCandidate, limit: int, num_spare: int) -> Offer:
+def _offer(candidate: DraftCandidate, limit: int, num_spare: int) -> _Offer:
     tree = candidate.tree
     nodes, survivals, depths = _in_order(tree, candidate.survivals)
     params = candidate.params
@@ -247,7 +247,7 @@ def _offer(candidate: DraftCandidate, limit: int, num_spare: int) -> Offer:
     if params.target_acceptance_rate is not None:
         end = _num_at_rate(survivals[:end], params.target_acceptance_rate)
     floor = min(params.min_speculative_tokens, end, num_spare)
-    return Offer(nodes[:end], survivals[:end], depths[:end], floor)
+    return _Offer(nodes[:end], survivals[:end], depths[:end], floor)
 
 
 def _in_order(
