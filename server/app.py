@@ -29,7 +29,6 @@ from server.middleware import (
 )
 from server.openapi import describe_as_it_is
 from server.reply.choices import ChoiceSource
-from server.reply.streaming import Responder
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader, default_body_bytes
 from server.request.live_speculation import ChangeSpeculation, OwnSpeculation
@@ -93,7 +92,7 @@ def build_app(
         metrics=metrics,
         bodies=bodies,
         change_speculation=shared.change_speculation,
-        responder=Responder(ChoiceSource(engine, tokenizer, texts, metrics)),
+        choices=ChoiceSource(engine, tokenizer, texts, metrics),
         texts=texts,
         model_name=model_name,
         fingerprint=_fingerprint(info, model_name),

@@ -1,10 +1,10 @@
-"""Which requests belong together, those of a tenant that begin alike, and where they go."""
+"""Which requests belong together: those of a tenant that begin alike. Where they go is said in
+``tools/simulate/affinity.py``."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic_core import from_json
@@ -41,41 +41,6 @@ def affinity_key(
     for part in (*parts, beginning.encode(errors="replace")):
         found.update(hashlib.blake2b(part).digest())
     return found.hexdigest()
-
-
-def home(key: str, replicas: Iterable[str]) -> str:
-    """The replica that the key belongs to, however busy: the first of its own order."""
-    return min(replicas, key=lambda each: _place(key, each))
-
-
-def preferred(
-    key: str | None,
-    loads: Mapping[str, int],
-    avoid: Collection[str] = (),
-    *,
-    load_factor: float = 1.5,
-    free_requests: int = 8,
-) -> list[str]:
-    """The replicas in the order in which to try them. ``loads``: their open requests.
-
-    With a key it is the key's own order, in which a replica that comes or goes moves no other (rendezvous
-    hashing); those that have ``free_requests`` or more, and over ``load_factor`` times the mean, come
-    after the rest, and those to ``avoid`` last. Without one the idle come first.
-    """
-    most = max(free_requests, math.ceil(load_factor * (sum(loads.values()) + 1) / len(loads)))
-
-    def rank(replica: str) -> tuple[bool, bool, int, str]:
-        load = loads[replica]
-        if key is None:
-            return replica in avoid, False, load, replica
-        is_full = load >= most
-        return replica in avoid, is_full, load if is_full else 0, _place(key, replica)
-
-    return sorted(loads, key=rank)
-
-
-def _place(key: str, replica: str) -> str:
-    return hashlib.blake2b(f"{key} {replica}".encode(), digest_size=8).hexdigest()
 
 
 def _leading(value: Any, num_characters: int) -> Iterator[str]:

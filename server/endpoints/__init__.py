@@ -10,14 +10,16 @@ from pkgutil import iter_modules
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
 
 from engine.errors import TryLaterError
 from server.engine_client import EngineClient
 from server.metrics import RequestMetrics
 from server.middleware import KEY_OF
-from server.plan import RequestPlan
-from server.reply.streaming import Responder
+from server.reply.choices import ChoiceSource
+from server.reply.streaming import answer
 from server.reply.token_texts import TokenTexts
+from server.reply.writers import Writer
 from server.request.large_bodies import BodyReader
 from server.request.live_speculation import ChangeSpeculation
 from server.request.speculative import SpeculativeResolver
@@ -35,7 +37,7 @@ class Services:
     metrics: RequestMetrics
     bodies: BodyReader
     change_speculation: ChangeSpeculation
-    responder: Responder
+    choices: ChoiceSource
     texts: TokenTexts
     model_name: str
     fingerprint: str
@@ -45,11 +47,14 @@ class Services:
     created: int = field(default_factory=lambda: int(time.time()))
     state: Literal["starting", "serving", "draining"] = "starting"
 
-    async def plan(self, body: Any, request: Request) -> RequestPlan:
-        """What the engine is to write, on the terms of whose key it is. Raises ApiError."""
+    async def answer(self, body: Any, request: Request, kind: type[Writer]) -> Response:
+        """The reply of the engine, on the terms of the request's key. Raises ApiError and EngineError."""
         terms = _terms(request)
         plan = await self.bodies.plan(body, time.perf_counter(), terms.drafters if terms else None)
-        return terms.on(plan) if terms and terms.tenant.name else plan
+        if terms and terms.tenant.name:
+            plan = terms.on(plan)
+        writer = kind(plan, self.texts, self.model_name, self.fingerprint)
+        return await answer(request, self.choices, writer)
 
     async def charge(self, request: Request) -> None:
         """Count a request that costs this server time and the engine none. Raises TenantLimitError,

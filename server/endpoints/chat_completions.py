@@ -17,6 +17,4 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 @router.post("/v1/chat/completions", responses=generated(ChatCompletion, ChatChunk))
 async def create_chat_completion(body: ChatRequest, request: Request, served: Served) -> Response:
     """An answer to messages."""
-    plan = await served.plan(body, request)
-    writer = ChatWriter(plan, served.texts, served.model_name, served.fingerprint)
-    return await served.responder.answer(request, writer)
+    return await served.answer(body, request, ChatWriter)

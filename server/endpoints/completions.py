@@ -17,6 +17,4 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 @router.post("/v1/completions", responses=generated(Completion, CompletionChunk))
 async def create_completion(body: CompletionRequest, request: Request, served: Served) -> Response:
     """Text after a prompt."""
-    plan = await served.plan(body, request)
-    writer = CompletionWriter(plan, served.texts, served.model_name, served.fingerprint)
-    return await served.responder.answer(request, writer)
+    return await served.answer(body, request, CompletionWriter)

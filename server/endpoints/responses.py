@@ -19,6 +19,4 @@ _ANSWERS = generated(ModelResponse, ResponseEvent, ends_with_done=False)
 @router.post("/v1/responses", responses=_ANSWERS)
 async def create_response(body: ResponsesRequest, request: Request, served: Served) -> Response:
     """A response to a conversation that is sent whole; nothing is stored."""
-    plan = await served.plan(body, request)
-    writer = ResponsesWriter(plan, served.texts, served.model_name, served.fingerprint)
-    return await served.responder.answer(request, writer)
+    return await served.answer(body, request, ResponsesWriter)

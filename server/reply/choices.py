@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from engine.errors import DeadlineExceededError, RequestError, TryLaterError
@@ -69,6 +70,9 @@ class ChoiceDelta:
     num_steps: int = 0
     num_draft_tokens: int = 0
     parts: tuple[Part, ...] = ()
+
+
+Sink = Callable[[ChoiceDelta], Awaitable[None]]
 
 
 class TextAssembler:
@@ -148,6 +152,56 @@ class TextAssembler:
         self._waiting.clear()
 
 
+class ChoiceDeltas:
+    """Turns one choice's events into deltas. ``abort`` ends the request where a stop string is found."""
+
+    def __init__(
+        self, plan: ChoicePlan, assembler: TextAssembler, abort: Callable[[], None]
+    ) -> None:
+        self._plan = plan
+        self._assembler = assembler
+        self._abort = abort
+        self._parser: MessageParser | None = None
+        if plan.message.parses:
+            self._parser = MessageParser(plan.message, plan.request.request_id)
+        self._match: StopMatch | None = None
+        self._first = True
+        self._num_steps = self._num_draft_tokens = 0
+
+    def take(self, event: TokenEvent) -> ChoiceDelta | None:
+        """The next event's delta; None where it adds nothing yet. Raises ApiError 503 where the event
+        says that the server shuts down."""
+        if self._match is None:
+            self._num_steps += 1
+            self._num_draft_tokens += event.num_draft_tokens
+            self._match = _take_tokens(self._assembler, event)
+            if self._match is not None and event.finish is None:
+                self._abort()
+        text, tokens = self._assembler.take()
+        end: ChoiceEnd | None = None
+        parts: tuple[Part, ...] = ()
+        if event.finish is not None:
+            end = _end(self._plan, event.finish, self._match, self._assembler.num_kept)
+        if self._parser is not None:
+            parts, end = _parse(self._parser, text, tokens, end)
+            text = content_of(parts)
+        if not (self._first or text or tokens or parts or end):
+            return None
+        delta = ChoiceDelta(
+            self._plan.index,
+            self._first,
+            text,
+            tokens,
+            event.prompt_logprobs,
+            end,
+            self._num_steps,
+            self._num_draft_tokens,
+            parts,
+        )
+        self._first, self._num_steps, self._num_draft_tokens = False, 0, 0
+        return delta
+
+
 class ChoiceSource:
     """Runs choices on an engine, turns their tokens into deltas, and counts how they ended."""
 
@@ -159,29 +213,32 @@ class ChoiceSource:
         self._texts = texts
         self._metrics = metrics
 
-    async def stream(
-        self, plan: ChoicePlan, record: ChoiceRecord | None = None
-    ) -> AsyncGenerator[ChoiceDelta, None]:
-        """The choice's deltas; the last one carries ``end``. Closing it aborts the request. ``record``:
-        where to write down how it goes.
+    async def run(self, plan: ChoicePlan, sink: Sink, record: ChoiceRecord | None = None) -> None:
+        """Hand the choice's deltas to ``sink``, which may take its time; the last one carries ``end``.
+        Cancelling this aborts the request. ``record``: where to write down how it goes.
 
         Raises what ``EngineClient.generate`` raises, and ApiError 503 if the server shuts down
         first.
         """
         outcome = "error"
         tenant = plan.request.tenant.name
+        abort = partial(self._engine.abort, plan.request.request_id)
+        choice = ChoiceDeltas(plan, self._assembler(plan), abort)
         try:
-            async with aclosing(self._deltas(plan, record)) as deltas:
-                async for delta in deltas:
-                    if delta.end is not None:
+            async with aclosing(self._engine.generate(plan.request)) as events:
+                async for event in events:
+                    if record is not None:
+                        record.add(event)
+                    delta = choice.take(event)
+                    if delta is None:
+                        continue
+                    if (end := delta.end) is not None:
                         # To metrics a call is one of the ways in which the model stops.
-                        reason = delta.end.reason
-                        outcome = "stop" if reason == "tool_calls" else reason
+                        outcome = "stop" if end.reason == "tool_calls" else end.reason
                         if record is not None:
-                            record.finish_reason = reason
-                            record.num_tokens = delta.end.num_tokens
-                        self._metrics.observe_request(delta.end.info, delta.end.num_tokens, tenant)
-                    yield delta
+                            record.finish_reason, record.num_tokens = end.reason, end.num_tokens
+                        self._metrics.observe_request(end.info, end.num_tokens, tenant)
+                    await sink(delta)
         except (TryLaterError, RequestError) as error:
             outcome = "rejected"
             if isinstance(error, TryLaterError):
@@ -190,7 +247,7 @@ class ChoiceSource:
         except DeadlineExceededError:
             outcome = "deadline"
             raise
-        except (GeneratorExit, asyncio.CancelledError):
+        except asyncio.CancelledError:
             if outcome == "error":
                 outcome = "abort"
             raise
@@ -198,47 +255,6 @@ class ChoiceSource:
             self._metrics.count_request(outcome, tenant)
             if record is not None:
                 record.outcome = outcome
-
-    async def _deltas(
-        self, plan: ChoicePlan, record: ChoiceRecord | None
-    ) -> AsyncGenerator[ChoiceDelta, None]:
-        assembler = self._assembler(plan)
-        parser = _parser(plan)
-        match: StopMatch | None = None
-        first = True
-        num_steps = num_draft_tokens = 0
-        async with aclosing(self._engine.generate(plan.request)) as events:
-            async for event in events:
-                if record is not None:
-                    record.add(event)
-                if match is None:
-                    num_steps += 1
-                    num_draft_tokens += event.num_draft_tokens
-                    match = _take_tokens(assembler, event)
-                    if match is not None and event.finish is None:
-                        self._engine.abort(plan.request.request_id)
-                text, tokens = assembler.take()
-                end: ChoiceEnd | None = None
-                parts: tuple[Part, ...] = ()
-                if event.finish is not None:
-                    end = _end(plan, event.finish, match, assembler.num_kept)
-                if parser is not None:
-                    parts, end = _parse(parser, text, tokens, end)
-                    text = content_of(parts)
-                if first or text or tokens or parts or end:
-                    prompt = event.prompt_logprobs
-                    yield ChoiceDelta(
-                        plan.index,
-                        first,
-                        text,
-                        tokens,
-                        prompt,
-                        end,
-                        num_steps,
-                        num_draft_tokens,
-                        parts,
-                    )
-                    first, num_steps, num_draft_tokens = False, 0, 0
 
     def _assembler(self, plan: ChoicePlan) -> TextAssembler:
         skip = plan.text.skip_special_tokens
@@ -249,10 +265,6 @@ class ChoiceSource:
             skip, skipped = False, self._texts.hidden_ids(markers_of(plan.message))
         decode = decoder(self._tokenizer, skip_special_tokens=skip)
         return TextAssembler(IncrementalDetokenizer(decode, context, skipped), plan.text)
-
-
-def _parser(plan: ChoicePlan) -> MessageParser | None:
-    return MessageParser(plan.message, plan.request.request_id) if plan.message.parses else None
 
 
 def _parse(

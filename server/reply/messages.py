@@ -59,11 +59,13 @@ class ChatDelta(ReasoningText):
     tool_calls: NotRequired[list[ToolCallDelta]]
 
 
-def message_delta(delta: ChoiceDelta, echoed: str) -> ChatDelta:
-    """What a delta adds to the message, which begins with ``echoed``."""
+def message_delta(delta: ChoiceDelta, text: str) -> ChatDelta:
+    """What a delta adds to the message; its content is ``text``."""
     shown: ChatDelta = {"role": "assistant"} if delta.first else {}
-    if delta.text or delta.first:
-        shown["content"] = (echoed if delta.first else "") + delta.text
+    if text or delta.first:
+        shown["content"] = text
+    if not delta.parts:
+        return shown
     if reasoning := reasoning_of(delta.parts):
         shown["reasoning_content"] = shown["reasoning"] = reasoning
     if calls := list(_call_deltas(delta.parts)):
@@ -71,9 +73,8 @@ def message_delta(delta: ChoiceDelta, echoed: str) -> ChatDelta:
     return shown
 
 
-def whole_message(choice: ChoiceDelta, echoed: str) -> ChatReplyMessage:
-    """The message of a folded choice, which begins with ``echoed``."""
-    text = echoed + choice.text
+def whole_message(choice: ChoiceDelta, text: str) -> ChatReplyMessage:
+    """The message of a folded choice; its content is ``text``."""
     message: ChatReplyMessage = {"role": "assistant", "content": text}
     if reasoning := reasoning_of(choice.parts):
         message["reasoning_content"] = message["reasoning"] = reasoning

@@ -75,27 +75,27 @@ class ResponsesWriter(Writer):
         self._number = 0
         self._end: ChoiceEnd | None = None
 
-    def begin(self) -> Iterator[bytes]:
-        for kind in ("created", "in_progress"):
-            yield self._event((f"response.{kind}", {"response": self._response("in_progress")}))
+    def begin(self) -> bytes:
+        response = {"response": self._response("in_progress")}
+        return b"".join(
+            self._event((f"response.{kind}", response)) for kind in ("created", "in_progress")
+        )
 
-    def events(self, delta: ChoiceDelta) -> Iterator[bytes]:
+    def events(self, delta: ChoiceDelta) -> bytes:
         self._end = delta.end
-        for change in self._changes(delta):
-            yield self._event(change)
+        return b"".join(map(self._event, self._changes(delta)))
 
-    def finish(self, usage: Usage) -> Iterator[bytes]:
+    def finish(self, usage: Usage) -> bytes:
         response = self._ended(usage)
-        yield self._event((f"response.{response['status']}", {"response": response}))
+        return self._event((f"response.{response['status']}", {"response": response}))
 
-    def failure(self, error: ApiError) -> Iterator[bytes]:
+    def failure(self, error: ApiError) -> bytes:
         response = self._response("failed")
         response["error"] = {"code": "server_error", "message": error.message}
-        yield self._event(("response.failed", {"response": response}))
+        return self._event(("response.failed", {"response": response}))
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
-        for _ in self.events(choices[0]):
-            pass
+        self.events(choices[0])
         return self._ended(usage)
 
     def _changes(self, delta: ChoiceDelta) -> Iterator[ItemEvent]:

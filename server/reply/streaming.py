@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,8 +24,9 @@ from starlette.types import Receive, Scope, Send
 from engine.logs import add_log_fields
 from server.errors import to_api_error
 from server.middleware import REQUEST_ID_KEY
-from server.record import RECORD_KEY
-from server.reply.choices import ChoiceDelta, ChoiceEnd, ChoiceSource
+from server.plan import RequestPlan
+from server.record import RECORD_KEY, RequestRecord
+from server.reply.choices import ChoiceDelta, ChoiceEnd, ChoiceSource, Sink
 from server.reply.usage import Usage, build_usage
 from server.reply.writers import Writer, fold
 
@@ -35,10 +36,8 @@ ADMISSION_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
 CLIENT_GONE_STATUS = 499
 
-
 T = TypeVar("T")
-Sink = Callable[[ChoiceDelta], Awaitable[None]]
-SendBytes = Callable[[bytes], Awaitable[None]]
+Account = Callable[[Sequence[ChoiceEnd]], Usage]
 
 
 class ClientGoneError(Exception):
@@ -46,26 +45,30 @@ class ClientGoneError(Exception):
 
 
 class DeltaFeed:
-    """Runs all sources at once, each in a task that also takes its deltas where they go: a delta wakes
-    one task, and a client that reads slowly slows its own sources only.
+    """Runs all of a request's choices at once, each in a task that also takes its deltas where they go: a
+    delta wakes one task, and a client that reads slowly slows its own choices only.
 
-    ``aclose`` closes every source, which aborts what still runs; call it however reading ended.
+    ``aclose`` aborts what still runs; call it however reading ended.
     """
 
-    def __init__(self, sources: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> None:
+    def __init__(
+        self, source: ChoiceSource, plan: RequestPlan, record: RequestRecord | None
+    ) -> None:
         self._sink: Sink | None = None
         self._wanted = asyncio.Event()
         self._begun = asyncio.Event()
-        self._tasks = [asyncio.ensure_future(self._pump(source)) for source in sources]
+        records = [None] * len(plan.choices) if record is None else record.choices
+        self._tasks = [
+            asyncio.ensure_future(source.run(choice, self._take, each))
+            for choice, each in zip(plan.choices, records, strict=True)
+        ]
 
-    async def _pump(self, source: AsyncGenerator[ChoiceDelta, None]) -> None:
-        async with aclosing(source) as deltas:
-            async for delta in deltas:
-                if self._sink is None:
-                    self._begun.set()
-                    await self._wanted.wait()
-                    assert self._sink is not None
-                await self._sink(delta)
+    async def _take(self, delta: ChoiceDelta) -> None:
+        if self._sink is None:
+            self._begun.set()
+            await self._wanted.wait()
+            assert self._sink is not None
+        await self._sink(delta)
 
     async def peek(self, seconds: float) -> None:
         """Waits for the first delta, at most so long. Raises the error if one comes first."""
@@ -79,7 +82,7 @@ class DeltaFeed:
             self._raise_first()
 
     async def run(self, sink: Sink) -> None:
-        """All deltas into ``sink``, those of a source in order. Raises the first error of any source."""
+        """All deltas into ``sink``, those of a choice in order. Raises the first error of any choice."""
         self._sink = sink
         self._wanted.set()
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -132,122 +135,123 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class DeltaStreamResponse(EventSourceResponse):
-    """Server-sent events whose choices are aborted as soon as the response ends, by whatever
-    end. ``write`` is given what sends bytes, and returns after the last.
-    """
+    """A reply as server-sent events, with a comment in every pause in which proxies might hang up. Its
+    choices are aborted as soon as it ends, by whatever end. ``account`` makes the usage of the choices'
+    ends."""
 
-    def __init__(self, feed: DeltaFeed, write: Callable[[SendBytes], Awaitable[None]]) -> None:
+    def __init__(self, feed: DeltaFeed, writer: Writer, account: Account) -> None:
         # No proxy may hold events back.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__((), headers=headers)
         self._feed = feed
-        self._write = write
-
-    async def stream_response(self, send: Send) -> None:
-        start = {"status": self.status_code, "headers": self.raw_headers}
-        await send({"type": "http.response.start", **start})
-
-        async def send_bytes(content: bytes) -> None:
-            await send({"type": "http.response.body", "body": content, "more_body": True})
-
-        await self._write(send_bytes)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._writer = writer
+        self._account = account
+        self._ends: dict[int, ChoiceEnd] = {}
+        self._latest = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        self._to_client = send
+        start = {"status": self.status_code, "headers": self.raw_headers}
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", **start})
+            with suppress(ClientGoneError):
+                await unless_client_leaves(receive, self._write)
         finally:
             await self._feed.aclose()
 
-
-class Responder:
-    """Answers translated requests."""
-
-    def __init__(self, source: ChoiceSource) -> None:
-        self._source = source
-
-    async def answer(self, request: Request, writer: Writer) -> Response:
-        """Raises ApiError or EngineError if the request fails before the reply has begun."""
-        plan = writer.plan
-        sender = request.scope.get(REQUEST_ID_KEY)
-        tenant = plan.choices[0].request.tenant.name or None
-        add_log_fields(
-            request_id=plan.request_id,
-            user=plan.user,
-            metadata=plan.metadata or None,
-            tenant=tenant,
-        )
-        record = request.scope.get(RECORD_KEY)
-        if record is not None:
-            record.begin(plan)
-        records = [None] * len(plan.choices) if record is None else record.choices
-        feed = DeltaFeed(list(map(self._source.stream, plan.choices, records)))
-        try:
-            if plan.reply.stream:
-                await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
-                return DeltaStreamResponse(feed, partial(self._write, feed, writer, sender))
-            deltas = await unless_client_leaves(request.receive, feed.collect)
-        except ClientGoneError:
-            await feed.aclose()
-            return Response(status_code=CLIENT_GONE_STATUS)
-        except BaseException:
-            await feed.aclose()
-            raise
-        choices = fold(deltas, len(plan.choices))
-        ends = [choice.end for choice in choices if choice.end is not None]
-        usage = self._usage(writer, ends, sender)
-        return Response(
-            to_json(writer.reply(choices, usage), inf_nan_mode="null"),
-            media_type="application/json",
-        )
-
-    async def _write(
-        self, feed: DeltaFeed, writer: Writer, sender: str | None, send: SendBytes
-    ) -> None:
+    async def _write(self) -> None:
         """The whole stream."""
-        ends: dict[int, ChoiceEnd] = {}
+        pinging = asyncio.ensure_future(self._ping())
         try:
-            async with _pings(send) as send_and_note:
-                if content := b"".join(writer.begin()):
-                    await send_and_note(content)
-
-                async def sink(delta: ChoiceDelta) -> None:
-                    if delta.end is not None:
-                        ends[delta.index] = delta.end
-                    if content := b"".join(writer.events(delta)):
-                        await send_and_note(content)
-
-                await feed.run(sink)
-            usage = self._usage(writer, [ends[index] for index in sorted(ends)], sender)
-            last = b"".join(writer.finish(usage))
+            if content := self._writer.begin():
+                await self._send(content)
+            await self._feed.run(self._take)
+            ends = [self._ends[index] for index in sorted(self._ends)]
+            last = self._writer.finish(self._account(ends))
         except Exception as error:
             # The status has been sent: the error can only go into the stream.
-            last = b"".join(writer.failure(to_api_error(error)))
-        await send(last + writer.ending)
+            last = self._writer.failure(to_api_error(error))
+        finally:
+            pinging.cancel()
+            await asyncio.wait((pinging,))
+        await self._send(last + self._writer.ending)
+        await self._to_client({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _usage(self, writer: Writer, ends: list[ChoiceEnd], sender: str | None) -> Usage:
-        """The request's usage, which also goes to the log, next to who sent it."""
-        plan = writer.plan
-        usage = build_usage(
-            plan.num_prompt_tokens, ends, plan.n, plan.has_prediction, plan.splits_reasoning
-        )
-        spec = usage["speculative"]
-        logger.info(
-            "%s x-request-id=%s user=%r metadata=%r prompt=%d completion=%d finish=%s drafter=%s "
-            "accepted=%d/%d",
-            plan.request_id,
-            sender,
-            plan.user,
-            dict(plan.metadata),
-            usage["prompt_tokens"],
-            usage["completion_tokens"],
-            ",".join(end.reason for end in ends),
-            spec["drafter"],
-            spec["num_accepted_tokens"],
-            spec["num_draft_tokens"],
-            extra={"fields": _figures(usage, ends)},
-        )
-        return usage
+    async def _take(self, delta: ChoiceDelta) -> None:
+        if delta.end is not None:
+            self._ends[delta.index] = delta.end
+        if content := self._writer.events(delta):
+            await self._send(content)
+
+    async def _send(self, content: bytes) -> None:
+        self._latest = asyncio.get_running_loop().time()
+        await self._to_client({"type": "http.response.body", "body": content, "more_body": True})
+
+    async def _ping(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._latest = loop.time()
+        while True:
+            await asyncio.sleep(max(0.0, self._latest + KEEPALIVE_SECONDS - loop.time()))
+            if loop.time() >= self._latest + KEEPALIVE_SECONDS:
+                await self._send(KEEPALIVE_COMMENT)
+
+
+async def answer(request: Request, source: ChoiceSource, writer: Writer) -> Response:
+    """The response to a request whose plan ``writer`` has. Raises ApiError or EngineError if the request
+    fails before the reply has begun."""
+    plan = writer.plan
+    add_log_fields(
+        request_id=plan.request_id,
+        user=plan.user,
+        metadata=plan.metadata or None,
+        tenant=plan.choices[0].request.tenant.name or None,
+    )
+    record: RequestRecord | None = request.scope.get(RECORD_KEY)
+    if record is not None:
+        record.begin(plan)
+    account = partial(_account, plan, request.scope.get(REQUEST_ID_KEY))
+    feed = DeltaFeed(source, plan, record)
+    try:
+        if plan.reply.stream:
+            await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
+            return DeltaStreamResponse(feed, writer, account)
+        deltas = await unless_client_leaves(request.receive, feed.collect)
+    except ClientGoneError:
+        await feed.aclose()
+        return Response(status_code=CLIENT_GONE_STATUS)
+    except BaseException:
+        await feed.aclose()
+        raise
+    choices = fold(deltas, len(plan.choices))
+    usage = account([choice.end for choice in choices if choice.end is not None])
+    return Response(
+        to_json(writer.reply(choices, usage), inf_nan_mode="null"), media_type="application/json"
+    )
+
+
+def _account(plan: RequestPlan, sender: str | None, ends: Sequence[ChoiceEnd]) -> Usage:
+    """The request's usage, which also goes to the log, next to its sender."""
+    usage = build_usage(
+        plan.num_prompt_tokens, ends, plan.n, plan.has_prediction, plan.splits_reasoning
+    )
+    spec = usage["speculative"]
+    logger.info(
+        "%s x-request-id=%s user=%r metadata=%r prompt=%d completion=%d finish=%s drafter=%s "
+        "accepted=%d/%d",
+        plan.request_id,
+        sender,
+        plan.user,
+        dict(plan.metadata),
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+        ",".join(end.reason for end in ends),
+        spec["drafter"],
+        spec["num_accepted_tokens"],
+        spec["num_draft_tokens"],
+        extra={"fields": _figures(usage, ends)},
+    )
+    return usage
 
 
 def _figures(usage: Usage, ends: Sequence[ChoiceEnd]) -> dict[str, Any]:
@@ -266,28 +270,3 @@ def _figures(usage: Usage, ends: Sequence[ChoiceEnd]) -> dict[str, Any]:
         "time_to_first_token_seconds": max(each.time_to_first_token_seconds for each in timings),
         "e2e_seconds": max(each.e2e_seconds for each in timings),
     }
-
-
-@asynccontextmanager
-async def _pings(send: SendBytes) -> AsyncGenerator[SendBytes, None]:
-    """What sends bytes, with a comment in every pause in which proxies might hang up."""
-    loop = asyncio.get_running_loop()
-    latest = loop.time()
-
-    async def send_and_note(content: bytes) -> None:
-        nonlocal latest
-        latest = loop.time()
-        await send(content)
-
-    async def ping() -> None:
-        while True:
-            await asyncio.sleep(max(0.0, latest + KEEPALIVE_SECONDS - loop.time()))
-            if loop.time() >= latest + KEEPALIVE_SECONDS:
-                await send_and_note(KEEPALIVE_COMMENT)
-
-    pinging = asyncio.ensure_future(ping())
-    try:
-        yield send_and_note
-    finally:
-        pinging.cancel()
-        await asyncio.wait((pinging,))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NotRequired, TypeAlias
+from typing import Any, ClassVar, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
@@ -67,15 +67,10 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class CompletionText(TypedDict):
+class CompletionChoice(Ending):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-
-
-# Fields of the last base come first in JSON.
-class CompletionChoice(Ending, CompletionText):
-    pass
 
 
 class TopLogprob(TypedDict):
@@ -94,24 +89,16 @@ class ChatLogprobs(TypedDict):
     content: list[ChatLogprob]
 
 
-class ChatMessageText(TypedDict):
+class ChatChoice(Ending):
     index: int
     message: ChatReplyMessage
     logprobs: ChatLogprobs | None
 
 
-class ChatChoice(Ending, ChatMessageText):
-    pass
-
-
-class ChatDeltaText(TypedDict):
+class ChatChunkChoice(Ending):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-
-
-class ChatChunkChoice(Ending, ChatDeltaText):
-    pass
 
 
 class Envelope(TypedDict):
@@ -124,57 +111,45 @@ class Envelope(TypedDict):
     seed: int
 
 
-class CompletionReply(Envelope):
+class CompletionChunk(Envelope):
+    """``usage``: in the last one, of those that were asked for; or in every one, so far."""
+
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-
-
-class CompletionChunk(CompletionReply):
-    """``usage``: in the last one, of those that were asked for; or in every one, so far."""
-
     usage: NotRequired[Usage | RunningUsage]
     metrics: NotRequired[ReplyMetrics]
 
 
-class Completion(CompletionReply):
+class Completion(Envelope):
     """A whole reply."""
 
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
     usage: Usage
     metrics: NotRequired[ReplyMetrics]
     metadata: NotRequired[dict[str, str]]
 
 
-class ChatReply(Envelope):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class ChatCompletion(ChatReply):
-    usage: Usage
-    metrics: NotRequired[ReplyMetrics]
-    metadata: NotRequired[dict[str, str]]
-    prompt_logprobs: NotRequired[PromptLogprobs]
-
-
-class ChatReplyChunk(Envelope):
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
-
-
-class ChatChunk(ChatReplyChunk):
+class ChatChunk(Envelope):
     """``usage``: in the last one, of those that were asked for; or in every one, so far."""
 
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | RunningUsage]
     metrics: NotRequired[ReplyMetrics]
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
-class _Account(TypedDict):
+class ChatCompletion(Envelope):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
     usage: Usage
     metrics: NotRequired[ReplyMetrics]
+    metadata: NotRequired[dict[str, str]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
-def _account(usage: Usage) -> _Account:
+def _account(usage: Usage) -> dict[str, Any]:
     metrics = reply_metrics(usage)
     return {"usage": usage} if metrics is None else {"usage": usage, "metrics": metrics}
 
@@ -217,20 +192,20 @@ class Writer(ABC):
         self._model_name = model_name
         self._fingerprint = fingerprint
 
-    def begin(self) -> Iterable[bytes]:
+    def begin(self) -> bytes:
         """Events before those of deltas."""
-        return ()
+        return b""
 
     @abstractmethod
-    def events(self, delta: ChoiceDelta) -> Iterable[bytes]:
+    def events(self, delta: ChoiceDelta) -> bytes:
         """Those that tell of a delta; none where there is nothing to tell."""
 
     @abstractmethod
-    def finish(self, usage: Usage) -> Iterable[bytes]:
+    def finish(self, usage: Usage) -> bytes:
         """Events after those of deltas."""
 
     @abstractmethod
-    def failure(self, error: ApiError) -> Iterable[bytes]:
+    def failure(self, error: ApiError) -> bytes:
         """Instead of what else would have come: the status has been sent."""
 
     @abstractmethod
@@ -242,6 +217,10 @@ class ChunkWriter(Writer):
     """Streams as chunks that look like the whole: what completions and chats share."""
 
     ending = DONE
+    id_prefix: ClassVar[str]
+    whole: ClassVar[str]
+    """The ``object`` of whole replies, ``chunk`` that of chunks."""
+    chunk: ClassVar[str]
 
     def __init__(
         self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
@@ -253,50 +232,49 @@ class ChunkWriter(Writer):
             or plan.reply.num_logprobs is not None
         )
         self._num_written = 0
+        self._envelope: Envelope = {
+            "id": f"{self.id_prefix}-{plan.request_id}",
+            "created": plan.created,
+            "model": model_name,
+            "system_fingerprint": fingerprint,
+            "seed": plan.seed,
+        }
 
-    def events(self, delta: ChoiceDelta) -> Iterable[bytes]:
-        chunk = self.chunk(delta)
-        return () if chunk is None else (event(chunk),)
-
-    def finish(self, usage: Usage) -> Iterable[bytes]:
-        return (event(self.usage_chunk(usage)),) if self.plan.reply.include_usage else ()
-
-    def failure(self, error: ApiError) -> Iterable[bytes]:
-        return (event(error.body()),)
-
-    def chunk(self, delta: ChoiceDelta) -> Mapping[str, Any] | None:
-        """A streamed chunk; None for a delta of tokens that add no text and were not asked for."""
+    def events(self, delta: ChoiceDelta) -> bytes:
+        """A chunk, unless the delta is of tokens that add no text and were not asked for."""
         self._num_written += len(delta.tokens)
         is_shown = delta.first or delta.end or delta.text or delta.parts
         if not (is_shown or (delta.tokens and self._shows_tokens)):
-            return None
-        chunk = self._chunk([delta])
-        if not self.plan.reply.continuous_usage:
-            return chunk
-        return {**chunk, "usage": running_usage(self.plan.num_prompt_tokens, self._num_written)}
+            return b""
+        chunk = self._object(self.chunk, [delta])
+        if self.plan.reply.continuous_usage:
+            chunk["usage"] = running_usage(self.plan.num_prompt_tokens, self._num_written)
+        return event(chunk)
 
-    def usage_chunk(self, usage: Usage) -> Mapping[str, Any]:
-        return {**self._chunk([]), **_account(usage)}
+    def finish(self, usage: Usage) -> bytes:
+        if not self.plan.reply.include_usage:
+            return b""
+        return event({**self._object(self.chunk, []), **_account(usage)})
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body())
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
         told = {"metadata": self.plan.metadata} if self.plan.metadata else {}
-        return {**self._reply(choices), **_account(usage), **told}
+        return {**self._object(self.whole, choices), **_account(usage), **told}
+
+    def _object(self, kind: str, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """A reply, or a chunk of it, but for what was used."""
+        choices = [self._choice(kind, delta) for delta in deltas]
+        return {**self._envelope, "object": kind, "choices": choices}
 
     @abstractmethod
-    def _chunk(self, deltas: Sequence[ChoiceDelta]) -> Mapping[str, Any]: ...
+    def _choice(self, kind: str, delta: ChoiceDelta) -> Mapping[str, Any]:
+        """A delta as a choice of an object of this kind."""
 
-    @abstractmethod
-    def _reply(self, choices: Sequence[ChoiceDelta]) -> Mapping[str, Any]:
-        """The whole reply but for what it used."""
-
-    def _envelope(self, id_prefix: str) -> Envelope:
-        return {
-            "id": f"{id_prefix}-{self.plan.request_id}",
-            "created": self.plan.created,
-            "model": self._model_name,
-            "system_fingerprint": self._fingerprint,
-            "seed": self.plan.seed,
-        }
+    def _text(self, delta: ChoiceDelta) -> str:
+        """The delta's text, behind what the choice's text begins with."""
+        return self.plan.echoed(delta.index) + delta.text if delta.first else delta.text
 
     def _prompt_logprobs(self, delta: ChoiceDelta) -> PromptLogprobs | None:
         """Those asked for, where the delta brings them."""
@@ -356,30 +334,22 @@ class ChunkWriter(Writer):
 class CompletionWriter(ChunkWriter):
     """``/v1/completions``: a chunk has the shape of the whole."""
 
-    def _chunk(self, deltas: Sequence[ChoiceDelta]) -> CompletionReply:
-        return {
-            **self._envelope("cmpl"),
-            "object": "text_completion",
-            "choices": [self._choice(delta) for delta in deltas],
-        }
+    id_prefix = "cmpl"
+    whole = chunk = "text_completion"
 
-    def _reply(self, choices: Sequence[ChoiceDelta]) -> CompletionReply:
-        return self._chunk(choices)
-
-    def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
+    def _choice(self, kind: str, delta: ChoiceDelta) -> CompletionChoice:
+        del kind
         choice: CompletionChoice = {
             "index": delta.index,
-            "text": (self.plan.echoed(delta.index) if delta.first else "") + delta.text,
-            "logprobs": self._logprobs(delta),
+            "text": self._text(delta),
+            "logprobs": None if self.plan.reply.num_logprobs is None else self._logprobs(delta),
             **self._ending(delta),
         }
         if (found := self._prompt_logprobs(delta)) is not None:
             choice["prompt_logprobs"] = found
         return choice
 
-    def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs | None:
-        if self.plan.reply.num_logprobs is None:
-            return None
+    def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs:
         block = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if self.plan.reply.echo and delta.prompt_logprobs is not None:
             self._add_prompt(block, delta)
@@ -426,47 +396,35 @@ class CompletionWriter(ChunkWriter):
 class ChatWriter(ChunkWriter):
     """``/v1/chat/completions``."""
 
-    def _chunk(self, deltas: Sequence[ChoiceDelta]) -> Mapping[str, Any]:
-        chunk: ChatReplyChunk = {
-            **self._envelope("chatcmpl"),
-            "object": "chat.completion.chunk",
-            "choices": [self._chunk_choice(delta) for delta in deltas],
-        }
-        return {**chunk, **self._prompt_logprobs_of(deltas)}
+    id_prefix = "chatcmpl"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
 
-    def _prompt_logprobs_of(self, deltas: Sequence[ChoiceDelta]) -> Mapping[str, Any]:
-        """As a field, if at all: all choices have one prompt, so they come once, with the first."""
-        is_first = bool(deltas) and deltas[0].index == 0
-        found = self._prompt_logprobs(deltas[0]) if is_first else None
-        return {} if found is None else {"prompt_logprobs": found}
+    def _object(self, kind: str, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        found = super()._object(kind, deltas)
+        # All choices have one prompt, so its logprobs come once, with the first.
+        if deltas and deltas[0].index == 0:
+            logprobs = self._prompt_logprobs(deltas[0])
+            if logprobs is not None:
+                found["prompt_logprobs"] = logprobs
+        return found
 
-    def _chunk_choice(self, delta: ChoiceDelta) -> ChatChunkChoice:
-        return {
-            "index": delta.index,
-            "delta": message_delta(delta, self.plan.echoed(delta.index)),
-            "logprobs": self._logprobs(delta.tokens),
+    def _choice(self, kind: str, delta: ChoiceDelta) -> Mapping[str, Any]:
+        text = self._text(delta)
+        logprobs = None if self.plan.reply.num_logprobs is None else self._logprobs(delta.tokens)
+        if kind == self.whole:
+            message = whole_message(delta, text)
+            return ChatChoice(
+                index=delta.index, message=message, logprobs=logprobs, **self._ending(delta)
+            )
+        return ChatChunkChoice(
+            index=delta.index,
+            delta=message_delta(delta, text),
+            logprobs=logprobs,
             **self._ending(delta),
-        }
+        )
 
-    def _reply(self, choices: Sequence[ChoiceDelta]) -> Mapping[str, Any]:
-        reply: ChatReply = {
-            **self._envelope("chatcmpl"),
-            "object": "chat.completion",
-            "choices": [self._choice(choice) for choice in choices],
-        }
-        return {**reply, **self._prompt_logprobs_of(choices)}
-
-    def _choice(self, choice: ChoiceDelta) -> ChatChoice:
-        return {
-            "index": choice.index,
-            "message": whole_message(choice, self.plan.echoed(choice.index)),
-            "logprobs": self._logprobs(choice.tokens),
-            **self._ending(choice),
-        }
-
-    def _logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs | None:
-        if self.plan.reply.num_logprobs is None:
-            return None
+    def _logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs:
         content: list[ChatLogprob] = []
         for token in tokens:
             assert token.logprobs is not None, "the engine sends logprobs where they were asked for"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.ray.affinity import affinity_key, preferred
+from deploy.ray.affinity import affinity_key
 from deploy.ray.scaling import TokenScaling
 
 PATH = "/v1/chat/completions"
@@ -68,36 +68,6 @@ def test_of_a_long_body_the_start_counts() -> None:
 def test_a_deep_body_is_no_trouble() -> None:
     assert affinity_key(PATH, (), b'{"prompt":' + b"[" * 150 + b"]" * 150 + b"}", 16)
     assert key(prompt=[[1] * 100_000] * 3, characters=1000)
-
-
-def test_a_replica_more_moves_few_keys_and_only_to_it() -> None:
-    keys = [f"key {number}" for number in range(300)]
-    three = {each: preferred(each, dict.fromkeys("abc", 0))[0] for each in keys}
-    four = {each: preferred(each, dict.fromkeys("abcd", 0))[0] for each in keys}
-    moved = [each for each in keys if three[each] != four[each]]
-    assert {four[each] for each in moved} == {"d"}
-    assert 45 < len(moved) < 105
-    assert all(60 < list(three.values()).count(name) < 140 for name in "abc")
-    # Who goes leaves the others where they were.
-    for each in keys:
-        assert preferred(each, dict.fromkeys("abc", 0), {three[each]})[-1] == three[each]
-        rest = dict.fromkeys(set("abc") - {three[each]}, 0)
-        assert preferred(each, rest)[0] == preferred(each, dict.fromkeys("abc", 0))[1]
-
-
-def test_a_busy_replica_is_spared() -> None:
-    home, other = preferred("key", {"a": 0, "b": 0})
-    assert preferred("key", {home: 7, other: 0})[0] == home  # it takes eight at once
-    assert preferred("key", {home: 8, other: 0})[0] == other
-    assert preferred("key", {home: 30, other: 20})[0] == home  # not much more than its share
-    assert preferred("key", {home: 60, other: 10})[0] == other
-    assert preferred("key", {home: 60, other: 10}, {other})[0] == home
-    assert preferred("key", {home: 3, other: 0}, free_requests=1, load_factor=1.0)[0] == other
-
-
-def test_without_a_key_the_idle_come_first() -> None:
-    assert preferred(None, {"a": 3, "b": 1, "c": 2}) == ["b", "c", "a"]
-    assert preferred(None, {"a": 3, "b": 1, "c": 2}, {"b"}) == ["c", "a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import Protocol
 
-import numpy as np
-
-_NUM_RANKED = 8
-"""Replicas that a key may go to before it goes to the least loaded of all."""
+from tools.simulate.affinity import first_of, hashed, most_open
 
 
 class Router(Protocol):
@@ -71,55 +67,37 @@ class LeastLoaded:
 
 
 class Affinity:
-    """To the replica that ranks first for the key by rendezvous hashing, as long as it has no more than
-    ``spill`` times the mean number of open requests, and two; else to the next in rank; where none of
-    the first eight has room, to the least loaded.
+    """By ``tools.simulate.affinity``, whose parameters these are."""
 
-    A replica more or less moves no keys but those that it takes or had.
-    """
-
-    def __init__(self, num_replicas: int, spill: float = 1.5) -> None:
-        """Raises ValueError for a ``spill`` below 1: then nobody might have room."""
-        if not spill >= 1:
-            raise ValueError("spill must be at least 1")
+    def __init__(self, num_replicas: int, load_factor: float = 1.5, free_requests: int = 8) -> None:
+        """Raises ValueError for a ``load_factor`` below 1: then nobody might have room."""
+        if not load_factor >= 1:
+            raise ValueError("load_factor must be at least 1")
         self._least = LeastLoaded(num_replicas)
-        self._spill = spill
+        self._limits = (load_factor, free_requests)
         self._num_open = 0
-        self._salts = _mixed(np.arange(1, num_replicas + 1, dtype=np.uint64))
-        self._ranked: dict[str, list[int]] = {}
+        self._replicas = hashed(map(str, range(num_replicas)))
+        self._first: dict[str, list[int]] = {}
 
-    def ranked(self, key: str) -> list[int]:
-        """The first replicas for a key, best first."""
-        found = self._ranked.get(key)
+    def first(self, key: str) -> list[int]:
+        """The first replicas of the key's order."""
+        found = self._first.get(key)
         if found is None:
-            digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-            scores = _mixed(self._salts ^ np.uint64(int.from_bytes(digest, "little")))
-            count = min(_NUM_RANKED, len(scores))
-            best = np.argpartition(scores, len(scores) - count)[-count:]
-            found = self._ranked[key] = sorted(best.tolist(), key=lambda each: -int(scores[each]))
+            found = self._first[key] = first_of(key, self._replicas)
         return found
 
     def send(self, key: str) -> int:
         loads = self._least.loads
+        most = most_open(self._num_open, len(loads), *self._limits)
         self._num_open += 1
-        bound = max(2.0, self._spill * self._num_open / len(loads))
-        for replica in self.ranked(key):
-            if loads[replica] + 1 <= bound:
+        for replica in self.first(key):
+            if loads[replica] < most:
                 return self._least.take(replica)
         return self._least.send(key)
 
     def done(self, replica: int) -> None:
         self._num_open -= 1
         self._least.done(replica)
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's last steps: every bit of the input moves half of the output's."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
 
 
 ROUTERS: dict[str, Callable[[int], Router]] = {
