@@ -98,7 +98,6 @@ TINY_SAMPLINGS: Mapping[str, SamplingParams] = {
 
 
 _TINY: Mapping[str, Callable[[], PreTrainedModel]] = {
-    # Heads of 64 dimensions: some kernels (FlashInfer's) have none for fewer.
     "tiny Llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES | {"head_dim": 64})),
     "tiny Qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES)),
     "tiny Gemma-2": lambda: Gemma2ForCausalLM(Gemma2Config(**_SIZES, sliding_window=24)),

@@ -40,7 +40,9 @@ class EngineConfig:
         "GPUs that share the model, one process each; torchrun may launch them, too. Needs accelerate.",
         ge=1,
     )
-    block_size: int = described(16, "Tokens in a KV block.", ge=1)
+    block_size: int = described(
+        16, "Tokens in a KV block; on CPUs multiples of 16 are read fastest.", ge=1
+    )
     num_blocks: int | None = described(None, "KV blocks; default: what memory allows.", ge=1)
     kv_memory_fraction: float = described(0.5, "Share of free memory for KV blocks.", gt=0, le=1)
     kv_cache_dtype: Literal["auto", "fp8"] = described(
@@ -71,8 +73,7 @@ class EngineConfig:
     attention_backend: str | None = described(
         None,
         "What computes attention: triton (GPUs) and paged (CPUs), which read keys in place with "
-        "equal bits, sdpa (torch's kernels), exact (the same with equal bits), flashinfer (GPUs; needs "
-        "the extra of that name), or a further one; "
+        "equal bits, sdpa (torch's operations, on any device), or a further one; "
         "default: the best for the machine and determinism.",
     )
     cuda_graph_rows: int | None = described(

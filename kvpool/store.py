@@ -22,8 +22,9 @@ class KVStore:
     layer. Raises ValueError on sizes that make no store.
 
     Heads lie one after another, and of each head all slots: what attention reads, the keys of one head,
-    is one piece of memory where blocks lie together, and gathered blocks need no further copy.
-    ``key[layer]`` is a view ``[num_slots, num_kv_heads, head_dim_k]``, ``value[layer]`` likewise.
+    is one piece of memory where blocks lie together. ``key[layer]`` is a view
+    ``[num_slots, num_kv_heads, head_dim_k]``, ``value[layer]`` likewise. A row takes the memory of a
+    multiple of ``dim_multiple`` dimensions; those beyond its own are 0 for ever.
 
     Everything starts as zeros. Attention reads whole blocks, slots never written included, and
     masks them: a masked weight of 0 times a NaN from fresh memory would still be NaN.
@@ -39,6 +40,7 @@ class KVStore:
         head_dim_v: int | Sequence[int],
         dtype: torch.dtype,
         device: torch.device | str,
+        dim_multiple: int = 1,
     ) -> None:
         if min(num_layers, num_blocks, block_size) < 1:
             raise ValueError("num_layers, num_blocks and block_size must be at least 1")
@@ -52,26 +54,21 @@ class KVStore:
         # Planes (one layer's keys, or its values) whose rows have equal shape share one tensor, so
         # that moving accepted rows takes one copy for all layers and not two per layer.
         shapes = shapes_k + shapes_v
-        planes: list[torch.Tensor | None] = [None] * len(shapes)
-        self._stacks: list[torch.Tensor] = []  # [num_planes * heads, num_slots, dim]
+        planes: dict[int, torch.Tensor] = {}  # each [num_kv_heads, num_slots, head_dim]
+        self._stacks: list[torch.Tensor] = []  # [num_planes * heads, num_slots, padded dim]
         for shape in sorted(set(shapes)):
             heads, dim = shape
             members = [index for index, other in enumerate(shapes) if other == shape]
-            stack = _zeros((len(members), heads, self.num_slots, dim), dtype, self.device)
+            size = (len(members), heads, self.num_slots, _padded(dim, dim_multiple))
+            stack = _zeros(size, dtype, self.device)
             self._stacks.append(_copyable(stack).flatten(0, 1))
             for plane, index in zip(stack, members, strict=True):
-                planes[index] = plane
-        stored = [plane for plane in planes if plane is not None]
-        self._keys = stored[:num_layers]  # each [num_kv_heads, num_slots, head_dim_k]
-        self._values = stored[num_layers:]  # each [num_kv_heads, num_slots, head_dim_v]
-        self.key = [plane.transpose(0, 1) for plane in self._keys]
-        self.value = [plane.transpose(0, 1) for plane in self._values]
+                planes[index] = plane[..., :dim]
         # Views made once: making one costs as much as a small copy.
-        pairs = zip(self._keys, self._values, strict=True)
+        pairs = [(planes[layer], planes[num_layers + layer]) for layer in range(num_layers)]
+        self.key = [key.transpose(0, 1) for key, _ in pairs]
+        self.value = [value.transpose(0, 1) for _, value in pairs]
         self._planes = [(_copyable(key), _copyable(value)) for key, value in pairs]
-        self._blocks = [
-            (self._in_blocks(key), self._in_blocks(value)) for key, value in self._planes
-        ]
 
     @property
     def num_bytes(self) -> int:
@@ -85,10 +82,12 @@ class KVStore:
         head_dim_k: int | Sequence[int],
         head_dim_v: int | Sequence[int],
         dtype: torch.dtype,
+        dim_multiple: int = 1,
     ) -> int:
         """Bytes that one more block costs over all layers: for sizing a pool from free memory."""
         shapes_k, shapes_v = _row_shapes(num_layers, num_kv_heads, head_dim_k, head_dim_v)
-        return sum(heads * dim for heads, dim in shapes_k + shapes_v) * block_size * dtype.itemsize
+        per_slot = sum(heads * _padded(dim, dim_multiple) for heads, dim in shapes_k + shapes_v)
+        return per_slot * block_size * dtype.itemsize
 
     def write(
         self,
@@ -108,64 +107,14 @@ class KVStore:
             rows = rows.clamp(-most, most)
         return rows.to(self.dtype)
 
-    def key_shape(self, layer: int) -> torch.Size:
-        """``[num_kv_heads, num_slots, head_dim_k]``; ``value_shape`` likewise."""
-        return self._keys[layer].shape
-
-    def value_shape(self, layer: int) -> torch.Size:
-        return self._values[layer].shape
-
-    def rows_of(self, block_ids: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-        """Where blocks lie in a layer of so many heads, of each head in turn: what ``gather_blocks``
-        takes, for a caller to make once for many layers. ``[num_kv_heads * num_ids]`` int64."""
-        return _of_each_head(block_ids, self.num_blocks, num_kv_heads)
-
-    def slot_rows_of(self, slots: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-        """The same of single slots, for ``gather_values``."""
-        return _of_each_head(slots, self.num_slots, num_kv_heads)
-
-    def gather_blocks(
+    def gather(
         self,
         layer: int,
-        rows: torch.Tensor,  # of rows_of, repeats allowed
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+        slots: torch.Tensor,  # [num_ids] int64, repeats allowed
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of whole blocks, in the given order.
-
-        Returns keys ``[num_kv_heads, num_ids * block_size, head_dim_k]`` and values likewise. ``out``:
-        contiguous memory of that size and of the store's type to copy into.
-        """
-        heads = self._keys[layer].shape[0]
-        gathered = []
-        for index, blocks in enumerate(self._blocks[layer]):
-            if out is None:
-                copied = blocks.index_select(0, rows)
-            else:
-                copied = _copyable(out[index]).view(rows.shape[0], -1)
-                torch.index_select(blocks, 0, rows, out=copied)
-            dim = blocks.shape[1] // self.block_size
-            gathered.append(copied.view(self.dtype).view(heads, -1, dim))
-        return gathered[0], gathered[1]
-
-    def gather_values(
-        self,
-        layer: int,
-        rows: torch.Tensor,  # of slot_rows_of, repeats allowed
-    ) -> torch.Tensor:
-        """Copies of single slots' values, ``[num_kv_heads, num_ids, head_dim_v]``."""
-        plane = self._planes[layer][1]
-        gathered = plane.flatten(0, 1).index_select(0, rows)
-        return gathered.view(self.dtype).view(plane.shape[0], -1, plane.shape[2])
-
-    def slice_blocks(
-        self, layer: int, first_block: int, num_blocks: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of consecutive blocks, shaped like ``gather_blocks``: no copy, so read only."""
-        first, count = first_block * self.block_size, num_blocks * self.block_size
-        return (
-            self._keys[layer].narrow(1, first, count),
-            self._values[layer].narrow(1, first, count),
-        )
+        """Returns copies of slots' keys ``[num_kv_heads, num_ids, head_dim_k]``, and values likewise."""
+        keys, values = (each.index_select(1, slots) for each in self._planes[layer])
+        return keys.view(self.dtype), values.view(self.dtype)
 
     def move(
         self,
@@ -181,15 +130,6 @@ class KVStore:
             return
         for stack in self._stacks:
             stack.index_copy_(1, dst_slots, stack.index_select(1, src_slots))
-
-    def _in_blocks(self, plane: torch.Tensor) -> torch.Tensor:
-        """``[num_kv_heads * num_blocks, block_size * dim]``."""
-        return plane.view(-1, self.block_size * plane.shape[2])
-
-
-def _of_each_head(ids: torch.Tensor, num_ids: int, num_kv_heads: int) -> torch.Tensor:
-    heads = torch.arange(num_kv_heads, device=ids.device)
-    return (heads.mul_(num_ids)[:, None] + ids).flatten()
 
 
 def _row_shapes(
@@ -210,6 +150,10 @@ def _per_layer(name: str, sizes: int | Sequence[int], num_layers: int) -> list[i
     if len(listed) != num_layers or min(listed) < 1:
         raise ValueError(f"{name} must be positive, one for all or one for each of {num_layers}")
     return listed
+
+
+def _padded(dim: int, multiple: int) -> int:
+    return -(-dim // multiple) * multiple
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,6 @@ def test_what_the_packages_import_is_declared() -> None:
     wanted += [
         *extras["otel"],
         *extras["gpu"],
-        *extras["flashinfer"],
         *extras["kv-events"],
         *extras["gguf"],
         *extras["simulate"],
@@ -61,7 +60,7 @@ def test_what_the_packages_import_is_declared() -> None:
     declared = {normal(each) for each in wanted}
     # pydantic pins the one build of its core that it works with.
     declared |= {"pydantic-core"} if "pydantic" in declared else set()
-    distributions = {"flashinfer": ["flashinfer-python"], **packages_distributions()}  # not for dev
+    distributions = packages_distributions()
     undeclared = {}
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

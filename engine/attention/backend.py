@@ -1,4 +1,4 @@
-"""What an attention backend is, which there are, and how a model's layers reach the one in use.
+"""Attention backends: their interface, their registry, and how a model's layers reach the one in use.
 
 All rows of a step go through a model as one flat batch of shape ``[1, num_rows]``. A backend plans the
 step once and then answers every layer: it puts the rows' keys and values into their slots and lets each
@@ -6,9 +6,9 @@ row attend to the committed past of its request and to its own ancestors in the 
 the plan in the ``slipstream_plan`` keyword, which transformers hands down untouched, so no modeling code
 is copied.
 
-A backend is a class in a file of this folder, registered by ``@attention_backend(name)``: files are found
-by themselves, so one that needs a package of its own imports it where it is used, and refuses where it is
-not installed.
+A backend is a class in a file of this folder, registered by ``@attention_backend(name)``. All files of
+the folder are imported; one that needs a package of its own imports it where it is used, and its
+``refusal`` says so where the package is not installed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kvpool.store import KVStore
 IMPLEMENTATION = "slipstream"
 
 LARGEST_KEY = 2.0**60
-"""Beyond all use, and far enough from the largest float for sums of products to stay finite."""
+"""Keys are limited to it: no model has any as large, and sums of their products stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Heads and dimensions of one layer's queries, keys and values, and which kind of attention it asks
-    for (see ``AttentionOptions``)."""
+    """Heads and dimensions of one layer's queries, keys and values, and the options that it asks for
+    (see ``AttentionOptions``)."""
 
     num_heads: int
     num_kv_heads: int
@@ -49,7 +49,8 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer asks for besides plain attention. ``softcap``: Gemma 2; ``sinks``: GPT-OSS."""
+    """A layer's options. ``scaling`` of scores: None is the usual one. ``window``: how many positions a
+    row sees, its own included. ``softcap``: as in Gemma 2; ``sinks``: as in GPT-OSS."""
 
     scaling: float | None
     window: int | None
@@ -58,13 +59,13 @@ class AttentionOptions:
 
 
 def stored_dtype(setting: Literal["auto", "fp8"]) -> torch.dtype | None:
-    """What a setting asks keys and values to lie in; None: in the model's type."""
+    """Returns the type of stored keys and values; None: the model's."""
     return torch.float8_e4m3fn if setting == "fp8" else None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a model asks of a backend. ``kv_dtype``: of the store, where it is not the model's type."""
+    """A model's demands on a backend. ``kv_dtype``: of the store, where it is not the model's type."""
 
     determinism: Determinism
     device: torch.device
@@ -84,7 +85,7 @@ class AttentionNeeds:
         return AttentionNeeds(determinism, model.device, model.dtype, block_size, shapes, kv_dtype)
 
     def store_sizes(self) -> dict[str, Any]:
-        """``KVStore``'s arguments but for device and number of blocks."""
+        """Returns ``KVStore``'s arguments but for device, number of blocks and ``dim_multiple``."""
         return {
             "num_layers": len(self.shapes),
             "block_size": self.block_size,
@@ -96,7 +97,7 @@ class AttentionNeeds:
 
 
 class AttentionPlan(Protocol):
-    """What answers a model's attention layers: one step's plan, or the loader's shape probe."""
+    """The answer to a model's attention layers: one step's plan, or the loader's shape probe."""
 
     def attend(
         self,
@@ -106,23 +107,23 @@ class AttentionPlan(Protocol):
         value: torch.Tensor,  # [num_rows, num_kv_heads, value_dim]
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """``[num_rows, num_heads, value_dim]``, in the order of the batch's rows."""
+        """Returns ``[num_rows, num_heads, value_dim]``, in the order of the batch's rows."""
 
 
 class CapturablePlan(AttentionPlan, Protocol):
-    """Of backends that ``can_capture``."""
+    """The plans of backends that ``can_capture``."""
 
     def renewed(self, key: Any) -> tuple[Any, int]:
-        """What this step puts in a recorded kernel's arguments, as the kernel's ``Renewal`` asks for it:
-        numbers, and in how many threads it runs."""
+        """Returns the numbers that this step puts in a recorded kernel's arguments, and in how many
+        threads it runs. ``key``: of the kernel's ``Renewal``."""
 
 
 class AttentionBackend(ABC):
-    """Attention over one store, for one model. A subclass says what it serves:
+    """Attention over one store, for one model. A subclass says in class attributes what it serves:
 
     ``determinisms``: for which settings. ``device_types``: on what; None: anywhere. ``rank``: of those
     that serve a model, the highest is taken where none is asked for. ``store_class``: the layout of keys
-    and values that it reads, ``block_multiple``: what a block's tokens have to be a multiple of.
+    and values that it reads, ``dim_multiple``: what a row's dimensions are padded to there.
     ``can_capture``: steps of equal shape may be recorded on a CPU and run again: plans read nothing but
     the input tensors, which keep their addresses, and memory that the backend keeps, and they renew
     what kernels are told (``CapturablePlan``). ``can_graph``: steps padded to one bucket may be
@@ -135,7 +136,7 @@ class AttentionBackend(ABC):
     device_types: ClassVar[frozenset[str] | None] = None
     rank: ClassVar[int] = 0
     store_class: ClassVar[type[KVStore]] = KVStore
-    block_multiple: ClassVar[int] = 1
+    dim_multiple: ClassVar[int] = 1
     can_capture: ClassVar[bool] = False
     can_graph: ClassVar[bool] = False
 
@@ -145,32 +146,47 @@ class AttentionBackend(ABC):
 
     @classmethod
     def refusal(cls, needs: AttentionNeeds) -> str | None:
-        """Why it cannot serve this; None: it can."""
+        """Returns the reason why it cannot serve this; None: it can."""
         if needs.determinism not in cls.determinisms:
             return f"it is for determinism {', '.join(cls.determinisms)}, not {needs.determinism}"
         if cls.device_types is not None and needs.device.type not in cls.device_types:
             return f"it runs on {', '.join(sorted(cls.device_types))}, not on {needs.device.type}"
-        if needs.block_size % cls.block_multiple:
-            return f"its block_size is a multiple of {cls.block_multiple}, not {needs.block_size}"
         return None
 
     @classmethod
     def rank_for(cls, needs: AttentionNeeds) -> int:
-        """Where it depends on what is asked; below 0: only where asked for by name."""
+        """Returns ``rank``, or another where that depends on what is asked. A backend of a rank below 0
+        is taken only where it is asked for by name."""
         del needs
         return cls.rank
 
     @classmethod
+    def reads(cls, store: KVStore) -> bool:
+        """Whether ``store`` has the layout that ``make_store`` makes."""
+        planes = (*store.key, *store.value)
+        are_padded = all(plane.stride(0) % cls.dim_multiple == 0 for plane in planes)
+        return isinstance(store, cls.store_class) and are_padded
+
+    @classmethod
     def bytes_per_block(cls, needs: AttentionNeeds) -> int:
-        return cls.store_class.bytes_per_block(**needs.store_sizes())
+        return cls.store_class.bytes_per_block(**needs.store_sizes(), dim_multiple=cls.dim_multiple)
+
+    @classmethod
+    def make_store(cls, needs: AttentionNeeds, num_blocks: int) -> KVStore:
+        return cls.store_class(
+            num_blocks=num_blocks,
+            device=needs.device,
+            **needs.store_sizes(),
+            dim_multiple=cls.dim_multiple,
+        )
 
     @abstractmethod
     def plan(self, batch: InputBatch, inputs: InputTensors) -> AttentionPlan:
-        """Once per step. ``inputs`` is the batch on the device, valid until the step's end. Rows past
+        """Plans a step. ``inputs`` is the batch on the device, valid until the step's end. Rows past
         those of the requests are padding: nothing is stored for them, and their outputs are finite."""
 
     def reserve(self, bucket: Bucket, most_keys: int, most_nodes: int) -> None:
-        """Keep memory for steps of ``bucket`` whose requests have at most ``most_keys`` tokens, drafts
+        """Keeps memory for steps of ``bucket`` whose requests have at most ``most_keys`` tokens, drafts
         included, and ``most_nodes`` draft nodes: what plans of such steps tell the device lies there
         from then on. For backends that ``can_graph``; before a first step is captured."""
         del bucket, most_keys, most_nodes
@@ -178,9 +194,9 @@ class AttentionBackend(ABC):
     def write(
         self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Store a layer's new rows, free of what would reach beyond their request: a masked key weighs 0,
-        but 0 times NaN is NaN, and so is a product's infinity less infinity. What one request overflows
-        must not reach those who read its blocks masked, beside it or after it."""
+        """Stores a layer's new rows with NaN and infinity replaced by 0 and keys limited. Otherwise one
+        request's overflow could reach others, who read its blocks masked, beside it or after it: a masked
+        key weighs 0, but 0 times NaN is NaN, and so is infinity less infinity."""
         key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
         largest = min(LARGEST_KEY, torch.finfo(key.dtype).max)
         self.store.write(layer, slot_mapping, key.clamp_(-largest, largest), value)
@@ -191,7 +207,8 @@ _Backend = TypeVar("_Backend", bound=type[AttentionBackend])
 
 
 def attention_backend(name: str) -> Callable[[_Backend], _Backend]:
-    """Registers a class under the name that the setting ``attention_backend`` takes."""
+    """Registers a class under the name that the setting ``attention_backend`` takes. Raises ValueError
+    where the name is taken."""
 
     def register(backend: _Backend) -> _Backend:
         if name in _BACKENDS:
@@ -204,14 +221,14 @@ def attention_backend(name: str) -> Callable[[_Backend], _Backend]:
 
 
 def attention_backends() -> Mapping[str, type[AttentionBackend]]:
-    """Those of all files of this folder, by name."""
+    """Returns the backends of all files of this folder, by name."""
     for module in pkgutil.iter_modules(attention.__path__, f"{attention.__name__}."):
         importlib.import_module(module.name)
     return _BACKENDS
 
 
 def check_backend_name(name: str | None) -> None:
-    """Raises ValueError naming what there is."""
+    """Raises ValueError, naming the backends that there are, unless ``name`` is one of them or None."""
     if name is not None and name not in attention_backends():
         known = ", ".join(sorted(_BACKENDS))
         raise ValueError(f"attention_backend: there is no {name!r}; there are {known}")
@@ -220,8 +237,9 @@ def check_backend_name(name: str | None) -> None:
 def choose_backend(
     name: str | None, needs: AttentionNeeds, store: KVStore | None = None, strict: bool = True
 ) -> type[AttentionBackend]:
-    """The one asked for, or the one of the highest rank that serves ``needs`` (over ``store``).
-    ``strict``: no other than the one asked for will do; draft models may take another than their target.
+    """Returns the backend asked for, or the one of the highest rank that serves ``needs`` (over
+    ``store``). ``strict``: no other than the one asked for will do; draft models may take another than
+    their target.
 
     Raises ValueError with the reason where there is none.
     """
@@ -240,20 +258,20 @@ def choose_backend(
 def _refusal(
     backend: type[AttentionBackend], needs: AttentionNeeds, store: KVStore | None
 ) -> str | None:
-    if store is not None and not isinstance(store, backend.store_class):
-        return f"it reads a {backend.store_class.__name__}, not a {type(store).__name__}"
+    if store is not None and not backend.reads(store):
+        return "it does not read a store of this layout"
     return backend.refusal(needs)
 
 
 def build_attention(
     needs: AttentionNeeds, store: KVStore | int, name: str | None = None, strict: bool = True
 ) -> AttentionBackend:
-    """A backend over ``store``, or over a new store of so many blocks. Raises as ``choose_backend``."""
+    """Returns a backend over ``store``, or over a new store of so many blocks. Raises as
+    ``choose_backend``."""
     if not isinstance(store, int):
         return choose_backend(name, needs, store, strict)(store, needs)
     backend = choose_backend(name, needs, strict=strict)
-    made = backend.store_class(num_blocks=store, device=needs.device, **needs.store_sizes())
-    return backend(made, needs)
+    return backend(backend.make_store(needs, store), needs)
 
 
 def slipstream_attention(
@@ -270,7 +288,7 @@ def slipstream_attention(
     slipstream_plan: AttentionPlan | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls; returns ``[1, num_rows, num_heads, value_dim]``.
+    """Answers a layer of a model of transformers: ``[1, num_rows, num_heads, value_dim]``.
 
     Raises RuntimeError where a model does not hand the plan down or brings a mask of its own.
     """

@@ -1,4 +1,4 @@
-"""Branches of draft trees, for backends whose rows read their keys in the order of their text."""
+"""The branches of draft trees, for backends whose rows read their keys in the order of their text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from engine.batch import RequestRows
 
 
 def branches_of(request: RequestRows) -> Iterator[tuple[list[int], list[int]]]:
-    """Paths from the root down, as deep as they go, and which of their nodes no path before has had.
-    Nodes without rows in this step are nobody's."""
+    """Yields paths from the root down, as deep as they go, and which of their nodes have rows in this
+    step and were in no path before."""
     parents = request.parents
     placed = set(range(request.num_stored))
     for start in range(request.num_stored, len(parents)):

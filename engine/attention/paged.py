@@ -3,6 +3,9 @@
 Its loops (``engine.kernels.paged_attention``) give a row the same bits whatever shares its step, on every
 CPU, and a row costs its keys' bytes and its own products. A draft tree's context is read once for all its
 branches; of its own keys each branch reads those that it sees, in the order of their text.
+
+Rows of the store have a multiple of 16 dimensions, with zeros beyond a head's own. Keys of blocks whose
+size is no multiple of 16 are read slot by slot, which is slower.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.attention.backend import (
     LARGEST_KEY,
@@ -36,14 +40,11 @@ _TASKS_PER_THREAD = 2
 
 @attention_backend("paged")
 class PagedAttention(AttentionBackend):
-    """``failures``: see ``verify_exact``; here equal bits are a matter of arithmetic, not of a probe."""
-
     determinisms: ClassVar[frozenset[Determinism]] = frozenset({"exact", "fast"})
     device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu"})
     rank: ClassVar[int] = 1
-    block_multiple: ClassVar[int] = LANES
+    dim_multiple: ClassVar[int] = LANES
     can_capture: ClassVar[bool] = True
-    failures: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         super().__init__(store, needs)
@@ -57,22 +58,17 @@ class PagedAttention(AttentionBackend):
         reason = super().refusal(needs)
         if reason is not None:
             return reason
-        if find_kernel(_KERNEL) is None:
-            return "it needs numba, which is not installed"
         for dtype, known in ((needs.dtype, KINDS), (needs.kv_dtype or needs.dtype, STORED_KINDS)):
             if dtype not in known:
                 return f"it knows no {dtype}"
-        dims = {dim for shape in needs.shapes for dim in (shape.key_dim, shape.value_dim)}
-        odd = sorted(dim for dim in dims if dim % LANES)
-        if odd:
-            return f"its heads' dimensions are multiples of {LANES}, not {odd[0]}"
         return None
 
     def plan(self, batch: InputBatch, inputs: InputTensors) -> PagedPlan:
         return PagedPlan(self, batch, inputs)
 
     def layer(self, number: int, options: AttentionOptions, share: int) -> _Layer:
-        """What does not change from step to step."""
+        """Returns what does not change from step to step. Another takes its place where a layer asks for
+        other options; what is recorded holds the one that it was recorded with."""
         told = self._layers.get(number)
         if told is None or not told.serves(options):
             told = _Layer(self.store, number, options, share, self.needs.dtype)
@@ -94,7 +90,7 @@ class _Layer:
         self._options = options
         self._sinks = None if options.sinks is None else options.sinks.float().contiguous()
         size = keys.element_size()
-        self.dims = (key_dim, values.shape[2])
+        self.dims = (keys.stride(0), values.stride(0))
         self.arguments = np.array(
             [
                 self.num_kv_heads,
@@ -122,7 +118,7 @@ class _Layer:
 
 
 _Shape = tuple[int, int, int, int]
-"""Key heads, query heads, dimensions of keys and of values."""
+"""Key heads, query heads, padded dimensions of keys and of values."""
 
 
 class PagedPlan:
@@ -144,10 +140,12 @@ class PagedPlan:
     ) -> torch.Tensor:
         kernel, backend = find_kernel(_KERNEL), self._backend
         num_rows, num_heads, _ = query.shape
-        query, key, value = (_rows_together(each) for each in (query, key, value))
         told = backend.layer(layer, options, num_heads // key.shape[1])
-        shape = (told.num_kv_heads, num_heads, *told.dims)
-        output = query.new_empty(num_rows, num_heads, told.dims[1])
+        key_dim, value_dim = told.dims
+        query, key = (_padded(each, key_dim) for each in (query, key))
+        own_dim, value = value.shape[2], _padded(value, value_dim)
+        shape = (told.num_kv_heads, num_heads, key_dim, value_dim)
+        output = query.new_empty(num_rows, num_heads, value_dim)
         arguments = backend.arguments
         arguments[kernel.LAYER] = told.arguments
         arguments[kernel.CALL] = [*_lying(query), *_lying(key), *_lying(value), *_lying(output)]
@@ -155,8 +153,8 @@ class PagedPlan:
             asked = (shape, part)
             arguments[kernel.COUNTS] = 0
             arguments[kernel.STEP], num_threads = self.renewed(asked)
-            run(backend.address, num_threads, Renewal(asked, kernel.STEP))
-        return output
+            run(backend.address, num_threads, Renewal(asked, kernel.STEP, told))
+        return output if own_dim == value_dim else output[..., :own_dim]
 
     def renewed(self, key: tuple[_Shape, str]) -> tuple[Any, int]:
         shape, part = key
@@ -174,7 +172,10 @@ class PagedPlan:
         return self._steps[key]
 
 
-def _rows_together(rows: torch.Tensor) -> torch.Tensor:
+def _padded(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Returns rows whose numbers lie together, with zeros up to ``dim`` of them."""
+    if rows.shape[2] < dim:
+        rows = F.pad(rows, (0, dim - rows.shape[2]))
     return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
@@ -197,7 +198,7 @@ class _BranchRows(NamedTuple):
 class _RequestKeys(NamedTuple):
     """Groups of sixteen keys, by their first slot, or by all slots where they do not lie together."""
 
-    common: Sequence[int]
+    common: Sequence[int | Sequence[int]]
     branches: Sequence[_BranchRows]
 
 
@@ -221,11 +222,26 @@ def _keys_of(request: RequestRows, block_size: int) -> _RequestKeys:
     return _RequestKeys(common, branches)
 
 
-def _groups(table: Sequence[int], first: int, end: int, block_size: int) -> list[int]:
-    """First slots of the groups of keys ``first`` .. ``end - 1``; ``first`` begins one."""
+def _groups(
+    table: Sequence[int], first: int, end: int, block_size: int
+) -> Sequence[int | Sequence[int]]:
+    """Groups of the keys number ``first`` .. ``end - 1`` of a text; ``first`` begins one."""
     if block_size == LANES:
         return [block * LANES for block in table[first // LANES : -(-end // LANES)]]
-    return [slot_of(table, key, block_size) for key in range(first, end, LANES)]
+    if block_size % LANES == 0:
+        return [slot_of(table, key, block_size) for key in range(first, end, LANES)]
+    return _grouped([slot_of(table, key, block_size) for key in range(first, end)])
+
+
+def _grouped(slots: list[int]) -> list[int | Sequence[int]]:
+    """Groups of the keys in these slots. The last slot fills up the last group, where nobody sees it."""
+    slots += slots[-1:] * (-len(slots) % LANES)
+    groups: list[int | Sequence[int]] = []
+    for at in range(0, len(slots), LANES):
+        group = slots[at : at + LANES]
+        lies_together = group == list(range(group[0], group[0] + LANES))
+        groups.append(group[0] if lies_together else group)
+    return groups
 
 
 def _branch(
@@ -238,13 +254,7 @@ def _branch(
     rows = [(first_row + node, end - len(mine) + index + 1) for index, node in enumerate(mine)]
     places = [*range(start, root_end), *(root_end + node for node in nodes)]
     slots = [slot_of(request.block_table, place, block_size) for place in places]
-    slots += [slots[-1]] * (-len(slots) % LANES)
-    groups: list[int | Sequence[int]] = []
-    for at in range(0, len(slots), LANES):
-        group = slots[at : at + LANES]
-        lies_together = group[0] % LANES == 0 and group == list(range(group[0], group[0] + LANES))
-        groups.append(group[0] if lies_together else group)
-    return _BranchRows(rows, groups)
+    return _BranchRows(rows, _grouped(slots))
 
 
 # --- tiles ---
@@ -332,10 +342,8 @@ class _Tables:
 
     def add(self, request: _RequestKeys) -> None:
         """Tiles of as many rows as fit, of one branch after another."""
-        common = len(self.groups)
-        num_common = len(request.common)
-        self.groups += request.common
-        owns = [self._own_groups(branch) for branch in request.branches]
+        num_common, common = len(request.common), self._put_groups(request.common)
+        owns = [self._put_groups(branch.groups) for branch in request.branches]
         first_row, first_branch, num_queries = len(self.rows), len(self.branches), 0
         for branch, own in zip(request.branches, owns, strict=True):
             begin = num_queries
@@ -352,9 +360,10 @@ class _Tables:
             self._close_branch(begin, num_queries, own, branch, num_common)
         self._close_tile(first_row, first_branch, num_queries, common, num_common)
 
-    def _own_groups(self, branch: _BranchRows) -> int:
+    def _put_groups(self, groups: Sequence[int | Sequence[int]]) -> int:
+        """Returns where they begin."""
         first = len(self.groups)
-        for group in branch.groups:
+        for group in groups:
             if isinstance(group, int):
                 self.groups.append(group)
             else:

@@ -15,7 +15,8 @@ from engine.kernels import find_kernel
 
 
 class CapturedForward:
-    """A recorded forward. ``recorder`` has no ``reason``; ``output``: what the forward returned."""
+    """A recorded forward. ``recorder`` has no ``reason``, and its calls hold what kernels point to;
+    ``output``: what the forward returned."""
 
     def __init__(self, recorder: Recorder, output: ForwardOutput) -> None:
         self._recorder = recorder
@@ -59,8 +60,9 @@ class _Kernels:
             self._arguments[index, : len(call.arguments)] = call.arguments
             self._nodes[index] = call.address, self._told[index].ctypes.data, call.num_threads
             if call.renewal is not None:
-                key, places = call.renewal
-                renewals.setdefault((key, places.start, places.stop), []).append(index)
+                places = call.renewal.places
+                key = call.renewal.key, places.start, places.stop
+                renewals.setdefault(key, []).append(index)
         self._renewed = [(*key, np.array(rows)) for key, rows in renewals.items()]
 
     def wants_team(self, plan: CapturablePlan) -> bool:

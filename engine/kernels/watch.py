@@ -10,11 +10,13 @@ from typing import NamedTuple, Protocol
 
 
 class Renewal(NamedTuple):
-    """What a kernel's arguments need before it is run again: ``key`` tells the step's plan which numbers
-    go to ``places``, and in how many threads it runs."""
+    """Tells how a kernel's arguments are renewed before it is run again: ``key`` says to the step's plan
+    which numbers go to ``places``, and in how many threads it runs. ``held`` owns memory that the other
+    arguments point to: who may run the kernel again keeps it."""
 
     key: Hashable
     places: slice
+    held: object = None
 
 
 class Watcher(Protocol):

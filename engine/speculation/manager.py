@@ -84,7 +84,9 @@ class Speculation:
         if wanted.draft_strategy == NO_DRAFTER:
             return
         drafter = self.drafters[wanted.draft_strategy]
-        acceptance = new_acceptance(self._estimator, wanted.draft_strategy, request.sampling.verification)
+        acceptance = new_acceptance(
+            self._estimator, wanted.draft_strategy, request.sampling.verification
+        )
         drafting = self._drafting[request_id] = Drafting(drafter, acceptance)
         self._gamma.open(request_id, wanted, Traffic.of(request))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -13,10 +12,9 @@ import pytest
 import torch
 
 from bench.equality import EqualityResult, check_tiny_models
-from bench.gpu.backends import BackendResult, check_backends
+from bench.gpu.backends import BackendResult
 from bench.gpu.products import ProductResult
-from bench.gpu_check import _check_texts, equality_table, fp32_holds, main, product_table
-from worlds.fake_flashinfer import fake_flashinfer
+from bench.gpu_check import equality_table, fp32_holds, main, product_table
 
 GOOD = EqualityResult("m", "ngram", "greedy", 2, 2, 2, num_draft_tokens=9, num_accepted_tokens=4)
 DIFFERENT = replace(GOOD, num_equal=1)
@@ -132,17 +130,6 @@ def test_the_command_passes_here_at_toy_size(tmp_path: Path) -> None:
         "library_product": True,
         "fixed_order_product": True,
     }
-
-
-def test_a_backend_that_knows_few_kinds_of_models_is_checked_on_those() -> None:
-    """Where it is installed, in bf16 and on heads that it has kernels for; fp32 texts are others'."""
-    with fake_flashinfer():
-        results = check_backends(torch.device("cpu"), 24, ["flashinfer"])
-    assert [(each.model, each.dtype, each.determinism) for each in results] == [
-        ("tiny Llama", "bfloat16", "fast")
-    ]
-    assert results[0].holds
-    assert _check_texts(torch.device("cpu"), results, argparse.Namespace(toy=True)) == []
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_exact_is_the_rule_on_a_cpu_and_holds_in_fp32_too(name: str) -> None:
     sizes = {} if name == "gpt2" else {"intermediate_size": 1152}
     wide = build_engine_for(tiny_model(name, **sizes), None, EngineConfig(**SMALL)).info
     assert (wide.determinism, wide.exact_verified) == ("exact", not wide.exact_failed)
-    assert {"attention", "linear layers and other products"} < set(wide.exact_probed)
+    assert "linear layers and other products" in wide.exact_probed
     if is_packable(CPU, torch.float32):
         assert wide.exact_verified
     fast = build_tiny(name, determinism="fast").info
@@ -198,9 +198,7 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("backend", "block_size"), [("paged", 16), ("exact", 4), ("sdpa", 4), ("sdpa", 16)]
-)
+@pytest.mark.parametrize(("backend", "block_size"), [("paged", 16), ("paged", 4), ("sdpa", 4)])
 def test_keys_and_values_in_8_bits_serve_a_text_that_drafts_do_not_change(
     monkeypatch: pytest.MonkeyPatch, backend: str, block_size: int, dtype: torch.dtype
 ) -> None:

@@ -58,49 +58,30 @@ def test_a_written_row_lies_in_its_slot_and_nowhere_else(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gathered_blocks_are_the_slots_of_their_ids_in_order(dtype: torch.dtype) -> None:
-    store = _store(dtype)
+def test_slots_are_gathered_in_any_order_and_repeated(dtype: torch.dtype) -> None:
+    store, slots = _store(dtype), [7, 3, 3, 19]
     _write(store, list(range(NUM_BLOCKS * SIZE)), _rows(NUM_BLOCKS * SIZE))
     for layer in range(NUM_LAYERS):
-        rows = store.rows_of(torch.tensor([3, 0, 3]), HEADS)
-        keys, values = store.gather_blocks(layer, rows)
-        assert keys.shape == (HEADS, 3 * SIZE, DIM_K)
-        assert values.shape == (HEADS, 3 * SIZE, DIM_V)
-        assert keys.dtype == values.dtype == dtype
-        for index, block_id in enumerate((3, 0, 3)):
-            slots = slice(block_id * SIZE, (block_id + 1) * SIZE)
-            places = slice(index * SIZE, (index + 1) * SIZE)
-            assert _bits(keys[:, places].transpose(0, 1)) == _bits(store.key[layer][slots])
-            assert _bits(values[:, places].transpose(0, 1)) == _bits(store.value[layer][slots])
-        out = (torch.empty_like(keys), torch.empty_like(values))
-        into = store.gather_blocks(layer, rows, out)
-        for given, filled, copied in zip(out, into, (keys, values), strict=True):
-            assert filled.data_ptr() == given.data_ptr()
-            assert _bits(given) == _bits(copied)
+        gathered = store.gather(layer, torch.tensor(slots))
+        for got, plane in zip(gathered, (store.key[layer], store.value[layer]), strict=True):
+            assert got.dtype == dtype
+            assert _bits(got.transpose(0, 1)) == _bits(torch.stack([plane[s] for s in slots]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_of_single_slots_are_gathered_in_any_order(dtype: torch.dtype) -> None:
-    store = _store(dtype)
-    _write(store, list(range(NUM_BLOCKS * SIZE)), _rows(NUM_BLOCKS * SIZE))
-    slots = [7, 3, 3, 19]
-    got = store.gather_values(2, store.slot_rows_of(torch.tensor(slots), HEADS))
-    assert got.dtype == dtype
-    assert _bits(got.transpose(0, 1)) == _bits(
-        torch.stack([store.value[2][slot] for slot in slots])
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sliced_blocks_equal_gathered_ones_without_a_copy(dtype: torch.dtype) -> None:
-    store = _store(dtype)
-    _write(store, list(range(NUM_BLOCKS * SIZE)), _rows(NUM_BLOCKS * SIZE))
-    sliced = store.slice_blocks(1, 2, 3)
-    gathered = store.gather_blocks(1, store.rows_of(torch.tensor([2, 3, 4]), HEADS))
-    for view, copy in zip(sliced, gathered, strict=True):
-        assert view.shape == copy.shape
-        assert _bits(view) == _bits(copy)
-    assert sliced[0].data_ptr() == store.key[1][2 * SIZE :].data_ptr()
+def test_padded_rows_hold_the_same_and_zeros(dtype: torch.dtype) -> None:
+    sizes = (NUM_LAYERS, NUM_BLOCKS, SIZE, HEADS, DIM_K, DIM_V, dtype, "cpu")
+    padded, plain, rows = KVStore(*sizes, dim_multiple=16), _store(dtype), _rows(5)
+    for store in (padded, plain):
+        _write(store, [1, 3, 5, 7, 9], rows)
+        store.move(torch.tensor([3, 9]), torch.tensor([0, 3]))
+    _assert_equal_stores(padded, plain)
+    per_block = KVStore.bytes_per_block(NUM_LAYERS, SIZE, HEADS, DIM_K, DIM_V, dtype, 16)
+    assert padded.num_bytes == NUM_BLOCKS * per_block
+    assert per_block == NUM_LAYERS * SIZE * HEADS * (16 + 16) * dtype.itemsize
+    for plane in padded.key + padded.value:
+        whole = plane.as_strided((NUM_BLOCKS * SIZE, HEADS, 16), plane.stride())
+        assert not whole[..., plane.shape[2] :].float().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,10 +147,9 @@ def test_layers_may_differ_in_heads_and_dimensions() -> None:
     for layer in range(3):
         assert torch.equal(store.key[layer][[0, 1, 5]], key[layer][[0, 1, 1]])
         assert torch.equal(store.value[layer][[0, 1, 5]], value[layer][[0, 1, 1]])
-        rows = store.rows_of(torch.tensor([1, 0]), heads[layer])
-        keys, values = store.gather_blocks(layer, rows)
-        assert torch.equal(keys[:, SIZE : SIZE + 2].transpose(0, 1), key[layer])
-        assert torch.equal(values[:, 1], value[layer][1])
+        keys, values = store.gather(layer, torch.tensor([0, 5]))
+        assert torch.equal(keys.transpose(0, 1), key[layer])
+        assert torch.equal(values.transpose(0, 1), value[layer])
     per_block = KVStore.bytes_per_block(3, SIZE, heads, dims_k, dims_v, torch.float32)
     assert store.num_bytes == 2 * per_block == 2 * SIZE * 4 * (8 + 8 + 8 + 8 + 8 + 4)
 

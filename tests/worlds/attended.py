@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from engine.attention.backend import AttentionNeeds, AttentionOptions, KVShape, build_attention
+from engine.attention.backend import (
+    AttentionNeeds,
+    AttentionOptions,
+    KVShape,
+    build_attention,
+    choose_backend,
+)
 from engine.batch import InputBatch, InputBuffers, RequestRows, build_batch, slot_of
 from engine.config import Determinism
 from kvpool.store import KVStore
@@ -17,7 +23,7 @@ from worlds.tiny_models import path_to, scattered_table
 
 CPU = torch.device("cpu")
 PLAIN = AttentionOptions(None, None, None, None)
-NUM_BLOCKS = 240
+NUM_SLOTS = 3840
 Part = tuple[int, int, int, Sequence[int]]
 """Of a step: text, base, known rows, parents."""
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -43,6 +49,7 @@ class World:
         self.needs = AttentionNeeds(determinism, device, dtype, size, [shape], kv_dtype)
         self.backend = backend
         self.size, self.dtype = size, dtype
+        self.num_blocks = NUM_SLOTS // size
         self._shapes = ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
 
     def rows(self, number: int, length: int) -> list[torch.Tensor]:
@@ -54,7 +61,7 @@ class World:
     def tables(self, lengths: Sequence[int]) -> list[list[int]]:
         """Scattered blocks for each of the requests."""
         needed = [-(-length // self.size) for length in lengths]
-        every = scattered_table(3, NUM_BLOCKS, first=0, among=NUM_BLOCKS)
+        every = scattered_table(3, self.num_blocks, first=0, among=self.num_blocks)
         ends = [sum(needed[: index + 1]) for index in range(len(needed))]
         return [every[end - count : end] for end, count in zip(ends, needed, strict=True)]
 
@@ -66,10 +73,13 @@ class World:
     ) -> list[torch.Tensor]:
         """Outputs of each request's rows. ``stored``: of each tree's nodes."""
         store, batch, rows = self.lay(parts, stored)
-        backend = build_attention(self.needs, store, self.backend)
+        backend = self.over(store)
         plan = backend.plan(batch, InputBuffers(self.needs.device, 512).fill(batch))
         output = plan.attend(0, *rows, options).cpu()
         return list(output.split([each.num_rows for each in batch.requests]))
+
+    def over(self, store: KVStore) -> Any:
+        return build_attention(self.needs, store, self.backend)
 
     def lay(
         self, parts: Sequence[Part], stored: int = 0
@@ -77,7 +87,7 @@ class World:
         """A store with what came before the step; its batch; its queries, keys and values. The nodes of a
         tree go on with the rows of its text, one after another."""
         device = self.needs.device
-        store = KVStore(num_blocks=NUM_BLOCKS, device=device, **self.needs.store_sizes())
+        store = choose_backend(self.backend, self.needs).make_store(self.needs, self.num_blocks)
         lengths = [base + known + len(parents) for _, base, known, parents in parts]
         requests, new = [], []
         for (text, base, known, parents), table in zip(parts, self.tables(lengths), strict=True):

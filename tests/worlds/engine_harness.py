@@ -23,7 +23,7 @@ from engine.grammar.constraint import GrammarConstraint
 from engine.kv_events.begin import KvEvents
 from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
-from engine.params import GammaPolicyName, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel

@@ -76,7 +76,7 @@ class Engine(AsyncEngine):
             block_size=sizes.block_size,
             num_parameters=0,
             determinism="exact",
-            attention_backend="sdpa",
+            attention_backend="paged",
             exact_verified=None,
         )
         super().__init__(self.core, info, max_num_open)

@@ -128,7 +128,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "block_size": 16,
         "num_parameters": 7,
         "determinism": "exact",
-        "attention_backend": "exact",
+        "attention_backend": "paged",
         "exact_verified": True,
     }
     return EngineInfo(**(values | changes))

@@ -22,7 +22,7 @@ from engine.attention.backend import (
     build_attention,
     choose_backend,
 )
-from engine.batch import InputBatch, InputTensors, RequestRows, build_batch
+from engine.batch import InputBatch, InputTensors, build_batch
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
 from engine.model.loader import attach_attention
@@ -60,7 +60,7 @@ def test_a_file_in_the_folder_is_a_backend_that_serves_the_same_text(
 ) -> None:
     prompts = [random_ids(1, 9) * 2, random_ids(2, 40), random_ids(3, 4) * 3]
     usual = build_engine_for(tiny_model("llama"), None, EngineConfig(**SMALL))
-    assert usual.info.attention_backend == "exact"
+    assert usual.info.attention_backend == "paged"
     expected, _ = write_all(usual, prompts, 24)
     texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
     register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
@@ -76,7 +76,7 @@ def test_a_file_in_the_folder_is_a_backend_that_serves_the_same_text(
 
 def test_names_that_nothing_has_are_refused_before_a_model_is_loaded() -> None:
     config = EngineConfig(model="/nowhere/at/all", attention_backend="flash")
-    with pytest.raises(ValueError, match=r"no 'flash'; there are exact, .*sdpa"):
+    with pytest.raises(ValueError, match=r"no 'flash'; there are paged, .*sdpa"):
         build_engine(config)
 
 
@@ -84,9 +84,8 @@ def test_names_that_nothing_has_are_refused_before_a_model_is_loaded() -> None:
     ("name", "needs", "reason"),
     [
         ("sdpa", {"determinism": "exact"}, "sdpa: it is for determinism fast, not exact"),
-        ("exact", {}, "exact: it is for determinism exact, not fast"),
-        ("row_by_row", {"device": torch.device("cuda")}, "row_by_row: it runs on cpu, not on cuda"),
-        ("row_by_row", {"block_size": 5}, "block_size is a multiple of 2, not 5"),
+        ("row_by_row", {"device": torch.device("meta")}, "row_by_row: it runs on cpu, not on meta"),
+        ("paged", {"dtype": torch.float64}, "paged: it knows no torch.float64"),
     ],
 )
 @pytest.mark.usefixtures("one_more_file")
@@ -97,7 +96,7 @@ def test_what_a_backend_cannot_serve_is_refused_with_the_reason(
     with pytest.raises(ValueError, match=reason):
         build_attention(wanted, 8, name)
     # A draft model takes another one instead.
-    expected = {"exact": "exact", "fast": "sdpa"}[wanted.determinism]
+    expected = "paged" if wanted == replace(NEEDS, determinism="exact") else "sdpa"
     assert choose_backend(name, wanted, strict=False).name == expected
     assert choose_backend(None, wanted).name == expected
 
@@ -117,16 +116,18 @@ def test_a_backend_brings_the_layout_of_its_store(one_more_file: str) -> None:
     @attention_backend("own")
     class Own(row_by_row):
         store_class = OwnStore
-        rank = 1
+        rank = 2
+
+        dim_multiple = 8
 
     made = build_attention(NEEDS, 6)
     assert (type(made), type(made.store)) == (Own, OwnStore)
     assert (made.store.num_blocks, made.store.block_size, made.store.num_layers) == (6, 4, 2)
-    assert Own.bytes_per_block(NEEDS) == 2 * 2 * (8 + 4) * 4 * 4
+    assert made.store.num_bytes == 6 * Own.bytes_per_block(NEEDS) == 6 * 2 * 2 * (8 + 8) * 4 * 4
     # Over a store of the plain layout it is not taken, and asked for by name refused.
     plain = build_attention(NEEDS, 6, "sdpa").store
     assert build_attention(NEEDS, plain).name == "sdpa"
-    with pytest.raises(ValueError, match="own: it reads a OwnStore, not a KVStore"):
+    with pytest.raises(ValueError, match="own: it does not read a store of this layout"):
         build_attention(NEEDS, plain, "own")
 
 
@@ -170,37 +171,3 @@ def test_inputs_of_equal_steps_reach_a_backend_at_the_same_addresses() -> None:
         base += count
     assert len(watching.addresses) == 5
     assert watching.addresses[1] == watching.addresses[3]
-
-
-@pytest.mark.usefixtures("one_more_file")
-def test_rows_come_back_in_the_batch_s_order_whatever_order_attends() -> None:
-    """Short, long and short requests: long ones attend first and alone, others by their length."""
-    requests = [
-        RequestRows([0] * 2, 2, 30, (), range(0, 8), 2),
-        RequestRows([0] * 40, 40, 0, (), range(8, 18), 40),
-        RequestRows([0] * 5, 1, 90, (-1, -1, 0, 1), range(18, 42), 5),
-        RequestRows([0] * 35, 35, 3, (), range(42, 52), 35),
-        RequestRows([0], 1, 7, (), range(52, 54), 1),
-    ]
-    generator = torch.Generator().manual_seed(1)
-    num_rows = sum(each.num_rows for each in requests)
-    query, key, value = (
-        torch.randn(num_rows, heads, dim, generator=generator)
-        for heads, dim in ((4, 8), (2, 8), (2, 4))
-    )
-    options = backend.AttentionOptions(None, None, None, None)
-    outputs = []
-    for name, determinism in (("row_by_row", "fast"), ("sdpa", "fast"), ("exact", "exact")):
-        needs = replace(NEEDS, determinism=determinism)
-        made = build_attention(needs, 54, name)
-        made.store.key[0].normal_(generator=torch.Generator().manual_seed(2))
-        made.store.value[0].normal_(generator=torch.Generator().manual_seed(3))
-        batch = build_batch(requests, 4)
-        columns = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices)
-        inputs = InputTensors(*(torch.tensor(column) for column in columns))
-        plan: Any = made.plan(batch, inputs)
-        if name == "sdpa":
-            assert plan.order is not None, "the backend attends in another order"
-        outputs.append(plan.attend(0, query, key.clone(), value.clone(), options))
-    for output in outputs[1:]:
-        torch.testing.assert_close(output, outputs[0], rtol=0, atol=1e-5)

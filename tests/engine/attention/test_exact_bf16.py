@@ -48,14 +48,11 @@ def has_bundled_model() -> bool:
     return True
 
 
-# A model, and the attention backend where it is not what an engine takes.
 MODELS = [
     # A down projection longer than 1024, where oneDNN changes its kernel on CPUs without AMX.
     "llama",
-    "llama exact",
     # Soft caps and windows.
     "gemma2",
-    "gemma2 exact",
     pytest.param(
         "bundled",
         marks=pytest.mark.skipif(not has_bundled_model(), reason="no bundled model here"),
@@ -64,8 +61,7 @@ MODELS = [
 
 
 @cache
-def runner_and_text(case: str) -> tuple[ModelRunner, list[int]]:
-    name, _, backend = case.partition(" ")
+def runner_and_text(name: str) -> tuple[ModelRunner, list[int]]:
     if name == "bundled":
         folder = bundled_path("target")
         model = load_model(str(folder), CPU)
@@ -77,7 +73,7 @@ def runner_and_text(case: str) -> tuple[ModelRunner, list[int]]:
         model = tiny_model(name, torch.bfloat16, **sizes)
         generator = torch.Generator().manual_seed(3)
         text = torch.randint(2, 97, (NUM_TOKENS,), generator=generator).tolist()
-    runner = make_runner(model, True, 256, BLOCK_SIZE, backend or None)
+    runner = make_runner(model, True, 256, BLOCK_SIZE)
     assert runner.model.dtype == torch.bfloat16
     assert pack_linears(runner.model, 1024, True).num_layers > 0
     return runner, text

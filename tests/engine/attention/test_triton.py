@@ -18,7 +18,6 @@ from engine.attention.backend import (
     AttentionNeeds,
     AttentionOptions,
     KVShape,
-    build_attention,
     choose_backend,
 )
 from engine.attention.triton import TritonAttention
@@ -157,7 +156,7 @@ def test_how_work_is_divided_leaves_no_trace(determinism: Determinism) -> None:
     outputs, launches = [], set()
     for count, most in ((1, 0), (4, 4096), (64, 4096), (64, 20)):
         store, batch, rows = mine.lay(asked)
-        backend: Any = build_attention(mine.needs, store, "triton")
+        backend: Any = mine.over(store)
         backend.cut = replace(backend.cut, num_programs=count, max_partials=most)
         plan = backend.plan(batch, InputBuffers(DEVICE, 64).fill(batch))
         launches.add(plan.launch)
@@ -241,7 +240,7 @@ def test_steps_planned_into_a_room_differ_in_nothing_but_what_the_buffer_holds(
     bucket, launches = Bucket(14, 3), []
     padded = bucket.num_rows
     store, batch, rows = mine.lay(asked[0])
-    backend: Any = build_attention(mine.needs, store, "triton")
+    backend: Any = mine.over(store)
     programs(backend, 16)
     backend.reserve(bucket, 128, 8)
     addresses = backend.addresses
@@ -272,7 +271,7 @@ def test_steps_planned_into_a_room_differ_in_nothing_but_what_the_buffer_holds(
 def test_a_step_that_does_not_fit_into_its_room_is_refused() -> None:
     mine = world(4, 2, 16, 16)
     store, batch, _ = mine.lay([(0, 70, 1, TREE), (1, 90, 30, ())])
-    backend: Any = build_attention(mine.needs, store, "triton")
+    backend: Any = mine.over(store)
     room = Room.for_steps(backend.cut, 38, num_requests=2, num_keys=128, num_nodes=8)
     assert Work(batch.requests, backend.cut, room).num_items == room.num_items
     for less in (replace(room, num_items=2), replace(room, num_ints=9)):
@@ -283,7 +282,7 @@ def test_a_step_that_does_not_fit_into_its_room_is_refused() -> None:
 def test_a_larger_step_leaves_what_was_reserved_where_it_is() -> None:
     mine = world(4, 2, 16, 16)
     store, batch, _ = mine.lay([(0, 70, 1, TREE), (1, 90, 30, ())])
-    backend: Any = build_attention(mine.needs, store, "triton")
+    backend: Any = mine.over(store)
     bucket = Bucket(batch.num_rows, 2)
     backend.reserve(bucket, 128, 8)
     addresses, kept = backend.addresses, len(backend._ints._pieces[0].tensor)
@@ -307,7 +306,7 @@ def test_a_step_reads_a_request_s_keys_and_values_once(parents: tuple[int, ...])
     mine = world(4, 2, 16, 24, dtype=torch.bfloat16, determinism="fast")
     asked = [(0, 70, 1, parents), (1, 33, 1, parents)]
     store, batch, rows = mine.lay(asked)
-    backend: Any = build_attention(mine.needs, store, "triton")
+    backend: Any = mine.over(store)
     plan = backend.plan(batch, InputBuffers(DEVICE, 64).fill(batch))
     with counting_loads(backend.planes[0]) as counted:
         plan.attend(0, *rows, PLAIN)

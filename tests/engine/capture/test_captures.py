@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -305,8 +307,24 @@ def test_memory_within_a_recording_is_used_again() -> None:
     assert sizes[0] == sizes[1] > 0
 
 
+def test_a_recording_holds_what_its_kernels_point_to() -> None:
+    """A layer that asks for other options meanwhile takes nothing from it."""
+    runner = runner_of(tiny_model("llama"))
+    for seed in range(3):
+        runner.forward(build_batch([chunk(random_ids(seed, 8), 0, 8, tables(0))], SIZE))
+    assert trusted(runner) == 1
+    backend: Any = runner.attention
+    held = [weakref.ref(each) for each in backend._layers.values()]
+    backend._layers.clear()
+    gc.collect()
+    assert all(each() is not None for each in held)
+    runner._replays._close("nothing points to them any more")
+    gc.collect()
+    assert all(each() is None for each in held)
+
+
 def test_what_a_backend_cannot_capture_is_not() -> None:
-    runner = make_runner(tiny_model("llama"), True, block_size=SIZE, attention="exact")
+    runner = make_runner(tiny_model("llama"), False, block_size=SIZE, attention="sdpa")
     assert not runner._replays._is_open
     batch = build_batch([chunk(random_ids(1, 4), 0, 4, tables(0))], SIZE)
     for _ in range(4):

@@ -72,7 +72,7 @@ def test_trees_of_drafts_change_no_text(
     config = EngineConfig(model=saved_model(name, tmp_path), drafters=("none", "oracle"), **SIZES)
     with kept_logits(LeadingRunner) as logits, second.shared(config) as engine:
         written, num_accepted = write_all(engine, PROMPTS, NUM_WRITTEN, ORACLE)
-        assert attention_of(engine.core.runner).store.key_shape(0)[0] == num_kv_heads
+        assert attention_of(engine.core.runner).store.key[0].shape[1] == num_kv_heads
     assert written == expected
     assert num_accepted > NUM_WRITTEN * len(PROMPTS) / 2
     assert engine.info.tensor_parallel_size == 2

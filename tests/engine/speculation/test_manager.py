@@ -405,7 +405,9 @@ def test_drafts_granted_for_certain_are_so_only_while_few_wait() -> None:
 
 def test_a_request_that_never_drafts_is_not_shed() -> None:
     world = World(fake(), shedding=Shedding("all", 1))
-    (scheduled,) = world.draft(world.open("r", replace(FIXED, num_speculative_tokens=0)), num_waiting=9)
+    (scheduled,) = world.draft(
+        world.open("r", replace(FIXED, num_speculative_tokens=0)), num_waiting=9
+    )
     assert scheduled.reason == "client_cap"
 
 

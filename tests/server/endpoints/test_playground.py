@@ -92,4 +92,4 @@ async def test_the_model_card_tells_of_a_chat_and_of_attention(
     async with connect(ScriptedEngine(), byte_tokenizer(template)) as client:
         (card,) = (await client.get("/models")).json()["data"]
     assert card["has_chat_template"] == (template is not None)
-    assert card["attention_backend"] == "exact"
+    assert card["attention_backend"] == "paged"

@@ -25,7 +25,9 @@ def test_fixed_names_what_left_it_empty() -> None:
     candidates = [
         chain_candidate("silent", [], FIXED),
         DraftCandidate("full", "ngram", FIXED, DraftTree(), [], 0),
-        chain_candidate("off", [], SpeculativeParams(adaptive_depth="fixed", num_speculative_tokens=0)),
+        chain_candidate(
+            "off", [], SpeculativeParams(adaptive_depth="fixed", num_speculative_tokens=0)
+        ),
         chain_candidate("short", [0.5], FIXED),
     ]
     grants = controller.grant(candidates, load_of(4))
