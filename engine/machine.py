@@ -45,20 +45,10 @@ def _cgroup_left() -> int:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """bf16 on CPUs that have instructions for it: there packed weights and attention written out are the
-    fastest, whatever the determinism."""
-    return dtype == torch.bfloat16 and is_packable(device, dtype)
-
-
-def is_packable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of this type here."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
+    """Whether these are bf16 and a CPU that has instructions for it: there packed weights and attention
+    written out are the fastest, whatever the determinism."""
+    is_bf16 = device.type == "cpu" and dtype == torch.bfloat16
+    return is_bf16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def has_tiles() -> bool:

@@ -1,4 +1,4 @@
-"""Gives a model fewer and longer passes over its rows, where compiled kernels are to be had."""
+"""Gives a model fewer and longer passes over its rows, by compiled kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 from torch import nn
 
 from engine.model.gated import fuse_gated
-from engine.model.gated_floats import fuse_gated_floats
 from engine.model.norms import fuse_norms
 from engine.model.rotary import fuse_rotary
 
@@ -22,6 +21,6 @@ def fuse(model: nn.Module) -> None:
     counts = {"norms": fuse_norms(model)}
     if devices <= {"cpu"}:
         counts["rotary embeddings"] = fuse_rotary(model)
-        counts["gated networks"] = fuse_gated(model) + fuse_gated_floats(model)
+        counts["gated networks"] = fuse_gated(model)
     found = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     logger.info("in one pass each: %s", found or "nothing")

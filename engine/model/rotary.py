@@ -1,20 +1,22 @@
 """Gives a model's rotary position embeddings one compiled pass each, in place.
 
-transformers' attention modules call a function of that name, some eighteen operations on tensors. A
-model's modules get their forward with another function under the name; the function itself, and other
-models that use it, stay as they are. What rotates otherwise than by halves is seen in what it does.
-"""
+transformers' attention modules call a function of their file by its name, some eighteen operations on
+tensors that take half of a small model's step. transformers has no seam there, and to give its file
+another function would change models that are not the engine's. So a model's own modules get their class's
+forward over a copy of the file's names, in which that name means the compiled pass. What rotates
+otherwise than by halves is seen in what it does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from engine.kernels import KINDS, find_kernel
+from engine.kernels import KINDS
 
 _NAME = "apply_rotary_pos_emb"
 _PROBED_SHAPES = ((3, 5, 64), (1, 2, 32))
@@ -23,56 +25,42 @@ _PROBED_SHAPES = ((3, 5, 64), (1, 2, 32))
 
 @torch.inference_mode()
 def fuse_rotary(model: nn.Module) -> int:
-    """Replace them; returns how many. None without numba."""
-    if find_kernel("rotary") is None:
-        return 0
+    """Replaces them; returns how many."""
     replaced = 0
-    found: dict[Callable[..., Any], bool] = {}
     for module in model.modules():
         forward = type(module).forward
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if not isinstance(forward, FunctionType) or _NAME not in names or "forward" in vars(module):
+        if "forward" in vars(module) or not isinstance(forward, FunctionType):
             continue
-        function = forward.__globals__.get(_NAME)
-        if function is None:
-            continue
-        if function not in found:
-            found[function] = _rotates_halves(function)
-        if found[function]:
-            module.forward = MethodType(_with_rotation(forward, _Rotation(function)), module)
+        function = forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
+        if function is not None and _rotates_halves(function):
+            module.forward = MethodType(_with_name(forward, partial(_rotated, function)), module)
             replaced += 1
     return replaced
 
 
-class _Rotation:
-    """In the function's place; what is not for the kernel is still the function's."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._kernel = find_kernel("rotary")
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        if len(given) != 4 or named or not self._kernel.can_rotate(*given):
-            return self._function(*given, **named)
-        return self._kernel.rotate(*given)
-
-
-def _with_rotation(forward: FunctionType, rotation: _Rotation) -> FunctionType:
-    copy = FunctionType(
-        forward.__code__,
-        forward.__globals__ | {_NAME: rotation},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+def _with_name(forward: FunctionType, rotated: Callable[..., Any]) -> FunctionType:
+    """Returns the same code, for which the name means ``rotated``."""
+    names = {**forward.__globals__, _NAME: rotated}
+    args = forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    copy = FunctionType(*args)
     copy.__kwdefaults__ = forward.__kwdefaults__
-    copy.__annotations__ = forward.__annotations__
     return copy
 
 
+def _rotated(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Stands in ``function``'s place; what is not for the kernel is still the function's."""
+    from engine.kernels.rotary import can_rotate, rotate
+
+    if len(given) != 4 or named or not can_rotate(*given):
+        return function(*given, **named)
+    return rotate(*given)
+
+
+@cache
 def _rotates_halves(function: Callable[..., Any]) -> bool:
     """Whether its results have the bits of the kernel's."""
-    kernel = find_kernel("rotary")
+    from engine.kernels.rotary import rotate
+
     generator = torch.Generator().manual_seed(0)
 
     def drawn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -89,7 +77,7 @@ def _rotates_halves(function: Callable[..., Any]) -> bool:
                 return False
             if not isinstance(expected, tuple) or len(expected) != 2:
                 return False
-            got = kernel.rotate(query, key, *angles)
+            got = rotate(query, key, *angles)
             if not all(_is_same(*pair) for pair in zip(got, expected, strict=True)):
                 return False
     return True

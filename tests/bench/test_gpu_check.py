@@ -22,9 +22,7 @@ RIGHT = BackendResult("m", "b", "exact", "float32", 1e-6, 1e-3, same_bits=True, 
 FAST = replace(RIGHT, determinism="fast", same_bits=False)
 WRONG = replace(RIGHT, error=1e-2)
 TIMES = {1: 2e-3, 64: 3e-3}
-OWN = ProductResult(
-    "fixed_order_product", 64, 8, "bfloat16", (1, 64), 1e-3, TIMES, {1: 1e-3, 64: 3e-3}, True
-)
+OWN = ProductResult(64, 8, "bfloat16", True, 1e-3, TIMES, {1: 1e-3, 64: 3e-3})
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +69,7 @@ def test_table_sums_over_samplings_and_points_at_differences() -> None:
         ([RIGHT, FAST], [OWN], [GOOD, DIFFERENT]),
         ([WRONG, FAST], [OWN], [GOOD]),
         ([], [OWN], [GOOD]),
-        ([RIGHT, FAST], [OWN, replace(OWN, span=(4, 4))], [GOOD]),
+        ([RIGHT, FAST], [OWN, replace(OWN, keeps_bits=False)], [GOOD]),
         ([RIGHT, FAST], [], [GOOD]),
     ],
 )
@@ -92,19 +90,16 @@ def test_command_fails_on_a_difference(
     assert len(document["fp32_equality"]) == (len(texts) if backends else 0)
 
 
-def test_a_product_of_ours_keeps_bits_in_calls_of_any_size_and_the_table_says_what_it_costs() -> (
-    None
-):
-    library = replace(OWN, product="library_product", span=None, is_chosen=False)
-    assert library.holds
-    assert not replace(OWN, span=None).holds
-    assert not replace(OWN, error=0.1).holds
-    first, second = product_table([OWN, library]).splitlines()[2:]
-    assert "1 to 64" in first
+def test_a_product_keeps_bits_in_calls_of_any_size_and_the_table_says_what_it_costs() -> None:
+    wrong = replace(OWN, error=0.1)
+    assert OWN.holds
+    assert not replace(OWN, keeps_bits=False).holds
+    assert not wrong.holds
+    first, second = product_table([OWN, wrong]).splitlines()[2:]
     assert "2.00x" in first
     assert "1.00x" in first
-    assert "taken" in first
-    assert "taken" not in second
+    assert "WRONG" not in first
+    assert "WRONG" in second
 
 
 def test_exact_keeps_a_row_s_bits_and_fast_need_not() -> None:
@@ -126,10 +121,7 @@ def test_the_command_passes_here_at_toy_size(tmp_path: Path) -> None:
     assert {each["backend"] for each in document["backends"]} == {"triton"}
     assert {each["determinism"] for each in document["backends"]} == {"exact", "fast"}
     assert document["fp32_holds"]
-    assert {each["product"]: each["holds"] for each in document["products"]} == {
-        "library_product": True,
-        "fixed_order_product": True,
-    }
+    assert [each["holds"] for each in document["products"]] == [True]
 
 
 @pytest.mark.slow

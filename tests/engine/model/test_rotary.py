@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from engine.model import rotary
+from engine.kernels import rotary as kernel
 from engine.model.loader import prepare_model
-from engine.model.rotary import _Rotation, fuse_rotary
+from engine.model.rotary import _rotated, fuse_rotary
 from worlds.tiny_models import CPU, enlarge, own_logits, random_ids, tiny_model
 
 IDS = random_ids(1, 28)
@@ -27,7 +28,6 @@ def rotations(model: nn.Module) -> list[nn.Module]:
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every call in a rotary embedding's place, whether the kernel took it."""
     calls: list[bool] = []
-    kernel = rotary.find_kernel("rotary")
     decide = kernel.can_rotate
 
     def noted(*parts: torch.Tensor) -> bool:
@@ -90,7 +90,7 @@ def test_so_is_what_is_said_of_other_dimensions_batches_and_types() -> None:
         asked.append(q)
         return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
 
-    rotation = _Rotation(function)
+    rotation = partial(_rotated, function)
     query, key = torch.randn(1, 4, 6, 64), torch.randn(1, 2, 6, 64)
     cos, sin = torch.randn(2, 1, 6, 64)
     rotation(query, key, cos, sin)
@@ -182,10 +182,3 @@ def test_a_second_time_there_is_nothing_left_to_replace() -> None:
     forwards = [vars(each)["forward"] for each in rotations(model)]
     assert fuse_rotary(model) == 0
     assert [vars(each)["forward"] for each in rotations(model)] == forwards
-
-
-def test_without_numba_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotary, "find_kernel", lambda _: None)
-    model = tiny_model("llama", head_dim=32)
-    assert fuse_rotary(model) == 0
-    assert not rotations(model)
