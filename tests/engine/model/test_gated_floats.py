@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.float_dots import has_wide_registers
+from engine.kernels.tiling import has_wide_registers
 from engine.model import linear as linear_module
 from engine.model.gated import is_near
 from engine.model.gated_floats import GatedFloats, fuse_gated_floats

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.float_dots import has_wide_registers
+from engine.kernels.tiling import has_wide_registers
 from engine.kernels.triton.row_ops import row_product
 from engine.machine import can_pack, is_packable
 from engine.model import linear as linear_module
