@@ -23,7 +23,7 @@ from engine.kernels.compiled import Loop, threads_for
 from engine.kernels.exact import fma
 from engine.kernels.float_dots import CHANNELS, add_dots, add_pairs, has_pair_products
 from engine.kernels.int8_rows import ACTIVATIONS, SILU
-from engine.kernels.records import Counter, Float32s, Floats
+from engine.kernels.records import NOWHERE, Counter, Float32s, Floats
 from engine.kernels.tiling import ROWS_AT_ONCE, has_wide_registers, share_of
 
 
@@ -47,24 +47,26 @@ _ROWS_OF_AN_ITEM = 64
 class Arguments(NamedTuple):
     """``rows`` ``[num_rows, in_features]``, ``row`` features apart; ``weights`` ``[num_blocks,
     in_features, 64]``, of which each block has ``width`` channels of ``output``; ``bias`` as blocks have
-    their channels; ``sums``: room for ``[threads, 64, 64]``; ``activation``: of the first half of a
-    block, which its second half is multiplied with, or 0; ``has_pairs``: bf16 is multiplied by pairs."""
+    their channels, or NOWHERE; ``activation``: of the first half of a block, which its second half is
+    multiplied with, or 0; ``has_pairs``: bf16 is multiplied by pairs."""
 
-    num_rows: int
     rows: Floats
-    row: int
-    sums: Float32s
     output: Floats
-    in_features: int
-    out_features: int
     weights: Floats
     bias: Float32s
-    activation: int
+    num_rows: int
+    row: int
+    in_features: int
+    out_features: int
     num_blocks: int
     width: int
+    activation: int
     has_pairs: bool
     next_item: Counter = 0
     num_workers: Counter = 0
+
+
+_room_for_sums = v.room_for(_ROWS_OF_AN_ITEM * CHANNELS)
 
 
 @njit
@@ -121,8 +123,8 @@ def _finish_block(a: Arguments, block: int, first: int, end: int, sums: Any) -> 
 
 
 def _multiply(a: Arguments) -> None:
-    worker = v.fetch_add(a.num_workers, 1)
-    sums = a.sums + CHANNELS * _ROWS_OF_AN_ITEM * worker
+    v.fetch_add(a.num_workers, 1)
+    sums = _room_for_sums()
     num_parts = (a.num_rows + _ROWS_OF_AN_ITEM - 1) // _ROWS_OF_AN_ITEM
     for item in v.shared(a.next_item, a.num_blocks * num_parts):
         block, part = item // num_parts, item % num_parts
@@ -160,18 +162,18 @@ class PackedFloats:
         can_pair = weights.dtype == torch.bfloat16
         has_pairs = can_pair and (has_pair_products() if has_pairs is None else has_pairs)
         width = CHANNELS // 2 if activation else CHANNELS
-        self._fixed = (
-            *(self.in_features, out_features, weights, bias, activation),
-            *(weights.shape[0], width, has_pairs),
-        )
+        self._where = weights, NOWHERE if bias is None else bias
+        self._sizes = self.in_features, out_features, weights.shape[0], width
+        self._how = activation, has_pairs
 
     def times(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows`` ``[num_rows, in_features]``. Returns ``[num_rows, out_features]``."""
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         output = rows.new_empty(len(rows), self.out_features)
         num_threads = threads_for(self.weights.numel())
-        sums = torch.empty(num_threads * CHANNELS * _ROWS_OF_AN_ITEM)
-        told = Arguments(len(rows), rows, rows.stride(0), sums, output, *self._fixed)
+        told = Arguments(
+            rows, output, *self._where, len(rows), rows.stride(0), *self._sizes, *self._how
+        )
         multiply.run(told, num_threads)
         return output
 

@@ -36,7 +36,7 @@ from engine.kernels.integers import (
     multiply_by_channel,
     multiply_by_group,
 )
-from engine.kernels.records import Bytes, Counter, Float32s, Floats
+from engine.kernels.records import NOWHERE, Bytes, Counter, Float32s, Floats
 from engine.kernels.tiling import ROWS_AT_ONCE, share_of
 from engine.kernels.waiting import releasing, wait_until
 
@@ -66,30 +66,29 @@ _BLOCKS_AT_ONCE = 64
 
 
 class Arguments(NamedTuple):
-    """``rows`` to ``gated`` as ``int8_rows`` takes them, and ``records``: room for them in 8 bits.
-    ``weights`` ``[num_blocks, block]`` bytes, of which groups have scales if ``by_group``; ``scales`` and
-    ``bias``: of channels; ``totals``: room for ``[threads, 6, 32]``; ``output`` ``[num_rows, num_blocks *
-    32]``; ``release`` as ``wait_until`` takes it."""
+    """Rows and ``gated`` as ``int8_rows`` takes them; ``records``: room for them in 8 bits, of ``record``
+    bytes each. ``weights`` ``[num_blocks, block]`` bytes, of which groups have scales if ``by_group``;
+    ``scales`` and ``bias`` (or NOWHERE): of channels; ``output`` ``[num_rows, num_blocks * 32]``;
+    ``release`` as ``wait_until`` takes it."""
 
+    rows: Floats
+    gated: Floats
+    output: Floats
+    records: Bytes
+    weights: Bytes
+    scales: Float32s
+    bias: Float32s
     num_rows: int
     num_features: int
-    rows: Floats
     row: int
     activation: int
     other: int
-    gated: Floats
-    records: Bytes
     record: int
-    totals: Float32s
-    output: Floats
     release: int
-    weights: Bytes
     num_blocks: int
     block: int
     group: int
     by_group: bool
-    scales: Float32s
-    bias: Float32s
     next_row: Counter = 0
     num_done: Counter = 0
     next_block: Counter = 0
@@ -146,11 +145,15 @@ def _multiply_block(a: Arguments, block: int, totals: Any) -> None:
         _write(a, block, first, end, totals)
 
 
+_room_for_totals = v.room_for(ROWS_AT_ONCE * CHANNELS)
+
+
 def _multiply(a: Arguments) -> None:
-    worker = v.fetch_add(a.num_workers, 1)
+    v.fetch_add(a.num_workers, 1)
+    totals = _room_for_totals()
     _quantize(a)
     for block in v.shared(a.next_block, a.num_blocks):
-        _multiply_block(a, block, a.totals + CHANNELS * ROWS_AT_ONCE * worker)
+        _multiply_block(a, block, totals)
 
 
 multiply = Loop(_multiply, Arguments, is_long=True)
@@ -181,11 +184,8 @@ class PackedWeights:
         filled = self._num_blocks * CHANNELS
         self._scales = _filled(scales, filled)
         self._bias = None if bias is None else _filled(bias, filled)
-        by_group = group_scales is not None
-        self._fixed = (
-            *(self._packed, self._num_blocks, self._packed.shape[1], group, by_group),
-            *(self._scales, self._bias),
-        )
+        self._where = self._packed, self._scales, NOWHERE if self._bias is None else self._bias
+        self._sizes = self._num_blocks, self._packed.shape[1], group, group_scales is not None
 
     @property
     def num_bytes(self) -> int:
@@ -204,11 +204,11 @@ class PackedWeights:
         record = record_bytes(num_features, self._group)
         records = torch.empty(num_rows * record, dtype=torch.uint8)
         num_threads, width = torch.get_num_threads(), self._num_blocks * CHANNELS
-        totals = torch.empty(num_threads * ROWS_AT_ONCE * CHANNELS)
         output = torch.empty((num_rows, width), dtype=dtype)
         told = Arguments(
-            *(num_rows, num_features, first, rows.stride(0), activation, other, gated),
-            *(records, record, totals, output, releasing(), *self._fixed),
+            *(first, gated, output, records, *self._where),
+            *(num_rows, num_features, rows.stride(0), activation, other),
+            *(record, releasing(), *self._sizes),
         )
         multiply.run(told, num_threads)
         return output if width == self._out_features else output[:, : self._out_features]

@@ -21,7 +21,7 @@ from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop, threads_for
 from engine.kernels.integers import HEADER_BYTES, larger_bits, largest_bits_of, store_int8, to_whole
-from engine.kernels.records import Bytes, Counter, Floats
+from engine.kernels.records import NOWHERE, Bytes, Counter, Floats
 
 ZERO_POINT = 128
 """What is added to weights in 8 bits, for an instruction that multiplies unsigned by signed bytes."""
@@ -70,14 +70,14 @@ class Arguments(NamedTuple):
     """``rows`` ``[num_rows, num_features]``, ``row`` features apart, with what ``Gating`` says of them;
     ``gated``: room for as many, where they are gated; ``group``: features of a group."""
 
+    rows: Floats
+    gated: Floats
+    records: Bytes
     num_rows: int
     num_features: int
-    rows: Floats
     row: int
     activation: int
     other: int
-    gated: Floats
-    records: Bytes
     group: int
     next_row: Counter = 0
 
@@ -151,7 +151,7 @@ def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
     gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
     first, activation, other = gating_of(rows, how)
     arguments = Arguments(
-        *gated.shape, first, rows.stride(0), activation, other, gated, records=None, group=0
+        first, gated, NOWHERE, *gated.shape, rows.stride(0), activation, other, group=0
     )
     gate_all.run(arguments, threads_for(rows.numel()))
     return gated
@@ -165,9 +165,8 @@ def quantize_rows(rows: torch.Tensor, group: int, gate: Gate | None = None) -> t
     records = torch.empty((num_rows, record_bytes(num_features, group)), dtype=torch.uint8)
     first, activation, other = gating_of(rows, gate)
     gated = torch.empty((num_rows, num_features), dtype=rows.dtype) if gate else rows
-    arguments = Arguments(
-        num_rows, num_features, first, rows.stride(0), activation, other, gated, records, group
-    )
+    sizes = num_rows, num_features, rows.stride(0)
+    arguments = Arguments(first, gated, records, *sizes, activation, other, group)
     quantize.run(arguments, threads_for(rows.numel()))
     return records
 

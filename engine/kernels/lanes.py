@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import lower_builtin, overload
 
@@ -268,8 +269,20 @@ float32s, int32s = (
 """The same place, as numbers of that type."""
 
 
+def room_for(count: int) -> Any:
+    """Returns a function for compiled code that returns a place for so many float32, which is there until
+    the function that calls it returns."""
+
+    def emit(builder: Any) -> Any:
+        room = cgutils.alloca_once(builder, ir.ArrayType(FLOAT, count))
+        room.align = _LINE
+        return builder.ptrtoint(room, ir.IntType(64))
+
+    return operation(emit, Pointer(torch.float32))
+
+
 is_none = operation(lambda b, at: b.icmp_signed("==", at, at.type(0)), types.boolean, int_type)
-"""Whether None was given for a tensor."""
+"""Whether NOWHERE was given for a tensor."""
 line_length = operation(
     {each: lambda _b, at, each=each: at.type(_LINE // each.itemsize) for each in _LOADS},
     int_type, int_type,

@@ -49,7 +49,7 @@ Float32s = Annotated[Any, Pointer(torch.float32)]
 Float64s = Annotated[Any, Pointer(torch.float64)]
 Int64s = Annotated[Any, Pointer(torch.int64)]
 Bytes = Annotated[Any, Pointer(torch.uint8)]
-"""Tensors of one type each. All but counters may also be None, which points nowhere."""
+"""Tensors of one type each."""
 
 _NUMBERS = {int: types.int64, bool: types.int64, float: types.float64}
 Dtypes = Any
@@ -57,19 +57,20 @@ Dtypes = Any
 
 
 class Layout:
-    """How arguments that ``declaration`` declares lie in memory: 8 bytes for each field."""
+    """How arguments that ``declaration`` declares lie in memory: tensors, then numbers, of 8 bytes each.
+    Raises a TypeError for a declaration in another order: what a launch takes is what C takes."""
 
     def __init__(self, declaration: Any) -> None:
-        hints = get_type_hints(declaration, include_extras=True)
-        self.places = {name: place for place, name in enumerate(hints)}
-        self.hints = hints
-        self._struct = Struct("".join("d" if hint is float else "q" for hint in hints.values()))
-        self._tensors = [
-            place
-            for place, hint in enumerate(hints.values())
-            if hint not in _NUMBERS and hint != Counter
-        ]
-        self._floats = [name for name, hint in hints.items() if hint == Floats]
+        self.hints = get_type_hints(declaration, include_extras=True)
+        self.places = {name: place for place, name in enumerate(self.hints)}
+        are_numbers = [hint in _NUMBERS or hint == Counter for hint in self.hints.values()]
+        if are_numbers != sorted(are_numbers):
+            raise TypeError(f"{declaration.__qualname__} has a tensor after a number")
+        self._num_tensors = are_numbers.count(False)
+        self._struct = Struct(
+            "".join("d" if hint is float else "q" for hint in self.hints.values())
+        )
+        self._floats = [name for name, hint in self.hints.items() if hint == Floats]
         self._dtypes = attrgetter(*[f"{name}.dtype" for name in self._floats] or ["__class__"])
 
     def type_of(self, name: str, dtypes: Dtypes) -> types.Type:
@@ -85,13 +86,14 @@ class Layout:
     def pack(self, arguments: Any) -> tuple[array[int], Dtypes]:
         """Returns ``arguments`` as compiled code reads them, in an int64 for each field, and what code is
         compiled for."""
-        values = list(arguments)
-        for place in self._tensors:
-            tensor = values[place]
-            values[place] = 0 if tensor is None else tensor.data_ptr()
-        return array("q", self._struct.pack(*values)), self._dtypes(arguments)
+        tensors, numbers = arguments[: self._num_tensors], arguments[self._num_tensors :]
+        told = self._struct.pack(*map(_address_of, tensors), *numbers)
+        return array("q", told), self._dtypes(arguments)
 
 
+_address_of = torch.Tensor.data_ptr
+NOWHERE = torch.empty(0)
+"""Stands for no tensor: compiled code finds it to be at no address."""
 layout_of = cache(Layout)
 
 

@@ -27,11 +27,11 @@ class Arguments(NamedTuple):
     """``rows`` and ``output`` ``[num_rows, num_features]``; ``share``: one over the number of features;
     ``is_rounded``: a row is rounded to its type before it is weighed."""
 
-    num_rows: int
-    num_features: int
     rows: Floats
     weight: Float32s
     output: Floats
+    num_rows: int
+    num_features: int
     epsilon: float
     share: float
     is_rounded: bool
@@ -72,11 +72,11 @@ def rms_norm(
     num_features = rows.shape[-1]
     output = torch.empty_like(rows)
     arguments = Arguments(
-        num_rows=rows.numel() // num_features,
-        num_features=num_features,
         rows=rows,
         weight=weight,
         output=output,
+        num_rows=rows.numel() // num_features,
+        num_features=num_features,
         epsilon=epsilon,
         share=1.0 / num_features,
         is_rounded=is_rounded,

@@ -26,22 +26,22 @@ class Arguments(NamedTuple):
     queries and keys ``[num_rows, heads, 2 * half]``, apart by ``_row`` and ``_head``; turned ones lie
     together."""
 
+    cosines: Floats
+    sines: Floats
+    queries: Floats
+    turned_queries: Floats
+    keys: Floats
+    turned_keys: Floats
     num_rows: int
     half: int
-    cosines: Floats
     cosine_row: int
-    sines: Floats
     sine_row: int
-    queries: Floats
     num_query_heads: int
     query_row: int
     query_head: int
-    turned_queries: Floats
-    keys: Floats
     num_key_heads: int
     key_row: int
     key_head: int
-    turned_keys: Floats
     next_row: Counter = 0
 
 
@@ -107,22 +107,22 @@ def rotate(
     turned_query = query.new_empty(1, num_rows, num_query_heads, dim)
     turned_key = key.new_empty(1, num_rows, key.shape[1], dim)
     arguments = Arguments(
+        cosines=cosines,
+        sines=sines,
+        queries=query,
+        turned_queries=turned_query,
+        keys=key,
+        turned_keys=turned_key,
         num_rows=num_rows,
         half=dim // 2,
-        cosines=cosines,
         cosine_row=cosines.stride(1),
-        sines=sines,
         sine_row=sines.stride(1),
-        queries=query,
         num_query_heads=num_query_heads,
         query_row=query.stride(2),
         query_head=query.stride(1),
-        turned_queries=turned_query,
-        keys=key,
         num_key_heads=key.shape[1],
         key_row=key.stride(2),
         key_head=key.stride(1),
-        turned_keys=turned_key,
     )
     rotate_all.run(arguments, threads_for(query.numel()))
     return turned_query.transpose(1, 2), turned_key.transpose(1, 2)

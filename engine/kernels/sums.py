@@ -23,10 +23,10 @@ _NUMBERS_AT_ONCE = 256 * LANES
 class Arguments(NamedTuple):
     """``left``, ``right`` and ``output``: ``count`` floats each."""
 
-    count: int
     left: Floats
     right: Floats
     output: Floats
+    count: int
     next_part: Counter = 0
 
 
@@ -56,5 +56,5 @@ def recorded_sum(
     left: torch.Tensor, right: torch.Tensor, output: torch.Tensor
 ) -> tuple[Kernel, array[int], int]:
     """Returns the kernel for a sum, what it is told, and in how many threads it runs."""
-    told, dtypes = add_all.layout.pack(Arguments(left.numel(), left, right, output))
+    told, dtypes = add_all.layout.pack(Arguments(left, right, output, left.numel()))
     return add_all.kernel(dtypes), told, threads_for(left.numel())
