@@ -75,16 +75,14 @@ _WEIGHT_SCALE = np.float32(2.0**40)
 
 class Arguments(NamedTuple):
     """``logits`` ``[num_rows, vocab_size]``; of each row ``keys``, ``positions``, ``top_ks`` (0: all
-    tokens), ``temperatures``, ``top_ps``, ``log_min_ps`` and ``tokens``, the result; of each worker
-    ``maxima`` and ``bounds`` of its row's groups, and ``heap`` ``[most_kept]``."""
+    tokens), ``limits`` (temperature, top-p, logarithm of min-p) and ``tokens``, the result; of each
+    worker ``maxima`` and ``bounds`` of its row's groups, and ``heap`` ``[most_kept]``."""
 
     logits: Float32s
     keys: Int64s
     positions: Int64s
     top_ks: Int64s
-    temperatures: Float64s
-    top_ps: Float64s
-    log_min_ps: Float64s
+    limits: Float64s
     tokens: Int64s
     maxima: Float32s
     bounds: Float64s
@@ -264,10 +262,11 @@ def _search(a: Arguments) -> None:
     maxima, bounds = a.maxima + worker * num_groups, a.bounds + worker * num_groups
     for index in v.shared(a.next_row, a.num_rows):
         logits, state = a.logits + index * a.vocab_size, _hash(a.keys[index], a.positions[index])
-        temperature = a.temperatures[index]
+        limits = a.limits + 3 * index
+        temperature, top_p, log_min_p = limits[0], limits[1], limits[2]
         row = _Row(logits, a.vocab_size, state, temperature, padded, maxima, bounds)
         pad(logits, a.vocab_size, padded)
-        token = _search_row(row, a.top_ps[index], a.log_min_ps[index], a.top_ks[index], heap)
+        token = _search_row(row, top_p, log_min_p, a.top_ks[index], heap)
         a.tokens[index] = max(token, 0)
 
 
@@ -288,21 +287,21 @@ def search_rows(
     """
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
-    if num_rows == 0:
-        return tokens
-    temperatures, top_ps, min_ps, top_ks = zip(*limits, strict=True)
-    log_min_ps = [math.log(min_p) if min_p else -math.inf for min_p in min_ps]
-    numbers = (
-        torch.tensor(each, dtype=torch.float64) for each in (temperatures, top_ps, log_min_ps)
+    top_ks = np.array([top_k for *_, top_k in limits], np.int64)
+    numbers = np.array(
+        [
+            (temperature, top_p, math.log(min_p) if min_p else -math.inf)
+            for temperature, top_p, min_p, _ in limits
+        ]
     )
-    num_threads, most_kept = min(num_rows, threads_for(logits.numel())), max(top_ks)
+    given = (torch.from_numpy(each) for each in (keys, positions, top_ks, numbers))
+    num_threads = min(num_rows, threads_for(logits.numel()))
     num_groups = num_threads * num_tiles(vocab_size) * GROUP_TOKENS
-    arguments = Arguments(
-        *(logits, torch.from_numpy(keys), torch.from_numpy(positions), torch.tensor(top_ks)),
-        *(*numbers, tokens, torch.empty(num_groups), torch.empty(num_groups, dtype=torch.float64)),
-        torch.empty(num_threads * most_kept, dtype=torch.int64),
-        *(num_rows, vocab_size, most_kept),
-    )
+    most_kept = int(top_ks.max(initial=0))
+    maxima, bounds = torch.empty(num_groups), torch.empty(num_groups, dtype=torch.float64)
+    heap = torch.empty(num_threads * most_kept, dtype=torch.int64)
+    sizes = num_rows, vocab_size, most_kept
+    arguments = Arguments(logits, *given, tokens, maxima, bounds, heap, *sizes)
     search.run(arguments, num_threads)
     return tokens
 
