@@ -76,7 +76,7 @@ class _Kernels:
             self._nodes[rows, 2] = num_threads
         nodes = self._nodes
         num_threads = min(most_threads, int(nodes[:, 2].max()))
-        self._run_sequence(nodes.ctypes.data, len(nodes), num_threads)
+        self._run_sequence(torch.from_numpy(nodes), num_threads)
 
 
 def _repeat(call: TensorCall) -> None:

@@ -156,8 +156,8 @@ class Recorder(TorchDispatchMode):
         """Sums of residuals are all that is left between a layer's kernels in most models."""
         kernel = find_kernel("sums")
         place = self._memory.filled(result)
-        arguments, num_threads = kernel.sum_arguments(left, right, place)
-        self.calls.append(KernelCall(kernel.add_all.address, arguments, num_threads, None))
+        add, arguments, num_threads = kernel.recorded_sum(left, right, place)
+        self.calls.append(KernelCall(add.address, arguments, num_threads, None))
         return place
 
 

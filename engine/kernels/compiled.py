@@ -25,6 +25,7 @@ import torch
 from numba import cfunc, types
 
 from engine import noise_numbers
+from engine.kernels.records import Dtypes, Record, layout_of
 from engine.kernels.watch import Renewal, watched
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,10 @@ class Kernel:
     """``body`` as machine code, compiled when it is first wanted; it is told ``num_arguments``.
     ``is_long``: other threads of the interpreter go on meanwhile, also where it runs in one thread."""
 
-    def __init__(self, body: Body, num_arguments: int, is_long: bool = False) -> None:
-        self._body = body
+    def __init__(
+        self, body: Body, num_arguments: int, is_long: bool = False, signature: Any = _SIGNATURE
+    ) -> None:
+        self._body, self._signature = body, signature
         self.num_arguments = num_arguments
         # What is over sooner than letting go of the interpreter and taking it again does not.
         self._kind = ctypes.CFUNCTYPE if is_long else ctypes.PYFUNCTYPE
@@ -50,7 +53,7 @@ class Kernel:
         if self._code is not None:
             return
         with _kept() as keep:
-            self._code = cfunc(_SIGNATURE, cache=keep)(self._body)
+            self._code = cfunc(self._signature, cache=keep)(self._body)
         self._call = self._kind(None, ctypes.c_void_p)(self._code.address)
 
     @property
@@ -73,6 +76,33 @@ class Kernel:
             self._call(arguments)
         else:
             team(self._code.address, arguments, num_threads, 0)
+
+
+class Loop:
+    """``body`` as a kernel of arguments that ``declaration`` declares, one for each combination of types
+    of their tensors, compiled when it is first wanted. ``is_long`` as a ``Kernel`` takes it."""
+
+    def __init__(
+        self, body: Callable[[Any], None], declaration: Any, is_long: bool = False
+    ) -> None:
+        self._body, self._declaration, self._is_long = body, declaration, is_long
+        self.layout = layout_of(declaration)
+        self._kernels: dict[Dtypes, Kernel] = {}
+
+    def kernel(self, dtypes: Dtypes) -> Kernel:
+        """The kernel for tensors of ``Floats`` of these types."""
+        found = self._kernels.get(dtypes)
+        if found is None:
+            signature = types.void(Record(self._declaration, dtypes))
+            size = len(self.layout.places)
+            found = Kernel(self._body, size, self._is_long, signature)
+            self._kernels[dtypes] = found
+        return found
+
+    def run(self, arguments: Any, num_threads: int = 1) -> None:
+        """``arguments``: an instance of the declaration, whose tensors outlive the call."""
+        told, dtypes = self.layout.pack(arguments)
+        self.kernel(dtypes).run(told.buffer_info()[0], num_threads)
 
 
 @cache

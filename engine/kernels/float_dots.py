@@ -9,11 +9,12 @@ by one ``fma``, which gives the same bits on every CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features, llvm_version_info
-from numba import config, njit
+from llvmlite.binding import llvm_version_info
 from numba.core import cgutils
 
 from engine.kernels import LANES
@@ -30,37 +31,19 @@ from engine.kernels.instructions import (
     load_float32,
     none_type,
     operation,
-    plus,
     read,
     splatted,
     whole_numbers,
-    write,
 )
+from engine.kernels.tiling import WAITING_ROWS, Emit, Tile, by_rows, called, has_feature
 
 CHANNELS = 64
 """Output channels of a block of packed weights, of which each step's numbers lie together."""
-_WIDTH = CHANNELS // LANES
-
-
-def has_wide_registers() -> bool:
-    """Whether numba compiles for a machine with AVX-512, which has registers for that many sums."""
-    if config.CPU_FEATURES is not None:
-        return "+avx512f" in config.CPU_FEATURES
-    return _has("avx512f")
 
 
 def has_pair_products() -> bool:
-    """Whether it compiles for one that multiplies pairs of bf16, too (AVX512_BF16)."""
-    if config.CPU_NAME or config.CPU_FEATURES:
-        return False  # for another machine than this one: LLVM would give up on what that lacks
-    return _has("avx512bf16")
-
-
-def _has(feature: str) -> bool:
-    try:
-        return bool(get_host_cpu_features().get(feature))
-    except RuntimeError:  # LLVM does not know the machine
-        return False
+    """Whether numba compiles for a machine that multiplies pairs of bf16 (AVX512_BF16)."""
+    return has_feature("avx512bf16")
 
 
 class _BFloat(ir.Type):
@@ -76,21 +59,19 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
-_PAIR_PRODUCT = "llvm.x86.avx512bf16.dpbf16ps.512"
 # LLVM before 16 hands pairs over as whole numbers.
 _PAIRS = ir.VectorType(_BFloat(), 2 * LANES) if llvm_version_info >= (16,) else INTS
-
-_WAITING_ROWS = 2
 
 Parts = list[Any]
 
 
 class _Numbers(NamedTuple):
-    """How numbers of a type are multiplied. ``row_bytes``: of a row's features that one step takes;
-    ``row``: what is at an address there, for all lanes; ``column``: what is at an address of sixteen
-    channels' weights; ``add``: the sum with the products of both."""
+    """How numbers of a type are multiplied. ``features``: of a row that one step takes; ``bytes``:
+    theirs; ``row``: what is at an address there, for all lanes; ``column``: what is at an address of
+    sixteen channels' weights; ``add``: the sum with the products of both."""
 
-    row_bytes: int
+    features: int
+    bytes: int
     row: Callable[[Any, Any], Parts]
     column: Callable[[Any, Any], Parts]
     add: Callable[[Any, Any, Parts, Parts], Any]
@@ -107,8 +88,7 @@ def _row32(builder: Any, address: Any) -> Parts:
 
 
 def _row16(builder: Any, address: Any) -> Parts:
-    halves = read(builder, address, INT16, 2)
-    spread = splatted(builder, halves)
+    spread = splatted(builder, read(builder, address, INT16, 2))
     return [builder.fpext(builder.bitcast(spread, ir.VectorType(ir.HalfType(), LANES)), FLOATS)]
 
 
@@ -128,95 +108,85 @@ def _column_pair(builder: Any, address: Any) -> Any:
 
 
 def _add_pairs(builder: Any, total: Any, row: Parts, column: Parts) -> Any:
-    kind = ir.FunctionType(FLOATS, [FLOATS, _PAIRS, _PAIRS])
-    function = cgutils.get_or_insert_function(builder.module, kind, _PAIR_PRODUCT)
     pairs = [builder.bitcast(each, _PAIRS) for each in (*row, *column)]
-    return builder.call(function, [total, *pairs])
+    return called(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *pairs)
 
 
-_FLOAT32 = _Numbers(4, _row32, lambda b, at: [load_float32(b, at)], _add_each)
-_FLOAT16 = _Numbers(2, _row16, lambda b, at: [load_float16(b, at)], _add_each)
+_FLOAT32 = _Numbers(1, 4, _row32, lambda b, at: [load_float32(b, at)], _add_each)
+_FLOAT16 = _Numbers(1, 2, _row16, lambda b, at: [load_float16(b, at)], _add_each)
 _BFLOAT16 = _Numbers(
-    4, lambda b, at: _both(b, _row_pair(b, at)), lambda b, at: _both(b, _column_pair(b, at)), _add_each
+    2, 4,
+    lambda b, at: _both(b, _row_pair(b, at)), lambda b, at: _both(b, _column_pair(b, at)), _add_each,
 )  # fmt: skip
 _BFLOAT16_PAIRS = _Numbers(
-    4, lambda b, at: [_row_pair(b, at)], lambda b, at: [_column_pair(b, at)], _add_pairs
+    2, 4, lambda b, at: [_row_pair(b, at)], lambda b, at: [_column_pair(b, at)], _add_pairs
 )  # fmt: skip
 
 
-def _dots(numbers: _Numbers, num_rows: int) -> Any:
-    """(rows, bytes from one to the next, weights, how many steps, target, ahead): sums ``[num_rows, 64]``
-    float32 at the target go on. A line is fetched a step of what is read next, from ``ahead`` on, in
-    steps as long as those over the weights: all at once it would be in the way of what is read now. One
-    row or two wait for memory anyway."""
-    column_bytes = LANES * numbers.row_bytes
-
+def _dots(numbers: _Numbers, num_rows: int) -> Emit:
     def emit(
-        builder: Any, rows: Any, stride: Any, weights: Any, count: Any, target: Any, ahead: Any
+        builder: Any, rows: Any, stride: Any, weights: Any, steps: Any, target: Any, ahead: Any
     ) -> None:
-        places = [
-            [plus(builder, target, 4 * (CHANNELS * row + LANES * at)) for at in range(_WIDTH)]
-            for row in range(num_rows)
-        ]
-        sums = [
-            [cgutils.alloca_once_value(builder, load_float32(builder, at)) for at in row]
-            for row in places
-        ]
-        starts = [
-            builder.add(rows, builder.mul(stride, stride.type(row))) for row in range(num_rows)
-        ]
-        with cgutils.for_range(builder, count) as loop:
-            step = builder.mul(loop.index, count.type(_WIDTH * column_bytes))
-            here = builder.add(weights, step)
-            columns = [
-                numbers.column(builder, plus(builder, here, column_bytes * at))
-                for at in range(_WIDTH)
-            ]
-            if num_rows > _WAITING_ROWS:
+        tile = Tile(builder, num_rows, CHANNELS)
+        sums = tile.sums(lambda row, at: load_float32(builder, tile.place(target, row, at)))
+        starts = tile.rows(rows, stride)
+        with cgutils.for_range(builder, steps) as loop:
+            step = builder.mul(loop.index, steps.type(CHANNELS * numbers.bytes))
+            columns = tile.columns(builder.add(weights, step), numbers.bytes, numbers.column)
+            if num_rows > WAITING_ROWS:
                 fetch(builder, builder.add(ahead, step))
-            offset = builder.mul(loop.index, count.type(numbers.row_bytes))
+            offset = builder.mul(loop.index, steps.type(numbers.bytes))
             for start, mine in zip(starts, sums, strict=True):
                 row = numbers.row(builder, builder.add(start, offset))
                 for total, column in zip(mine, columns, strict=True):
                     added = numbers.add(builder, builder.load(total), row, column)
                     builder.store(added, total)
-        for kept, mine in zip(places, sums, strict=True):
-            for at, total in zip(kept, mine, strict=True):
-                write(builder, at, builder.load(total), 4)
+        tile.write(sums, target)
 
-    return operation(emit, none_type, *[int_type] * 6)
+    return emit
 
 
-ROWS_AT_ONCE = 6
-"""Rows that there are registers for: 24 sums, four columns, and what is multiplied with them."""
+def _dots_of(numbers: _Numbers) -> Emit:
+    def emit(
+        builder: Any, rows: Any, num_rows: Any, stride: Any, features: Any, weights: Any,
+        ahead: Any, target: Any,
+    ) -> None:  # fmt: skip
+        kind = features.type
+        steps = builder.udiv(features, kind(numbers.features))
+        stride = builder.mul(stride, kind(numbers.bytes // numbers.features))
+        by_rows(
+            partial(_dots, numbers), builder, num_rows, rows, stride, weights, steps, target, ahead
+        )
+
+    return emit
 
 
-def _dots_of(numbers: _Numbers) -> Any:
-    """(how many rows, up to six, and what ``_dots`` takes)."""
-    one, two, three, four, five, six = (
-        _dots(numbers, count) for count in range(1, ROWS_AT_ONCE + 1)
-    )
-
-    @njit
-    def dots(
-        count: int, rows: int, stride: int, weights: int, steps: int, sums: int, ahead: int
-    ) -> None:
-        if count == 1:
-            one(rows, stride, weights, steps, sums, ahead)
-        elif count == 2:
-            two(rows, stride, weights, steps, sums, ahead)
-        elif count == 3:
-            three(rows, stride, weights, steps, sums, ahead)
-        elif count == 4:
-            four(rows, stride, weights, steps, sums, ahead)
-        elif count == 5:
-            five(rows, stride, weights, steps, sums, ahead)
-        else:
-            six(rows, stride, weights, steps, sums, ahead)
-
-    return dots
+_ARGUMENTS = [int_type] * 7
+add_dots = operation(
+    {
+        torch.float32: _dots_of(_FLOAT32),
+        torch.float16: _dots_of(_FLOAT16),
+        torch.bfloat16: _dots_of(_BFLOAT16),
+    },
+    none_type, *_ARGUMENTS,
+)  # fmt: skip
+"""(rows, how many, features from one to the next, how many features, weights, ahead, target): products
+are added to ``[rows, 64]`` float32 at the target. A line is fetched a step of what is read next, from
+``ahead`` on, in steps as long as those over the weights: all at once it would be in the way of what is
+read now."""
 
 
-dots_float32, dots_float16, dots_bfloat16 = map(_dots_of, (_FLOAT32, _FLOAT16, _BFLOAT16))
+def _no_dots(*_values: Any) -> None:
+    pass
+
+
 # What the machine lacks is never called; it has to be compiled all the same.
-dots_pairs = _dots_of(_BFLOAT16_PAIRS if has_pair_products() else _BFLOAT16)
+add_pairs = operation(
+    {
+        torch.float32: _no_dots,
+        torch.float16: _no_dots,
+        torch.bfloat16: _dots_of(_BFLOAT16_PAIRS if has_pair_products() else _BFLOAT16),
+    },
+    none_type, *_ARGUMENTS,
+)  # fmt: skip
+"""The same of bf16, by pairs."""

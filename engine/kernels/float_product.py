@@ -11,165 +11,137 @@ activation and product of the two are done where the sums are rounded.
 
 from __future__ import annotations
 
-from array import array
-from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numba import njit
 
-from engine.kernels import BFLOAT16, FLOAT16, KINDS, LANES
-from engine.kernels.compiled import Kernel, threads_for
-from engine.kernels.float_dots import (
-    CHANNELS,
-    ROWS_AT_ONCE,
-    dots_bfloat16,
-    dots_float16,
-    dots_float32,
-    dots_pairs,
-    has_pair_products,
-    has_wide_registers,
-)
+from engine.kernels import KINDS, LANES
+from engine.kernels import lanes as v
+from engine.kernels.compiled import Loop, threads_for
+from engine.kernels.exact import fma
+from engine.kernels.float_dots import CHANNELS, add_dots, add_pairs, has_pair_products
 from engine.kernels.int8_rows import ACTIVATIONS, SILU
-from engine.kernels.lanes import (
-    add,
-    argument,
-    fetch_add,
-    gelu_tanh,
-    itemsize_of,
-    load32,
-    mul,
-    read_shared,
-    rounded,
-    silu,
-    store,
-    store_zeros,
-)
+from engine.kernels.records import NOWHERE, Counter, Float32s, Floats
+from engine.kernels.tiling import ROWS_AT_ONCE, has_wide_registers, share_of
 
+
+def reference(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns ``rows`` ``[num_rows, in_features]`` times ``weight`` ``[out_features, in_features]``, not
+    by pairs: one fma after another, the bias, and one rounding to the rows' type."""
+    sums = torch.zeros(len(rows), len(weight))
+    for feature in range(rows.shape[1]):
+        sums = fma(rows[:, feature, None].float(), weight[None, :, feature].float(), sums)
+    return (sums if bias is None else sums + bias.float()).to(rows.dtype)
+
+
+_ZERO = np.float32(0.0)
 _FEATURES_AT_ONCE = 256
 """Of a block: so much of it stays in the nearest cache while rows are multiplied with it."""
-_LINE, _LINES_OF_A_STEP = 64, 4
+_LINES_OF_A_STEP = 4
 _ROWS_OF_AN_ITEM = 64
 """Rows that a thread takes on at a time: layers with few blocks are shared out by rows, too."""
 
 
-class Arg(IntEnum):
-    """Numbers, and addresses; strides in bytes. HAS_PAIRS: bf16 is multiplied by pairs; BLOCKS: how many,
-    of which each has WIDTH channels of the output; BIAS float32 as blocks have their channels, or 0;
-    PARTS float32, ``[threads, 64, 64]``; ACTIVATION: of the first half of a block, which its second half
-    is multiplied with, or 0."""
+class Arguments(NamedTuple):
+    """``rows`` ``[num_rows, in_features]``, ``row`` features apart; ``weights`` ``[num_blocks,
+    in_features, 64]``, of which each block has ``width`` channels of ``output``; ``bias`` as blocks have
+    their channels, or NOWHERE; ``activation``: of the first half of a block, which its second half is
+    multiplied with, or 0; ``has_pairs``: bf16 is multiplied by pairs."""
 
-    NEXT_ITEM = 0
-    NUM_WORKERS = 1
-    NUM_ROWS = 2
-    IN_FEATURES = 3
-    OUT_FEATURES = 4
-    KIND = 5
-    HAS_PAIRS = 6
-    ROWS = 7
-    ROW = 8
-    WEIGHTS = 9
-    BIAS = 10
-    PARTS = 11
-    OUTPUT = 12
-    ACTIVATION = 13
-    BLOCKS = 14
-    WIDTH = 15
+    rows: Floats
+    output: Floats
+    weights: Floats
+    bias: Float32s
+    num_rows: int
+    row: int
+    in_features: int
+    out_features: int
+    num_blocks: int
+    width: int
+    activation: int
+    has_pairs: bool
+    next_item: Counter = 0
+    num_workers: Counter = 0
 
 
-@njit
-def _add_dots(
-    p: int, count: int, rows: int, weights: int, num_features: int, sums: int, ahead: int
-) -> None:
-    kind, stride = argument(p, Arg.KIND), argument(p, Arg.ROW)
-    if kind == BFLOAT16 and argument(p, Arg.HAS_PAIRS) != 0:
-        dots_pairs(count, rows, stride, weights, num_features // 2, sums, ahead)
-    elif kind == BFLOAT16:
-        dots_bfloat16(count, rows, stride, weights, num_features // 2, sums, ahead)
-    elif kind == FLOAT16:
-        dots_float16(count, rows, stride, weights, num_features, sums, ahead)
-    else:
-        dots_float32(count, rows, stride, weights, num_features, sums, ahead)
+_room_for_sums = v.room_for(_ROWS_OF_AN_ITEM * CHANNELS)
 
 
 @njit
 def _add_block(
-    p: int, first_row: int, num_rows: int, weights: int, following: int, sums: int
+    a: Arguments, first_row: int, num_rows: int, weights: Any, following: Any, sums: Any
 ) -> None:
     """So many rows' products with a block of channels: as many rows at once as there are registers
     for, evenly. While they are multiplied with a part of the block the next part is fetched, or the
     first one of the block that is ``following``, in the first passes: a line of four in each step."""
-    num_features, itemsize = argument(p, Arg.IN_FEATURES), itemsize_of(argument(p, Arg.KIND))
-    rows = argument(p, Arg.ROWS) + first_row * argument(p, Arg.ROW)
-    num_groups = (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
     for at in range(0, CHANNELS * num_rows, LANES):
-        store_zeros(sums + 4 * at)
-    for first in range(0, num_features, _FEATURES_AT_ONCE):
+        v.store(sums, at, v.splat(_ZERO))
+    num_groups = (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+    for first in range(0, a.in_features, _FEATURES_AT_ONCE):
         last = first + _FEATURES_AT_ONCE
-        ahead = weights + CHANNELS * itemsize * last if last < num_features else following
-        here = weights + CHANNELS * itemsize * first
+        here, num_features = weights + CHANNELS * first, min(last, a.in_features) - first
+        ahead = weights + CHANNELS * last if last < a.in_features else following
         for group in range(num_groups):
-            lines = ahead + _LINE * group if group < _LINES_OF_A_STEP else here
-            row, end = num_rows * group // num_groups, num_rows * (group + 1) // num_groups
-            _add_dots(
-                p, end - row, rows + row * argument(p, Arg.ROW) + itemsize * first,
-                here, min(_FEATURES_AT_ONCE, num_features - first), sums + 4 * CHANNELS * row, lines,
-            )  # fmt: skip
+            lines = ahead + group * v.line_length(ahead) if group < _LINES_OF_A_STEP else here
+            row, end = share_of(num_rows, num_groups, group)
+            rows, mine = a.rows + (first_row + row) * a.row + first, sums + CHANNELS * row
+            if a.has_pairs:
+                add_pairs(rows, end - row, a.row, num_features, here, lines, mine)
+            else:
+                add_dots(rows, end - row, a.row, num_features, here, lines, mine)
 
 
 @njit
-def _sum_at(kind: int, sums: int, bias: int, at: int) -> Any:
-    value = load32(sums + 4 * at)
-    return rounded(kind, value if bias == 0 else add(value, load32(bias + 4 * at)))
-
-
-@njit
-def _finish(p: int, sums: int, bias: int, target: int) -> None:
+def _finish(a: Arguments, sums: Any, bias: Any, target: Any) -> None:
     """Sums of a row and block, plus bias, are rounded; of gated ones the activation is, too."""
-    kind, activation = argument(p, Arg.KIND), argument(p, Arg.ACTIVATION)
-    for at in range(0, argument(p, Arg.WIDTH), LANES):
-        value = _sum_at(kind, sums, bias, at)
-        if activation != 0:
-            value = rounded(kind, silu(value) if activation == SILU else gelu_tanh(value))
-            value = mul(value, _sum_at(kind, sums, bias, at + CHANNELS // 2))
-        store(kind, target + itemsize_of(kind) * at, value)
+    for at in range(0, a.width, LANES):
+        value = _rounded_sum(sums, bias, at, target)
+        if a.activation != 0:
+            value = v.silu(value) if a.activation == SILU else v.gelu_tanh(value)
+            other = _rounded_sum(sums, bias, at + CHANNELS // 2, target)
+            value = v.rounded(target, value) * other
+        v.store(target, at, value)
 
 
 @njit
-def _finish_block(p: int, block: int, first: int, end: int, sums: int) -> None:
+def _rounded_sum(sums: Any, bias: Any, at: int, target: Any) -> Any:
+    value = v.load(sums, at)
+    return v.rounded(target, value if v.is_none(bias) else value + v.load(bias, at))
+
+
+@njit
+def _finish_block(a: Arguments, block: int, first: int, end: int, sums: Any) -> None:
     """Of rows from ``first`` to before ``end``. The last block ends with the last channel; those that
     the one before has, too, are equal."""
-    out_features, width = argument(p, Arg.OUT_FEATURES), argument(p, Arg.WIDTH)
-    channel, bias = min(width * block, out_features - width), argument(p, Arg.BIAS)
-    if bias != 0:
-        bias += 4 * CHANNELS * block
+    channel = min(a.width * block, a.out_features - a.width)
+    bias = a.bias if v.is_none(a.bias) else a.bias + CHANNELS * block
     for row in range(first, end):
-        at = itemsize_of(argument(p, Arg.KIND)) * (row * out_features + channel)
-        _finish(p, sums + 4 * CHANNELS * (row - first), bias, argument(p, Arg.OUTPUT) + at)
+        target = a.output + (row * a.out_features + channel)
+        _finish(a, sums + CHANNELS * (row - first), bias, target)
 
 
-def _multiply(p: int) -> None:
-    num_rows, num_blocks = argument(p, Arg.NUM_ROWS), argument(p, Arg.BLOCKS)
-    worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
-    sums = argument(p, Arg.PARTS) + 4 * CHANNELS * _ROWS_OF_AN_ITEM * worker
-    num_parts = (num_rows + _ROWS_OF_AN_ITEM - 1) // _ROWS_OF_AN_ITEM
-    block_bytes = CHANNELS * argument(p, Arg.IN_FEATURES) * itemsize_of(argument(p, Arg.KIND))
-    while True:
-        item = fetch_add(p + 8 * Arg.NEXT_ITEM, 1)
-        if item >= num_blocks * num_parts:
-            break
+def _multiply(a: Arguments) -> None:
+    v.fetch_add(a.num_workers, 1)
+    sums = _room_for_sums()
+    num_parts = (a.num_rows + _ROWS_OF_AN_ITEM - 1) // _ROWS_OF_AN_ITEM
+    for item in v.shared(a.next_item, a.num_blocks * num_parts):
         block, part = item // num_parts, item % num_parts
-        first, end = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+        first, end = share_of(a.num_rows, num_parts, part)
         # Where all threads are as fast, the one that this one takes next.
-        following = (item + read_shared(p + 8 * Arg.NUM_WORKERS)) // num_parts
-        weights = argument(p, Arg.WEIGHTS) + block * block_bytes
-        step = (following - block) * block_bytes if following < num_blocks else 0
-        _add_block(p, first, end - first, weights, weights + step, sums)
-        _finish_block(p, block, first, end, sums)
+        following = (item + v.read_shared(a.num_workers)) // num_parts
+        if following >= a.num_blocks:
+            following = block
+        size = CHANNELS * a.in_features
+        _add_block(
+            a, first, end - first, a.weights + block * size, a.weights + following * size, sums
+        )
+        _finish_block(a, block, first, end, sums)
 
 
-multiply = Kernel(_multiply, len(Arg), is_long=True)
-"""Rows times the weights: OUTPUT."""
+multiply = Loop(_multiply, Arguments, is_long=True)
+"""Writes rows times the weights."""
 
 
 class PackedFloats:
@@ -187,28 +159,22 @@ class PackedFloats:
     ) -> None:
         self.weights, self.bias = weights, bias
         self.in_features, self.out_features = weights.shape[1] * weights.shape[3], out_features
-        self._has_pairs = has_pair_products() if has_pairs is None else has_pairs
+        can_pair = weights.dtype == torch.bfloat16
+        has_pairs = can_pair and (has_pair_products() if has_pairs is None else has_pairs)
         width = CHANNELS // 2 if activation else CHANNELS
-        bias_at = 0 if bias is None else bias.data_ptr()
-        self._sizes = self.in_features, out_features, KINDS[weights.dtype], self._has_pairs
-        self._where = weights.data_ptr(), bias_at
-        self._how = activation, weights.shape[0], width
+        self._where = weights, NOWHERE if bias is None else bias
+        self._sizes = self.in_features, out_features, weights.shape[0], width
+        self._how = activation, has_pairs
 
     def times(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows`` ``[num_rows, in_features]``. Returns ``[num_rows, out_features]``."""
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         output = rows.new_empty(len(rows), self.out_features)
         num_threads = threads_for(self.weights.numel())
-        parts = torch.empty(num_threads * CHANNELS * _ROWS_OF_AN_ITEM)
-        told = array(
-            "q",
-            [
-                *(0, 0, len(rows), *self._sizes),
-                *(rows.data_ptr(), rows.stride(0) * rows.element_size(), *self._where),
-                *(parts.data_ptr(), output.data_ptr(), *self._how),
-            ],
+        told = Arguments(
+            rows, output, *self._where, len(rows), rows.stride(0), *self._sizes, *self._how
         )
-        multiply.run(told.buffer_info()[0], num_threads)
+        multiply.run(told, num_threads)
         return output
 
 

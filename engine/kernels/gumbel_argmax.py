@@ -8,49 +8,27 @@ groups that could hold the winner are looked at token by token.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
-from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import njit
 
 from engine.kernels import LANES
-from engine.kernels.compiled import Kernel, threads_for
-from engine.kernels.lanes import (
-    argument,
-    bits_of,
-    div,
-    exp,
-    fetch_add,
-    first_of,
-    load32,
-    mul,
-    only_above,
-    only_from,
-    read_double,
-    read_float,
-    read_int,
-    splat,
-    store32,
-    sub,
-    whole_sum,
-    write_double,
-    write_float,
-    write_int,
-)
+from engine.kernels import lanes as v
+from engine.kernels.compiled import Loop, threads_for
 from engine.kernels.largest_logits import NO_KEY, keep_largest, token_of
 from engine.kernels.logit_tiles import (
     LOWEST,
-    MEMBER_BYTES,
-    TILE_BYTES,
+    count_tiles,
     find_maxima,
     num_tiles,
     pad,
+    room_for_tile,
     tile_at,
 )
+from engine.kernels.records import Counter, Float32s, Float64s, Int64s
 from engine.noise_numbers import (
     GOLDEN,
     GROUP_COUNTER,
@@ -63,6 +41,29 @@ from engine.noise_numbers import (
     signed,
 )
 
+
+def reference(
+    logits: np.ndarray,
+    noise: np.ndarray,
+    temperature: float,
+    top_p: float,
+    min_p: float,
+    top_k: int,
+) -> int:
+    """Returns the winner among a row's ``logits``, float32, with the ``noise`` of its tokens. Of the
+    best score down, the first token that is among the ``top_k`` largest, whose probability is at least
+    ``min_p`` times the largest, and above which less than ``top_p`` of the ``top_k`` lies."""
+    scaled = logits.astype(np.float64) / temperature
+    kth = np.sort(logits)[-top_k] if 0 < top_k < len(logits) else LOWEST
+    floor = max(kth / temperature, scaled.max() + (math.log(min_p) if min_p else -math.inf))
+    weights = np.where(logits >= kth, np.exp(scaled - scaled.max()), 0.0)
+    for token in np.argsort(-(scaled + noise), kind="stable"):
+        above = weights[logits > logits[token]].sum()
+        if scaled[token] >= floor and (above == 0 or above < top_p * weights.sum()):
+            return int(token)
+    return 0
+
+
 _GOLDEN, _MIX1, _MIX2 = signed(GOLDEN), signed(MIX1), signed(MIX2)
 _MANTISSA = (1 << MANTISSA_BITS) - 1
 _BIAS = 1023 + MANTISSA_BITS
@@ -72,26 +73,25 @@ _SLACK = 1e-3
 _WEIGHT_SCALE = np.float32(2.0**40)
 
 
-class Arg(IntEnum):
-    """Numbers, and addresses: LOGITS float32, LOGITS_ROW bytes from row to row; of each row KEYS,
-    POSITIONS and TOP_KS int64 (0: all tokens), TEMPERATURES, TOP_PS and LOG_MIN_PS float64, and TOKENS,
-    int64, the result. SCRATCH_BYTES: of each worker."""
+class Arguments(NamedTuple):
+    """``logits`` ``[num_rows, vocab_size]``; of each row ``keys``, ``positions``, ``top_ks`` (0: all
+    tokens), ``limits`` (temperature, top-p, logarithm of min-p) and ``tokens``, the result; of each
+    worker ``maxima`` and ``bounds`` of its row's groups, and ``heap`` ``[most_kept]``."""
 
-    NEXT_ROW = 0
-    NUM_WORKERS = 1
-    NUM_ROWS = 2
-    VOCAB_SIZE = 3
-    LOGITS = 4
-    LOGITS_ROW = 5
-    KEYS = 6
-    POSITIONS = 7
-    TOP_KS = 8
-    TEMPERATURES = 9
-    TOP_PS = 10
-    LOG_MIN_PS = 11
-    TOKENS = 12
-    SCRATCH = 13
-    SCRATCH_BYTES = 14
+    logits: Float32s
+    keys: Int64s
+    positions: Int64s
+    top_ks: Int64s
+    limits: Float64s
+    tokens: Int64s
+    maxima: Float32s
+    bounds: Float64s
+    heap: Int64s
+    num_rows: int
+    vocab_size: int
+    most_kept: int
+    next_row: Counter = 0
+    num_workers: Counter = 0
 
 
 # --- noise ---
@@ -125,27 +125,42 @@ def _exponential(bits: int) -> float:
 def _most_noise(bits: int) -> float:
     """No noise of a group with this hash is larger: an arrival is at least the uniform number that it
     comes from, over 32, and a logarithm to base 2 at least the exponent plus the fraction."""
-    least_log2 = float(bits_of(_unit(bits))) * UNIT - _BIAS
+    least_log2 = float(v.bits_of(_unit(bits))) * UNIT - _BIAS
     return _LN2 * (5.0 - least_log2) + _SLACK
 
 
 # --- bounds ---
 
 
+class _Row(NamedTuple):
+    """A row that is searched, and what is known of it: ``state``, what its noise is hashed from; its last
+    tile ``padded``; ``maxima`` and ``bounds``: of its groups the largest logit, and of scores."""
+
+    logits: Any
+    vocab_size: int
+    state: int
+    temperature: float
+    padded: Any
+    maxima: Any
+    bounds: Any
+
+
+@njit(inline="always")
+def _tile(row: _Row, tile: int) -> Any:
+    return tile_at(row.logits, row.vocab_size, tile, row.padded)
+
+
 @njit
-def _bound(
-    logits: int, vocab_size: int, state: int, temperature: float,
-    padded: int, maxima: int, bounds: int,
-) -> tuple[Any, int]:  # fmt: skip
+def _bound(row: _Row) -> tuple[Any, int]:
     """Bounds of all groups' scores; returns the largest logit and the group with the best bound."""
     top, best, best_group = LOWEST, -np.inf, 0
-    for tile in range(num_tiles(vocab_size)):
+    for tile in range(count_tiles(row.vocab_size)):
         first = tile * GROUP_TOKENS
-        find_maxima(tile_at(logits, vocab_size, tile, padded), maxima + 4 * first)
+        find_maxima(_tile(row, tile), row.maxima + first)
         for group in range(first, first + GROUP_TOKENS):
-            most = read_float(maxima + 4 * group)
-            bound = float(most) / temperature + _most_noise(_hash(state, group + GROUP_COUNTER))
-            write_double(bounds + 8 * group, bound)
+            most, bits = row.maxima[group], _hash(row.state, group + GROUP_COUNTER)
+            bound = float(most) / row.temperature + _most_noise(bits)
+            row.bounds[group] = bound
             top = max(top, most)
             if bound > best:
                 best, best_group = bound, group
@@ -157,22 +172,23 @@ def _bound(
 
 @njit
 def _best_of_group(
-    tile: int, group: int, state: int, temperature: float, floor: float, best: float, token: int
+    row: _Row, group: int, floor: float, best: float, token: int
 ) -> tuple[float, int]:
     """``best`` and ``token``, unless a token of the group beats them. The lowest token among equals."""
-    bits = _hash(state, group + GROUP_COUNTER)
+    bits = _hash(row.state, group + GROUP_COUNTER)
     first_arrival = _exponential(bits) / GROUP_TOKENS
     most_noise = float(np.float32(-math.log(first_arrival)))
-    earliest = bits & (GROUP_TOKENS - 1)
-    lane = group % GROUP_TOKENS
-    first_token = group // GROUP_TOKENS * TILE_TOKENS + lane
+    earliest, lane = bits & (GROUP_TOKENS - 1), group % GROUP_TOKENS
+    tile = group // GROUP_TOKENS
+    logits, first_token = _tile(row, tile), tile * TILE_TOKENS
     for member in range(GROUP_TOKENS):
-        scaled = float(read_float(tile + member * MEMBER_BYTES + 4 * lane)) / temperature
+        at = member * GROUP_TOKENS + lane
+        scaled = float(logits[at]) / row.temperature
         if scaled < floor or not scaled + most_noise >= best:
             continue
-        candidate, noise = first_token + GROUP_TOKENS * member, most_noise
+        candidate, noise = first_token + at, most_noise
         if member != earliest:
-            arrival = _exponential(_hash(state, candidate)) + first_arrival
+            arrival = _exponential(_hash(row.state, candidate)) + first_arrival
             noise = float(np.float32(-math.log(arrival)))
         score = scaled + noise
         if score > best or (score == best and candidate < token):
@@ -181,97 +197,81 @@ def _best_of_group(
 
 
 @njit
-def _winner(
-    logits: int, vocab_size: int, state: int, temperature: float, floor: float,
-    first: int, padded: int, maxima: int, bounds: int,
-) -> int:  # fmt: skip
+def _winner(row: _Row, floor: float, first: int) -> int:
     """The token with the best score among those that reach the floor; -1: none does. ``first``: the group
     to begin with."""
-    tile = tile_at(logits, vocab_size, first // GROUP_TOKENS, padded)
-    best, token = _best_of_group(tile, first, state, temperature, floor, -np.inf, -1)
-    for group in range(num_tiles(vocab_size) * GROUP_TOKENS):
-        bound = read_double(bounds + 8 * group)
+    best, token = _best_of_group(row, first, floor, -np.inf, -1)
+    for group in range(count_tiles(row.vocab_size) * GROUP_TOKENS):
+        bound = row.bounds[group]
         if bound < best or bound == -np.inf or group == first:
             continue
-        if float(read_float(maxima + 4 * group)) / temperature < floor:
-            continue
-        tile = tile_at(logits, vocab_size, group // GROUP_TOKENS, padded)
-        best, token = _best_of_group(tile, group, state, temperature, floor, best, token)
+        if float(row.maxima[group]) / row.temperature >= floor:
+            best, token = _best_of_group(row, group, floor, best, token)
     return token
 
 
 @njit
-def _masses(
-    logits: int, vocab_size: int, top: float, temperature: float, kth: float, logit: float,
-    padded: int,
-) -> tuple[int, int]:  # fmt: skip
+def _masses(row: _Row, top: float, kth: float, logit: float) -> tuple[int, int]:
     """Mass of what is not below ``kth``, and of what lies above ``logit``, in units of 2**-40 of the
     likeliest token. Sums of integers: the same in any order."""
-    peak, scale, unit = splat(top), splat(np.float32(temperature)), splat(_WEIGHT_SCALE)
-    limit, border = splat(kth), splat(logit)
+    peak, scale, unit = v.splat(top), v.splat(np.float32(row.temperature)), v.splat(_WEIGHT_SCALE)
+    limit, border = v.splat(kth), v.splat(logit)
     total = above = 0
-    for tile in range(num_tiles(vocab_size)):
-        first = tile_at(logits, vocab_size, tile, padded)
-        for at in range(first, first + TILE_BYTES, 4 * LANES):
-            value = load32(at)
-            weight = mul(exp(div(sub(value, peak), scale)), unit)
-            total += whole_sum(only_from(limit, value, weight))
-            above += whole_sum(only_above(border, value, weight))
+    for tile in range(count_tiles(row.vocab_size)):
+        logits = _tile(row, tile)
+        for at in range(0, TILE_TOKENS, LANES):
+            value = v.load(logits, at)
+            weight = v.exp((value - peak) / scale) * unit
+            total += v.whole_sum(v.only_from(limit, value, weight))
+            above += v.whole_sum(v.only_above(border, value, weight))
     return total, above
 
 
-def _search(p: int) -> None:
-    worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
-    vocab_size = argument(p, Arg.VOCAB_SIZE)
-    num_groups = num_tiles(vocab_size) * GROUP_TOKENS
-    padded = argument(p, Arg.SCRATCH) + worker * argument(p, Arg.SCRATCH_BYTES)
-    maxima = padded + TILE_BYTES
-    bounds = maxima + 4 * num_groups
-    heap = bounds + 8 * num_groups
+@njit
+def _kth_largest(row: _Row, top_k: int, heap: Any) -> float:
+    """The least logit that is among the ``top_k`` largest."""
+    if not 0 < top_k < row.vocab_size:
+        return LOWEST
+    keep_largest(row.logits, row.vocab_size, top_k, row.padded, row.maxima, heap)
+    return LOWEST if heap[0] == NO_KEY else row.logits[token_of(heap[0])]
+
+
+@njit
+def _search_row(row: _Row, top_p: float, log_min_p: float, top_k: int, heap: Any) -> int:
+    top, first = _bound(row)
+    kth = _kth_largest(row, top_k, heap)
+    floor = max(float(kth) / row.temperature, float(top) / row.temperature + log_min_p)
     while True:
-        row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
-        if row >= argument(p, Arg.NUM_ROWS):
-            break
-        logits = argument(p, Arg.LOGITS) + row * argument(p, Arg.LOGITS_ROW)
-        temperature = read_double(argument(p, Arg.TEMPERATURES) + 8 * row)
-        top_k = read_int(argument(p, Arg.TOP_KS) + 8 * row)
-        top_p = read_double(argument(p, Arg.TOP_PS) + 8 * row)
-        state = _hash(
-            read_int(argument(p, Arg.KEYS) + 8 * row),
-            read_int(argument(p, Arg.POSITIONS) + 8 * row),
-        )
-        pad(logits, vocab_size, padded)
-        top, first = _bound(logits, vocab_size, state, temperature, padded, maxima, bounds)
-        kth = LOWEST
-        if 0 < top_k < vocab_size:
-            keep_largest(logits, vocab_size, top_k, padded, maxima, heap)
-            least = read_int(heap)
-            if least != NO_KEY:
-                kth = read_float(logits + 4 * token_of(least))
-        floor = max(
-            float(kth) / temperature,
-            float(top) / temperature + read_double(argument(p, Arg.LOG_MIN_PS) + 8 * row),
-        )
-        while True:
-            token = _winner(
-                logits, vocab_size, state, temperature, floor, first, padded, maxima, bounds
-            )
-            if token < 0 or top_p >= 1.0:
-                break
-            logit = read_float(logits + 4 * token)
-            # Nothing lies above the largest logit, so it needs no sum.
-            if not logit < top:
-                break
-            total, above = _masses(logits, vocab_size, top, temperature, kth, logit, padded)
-            if not float(above) >= top_p * float(total):
-                break
-            # Only what lies above this logit may still win.
-            floor = max(floor, float(np.nextafter(logit, np.float32(np.inf))) / temperature)
-        write_int(argument(p, Arg.TOKENS) + 8 * row, max(token, 0))
+        token = _winner(row, floor, first)
+        if token < 0 or top_p >= 1.0:
+            return token
+        logit = row.logits[token]
+        # Nothing lies above the largest logit, so it needs no sum.
+        if not logit < top:
+            return token
+        total, above = _masses(row, top, kth, logit)
+        if not float(above) >= top_p * float(total):
+            return token
+        # Only what lies above this logit may still win.
+        floor = max(floor, float(np.nextafter(logit, np.float32(np.inf))) / row.temperature)
 
 
-search = Kernel(_search, len(Arg))
-"""The winner of every row."""
+def _search(a: Arguments) -> None:
+    worker, num_groups = v.fetch_add(a.num_workers, 1), count_tiles(a.vocab_size) * GROUP_TOKENS
+    padded, heap = room_for_tile(), a.heap + worker * a.most_kept
+    maxima, bounds = a.maxima + worker * num_groups, a.bounds + worker * num_groups
+    for index in v.shared(a.next_row, a.num_rows):
+        logits, state = a.logits + index * a.vocab_size, _hash(a.keys[index], a.positions[index])
+        limits = a.limits + 3 * index
+        temperature, top_p, log_min_p = limits[0], limits[1], limits[2]
+        row = _Row(logits, a.vocab_size, state, temperature, padded, maxima, bounds)
+        pad(logits, a.vocab_size, padded)
+        token = _search_row(row, top_p, log_min_p, a.top_ks[index], heap)
+        a.tokens[index] = max(token, 0)
+
+
+search = Loop(_search, Arguments)
+"""Writes the winner of every row."""
 
 
 def search_rows(
@@ -287,67 +287,53 @@ def search_rows(
     """
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
+    top_ks = np.array([top_k for *_, top_k in limits], np.int64)
     numbers = np.array(
         [
-            [temperature, top_p, math.log(min_p) if min_p else -math.inf]
+            (temperature, top_p, math.log(min_p) if min_p else -math.inf)
             for temperature, top_p, min_p, _ in limits
         ]
-    ).T.copy()
-    top_ks = np.array([k for *_, k in limits], np.int64)
-    num_groups = num_tiles(vocab_size) * GROUP_TOKENS
-    num_floats = TILE_TOKENS + 3 * num_groups + 2 * int(top_ks.max(initial=0))
-    num_floats = -(-num_floats // LANES) * LANES
-    num_threads = min(num_rows, threads_for(logits.numel()))
-    scratch = np.empty(num_floats * num_threads, np.float32)
-    told = array(
-        "q",
-        [
-            *(0, 0, num_rows, vocab_size, logits.data_ptr(), 4 * vocab_size),
-            *(each.ctypes.data for each in (keys, positions, top_ks, *numbers)),
-            *(tokens.data_ptr(), scratch.ctypes.data, 4 * num_floats),
-        ],
     )
-    search.run(told.buffer_info()[0], num_threads)
+    given = (torch.from_numpy(each) for each in (keys, positions, top_ks, numbers))
+    num_threads = min(num_rows, threads_for(logits.numel()))
+    num_groups = num_threads * num_tiles(vocab_size) * GROUP_TOKENS
+    most_kept = int(top_ks.max(initial=0))
+    maxima, bounds = torch.empty(num_groups), torch.empty(num_groups, dtype=torch.float64)
+    heap = torch.empty(num_threads * most_kept, dtype=torch.int64)
+    sizes = num_rows, vocab_size, most_kept
+    arguments = Arguments(logits, *given, tokens, maxima, bounds, heap, *sizes)
+    search.run(arguments, num_threads)
     return tokens
 
 
 # --- weights, for who needs them as a table ---
 
 
-class WeighArg(IntEnum):
-    """VALUES float32 ``[num_rows, num_tokens]``, in place; of each row TOPS float32, TEMPERATURES
-    float64."""
+class WeighArguments(NamedTuple):
+    """``values`` ``[num_rows, num_tokens]``, in place; of each row ``tops`` and ``temperatures``."""
 
-    NEXT_ROW = 0
-    NUM_ROWS = 1
-    NUM_TOKENS = 2
-    VALUES = 3
-    TOPS = 4
-    TEMPERATURES = 5
-
-
-def _weigh(p: int) -> None:
-    num_tokens = argument(p, WeighArg.NUM_TOKENS)
-    unit = splat(_WEIGHT_SCALE)
-    while True:
-        row = fetch_add(p + 8 * WeighArg.NEXT_ROW, 1)
-        if row >= argument(p, WeighArg.NUM_ROWS):
-            break
-        values = argument(p, WeighArg.VALUES) + 4 * num_tokens * row
-        peak = splat(read_float(argument(p, WeighArg.TOPS) + 4 * row))
-        scale = splat(np.float32(read_double(argument(p, WeighArg.TEMPERATURES) + 8 * row)))
-        at, end = values, values + 4 * num_tokens
-        while at + 4 * LANES <= end:
-            store32(at, mul(exp(div(sub(load32(at), peak), scale)), unit))
-            at += 4 * LANES
-        while at < end:
-            weight = mul(exp(div(sub(splat(read_float(at)), peak), scale)), unit)
-            write_float(at, first_of(weight))
-            at += 4
+    values: Float32s
+    tops: Float32s
+    temperatures: Float64s
+    num_rows: int
+    num_tokens: int
+    next_row: Counter = 0
 
 
-weigh = Kernel(_weigh, len(WeighArg))
-"""The weights that ``search`` sums, of all tokens."""
+def _weigh(a: WeighArguments) -> None:
+    unit = v.splat(_WEIGHT_SCALE)
+    for row in v.shared(a.next_row, a.num_rows):
+        values = a.values + a.num_tokens * row
+        peak, scale = v.splat(a.tops[row]), v.splat(np.float32(a.temperatures[row]))
+        whole = a.num_tokens // LANES * LANES
+        for at in range(0, whole, LANES):
+            v.store(values, at, v.exp((v.load(values, at) - peak) / scale) * unit)
+        for at in range(whole, a.num_tokens):
+            values[at] = v.first_of(v.exp((v.splat(values[at]) - peak) / scale) * unit)
+
+
+weigh = Loop(_weigh, WeighArguments)
+"""Writes the weights that ``search`` sums, of all tokens."""
 
 
 def weigh_rows(
@@ -355,8 +341,6 @@ def weigh_rows(
 ) -> torch.Tensor:
     """``values`` float32 ``[num_rows, num_tokens]``, contiguous, none above its row's ``tops`` float32
     ``[num_rows, 1]``; ``temperatures`` float64 ``[num_rows, 1]``. In place."""
-    tops, temperatures = tops.contiguous(), temperatures.contiguous()
-    addresses = (each.data_ptr() for each in (values, tops, temperatures))
-    told = array("q", [0, *values.shape, *addresses])
-    weigh.run(told.buffer_info()[0], threads_for(values.numel()))
+    arguments = WeighArguments(values, tops.contiguous(), temperatures.contiguous(), *values.shape)
+    weigh.run(arguments, threads_for(values.numel()))
     return values

@@ -4,6 +4,7 @@ LLVM, and floats of every type in memory."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
@@ -14,6 +15,7 @@ from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic
 
 from engine.kernels import LANES
+from engine.kernels.records import Pointer
 
 FLOAT, INT8, INT16, INT32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 DOUBLE = ir.DoubleType()
@@ -37,28 +39,27 @@ float_type, int_type, none_type = types.float32, types.int64, types.void
 double_type = types.float64
 
 
-def operation(emit: Callable[..., Any], result: Any, *arguments: Any) -> Any:
-    """What compiled code calls, and ``emit(builder, *values)`` writes the instructions of."""
+def operation(emit: Any, result: Any, *arguments: Any) -> Any:
+    """Returns a function for compiled code, of ``arguments`` and ``result``, whose instructions
+    ``emit(builder, *values)`` writes; of several, one for each type of elements, the first argument's
+    says which. Pointers may be given where an int is declared."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        del signature
-        found = emit(builder, *values)
-        return context.get_dummy_value() if result is none_type else found
+    def typed(_typing: Any, *given: Any) -> Any:
+        chosen = emit[given[0].element] if isinstance(emit, dict) else emit
 
-    signature = result(*arguments)
-    if len(arguments) == 1:
-        return intrinsic(lambda typing, a: (signature, codegen))  # noqa: ARG005
-    if len(arguments) == 2:
-        return intrinsic(lambda typing, a, b: (signature, codegen))  # noqa: ARG005
-    if len(arguments) == 3:
-        return intrinsic(lambda typing, a, b, c: (signature, codegen))  # noqa: ARG005
-    if len(arguments) == 4:
-        return intrinsic(lambda typing, a, b, c, d: (signature, codegen))  # noqa: ARG005
-    if len(arguments) == 5:
-        return intrinsic(lambda typing, a, b, c, d, e: (signature, codegen))  # noqa: ARG005
-    if len(arguments) == 6:
-        return intrinsic(lambda typing, a, b, c, d, e, f: (signature, codegen))  # noqa: ARG005
-    return intrinsic(lambda typing, a, b, c, d, e, f, g: (signature, codegen))  # noqa: ARG005
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            del signature
+            found = chosen(builder, *values)
+            return context.get_dummy_value() if result is none_type else found
+
+        pairs = zip(given, arguments, strict=True)
+        return result(*[one if isinstance(one, Pointer) else kind for one, kind in pairs]), codegen
+
+    # numba asks how many there are.
+    names = ["typing", *(f"value{number}" for number in range(len(arguments)))]
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return intrinsic(typed)
 
 
 def llvm(builder: Any, name: str, result: Any, *values: Any) -> Any:

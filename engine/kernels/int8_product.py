@@ -1,13 +1,5 @@
 """Rows times weights, both in 8 bits, by groups of features.
 
-With plain numbers, for one row and one output channel::
-
-    total = 0.0
-    for group in groups:                                     # in ascending order
-        whole = sum(row[k] * weight[k] for k in group)       # integers: exact in any order
-        total = fma(float(whole) * weight.group_scale[group], row.scale[group], total)
-    output = total * weight.scale + bias
-
 Every operation is rounded once, and their order is that of the groups: a row's result has the same bits
 in whatever company it is computed. So few rows and many, on every machine with the instructions, are one
 loop.
@@ -19,16 +11,17 @@ bytes, and what that makes too much is one integer per row and group, where its 
 
 from __future__ import annotations
 
-from array import array
-from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from numba import njit
 
-from engine.kernels import KINDS, LANES
-from engine.kernels.compiled import Kernel
+from engine.kernels import LANES, int8_rows
+from engine.kernels import lanes as v
+from engine.kernels.compiled import Loop
+from engine.kernels.exact import fma
 from engine.kernels.int8_rows import (
-    HEADER_BYTES,
     ZERO_POINT,
     Gate,
     gated_or_plain,
@@ -38,129 +31,133 @@ from engine.kernels.int8_rows import (
 )
 from engine.kernels.integers import (
     CHANNELS,
-    MOST_ROWS,
+    HEADER_BYTES,
     has_integer_products,
     multiply_by_channel,
     multiply_by_group,
 )
-from engine.kernels.lanes import add, argument, fetch_add, itemsize_of, load32, mul, store
+from engine.kernels.records import NOWHERE, Bytes, Counter, Float32s, Floats
+from engine.kernels.tiling import ROWS_AT_ONCE, share_of
 from engine.kernels.waiting import releasing, wait_until
+
+
+def reference(
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    group_scales: torch.Tensor | None,
+    group: int,
+) -> torch.Tensor:
+    """Returns ``[num_rows, out_features]`` float32, before a bias is added. ``rows`` ``[num_rows,
+    in_features]``; weights as ``PackedWeights`` takes them. Sums of integers are exact in any order."""
+    quantized = int8_rows.reference(rows, group)
+    weights = F.pad(values.double(), (0, -values.shape[1] % group)).unflatten(1, (-1, group))
+    total = torch.zeros(len(rows), len(values))
+    for index in range(weights.shape[1]):
+        whole = (quantized.values[:, index].double() @ weights[:, index].T).float()
+        if group_scales is not None:
+            whole = whole * group_scales[:, index].float()
+        total = fma(whole, quantized.scales[:, index, None], total)
+    return total * scales
+
 
 _BLOCKS_AT_ONCE = 64
 """Weights are packed in slices of so many blocks, which bounds the memory that takes."""
 
 
-class Arg(IntEnum):
-    """Numbers, and addresses; strides in bytes. RECORDS: room for rows in 8 bits. WEIGHT_SCALES and BIAS
-    ``[blocks * 32]`` float32: of channels; no BIAS is 0. BY_GROUP: weights have scales of groups. PARTS:
-    room for ``[threads, 6, 32]`` float32. OUTPUT ``[rows, OUTPUT_ROW]`` of OUTPUT_KIND. ACTIVATION, OTHER
-    and GATED as in ``int8_rows``. RELEASE as ``wait_until`` takes it."""
+class Arguments(NamedTuple):
+    """Rows and ``gated`` as ``int8_rows`` takes them; ``records``: room for them in 8 bits, of ``record``
+    bytes each. ``weights`` ``[num_blocks, block]`` bytes, of which groups have scales if ``by_group``;
+    ``scales`` and ``bias`` (or NOWHERE): of channels; ``output`` ``[num_rows, num_blocks * 32]``;
+    ``release`` as ``wait_until`` takes it."""
 
-    NEXT_ROW = 0
-    NUM_DONE = 1
-    NEXT_BLOCK = 2
-    NUM_WORKERS = 3
-    NUM_ROWS = 4
-    IN_FEATURES = 5
-    NUM_BLOCKS = 6
-    GROUP = 7
-    KIND = 8
-    OUTPUT_KIND = 9
-    ROWS = 10
-    ROW = 11
-    RECORDS = 12
-    RECORD = 13
-    WEIGHTS = 14
-    BLOCK = 15
-    WEIGHT_SCALES = 16
-    BIAS = 17
-    BY_GROUP = 18
-    PARTS = 19
-    OUTPUT = 20
-    OUTPUT_ROW = 21
-    ACTIVATION = 22
-    OTHER = 23
-    GATED = 24
-    RELEASE = 25
+    rows: Floats
+    gated: Floats
+    output: Floats
+    records: Bytes
+    weights: Bytes
+    scales: Float32s
+    bias: Float32s
+    num_rows: int
+    num_features: int
+    row: int
+    activation: int
+    other: int
+    record: int
+    release: int
+    num_blocks: int
+    block: int
+    group: int
+    by_group: bool
+    next_row: Counter = 0
+    num_done: Counter = 0
+    next_block: Counter = 0
+    num_workers: Counter = 0
 
 
 @njit
-def _quantize(p: int) -> None:
+def _quantize(a: Arguments) -> None:
     """All threads share the rows; none goes on before the last is done."""
-    num_rows, num_features = argument(p, Arg.NUM_ROWS), argument(p, Arg.IN_FEATURES)
-    while True:
-        row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
-        if row >= num_rows:
-            break
-        kind, source = argument(p, Arg.KIND), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW)
-        source = gated_or_plain(
-            kind, argument(p, Arg.ACTIVATION), source, argument(p, Arg.OTHER), num_features,
-            argument(p, Arg.GATED) + row * num_features * itemsize_of(kind),
-        )  # fmt: skip
-        record = argument(p, Arg.RECORDS) + row * argument(p, Arg.RECORD)
-        quantize_row(kind, source, num_features, argument(p, Arg.GROUP), record)
-        fetch_add(p + 8 * Arg.NUM_DONE, 1)
+    for row in v.shared(a.next_row, a.num_rows):
+        record = a.records + row * a.record
+        quantize_row(gated_or_plain(a, row), a.num_features, a.group, record)
+        v.fetch_add(a.num_done, 1)
     # Every row that is not done is in the hands of a thread that runs.
-    wait_until(p + 8 * Arg.NUM_DONE, num_rows, argument(p, Arg.RELEASE))
+    wait_until(a.num_done, a.num_rows, a.release)
 
 
 @njit
-def _write(p: int, block: int, row: int, num_rows: int, totals: int) -> None:
-    """Totals of a block of channels, of rows from ``row`` on, to where they belong."""
-    kind, first = argument(p, Arg.OUTPUT_KIND), block * CHANNELS
-    scales, bias = argument(p, Arg.WEIGHT_SCALES), argument(p, Arg.BIAS)
-    target = argument(p, Arg.OUTPUT) + row * argument(p, Arg.OUTPUT_ROW)
-    for index in range(num_rows):
+def _write(a: Arguments, block: int, first: int, end: int, totals: Any) -> None:
+    """Totals of a block of channels, of some rows, to where they belong."""
+    for row in range(first, end):
+        output = a.output + row * a.num_blocks * CHANNELS
         for at in range(0, CHANNELS, LANES):
-            value = load32(totals + 4 * (CHANNELS * index + at))
-            value = mul(value, load32(scales + 4 * (first + at)))
-            if bias != 0:
-                value = add(value, load32(bias + 4 * (first + at)))
-            store(kind, target + itemsize_of(kind) * (first + at), value)
-        target += argument(p, Arg.OUTPUT_ROW)
+            channel = block * CHANNELS + at
+            value = v.load(totals, at) * v.load(a.scales, channel)
+            if not v.is_none(a.bias):
+                value = value + v.load(a.bias, channel)
+            v.store(output, channel, value)
+        totals = totals + CHANNELS
 
 
 @njit
-def _ahead(p: int, block: int, tile: int, weights: int) -> int:
+def _ahead(a: Arguments, block: int, tile: int) -> Any:
     """What is fetched while a tile is multiplied: halves of the block that this thread is likely to take
     next, which then need not be waited for. Further tiles fetch what is there already."""
-    next_block = block + argument(p, Arg.NUM_WORKERS)
-    if tile >= 2 or next_block >= argument(p, Arg.NUM_BLOCKS):
-        return weights
-    return argument(p, Arg.WEIGHTS) + (2 * next_block + tile) * (argument(p, Arg.BLOCK) // 2)
+    next_block = block + v.read_shared(a.num_workers)
+    if tile >= 2 or next_block >= a.num_blocks:
+        return a.weights + block * a.block
+    return a.weights + (2 * next_block + tile) * (a.block // 2)
 
 
 @njit
-def _multiply_block(p: int, block: int, totals: int) -> None:
+def _multiply_block(a: Arguments, block: int, totals: Any) -> None:
     """All rows with a block of channels, about equally many at once."""
-    num_rows, record = argument(p, Arg.NUM_ROWS), argument(p, Arg.RECORD)
-    group = argument(p, Arg.GROUP)
-    weights = argument(p, Arg.WEIGHTS) + block * argument(p, Arg.BLOCK)
-    num_tiles, groups = (num_rows + MOST_ROWS - 1) // MOST_ROWS, record // (group + HEADER_BYTES)
+    num_tiles = (a.num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+    groups, weights = a.record // (a.group + HEADER_BYTES), a.weights + block * a.block
     for tile in range(num_tiles):
-        row, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
-        rows = argument(p, Arg.RECORDS) + row * record
-        ahead = _ahead(p, block, tile, weights)
-        if argument(p, Arg.BY_GROUP):
-            multiply_by_group(end - row, rows, record, weights, groups, group // 4, totals, ahead)
+        first, end = share_of(a.num_rows, num_tiles, tile)
+        rows, count, ahead = a.records + first * a.record, end - first, _ahead(a, block, tile)
+        if a.by_group:
+            multiply_by_group(count, rows, a.record, weights, groups, a.group, totals, ahead)
         else:
-            multiply_by_channel(end - row, rows, record, weights, groups, group // 4, totals, ahead)
-        _write(p, block, row, end - row, totals)
+            multiply_by_channel(count, rows, a.record, weights, groups, a.group, totals, ahead)
+        _write(a, block, first, end, totals)
 
 
-def _multiply(p: int) -> None:
-    worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
-    totals = argument(p, Arg.PARTS) + 4 * CHANNELS * MOST_ROWS * worker
-    _quantize(p)
-    while True:
-        block = fetch_add(p + 8 * Arg.NEXT_BLOCK, 1)
-        if block >= argument(p, Arg.NUM_BLOCKS):
-            break
-        _multiply_block(p, block, totals)
+_room_for_totals = v.room_for(ROWS_AT_ONCE * CHANNELS)
 
 
-multiply = Kernel(_multiply, len(Arg), is_long=True)
-"""Rows, quantised, times the weights: OUTPUT."""
+def _multiply(a: Arguments) -> None:
+    v.fetch_add(a.num_workers, 1)
+    totals = _room_for_totals()
+    _quantize(a)
+    for block in v.shared(a.next_block, a.num_blocks):
+        _multiply_block(a, block, totals)
+
+
+multiply = Loop(_multiply, Arguments, is_long=True)
+"""Writes rows, quantised, times the weights."""
 
 
 class PackedWeights:
@@ -187,8 +184,8 @@ class PackedWeights:
         filled = self._num_blocks * CHANNELS
         self._scales = _filled(scales, filled)
         self._bias = None if bias is None else _filled(bias, filled)
-        bias_at = 0 if self._bias is None else self._bias.data_ptr()
-        self._where = self._scales.data_ptr(), bias_at, group_scales is not None
+        self._where = self._packed, self._scales, NOWHERE if self._bias is None else self._bias
+        self._sizes = self._num_blocks, self._packed.shape[1], group, group_scales is not None
 
     @property
     def num_bytes(self) -> int:
@@ -202,27 +199,18 @@ class PackedWeights:
         in ``KINDS``. Returns ``[num_rows, out_features]``."""
         rows = _readable(rows, gate)
         num_rows, num_features = len(rows), rows.shape[1] // (2 if gate else 1)
-        num_threads = torch.get_num_threads()
-        width = self._num_blocks * CHANNELS
-        output = torch.empty((num_rows, width), dtype=dtype)
-        parts = 4 * CHANNELS * MOST_ROWS * num_threads
-        gated = num_rows * num_features * rows.element_size() if gate else 0
+        first, activation, other = gating_of(rows, gate)
+        gated = rows.new_empty(num_rows, num_features) if gate else rows
         record = record_bytes(num_features, self._group)
-        scratch = torch.empty(parts + gated + num_rows * record, dtype=torch.uint8)
-        parts_at = scratch.data_ptr()
-        gated_at = parts_at + parts
-        first, *gating = gating_of(rows, gate)
-        told = array(
-            "q",
-            [
-                *(0, 0, 0, 0, num_rows, num_features, self._num_blocks, self._group),
-                *(KINDS[rows.dtype], KINDS[dtype], first, rows.stride(0) * rows.element_size()),
-                *(gated_at + gated, record, self._packed.data_ptr(), self._packed.shape[1]),
-                *(*self._where, parts_at, output.data_ptr(), width * output.element_size()),
-                *(*gating, gated_at, releasing()),
-            ],
+        records = torch.empty(num_rows * record, dtype=torch.uint8)
+        num_threads, width = torch.get_num_threads(), self._num_blocks * CHANNELS
+        output = torch.empty((num_rows, width), dtype=dtype)
+        told = Arguments(
+            *(first, gated, output, records, *self._where),
+            *(num_rows, num_features, rows.stride(0), activation, other),
+            *(record, releasing(), *self._sizes),
         )
-        multiply.run(told.buffer_info()[0], num_threads)
+        multiply.run(told, num_threads)
         return output if width == self._out_features else output[:, : self._out_features]
 
 

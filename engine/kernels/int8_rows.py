@@ -2,59 +2,52 @@
 first.
 
 A group's scale is its largest magnitude over 127, so that a value far above all others coarsens the steps
-of its own group alone (real models have such outliers in some channels). With plain numbers::
-
-    for group in groups_of(row, group_size):
-        largest = max(abs(value) for value in group)
-        scale = max(largest / 127, smallest_scale)
-        values = [round_half_even(value * (1 / scale)) for value in group]
-        correction = -128 * sum(values)     # what weights that are stored with 128 added make too much
-
-A row is written as one record: of each group its scale (float32), its correction (int32) and its values
-(int8). A gated row is one half of what a product left, after an activation, times the other half: what
-the second product of a feed-forward network reads.
+of its own group alone (real models have such outliers in some channels). A row is written as one record:
+of each group its scale (float32), its correction (int32) and its values (int8). A gated row is one half
+of what a product left, after an activation, times the other half: what the second product of a
+feed-forward network reads.
 """
 
 from __future__ import annotations
 
-from array import array
-from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numba import njit
 
-from engine.kernels import KINDS, LANES
-from engine.kernels.compiled import Kernel, threads_for
-from engine.kernels.integers import larger_bits, largest_bits_of, store_int8, to_whole, write_int32
-from engine.kernels.lanes import (
-    add,
-    argument,
-    fetch_add,
-    gelu_tanh,
-    itemsize_of,
-    load,
-    magnitude,
-    mul,
-    rounded,
-    silu,
-    splat,
-    store,
-    sum_of,
-    write_float,
-)
+from engine.kernels import LANES
+from engine.kernels import lanes as v
+from engine.kernels.compiled import Loop, threads_for
+from engine.kernels.integers import HEADER_BYTES, larger_bits, largest_bits_of, store_int8, to_whole
+from engine.kernels.records import NOWHERE, Bytes, Counter, Floats
 
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_LARGEST = np.float32(127.0)
-_SMALLEST_SCALE = np.float32(1e-12)
 ZERO_POINT = 128
 """What is added to weights in 8 bits, for an instruction that multiplies unsigned by signed bytes."""
-HEADER_BYTES = 8
-"""Of a group in a record, before its values."""
+_SMALLEST_SCALE = np.float32(1e-12)
+
+
+class Quantized(NamedTuple):
+    """``values`` ``[rows, groups, group]`` whole numbers; ``scales`` and ``corrections``, which is what
+    weights that are stored with 128 added make too much, ``[rows, groups]``."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    corrections: torch.Tensor
+
+
+def reference(rows: torch.Tensor, group: int) -> Quantized:
+    """Returns what the records of ``rows`` ``[rows, num_features]`` hold."""
+    groups = F.pad(rows.float(), (0, -rows.shape[1] % group)).unflatten(1, (-1, group))
+    scales = (groups.abs().amax(2) / 127).clamp_min(float(_SMALLEST_SCALE))
+    values = (groups * (1 / scales)[:, :, None]).round()
+    return Quantized(values, scales, (-ZERO_POINT * values.sum(2)).to(torch.int32))
+
 
 SILU, GELU_TANH = 1, 2
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+_ZERO, _ONE, _LARGEST = np.float32(0.0), np.float32(1.0), np.float32(127.0)
 
 
 class Gate(NamedTuple):
@@ -64,129 +57,103 @@ class Gate(NamedTuple):
     is_first: bool
 
 
-class Arg(IntEnum):
-    """Numbers, and addresses; strides in bytes. GROUP: features of a group. ACTIVATION: 0 where rows are
-    taken as they are; else OTHER is how far from ROWS their other halves are, and GATED has room for the
-    rows. RECORDS: where rows go that are quantised."""
+class Gating(NamedTuple):
+    """A gate as kernels take it. ``rows``: from the half on that ``activation`` is for, 0 where rows are
+    taken as they are; ``other``: features from there to the other half."""
 
-    NEXT_ROW = 0
-    NUM_ROWS = 1
-    NUM_FEATURES = 2
-    KIND = 3
-    ROWS = 4
-    ROW = 5
-    RECORDS = 6
-    GROUP = 7
-    ACTIVATION = 8
-    OTHER = 9
-    GATED = 10
+    rows: torch.Tensor
+    activation: int
+    other: int
+
+
+class Arguments(NamedTuple):
+    """``rows`` ``[num_rows, num_features]``, ``row`` features apart, with what ``Gating`` says of them;
+    ``gated``: room for as many, where they are gated; ``group``: features of a group."""
+
+    rows: Floats
+    gated: Floats
+    records: Bytes
+    num_rows: int
+    num_features: int
+    row: int
+    activation: int
+    other: int
+    group: int
+    next_row: Counter = 0
 
 
 def record_bytes(num_features: int, group: int) -> int:
     """Of a row whose last group is filled up with zeros."""
-    return -(-num_features // group) * (HEADER_BYTES + group)
+    return (num_features + group - 1) // group * (HEADER_BYTES + group)
+
+
+_record_bytes = njit(record_bytes)
 
 
 @njit
-def quantize_row(kind: int, source: int, num_features: int, group: int, record: int) -> None:
-    """``num_features`` floats of ``kind``, a multiple of 16, become a record."""
-    itemsize = itemsize_of(kind)
+def quantize_row(row: Any, num_features: int, group: int, record: Any) -> None:
+    """``num_features`` floats, a multiple of 16, become a record."""
     for first in range(0, num_features, group):
         end = min(first + group, num_features)
-        most = splat(_ZERO)
+        most = v.splat(_ZERO)
         for at in range(first, end, LANES):
-            most = larger_bits(magnitude(load(kind, source + itemsize * at)), most)
+            most = larger_bits(v.magnitude(v.load(row, at)), most)
         scale = largest_bits_of(most) / _LARGEST
-        if scale < _SMALLEST_SCALE:
+        if scale < _SMALLEST_SCALE:  # which what is no number is not
             scale = _SMALLEST_SCALE
-        by, total = splat(_ONE / scale), splat(_ZERO)
-        target = record + HEADER_BYTES
+        by, total = v.splat(_ONE / scale), v.splat(_ZERO)
+        values = record + HEADER_BYTES
         for at in range(first, end, LANES):
-            value = to_whole(mul(load(kind, source + itemsize * at), by))
-            total = add(total, value)
-            store_int8(target, value)
-            target += LANES
-        for _ in range(end, first + group, LANES):
-            store_int8(target, splat(_ZERO))
-            target += LANES
-        write_float(record, scale)
-        write_int32(record + 4, -ZERO_POINT * int(sum_of(total)))
-        record = target
+            value = to_whole(v.load(row, at) * by)
+            total = total + value
+            store_int8(values + (at - first), value)
+        for at in range(end, first + group, LANES):
+            store_int8(values + (at - first), v.splat(_ZERO))
+        v.float32s(record)[0] = scale
+        v.int32s(record)[1] = -ZERO_POINT * int(v.sum_of(total))
+        record = values + group
 
 
 @njit
-def gate_row(
-    kind: int, activation: int, source: int, other: int, num_features: int, target: int
-) -> None:
-    """The activation of what is at ``source``, times what is ``other`` bytes further, both rounded."""
-    itemsize = itemsize_of(kind)
-    for at in range(0, num_features * itemsize, LANES * itemsize):
-        value = load(kind, source + at)
-        value = silu(value) if activation == SILU else gelu_tanh(value)
-        store(kind, target + at, mul(rounded(kind, value), load(kind, source + other + at)))
-
-
-@njit
-def gated_or_plain(
-    kind: int, activation: int, source: int, other: int, num_features: int, room: int
-) -> int:
-    """Where the row is that is to be quantised: in ``room`` once it is gated, or where it was."""
-    if activation == 0:
+def gated_or_plain(a: Any, row: int) -> Any:
+    """Where the row is that is to be quantised: in ``a.gated``, once it is gated, or where it was."""
+    source = a.rows + row * a.row
+    if a.activation == 0:
         return source
-    gate_row(kind, activation, source, other, num_features, room)
-    return room
+    target, other = a.gated + row * a.num_features, source + a.other
+    for at in range(0, a.num_features, LANES):
+        value = v.load(source, at)
+        value = v.silu(value) if a.activation == SILU else v.gelu_tanh(value)
+        v.store(target, at, v.rounded(source, value) * v.load(other, at))
+    return target
 
 
-@njit
-def _source(p: int, row: int) -> int:
-    num_features, kind = argument(p, Arg.NUM_FEATURES), argument(p, Arg.KIND)
-    return gated_or_plain(
-        kind, argument(p, Arg.ACTIVATION), argument(p, Arg.ROWS) + row * argument(p, Arg.ROW),
-        argument(p, Arg.OTHER), num_features,
-        argument(p, Arg.GATED) + row * num_features * itemsize_of(kind),
-    )  # fmt: skip
+def _gate(a: Arguments) -> None:
+    for row in v.shared(a.next_row, a.num_rows):
+        gated_or_plain(a, row)
 
 
-def _gate(p: int) -> None:
-    while True:
-        row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
-        if row >= argument(p, Arg.NUM_ROWS):
-            break
-        _source(p, row)
+def _quantize(a: Arguments) -> None:
+    size = _record_bytes(a.num_features, a.group)
+    for row in v.shared(a.next_row, a.num_rows):
+        quantize_row(gated_or_plain(a, row), a.num_features, a.group, a.records + row * size)
 
 
-def _quantize(p: int) -> None:
-    num_features, group = argument(p, Arg.NUM_FEATURES), argument(p, Arg.GROUP)
-    stride = (num_features + group - 1) // group * (HEADER_BYTES + group)
-    while True:
-        row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
-        if row >= argument(p, Arg.NUM_ROWS):
-            break
-        quantize_row(
-            argument(p, Arg.KIND), _source(p, row), num_features, group,
-            argument(p, Arg.RECORDS) + row * stride,
-        )  # fmt: skip
-
-
-quantize = Kernel(_quantize, len(Arg))
-"""Of each row its record."""
-
-
-gate_all = Kernel(_gate, len(Arg))
-"""Of each row, GATED."""
+quantize = Loop(_quantize, Arguments)
+"""Writes the record of each row."""
+gate_all = Loop(_gate, Arguments)
+"""Gates each row."""
 
 
 def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
     """``rows`` ``[num_rows, 2 * num_features]``, of a type in ``KINDS``; features a multiple of 16, which
     lie together. Returns ``[num_rows, num_features]``, of the same type."""
     gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
-    first, *gating = gating_of(rows, how)
-    row = rows.stride(0) * rows.element_size()
-    told = array(
-        "q",
-        [0, *gated.shape, KINDS[rows.dtype], first, row, 0, 0, *gating, gated.data_ptr()],
+    first, activation, other = gating_of(rows, how)
+    arguments = Arguments(
+        first, gated, NOWHERE, *gated.shape, rows.stride(0), activation, other, group=0
     )
-    gate_all.run(told.buffer_info()[0], threads_for(rows.numel()))
+    gate_all.run(arguments, threads_for(rows.numel()))
     return gated
 
 
@@ -196,25 +163,19 @@ def quantize_rows(rows: torch.Tensor, group: int, gate: Gate | None = None) -> t
     ``[num_rows, record_bytes]`` uint8."""
     num_rows, num_features = rows.shape[0], rows.shape[1] // (2 if gate else 1)
     records = torch.empty((num_rows, record_bytes(num_features, group)), dtype=torch.uint8)
-    first, *gating = gating_of(rows, gate)
-    gated = torch.empty((num_rows, num_features), dtype=rows.dtype) if gate else records
-    told = array(
-        "q",
-        [
-            *(0, num_rows, num_features, KINDS[rows.dtype]),
-            *(first, rows.stride(0) * rows.element_size(), records.data_ptr(), group),
-            *(*gating, gated.data_ptr()),
-        ],
-    )
-    quantize.run(told.buffer_info()[0], threads_for(rows.numel()))
+    first, activation, other = gating_of(rows, gate)
+    gated = torch.empty((num_rows, num_features), dtype=rows.dtype) if gate else rows
+    sizes = num_rows, num_features, rows.stride(0)
+    arguments = Arguments(first, gated, records, *sizes, activation, other, group)
+    quantize.run(arguments, threads_for(rows.numel()))
     return records
 
 
-def gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[int, int, int]:
-    """Where ROWS are, ACTIVATION and OTHER."""
-    first = rows.data_ptr()
+def gating_of(rows: torch.Tensor, gate: Gate | None) -> Gating:
+    """``rows`` ``[num_rows, num_features]``, or twice as many that ``gate`` halves."""
     if gate is None:
-        return first, 0, 0
-    half = rows.shape[1] // 2 * rows.element_size()
-    activation = ACTIVATIONS[gate.activation]
-    return (first, activation, half) if gate.is_first else (first + half, activation, -half)
+        return Gating(rows, 0, 0)
+    half, activation = rows.shape[1] // 2, ACTIVATIONS[gate.activation]
+    if gate.is_first:
+        return Gating(rows, activation, half)
+    return Gating(rows[:, half:], activation, -half)

@@ -10,12 +10,16 @@ Addresses are integers. ``kind`` is the type of floats in memory, by the numbers
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import njit
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import lower_builtin, overload
 
 from engine.kernels import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, LANES
 from engine.kernels.instructions import (
@@ -51,6 +55,7 @@ from engine.kernels.instructions import (
     widening,
     write,
 )
+from engine.kernels.records import Pointer
 
 load32 = operation(load_float32, lanes_type, int_type)
 _load_b16 = operation(load_bfloat16, lanes_type, int_type)
@@ -124,7 +129,7 @@ def itemsize_of(kind: int) -> int:
 
 
 @njit(inline="always")
-def load(kind: int, address: int) -> Any:
+def _load_kind(kind: int, address: int) -> Any:
     if kind == BFLOAT16:
         return _load_b16(address)
     if kind == FLOAT16:
@@ -161,7 +166,7 @@ def widen(kind: int, source: int, count: int, ahead: int, target: int) -> None:
 
 
 @njit(inline="always")
-def store(kind: int, address: int, value: Any) -> None:
+def _store_kind(kind: int, address: int, value: Any) -> None:
     if kind == BFLOAT16:
         _store_b16(address, value)
     elif kind == FLOAT16:
@@ -173,13 +178,128 @@ def store(kind: int, address: int, value: Any) -> None:
 
 
 @njit(inline="always")
-def rounded(kind: int, value: Any) -> Any:
-    """As if stored and loaded again."""
+def _rounded_kind(kind: int, value: Any) -> Any:
     if kind == BFLOAT16:
         return _round_b16(value)
     if kind == FLOAT16:
         return _round_f16(value)
     return value
+
+
+# --- sixteen floats of a pointer ---
+
+_LOADS = {
+    torch.float32: load_float32,
+    torch.bfloat16: load_bfloat16,
+    torch.float16: load_float16,
+    torch.float8_e4m3fn: load_float8,
+}
+_STORES = {
+    torch.float32: lambda b, at, value: write(b, at, value, 4),
+    torch.bfloat16: store_bfloat16,
+    torch.float16: store_float16,
+    torch.float8_e4m3fn: store_float8,
+}
+_ROUNDINGS = {
+    torch.float32: lambda _b, _floats, value: value,
+    torch.bfloat16: lambda b, _floats, value: round_bfloat16(b, value),
+    torch.float16: lambda b, _floats, value: round_float16(b, value),
+}
+
+
+def _indexed(emits: dict[torch.dtype, Any]) -> dict[torch.dtype, Any]:
+    """The same of a pointer and a number of an element."""
+
+    def indexed(element: torch.dtype) -> Any:
+        def emit(builder: Any, floats: Any, at: Any, *values: Any) -> Any:
+            place = builder.add(floats, builder.mul(at, at.type(element.itemsize)))
+            return emits[element](builder, place, *values)
+
+        return emit
+
+    return {element: indexed(element) for element in emits}
+
+
+_load_at = operation(_indexed(_LOADS), lanes_type, int_type, int_type)
+_store_at = operation(_indexed(_STORES), none_type, int_type, int_type, lanes_type)
+_rounded_as = operation(_ROUNDINGS, lanes_type, int_type, lanes_type)
+
+
+def load(floats: Any, at: int) -> Any:
+    """Returns sixteen floats, from the one with the number ``at`` on. (Of an int, which says what is at
+    an address, likewise.)"""
+    raise NotImplementedError
+
+
+def store(floats: Any, at: int, value: Any) -> None:
+    """Writes sixteen floats, rounded to the type of ``floats``, from the number ``at`` on."""
+    raise NotImplementedError
+
+
+def rounded(floats: Any, value: Any) -> Any:
+    """Returns ``value`` as if it were stored to ``floats`` and loaded again."""
+    raise NotImplementedError
+
+
+overload(load, inline="always", strict=False)(
+    lambda floats, at: (  # noqa: ARG005
+        (lambda floats, at: _load_at(floats, at))
+        if isinstance(floats, Pointer)
+        else (lambda floats, at: _load_kind(floats, at))
+    )
+)
+overload(store, inline="always", strict=False)(
+    lambda floats, at, value: (  # noqa: ARG005
+        (lambda floats, at, value: _store_at(floats, at, value))
+        if isinstance(floats, Pointer)
+        else (lambda floats, at, value: _store_kind(floats, at, value))
+    )
+)
+overload(rounded, inline="always", strict=False)(
+    lambda floats, value: (  # noqa: ARG005
+        (lambda floats, value: _rounded_as(floats, value))
+        if isinstance(floats, Pointer)
+        else (lambda floats, value: _rounded_kind(floats, value))
+    )
+)
+float32s, int32s = (
+    operation(lambda _b, at: at, Pointer(element), int_type)
+    for element in (torch.float32, torch.int32)
+)
+"""The same place, as numbers of that type."""
+
+
+def room_for(count: int) -> Any:
+    """Returns a function for compiled code that returns a place for so many float32, which is there until
+    the function that calls it returns."""
+
+    def emit(builder: Any) -> Any:
+        room = cgutils.alloca_once(builder, ir.ArrayType(FLOAT, count))
+        room.align = _LINE
+        return builder.ptrtoint(room, ir.IntType(64))
+
+    return operation(emit, Pointer(torch.float32))
+
+
+is_none = operation(lambda b, at: b.icmp_signed("==", at, at.type(0)), types.boolean, int_type)
+"""Whether NOWHERE was given for a tensor."""
+line_length = operation(
+    {each: lambda _b, at, each=each: at.type(_LINE // each.itemsize) for each in _LOADS},
+    int_type, int_type,
+)  # fmt: skip
+"""How many numbers of a pointer's a line of the cache has."""
+
+
+# --- work shared out among threads ---
+
+
+@njit
+def shared(counter: Any, count: int) -> Any:
+    """Yields the numbers below ``count`` that no other thread takes; ``counter`` begins at 0."""
+    item = fetch_add(counter, 1)
+    while item < count:
+        yield item
+        item = fetch_add(counter, 1)
 
 
 # --- arithmetic ---
@@ -335,4 +455,19 @@ whole_sum = operation(
     int_type, lanes_type,
 )  # fmt: skip
 """Of all lanes without their fractions, in 64 bits."""
+
+
+for _symbol, _instruction in (
+    (operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")
+):  # fmt: skip
+
+    @infer_global(_symbol)
+    class _OfLanes(ConcreteTemplate):  # type: ignore[misc]
+        cases = (signature(lanes_type, lanes_type, lanes_type),)
+
+    @lower_builtin(_symbol, lanes_type, lanes_type)
+    def _emitted(_c: Any, builder: Any, _s: Any, values: Any, name: str = _instruction) -> Any:
+        return getattr(builder, name)(*values)
+
+
 first_of = operation(lambda b, x: b.extract_element(x, INT32(0)), float_type, lanes_type)

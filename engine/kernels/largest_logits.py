@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 from numba import njit
 
-from engine.kernels.lanes import read_float, read_int, read_int32, write_int
-from engine.kernels.logit_tiles import MEMBER_BYTES, num_tiles, tile_at
+from engine.kernels import lanes as v
+from engine.kernels.logit_tiles import count_tiles, tile_at
 from engine.noise_numbers import GROUP_TOKENS, TILE_TOKENS
 
 NO_KEY = -(1 << 63)
@@ -14,9 +17,9 @@ _ID_BITS = 32
 
 
 @njit(inline="always")
-def _key(address: int, token: int) -> int:
+def _key(logits: Any, at: int, token: int) -> int:
     """An integer that orders logits, and among equal ones the lowest token as largest."""
-    bits = read_int32(address)
+    bits = np.int64(v.int32s(logits)[at])
     if bits == -(1 << 31):  # there are two zeros, of one value
         bits = 0
     if bits < 0:
@@ -25,52 +28,49 @@ def _key(address: int, token: int) -> int:
 
 
 @njit
-def _sink(heap: int, size: int, at: int, key: int) -> None:
+def _sink(heap: Any, size: int, at: int, key: int) -> None:
     """Put ``key`` at the place ``at`` or below it, in a heap of which ``size`` keys are left."""
     while 2 * at + 1 < size:
         child = 2 * at + 1
-        if child + 1 < size and read_int(heap + 8 * child + 8) < read_int(heap + 8 * child):
+        if child + 1 < size and heap[child + 1] < heap[child]:
             child += 1
-        if read_int(heap + 8 * child) >= key:
+        if heap[child] >= key:
             break
-        write_int(heap + 8 * at, read_int(heap + 8 * child))
+        heap[at] = heap[child]
         at = child
-    write_int(heap + 8 * at, key)
+    heap[at] = key
 
 
 @njit
 def keep_largest(
-    logits: int, vocab_size: int, count: int, padded: int, maxima: int, heap: int
+    logits: Any, vocab_size: int, count: int, padded: Any, maxima: Any, heap: Any
 ) -> None:
     """The keys of the largest logits into a heap, the least of them at its root."""
     for at in range(count):
-        write_int(heap + 8 * at, NO_KEY)
-    for group in range(num_tiles(vocab_size) * GROUP_TOKENS):
+        heap[at] = NO_KEY
+    for group in range(count_tiles(vocab_size) * GROUP_TOKENS):
         # Of equal logits every token may be the one with the lowest number.
-        if _key(maxima + 4 * group, 0) < read_int(heap):
+        if _key(maxima, group, 0) < heap[0]:
             continue
-        at = tile_at(logits, vocab_size, group // GROUP_TOKENS, padded)
-        at += 4 * (group % GROUP_TOKENS)
-        token = group // GROUP_TOKENS * TILE_TOKENS + group % GROUP_TOKENS
-        while token < vocab_size:
-            value = read_float(at)
+        tile = tile_at(logits, vocab_size, group // GROUP_TOKENS, padded)
+        first = group // GROUP_TOKENS * TILE_TOKENS
+        for at in range(group % GROUP_TOKENS, TILE_TOKENS, GROUP_TOKENS):
+            if first + at >= vocab_size:
+                break
+            value = tile[at]
             if value == value:
-                key = _key(at, token)
-                if key > read_int(heap):
+                key = _key(tile, at, first + at)
+                if key > heap[0]:
                     _sink(heap, count, 0, key)
-            at += MEMBER_BYTES
-            token += GROUP_TOKENS
-            if token % TILE_TOKENS < GROUP_TOKENS:
-                break  # the tile's last member was the one before
 
 
 @njit
-def sort_kept(heap: int, count: int) -> None:
+def sort_kept(heap: Any, count: int) -> None:
     """Best first."""
     for size in range(count - 1, 0, -1):
-        least = read_int(heap)
-        _sink(heap, size, 0, read_int(heap + 8 * size))
-        write_int(heap + 8 * size, least)
+        least = heap[0]
+        _sink(heap, size, 0, heap[size])
+        heap[size] = least
 
 
 @njit(inline="always")

@@ -2,79 +2,65 @@
 
 from __future__ import annotations
 
-from array import array
-from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engine.kernels import KINDS, LANES
-from engine.kernels.compiled import Kernel, numbers_at, threads_for
-from engine.kernels.lanes import (
-    add,
-    argument,
-    fetch_add,
-    fma,
-    itemsize_of,
-    load,
-    load32,
-    mul,
-    read_float,
-    rounded,
-    splat,
-    store,
-    sum_of,
-)
-
-_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+from engine.kernels import LANES
+from engine.kernels import lanes as v
+from engine.kernels.compiled import Loop, threads_for
+from engine.kernels.records import Counter, Float32s, Floats
 
 
-class Arg(IntEnum):
-    """Numbers, and addresses; strides in bytes. NUMBERS, float32: epsilon, one over the number of
-    features. IS_ROUNDED: a row is rounded to its type before it is weighed."""
-
-    NEXT_ROW = 0
-    NUM_ROWS = 1
-    NUM_FEATURES = 2
-    KIND = 3
-    ROWS = 4
-    ROW = 5
-    WEIGHT = 6  # float32
-    IS_ROUNDED = 7
-    OUTPUT = 8
-    NUMBERS = 9
+def reference(
+    rows: torch.Tensor, weight: torch.Tensor, epsilon: float, is_rounded: bool
+) -> torch.Tensor:
+    """Returns what ``rms_norm`` does, but for the order of sums."""
+    floats = rows.float()
+    floats = floats * torch.rsqrt(floats.square().mean(-1, keepdim=True) + epsilon)
+    floats = floats.to(rows.dtype).float() if is_rounded else floats
+    return (floats * weight).to(rows.dtype)
 
 
-def _normalize(p: int) -> None:
-    kind, num_features = argument(p, Arg.KIND), argument(p, Arg.NUM_FEATURES)
-    itemsize, weight, numbers = itemsize_of(kind), argument(p, Arg.WEIGHT), argument(p, Arg.NUMBERS)
-    epsilon, share = read_float(numbers), read_float(numbers + 4)
-    is_rounded = argument(p, Arg.IS_ROUNDED)
-    while True:
-        row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
-        if row >= argument(p, Arg.NUM_ROWS):
-            break
-        source = argument(p, Arg.ROWS) + row * argument(p, Arg.ROW)
-        target = argument(p, Arg.OUTPUT) + row * num_features * itemsize
-        even = odd = splat(_ZERO)
+class Arguments(NamedTuple):
+    """``rows`` and ``output`` ``[num_rows, num_features]``; ``share``: one over the number of features;
+    ``is_rounded``: a row is rounded to its type before it is weighed."""
+
+    rows: Floats
+    weight: Float32s
+    output: Floats
+    num_rows: int
+    num_features: int
+    epsilon: float
+    share: float
+    is_rounded: bool
+    next_row: Counter = 0
+
+
+def _normalize(a: Arguments) -> None:
+    one, epsilon, share = np.float32(1.0), np.float32(a.epsilon), np.float32(a.share)
+    for row in v.shared(a.next_row, a.num_rows):
+        source, target = a.rows + row * a.num_features, a.output + row * a.num_features
+        even = odd = v.splat(np.float32(0.0))
         at = 0
-        while at + 2 * LANES <= num_features:
-            x, y = load(kind, source + itemsize * at), load(kind, source + itemsize * (at + LANES))
-            even, odd = fma(x, x, even), fma(y, y, odd)
+        while at + 2 * LANES <= a.num_features:
+            x, y = v.load(source, at), v.load(source, at + LANES)
+            even, odd = v.fma(x, x, even), v.fma(y, y, odd)
             at += 2 * LANES
-        if at < num_features:
-            x = load(kind, source + itemsize * at)
-            even = fma(x, x, even)
-        scale = splat(_ONE / np.sqrt(sum_of(add(even, odd)) * share + epsilon))
-        for at in range(0, num_features, LANES):
-            value = mul(load(kind, source + itemsize * at), scale)
-            if is_rounded:
-                value = rounded(kind, value)
-            store(kind, target + itemsize * at, mul(value, load32(weight + 4 * at)))
+        if at < a.num_features:
+            x = v.load(source, at)
+            even = v.fma(x, x, even)
+        scale = v.splat(one / np.sqrt(v.sum_of(even + odd) * share + epsilon))
+        for at in range(0, a.num_features, LANES):
+            value = v.load(source, at) * scale
+            if a.is_rounded:
+                value = v.rounded(target, value)
+            v.store(target, at, value * v.load(a.weight, at))
 
 
-normalize = Kernel(_normalize, len(Arg))
-"""Every row over its root mean square, times WEIGHT."""
+normalize = Loop(_normalize, Arguments)
+"""Writes every row over its root mean square, times the weight."""
 
 
 def rms_norm(
@@ -85,18 +71,15 @@ def rms_norm(
     rows = rows if rows.is_contiguous() else rows.contiguous()
     num_features = rows.shape[-1]
     output = torch.empty_like(rows)
-    told = array(
-        "q",
-        [
-            *(0, rows.numel() // num_features, num_features, KINDS[rows.dtype]),
-            *(rows.data_ptr(), num_features * rows.element_size()),
-            *(
-                weight.data_ptr(),
-                is_rounded,
-                output.data_ptr(),
-                numbers_at(epsilon, 1.0 / num_features),
-            ),
-        ],
+    arguments = Arguments(
+        rows=rows,
+        weight=weight,
+        output=output,
+        num_rows=rows.numel() // num_features,
+        num_features=num_features,
+        epsilon=epsilon,
+        share=1.0 / num_features,
+        is_rounded=is_rounded,
     )
-    normalize.run(told.buffer_info()[0], threads_for(rows.numel()))
+    normalize.run(arguments, threads_for(rows.numel()))
     return output

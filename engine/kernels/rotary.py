@@ -2,78 +2,82 @@
 
 from __future__ import annotations
 
-from array import array
-from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 from numba import njit
 
 from engine.kernels import KINDS, LANES
-from engine.kernels.compiled import Kernel, threads_for
-from engine.kernels.lanes import (
-    add,
-    argument,
-    fetch_add,
-    itemsize_of,
-    load,
-    mul,
-    rounded,
-    store,
-    sub,
-)
+from engine.kernels import lanes as v
+from engine.kernels.compiled import Loop, threads_for
+from engine.kernels.records import Counter, Floats
 
 
-class Arg(IntEnum):
-    """Numbers, and addresses; strides in bytes. HALF: half the dimensions of a head."""
+def reference(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Turns ``heads`` ``[.., rows, dim]``, queries or keys. Every operation is rounded to their type."""
+    x, y = heads.chunk(2, -1)
+    cos_x, cos_y = cosines.chunk(2, -1)
+    sin_x, sin_y = sines.chunk(2, -1)
+    return torch.cat([x * cos_x - y * sin_x, y * cos_y + x * sin_y], -1)
 
-    NEXT_ROW = 0
-    NUM_ROWS = 1
-    KIND = 2
-    HALF = 3
-    COSINES = 4
-    COSINE_ROW = 5
-    SINES = 6
-    SINE_ROW = 7
-    # Of the queries, then of the keys: heads, row, head, where they are, and where they go.
-    QUERIES = 8
-    KEYS = 13
-    END = 18
+
+class Arguments(NamedTuple):
+    """``cosines`` and ``sines`` ``[num_rows, 2 * half]``, rows apart by ``cosine_row`` and ``sine_row``;
+    queries and keys ``[num_rows, heads, 2 * half]``, apart by ``_row`` and ``_head``; turned ones lie
+    together."""
+
+    cosines: Floats
+    sines: Floats
+    queries: Floats
+    turned_queries: Floats
+    keys: Floats
+    turned_keys: Floats
+    num_rows: int
+    half: int
+    cosine_row: int
+    sine_row: int
+    num_query_heads: int
+    query_row: int
+    query_head: int
+    num_key_heads: int
+    key_row: int
+    key_head: int
+    next_row: Counter = 0
 
 
 @njit
-def _rotate_heads(p: int, which: int, row: int) -> None:
-    """Each value is rounded where torch's operations would round it."""
-    kind, half = argument(p, Arg.KIND), argument(p, Arg.HALF)
-    itemsize = itemsize_of(kind)
-    cosines = argument(p, Arg.COSINES) + row * argument(p, Arg.COSINE_ROW)
-    sines = argument(p, Arg.SINES) + row * argument(p, Arg.SINE_ROW)
-    num_heads, step = argument(p, which), half * itemsize
-    source = argument(p, which + 3) + row * argument(p, which + 1)
-    target = argument(p, which + 4) + row * num_heads * 2 * step
+def _rotate_heads(
+    half: int, cosines: Any, sines: Any, heads: Any, num_heads: int, step: int, turned: Any
+) -> None:
+    """One row's heads. Each value is rounded where torch's operations would round it."""
     for _ in range(num_heads):
-        for at in range(0, step, LANES * itemsize):
-            x, y = load(kind, source + at), load(kind, source + step + at)
-            turned = rounded(kind, mul(y, load(kind, sines + at)))
-            kept = rounded(kind, mul(x, load(kind, cosines + at)))
-            store(kind, target + at, sub(kept, turned))
-            turned = rounded(kind, mul(x, load(kind, sines + step + at)))
-            kept = rounded(kind, mul(y, load(kind, cosines + step + at)))
-            store(kind, target + step + at, add(kept, turned))
-        source += argument(p, which + 2)
-        target += 2 * step
+        for low in range(0, half, LANES):
+            high = low + half
+            x, y = v.load(heads, low), v.load(heads, high)
+            crossed = v.rounded(heads, y * v.load(sines, low))
+            kept = v.rounded(heads, x * v.load(cosines, low))
+            v.store(turned, low, kept - crossed)
+            crossed = v.rounded(heads, x * v.load(sines, high))
+            kept = v.rounded(heads, y * v.load(cosines, high))
+            v.store(turned, high, kept + crossed)
+        heads, turned = heads + step, turned + 2 * half
 
 
-def _rotate(p: int) -> None:
-    while True:
-        row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
-        if row >= argument(p, Arg.NUM_ROWS):
-            break
-        _rotate_heads(p, Arg.QUERIES, row)
-        _rotate_heads(p, Arg.KEYS, row)
+def _rotate(a: Arguments) -> None:
+    for row in v.shared(a.next_row, a.num_rows):
+        cosines, sines = a.cosines + row * a.cosine_row, a.sines + row * a.sine_row
+        _rotate_heads(
+            a.half, cosines, sines, a.queries + row * a.query_row, a.num_query_heads,
+            a.query_head, a.turned_queries + row * 2 * a.half * a.num_query_heads,
+        )  # fmt: skip
+        _rotate_heads(
+            a.half, cosines, sines, a.keys + row * a.key_row, a.num_key_heads,
+            a.key_head, a.turned_keys + row * 2 * a.half * a.num_key_heads,
+        )  # fmt: skip
 
 
-rotate_all = Kernel(_rotate, Arg.END)
-"""Every row's queries and keys."""
+rotate_all = Loop(_rotate, Arguments)
+"""Turns every row's queries and keys."""
 
 
 def can_rotate(
@@ -99,14 +103,26 @@ def rotate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``query`` and ``key`` ``[1, heads, rows, dim]``, ``cosines`` and ``sines`` ``[1, rows, dim]``, as
     ``can_rotate`` takes them. Returns the like of ``query`` and ``key``, a row's heads side by side."""
-    _, _, num_rows, dim = query.shape
-    size = query.element_size()
-    turned = [each.new_empty(1, num_rows, each.shape[1], dim) for each in (query, key)]
-    told = array("q", [0, num_rows, KINDS[query.dtype], dim // 2])
-    told.extend((cosines.data_ptr(), cosines.stride(1) * size))
-    told.extend((sines.data_ptr(), sines.stride(1) * size))
-    for source, target in zip((query, key), turned, strict=True):
-        told.extend((source.shape[1], source.stride(2) * size, source.stride(1) * size))
-        told.extend((source.data_ptr(), target.data_ptr()))
-    rotate_all.run(told.buffer_info()[0], threads_for(query.numel()))
-    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+    _, num_query_heads, num_rows, dim = query.shape
+    turned_query = query.new_empty(1, num_rows, num_query_heads, dim)
+    turned_key = key.new_empty(1, num_rows, key.shape[1], dim)
+    arguments = Arguments(
+        cosines=cosines,
+        sines=sines,
+        queries=query,
+        turned_queries=turned_query,
+        keys=key,
+        turned_keys=turned_key,
+        num_rows=num_rows,
+        half=dim // 2,
+        cosine_row=cosines.stride(1),
+        sine_row=sines.stride(1),
+        num_query_heads=num_query_heads,
+        query_row=query.stride(2),
+        query_head=query.stride(1),
+        num_key_heads=key.shape[1],
+        key_row=key.stride(2),
+        key_head=key.stride(1),
+    )
+    rotate_all.run(arguments, threads_for(query.numel()))
+    return turned_query.transpose(1, 2), turned_key.transpose(1, 2)

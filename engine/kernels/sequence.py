@@ -6,52 +6,55 @@ and the begin of the next.
 
 from __future__ import annotations
 
-from array import array
-from enum import IntEnum
+from typing import NamedTuple
 
-from engine.kernels.compiled import Kernel
-from engine.kernels.lanes import argument, call, call_int, fetch_add, read_int
+import torch
+
+from engine.kernels import lanes as v
+from engine.kernels.compiled import Loop
+from engine.kernels.records import Counter, Int64s
 from engine.kernels.waiting import function_address, releasing, wait_until
 
 NODE_INTS = 3
-"""Of a kernel: address of its machine code, of its arguments, number of threads."""
+_CODE, _ARGUMENTS, _NUM_THREADS = range(NODE_INTS)
+"""A node is a kernel: addresses of its machine code and of its arguments, its number of threads."""
 
 
-class Arg(IntEnum):
-    """TEAM_SIZE and YIELD: addresses of omp_get_num_threads and sched_yield; TEAM_SIZE 0: one thread."""
+class Arguments(NamedTuple):
+    """``nodes`` ``[num_nodes, NODE_INTS]``. ``team_size`` and ``release``: omp_get_num_threads and
+    sched_yield, as ``function_address`` returns them; without a ``team_size`` there is one thread."""
 
-    NUM_WORKERS = 0
-    NUM_ARRIVED = 1
-    NODES = 2
-    NUM_NODES = 3
-    TEAM_SIZE = 4
-    YIELD = 5
+    nodes: Int64s
+    num_nodes: int
+    team_size: int
+    release: int
+    num_workers: Counter = 0
+    num_arrived: Counter = 0
 
 
-def _run(p: int) -> None:
-    worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
-    team = 1 if argument(p, Arg.TEAM_SIZE) == 0 else call_int(argument(p, Arg.TEAM_SIZE))
-    node, end = argument(p, Arg.NODES), argument(p, Arg.NUM_NODES)
+def _run(a: Arguments) -> None:
+    worker = v.fetch_add(a.num_workers, 1)
+    team = 1 if a.team_size == 0 else v.call_int(a.team_size)
     expected = 0
-    for index in range(end):
-        num_threads = read_int(node + 16)
-        if worker < num_threads:
-            call(read_int(node), read_int(node + 8))
-        node += 8 * NODE_INTS
+    for index in range(a.num_nodes):
+        node = a.nodes + NODE_INTS * index
+        following = node + NODE_INTS
+        if worker < node[_NUM_THREADS]:
+            v.call(node[_CODE], node[_ARGUMENTS])
         # What the first thread does alone it may do after what it did alone.
-        if team > 1 and index + 1 < end and (num_threads > 1 or read_int(node + 16) > 1):
+        is_last = team == 1 or index + 1 == a.num_nodes
+        if not is_last and (node[_NUM_THREADS] > 1 or following[_NUM_THREADS] > 1):
             expected += team
-            fetch_add(p + 8 * Arg.NUM_ARRIVED, 1)
-            wait_until(p + 8 * Arg.NUM_ARRIVED, expected, argument(p, Arg.YIELD))
+            v.fetch_add(a.num_arrived, 1)
+            wait_until(a.num_arrived, expected, a.release)
 
 
-run_all = Kernel(_run, len(Arg), is_long=True)
-"""All of NODES."""
+run_all = Loop(_run, Arguments, is_long=True)
+"""Runs all of the nodes."""
 
 
-def run_sequence(nodes: int, num_nodes: int, num_threads: int) -> None:
-    """``nodes``: where ``num_nodes`` times ``NODE_INTS`` int64 are."""
+def run_sequence(nodes: torch.Tensor, num_threads: int) -> None:
+    """``nodes`` ``[num_nodes, NODE_INTS]`` int64: kernels, which run in this order."""
     # Without a way to let others run no team waits.
     team_size = function_address("omp_get_num_threads") if releasing() else 0
-    told = array("q", [0, 0, nodes, num_nodes, team_size, releasing()])
-    run_all.run(told.buffer_info()[0], num_threads)
+    run_all.run(Arguments(nodes, len(nodes), team_size, releasing()), num_threads)

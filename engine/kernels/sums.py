@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 from array import array
-from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
 from engine.kernels import KINDS, LANES
-from engine.kernels.compiled import Kernel, threads_for
-from engine.kernels.lanes import add, argument, fetch_add, itemsize_of, load, store
+from engine.kernels import lanes as v
+from engine.kernels.compiled import Kernel, Loop, threads_for
+from engine.kernels.records import Counter, Floats
+
+
+def reference(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return (left.float() + right.float()).to(left.dtype)
+
 
 _NUMBERS_AT_ONCE = 256 * LANES
 
 
-class Arg(IntEnum):
-    """Numbers, and addresses."""
+class Arguments(NamedTuple):
+    """``left``, ``right`` and ``output``: ``count`` floats each."""
 
-    NEXT = 0
-    COUNT = 1
-    KIND = 2
-    LEFT = 3
-    RIGHT = 4
-    OUTPUT = 5
-
-
-def _add(p: int) -> None:
-    kind, count = argument(p, Arg.KIND), argument(p, Arg.COUNT)
-    itemsize = itemsize_of(kind)
-    left, right, output = (
-        argument(p, Arg.LEFT), argument(p, Arg.RIGHT), argument(p, Arg.OUTPUT)
-    )  # fmt: skip
-    while True:
-        first = fetch_add(p + 8 * Arg.NEXT, _NUMBERS_AT_ONCE)
-        if first >= count:
-            break
-        end = min(first + _NUMBERS_AT_ONCE, count)
-        for at in range(first * itemsize, end * itemsize, LANES * itemsize):
-            store(kind, output + at, add(load(kind, left + at), load(kind, right + at)))
+    left: Floats
+    right: Floats
+    output: Floats
+    count: int
+    next_part: Counter = 0
 
 
-add_all = Kernel(_add, len(Arg))
-"""LEFT plus RIGHT."""
+def _add(a: Arguments) -> None:
+    num_parts = (a.count + _NUMBERS_AT_ONCE - 1) // _NUMBERS_AT_ONCE
+    for part in v.shared(a.next_part, num_parts):
+        first = part * _NUMBERS_AT_ONCE
+        for at in range(first, min(first + _NUMBERS_AT_ONCE, a.count), LANES):
+            v.store(a.output, at, v.load(a.left, at) + v.load(a.right, at))
+
+
+add_all = Loop(_add, Arguments)
 
 
 def can_add(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether ``add_all`` is for them: floats on a CPU, a multiple of 16, that lie together."""
     return (
         left.shape == right.shape
         and left.dtype == right.dtype
@@ -54,10 +52,9 @@ def can_add(left: torch.Tensor, right: torch.Tensor) -> bool:
     )
 
 
-def sum_arguments(
+def recorded_sum(
     left: torch.Tensor, right: torch.Tensor, output: torch.Tensor
-) -> tuple[array[int], int]:
-    """What ``add_all`` is told, and in how many threads it runs."""
-    kind, count = KINDS[left.dtype], left.numel()
-    addresses = (each.data_ptr() for each in (left, right, output))
-    return array("q", [0, count, kind, *addresses]), threads_for(count)
+) -> tuple[Kernel, array[int], int]:
+    """Returns the kernel for a sum, what it is told, and in how many threads it runs."""
+    told, dtypes = add_all.layout.pack(Arguments(left, right, output, left.numel()))
+    return add_all.kernel(dtypes), told, threads_for(left.numel())

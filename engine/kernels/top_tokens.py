@@ -2,156 +2,128 @@
 
 from __future__ import annotations
 
-from array import array
-from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.kernels import LANES
-from engine.kernels.compiled import Kernel, threads_for
-from engine.kernels.lanes import (
-    add,
-    argument,
-    exp,
-    fetch_add,
-    larger_or_nan,
-    largest_or_nan_of,
-    load32,
-    read_float,
-    read_int,
-    splat,
-    sub,
-    sum_of,
-    write_float,
-    write_int,
-)
+from engine.kernels import lanes as v
+from engine.kernels.compiled import Loop, threads_for
 from engine.kernels.largest_logits import NO_KEY, keep_largest, sort_kept, token_of
 from engine.kernels.logit_tiles import (
     LOWEST,
-    MEMBER_BYTES,
-    TILE_BYTES,
+    count_tiles,
     find_maxima,
     num_tiles,
     pad,
+    room_for_tile,
     tile_at,
 )
-
-_ZERO = np.float32(0.0)
-
-
-class Arg(IntEnum):
-    """Numbers, and addresses: LOGITS float32 ``[num_rows, vocab_size]``; TOKENS int64 and VALUES float32
-    ``[num_rows, NUM_TOP]``, or VALUES ``[num_rows]``, the results. SCRATCH_BYTES: of each worker."""
-
-    NEXT_ROW = 0
-    NUM_WORKERS = 1
-    NUM_ROWS = 2
-    VOCAB_SIZE = 3
-    LOGITS = 4
-    NUM_TOP = 5
-    TOKENS = 6
-    VALUES = 7
-    SCRATCH = 8
-    SCRATCH_BYTES = 9
+from engine.kernels.records import Counter, Float32s, Int64s
+from engine.noise_numbers import GROUP_TOKENS, TILE_TOKENS
 
 
-def _find(p: int) -> None:
-    worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
-    vocab_size, num_top = argument(p, Arg.VOCAB_SIZE), argument(p, Arg.NUM_TOP)
-    padded = argument(p, Arg.SCRATCH) + worker * argument(p, Arg.SCRATCH_BYTES)
-    heap = padded + TILE_BYTES
-    maxima = heap + 8 * num_top
-    while True:
-        row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
-        if row >= argument(p, Arg.NUM_ROWS):
-            break
-        logits = argument(p, Arg.LOGITS) + 4 * row * vocab_size
-        pad(logits, vocab_size, padded)
-        for tile in range(num_tiles(vocab_size)):
-            first = tile_at(logits, vocab_size, tile, padded)
-            find_maxima(first, maxima + tile * MEMBER_BYTES)
-        keep_largest(logits, vocab_size, num_top, padded, maxima, heap)
-        sort_kept(heap, num_top)
-        tokens = argument(p, Arg.TOKENS) + 8 * row * num_top
-        values = argument(p, Arg.VALUES) + 4 * row * num_top
-        for rank in range(num_top):
-            key = read_int(heap + 8 * rank)
-            token = token_of(key)
-            if key == NO_KEY:  # fewer numbers than were asked for
-                write_int(tokens + 8 * rank, 0)
-                write_float(values + 4 * rank, np.float32(-np.inf))
-            else:
-                write_int(tokens + 8 * rank, token)
-                write_float(values + 4 * rank, read_float(logits + 4 * token))
+def reference(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what ``top_rows`` does, of logits that are numbers: of equal ones the lowest token first,
+    and of two zeros, too."""
+    values, tokens = (logits + 0.0).sort(dim=-1, descending=True, stable=True)
+    return tokens[:, :num_top], values[:, :num_top]
 
 
-find = Kernel(_find, len(Arg))
-"""TOKENS and VALUES of every row, best first."""
+class Arguments(NamedTuple):
+    """``logits`` ``[num_rows, vocab_size]``; ``tokens`` and ``values`` ``[num_rows, num_top]``, the
+    results; of each worker ``heap`` ``[num_top]`` and ``maxima`` of its row's groups."""
+
+    logits: Float32s
+    tokens: Int64s
+    values: Float32s
+    heap: Int64s
+    maxima: Float32s
+    num_rows: int
+    vocab_size: int
+    num_top: int
+    next_row: Counter = 0
+    num_workers: Counter = 0
 
 
-def _sum(p: int) -> None:
-    worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
-    vocab_size = argument(p, Arg.VOCAB_SIZE)
-    padded = argument(p, Arg.SCRATCH) + worker * argument(p, Arg.SCRATCH_BYTES)
-    while True:
-        row = fetch_add(p + 8 * Arg.NEXT_ROW, 1)
-        if row >= argument(p, Arg.NUM_ROWS):
-            break
-        logits = argument(p, Arg.LOGITS) + 4 * row * vocab_size
-        pad(logits, vocab_size, padded)
-        most = splat(LOWEST)
-        for tile in range(num_tiles(vocab_size)):
-            first = tile_at(logits, vocab_size, tile, padded)
-            for at in range(first, first + TILE_BYTES, 4 * LANES):
-                most = larger_or_nan(load32(at), most)
-        top = largest_or_nan_of(most)
-        peak, total = splat(top), splat(_ZERO)
-        for tile in range(num_tiles(vocab_size)):
-            first = tile_at(logits, vocab_size, tile, padded)
-            part = splat(_ZERO)  # beside a large sum, small numbers that come one by one are lost
-            for at in range(first, first + TILE_BYTES, 4 * LANES):
-                part = add(part, exp(sub(load32(at), peak)))
-            total = add(total, part)
-        write_float(argument(p, Arg.VALUES) + 4 * row, top + np.log(sum_of(total)))
+def _find(a: Arguments) -> None:
+    worker, num_groups = v.fetch_add(a.num_workers, 1), count_tiles(a.vocab_size) * GROUP_TOKENS
+    heap, maxima = a.heap + worker * a.num_top, a.maxima + worker * num_groups
+    padded = room_for_tile()
+    for row in v.shared(a.next_row, a.num_rows):
+        logits = a.logits + row * a.vocab_size
+        pad(logits, a.vocab_size, padded)
+        for tile in range(count_tiles(a.vocab_size)):
+            find_maxima(tile_at(logits, a.vocab_size, tile, padded), maxima + tile * GROUP_TOKENS)
+        keep_largest(logits, a.vocab_size, a.num_top, padded, maxima, heap)
+        sort_kept(heap, a.num_top)
+        tokens, values = a.tokens + row * a.num_top, a.values + row * a.num_top
+        for rank in range(a.num_top):
+            is_missing = heap[rank] == NO_KEY  # fewer numbers than were asked for
+            tokens[rank] = 0 if is_missing else token_of(heap[rank])
+            values[rank] = LOWEST if is_missing else logits[tokens[rank]]
 
 
-sum_all = Kernel(_sum, len(Arg))
-"""Into VALUES, of every row the logarithm of the sum of its exponentials; the sum's order is fixed: each
-lane of a tile, then the tiles, then the lanes."""
+find = Loop(_find, Arguments)
+"""Writes tokens and values of every row, best first."""
+
+
+class SumArguments(NamedTuple):
+    """``logits`` ``[num_rows, vocab_size]``; ``sums`` ``[num_rows]``, the results."""
+
+    logits: Float32s
+    sums: Float32s
+    num_rows: int
+    vocab_size: int
+    next_row: Counter = 0
+
+
+def _sum(a: SumArguments) -> None:
+    zero, padded = np.float32(0.0), room_for_tile()
+    for row in v.shared(a.next_row, a.num_rows):
+        logits = a.logits + row * a.vocab_size
+        pad(logits, a.vocab_size, padded)
+        most = v.splat(LOWEST)
+        for tile in range(count_tiles(a.vocab_size)):
+            values = tile_at(logits, a.vocab_size, tile, padded)
+            for at in range(0, TILE_TOKENS, LANES):
+                most = v.larger_or_nan(v.load(values, at), most)
+        top = v.largest_or_nan_of(most)
+        peak, total = v.splat(top), v.splat(zero)
+        for tile in range(count_tiles(a.vocab_size)):
+            values = tile_at(logits, a.vocab_size, tile, padded)
+            part = v.splat(zero)  # beside a large sum, small numbers that come one by one are lost
+            for at in range(0, TILE_TOKENS, LANES):
+                part = part + v.exp(v.load(values, at) - peak)
+            total = total + part
+        a.sums[row] = top + np.log(v.sum_of(total))
+
+
+sum_all = Loop(_sum, SumArguments)
+"""Writes of every row the logarithm of the sum of its exponentials; the sum's order is fixed: each lane
+of a tile, then the tiles, then the lanes."""
 
 
 def top_rows(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of ``logits`` ``[num_rows, vocab_size]``, float32, contiguous: tokens and values of the ``num_top``
     largest, at least one, ``[num_rows, num_top]``. Minus infinity, token 0, where a row has fewer
     numbers."""
-    tokens = torch.empty(len(logits), num_top, dtype=torch.int64)
-    values = torch.empty(len(logits), num_top)
-    _run(find, logits, num_top, tokens.data_ptr(), values)
+    num_rows, vocab_size = logits.shape
+    tokens = torch.empty(num_rows, num_top, dtype=torch.int64)
+    values = torch.empty(num_rows, num_top)
+    num_threads = min(num_rows, threads_for(logits.numel()))
+    heap = torch.empty(num_threads * num_top, dtype=torch.int64)
+    maxima = torch.empty(num_threads * num_tiles(vocab_size) * GROUP_TOKENS)
+    arguments = Arguments(logits, tokens, values, heap, maxima, num_rows, vocab_size, num_top)
+    find.run(arguments, num_threads)
     return tokens, values
 
 
 def log_sums(logits: torch.Tensor) -> torch.Tensor:
     """Of the exponentials of each row: ``[num_rows, vocab_size]``, float32, contiguous, to
     ``[num_rows, 1]``."""
-    values = torch.empty(len(logits), 1)
-    _run(sum_all, logits, 0, 0, values)
-    return values
-
-
-def _run(
-    kernel: Kernel, logits: torch.Tensor, num_top: int, tokens: int, values: torch.Tensor
-) -> None:
-    num_rows, vocab_size = logits.shape
-    num_bytes = TILE_BYTES + 8 * num_top + num_tiles(vocab_size) * MEMBER_BYTES
-    num_bytes = -(-num_bytes // 64) * 64
-    num_threads = min(num_rows, threads_for(logits.numel()))
-    scratch = np.empty(num_bytes * num_threads, np.uint8)
-    told = array(
-        "q",
-        [
-            *(0, 0, num_rows, vocab_size, logits.data_ptr(), num_top),
-            *(tokens, values.data_ptr(), scratch.ctypes.data, num_bytes),
-        ],
-    )
-    kernel.run(told.buffer_info()[0], num_threads)
+    sums = torch.empty(len(logits), 1)
+    num_threads = min(len(logits), threads_for(logits.numel()))
+    sum_all.run(SumArguments(logits, sums, *logits.shape), num_threads)
+    return sums

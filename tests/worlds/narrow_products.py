@@ -19,14 +19,14 @@ from engine.model.int8 import Int8Product, Int8Weight
 
 def main(folder: Path) -> None:
     instructions = set()
-    call = integers._call
+    called = integers.called
 
     def noted(builder: object, name: str, *values: object) -> object:
         instructions.add(name)
-        return call(builder, name, *values)
+        return called(builder, name, *values)
 
-    integers._call = noted  # type: ignore[assignment]
-    integers._is_wide = lambda: False
+    integers.called = noted  # type: ignore[assignment]
+    integers.is_wide = lambda: False
     weights, rows = torch.load(folder / "given.pt")
     products = [Int8Product([Int8Weight(*each)], [None], torch.float32)(rows) for each in weights]
     torch.save((products, sorted(instructions)), folder / "got.pt")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels import KINDS
-from engine.kernels.float_dots import has_pair_products, has_wide_registers
+from engine.kernels.float_dots import has_pair_products
 from engine.kernels.float_product import (
     ACTIVATIONS,
     PackedFloats,
@@ -20,6 +20,7 @@ from engine.kernels.float_product import (
     pack,
     pack_gated,
 )
+from engine.kernels.tiling import has_wide_registers
 from engine.kernels.watch import watch_kernels
 
 pytestmark = pytest.mark.skipif(

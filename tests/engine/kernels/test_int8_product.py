@@ -15,6 +15,7 @@ import torch
 from engine.kernels import integers
 from engine.kernels.int8_product import can_multiply
 from engine.kernels.int8_rows import ACTIVATIONS, Gate, gate_rows
+from engine.kernels.tiling import has_feature
 from engine.model.int8 import (
     Int8Product,
     Int8Weight,
@@ -79,8 +80,7 @@ def test_so_are_those_of_sums_that_no_float_holds(in_features: int, scheme: str)
 
 @needs_kernel
 def test_the_narrow_instruction_has_the_same_bits(tmp_path: Path) -> None:
-    features = integers._features()
-    if not features.get("avxvnni") and not features.get("avx512vl"):
+    if not has_feature("avxvnni") and not has_feature("avx512vl"):
         pytest.skip("this CPU has no narrow one")
     weights = [scheme(with_outliers(80, 320)) for scheme in SCHEMES.values()]
     rows = with_outliers(13, 320, seed=2)
@@ -89,7 +89,7 @@ def test_the_narrow_instruction_has_the_same_bits(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "worlds.narrow_products", str(tmp_path)]
     subprocess.run(command, env=os.environ | here, check=True)
     products, instructions = torch.load(tmp_path / "got.pt")
-    assert instructions == [integers._NARROW]
+    assert instructions == [integers.NARROW]
     for weight, got in zip(weights, products, strict=True):
         assert torch.equal(got, int8_oracle.product(rows, weight, None, torch.float32))
 

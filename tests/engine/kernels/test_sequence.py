@@ -6,11 +6,12 @@ from array import array
 
 import numpy as np
 import pytest
+import torch
 
 from engine.kernels import sequence
 from engine.kernels.compiled import Kernel
 from engine.kernels.lanes import argument, fetch_add, read_int, write_int
-from engine.kernels.sequence import run_sequence
+from engine.kernels.sequence import NODE_INTS, run_sequence
 from engine.kernels.waiting import releasing
 
 COUNT = 64
@@ -43,7 +44,7 @@ def summed(num_threads: list[int]) -> list[int]:
     nodes = array("q")
     for each, count in zip(told, num_threads, strict=True):
         nodes.extend((KERNEL.address, each.buffer_info()[0], count))
-    run_sequence(nodes.buffer_info()[0], len(told), max(num_threads))
+    run_sequence(torch.tensor(nodes).view(-1, NODE_INTS), max(num_threads))
     return planes[-1].tolist()
 
 
