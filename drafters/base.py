@@ -14,16 +14,9 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from drafters.tree import EMPTY, DraftTree
+from slipstream.options import DraftShape as DraftShape
 
 OptionValue: TypeAlias = bool | int | float | str
-
-
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """What one request asked for: ``width`` 1 is a chain; ``depth`` bounds the longest path."""
-
-    width: int = 1
-    depth: int = 16
 
 
 Noise: TypeAlias = Callable[[int, Sequence[int]], Sequence[float]]

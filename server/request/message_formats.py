@@ -6,8 +6,9 @@ from typing import Any
 
 from server.errors import bad_request
 from server.formats.message import markers_of
-from server.formats.reasoning import reasoning_format_of, reasoning_formats
-from server.formats.tool_calls import tool_call_format_of, tool_call_formats
+from server.formats.reasoning import reasoning_formats
+from server.formats.registry import F, format_of
+from server.formats.tool_calls import tool_call_formats
 from server.plan import MessageOptions
 from server.request.message_grammar import CallRules, MessageGrammar, check_schema
 from server.request.protocol import ChatRequest
@@ -22,10 +23,8 @@ class MessageFormats:
 
     def __init__(self, tokenizer: Any, template: str, tool_calls: str, reasoning: str) -> None:
         self._template = template
-        self._tool_calls = tool_call_format_of(template) if tool_calls == AUTO else tool_calls
-        self._reasoning = reasoning_format_of(template) if reasoning == AUTO else reasoning
-        self._tool_calls = self._tool_calls.removeprefix(NONE)
-        self._reasoning = self._reasoning.removeprefix(NONE)
+        self._tool_calls = _named(tool_calls, tool_call_formats(), template)
+        self._reasoning = _named(reasoning, reasoning_formats(), template)
         markers = markers_of(MessageOptions(tool_calls=self._tool_calls, reasoning=self._reasoning))
         self._grammar = MessageGrammar(
             {
@@ -122,3 +121,8 @@ class MessageFormats:
             # A function that is named is called once.
             parallel=parallel and not isinstance(body.tool_choice, NamedTool),
         )
+
+
+def _named(wanted: str, formats: dict[str, F], template: str) -> str:
+    """Returns the name of the format; "" for none."""
+    return format_of(formats, template) if wanted == AUTO else wanted.removeprefix(NONE)

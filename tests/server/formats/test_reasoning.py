@@ -19,7 +19,8 @@ from server.formats.parts import (
     joined,
     reasoning_of,
 )
-from server.formats.reasoning import reasoning_format_of, reasoning_formats
+from server.formats.reasoning import reasoning_formats
+from server.formats.registry import format_of
 from server.plan import MessageOptions
 
 
@@ -144,10 +145,10 @@ R1 = "{{ '<\uff5cAssistant\uff5c>' }}{{ content.split('</think>')[-1] }}"
 
 
 def test_the_template_says_which_format() -> None:
-    assert reasoning_format_of(R1) == "deepseek_r1"
-    assert reasoning_format_of("<think> ... </think>") == "qwen3"
-    assert reasoning_format_of("<|channel|>analysis<|message|>") == "gpt_oss"
-    assert reasoning_format_of("{{ messages }}") == ""
+    assert format_of(reasoning_formats(), R1) == "deepseek_r1"
+    assert format_of(reasoning_formats(), "<think> ... </think>") == "qwen3"
+    assert format_of(reasoning_formats(), "<|channel|>analysis<|message|>") == "gpt_oss"
+    assert format_of(reasoning_formats(), "{{ messages }}") == ""
 
 
 @pytest.mark.parametrize(
