@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.errors import bad_request
+from server.errors import bad_request, refused
 from server.formats.message import markers_of
 from server.formats.reasoning import reasoning_formats
 from server.formats.registry import F, format_of
@@ -40,11 +40,11 @@ class MessageFormats:
             for name in ("tool_choice", "parallel_tool_calls"):
                 value = getattr(body, name)
                 if value is not None and value != NONE:
-                    raise bad_request(name, f"{name} needs 'tools'")
+                    raise refused(name, "needs 'tools'")
         elif not self._tool_calls and body.tool_choice != NONE:
-            raise bad_request(
+            raise refused(
                 "tools",
-                "tools: it is not known how this model writes tool calls; the operator can say so "
+                ": it is not known how this model writes tool calls; the operator can say so "
                 "with --tool-call-parser",
             )
         if isinstance(body.tool_choice, NamedTool):
@@ -92,7 +92,7 @@ class MessageFormats:
         named = [(place, tool) for place, tool in places if tool.function.name == wanted]
         if not named:
             field = "tool_choice.function.name"
-            raise bad_request(field, f"{field}: there is no tool {wanted!r} among 'tools'")
+            raise refused(field, f": there is no tool {wanted!r} among 'tools'")
         return named
 
     def _call_rules(self, body: ChatRequest, has_answer: bool) -> CallRules | None:

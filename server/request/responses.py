@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic.config import JsonDict
 
-from server.errors import ApiError, bad_request
+from server.errors import ApiError, refused
 from server.request.body import Body, in_case, refusal
 from server.request.grammars import Schema
 from server.request.parsing import check
@@ -254,7 +254,7 @@ class ResponsesRequest(CommonFields):
         """The chat request that says the same. Raises ApiError 400, in the chat's words."""
         messages = _messages(self.instructions, self.input)
         if not messages:
-            raise bad_request("input", "input: nothing in it says anything")
+            raise refused("input", ": nothing in it says anything")
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in CommonFields.model_fields},
             "messages": messages,

@@ -20,7 +20,7 @@ from drafters.base import DrafterInfo, OptionValue
 from engine.info import EngineInfo
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info
-from server.errors import ApiError, bad_request
+from server.errors import ApiError, refused
 from server.request.body import Body, described_by
 from slipstream.options import (
     FIXED_POLICY,
@@ -245,7 +245,7 @@ class SpeculativeResolver:
             able = (
                 f"one of: {', '.join(takers)}" if takers else "one that this server does not offer"
             )
-            raise bad_request("prediction", f"prediction needs another draft_strategy: {able}")
+            raise refused("prediction", f"needs another draft_strategy: {able}")
         return self.info.drafters[name]
 
     def _drafter_options(
@@ -346,7 +346,7 @@ class SpeculativeResolver:
 
 
 def _refuse(name: str, message: str) -> ApiError:
-    return bad_request(f"speculative.{name}", f"speculative.{name} {message}")
+    return refused(f"speculative.{name}", message)
 
 
 def _no_effect(name: str, where: str) -> ApiError:
