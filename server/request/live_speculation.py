@@ -50,7 +50,7 @@ def changed(
         )
     except UnfitSpeculationError as error:
         name = f"{_GROUPS[error.group]}.{error.name}"
-        raise refused(name, f"{error.reason}") from error
+        raise refused(name, error.reason) from error
 
 
 class ChangeSpeculation(Protocol):

@@ -56,20 +56,29 @@ def test_a_request_that_says_nothing_drafts_all_the_same() -> None:
     assert resolver().resolve(None) == SpeculativeParams(options={"max_match": 4})
 
 
-def test_every_field_is_taken_at_its_word() -> None:
+async def test_every_field_is_taken_at_its_word(connect: Connect) -> None:
     """The example of the design, with this test's drafter."""
     fields = {
-        "draft_strategy": "nasd",
-        **depth(8, 0, 16, "goodput"),
-        "target_acceptance_rate": 0.7,
+        "draft_strategy": "sampler",
+        **depth(5, 1, 15, "target_rate"),
+        "target_acceptance_rate": 0.6,
         "tree_strategy": "tree",
-        "tree_width": 2,
-        "tree_depth": 6,
-        "verification": "match",
-        "options": {"fill": False, "decay": 0.25},
+        "tree_width": 3,
+        "tree_depth": 7,
+        "verification": "rejection",
+        "options": {"heat": 0.25},
         "return_drafted": True,
     }
-    assert resolve(fields) == SpeculativeParams(**fields)
+    assert fields.keys() == SpeculativeField.model_fields.keys()
+    engine = ScriptedEngine("hello")
+    async with connect(engine) as client:
+        body = {"prompt": "a", "speculative": fields}
+        reply = (await client.post("/completions", json=body)).json()
+    assert engine.requests[0].speculative == SpeculativeParams(**fields)
+    assert "".join(token["text"] for token in reply["choices"][0]["tokens"]) == "hello"
+
+
+def test_what_nobody_names_is_not_there() -> None:
     assert resolve({"draft_strategy": "none"}) == PLAIN
     assert resolve({"adaptive_depth": "target_rate"}).target_acceptance_rate is None
     assert resolve({"target_acceptance_rate": 0.4}).target_acceptance_rate == 0.4
