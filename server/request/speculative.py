@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator
 
 from drafters.base import DrafterInfo, OptionValue
 from engine.info import EngineInfo
@@ -28,7 +28,6 @@ from slipstream.options import (
     PLAIN,
     SpeculativeParams,
     VerificationName,
-    about,
 )
 
 PREDICTION_DRAFTER = "prediction"
@@ -44,13 +43,6 @@ def _parse_adaptive(value: object) -> object:
     raise ValueError(f"must be true, false, or one of: {', '.join(gamma_policy_names())}")
 
 
-def _parse_verification(value: object) -> object:
-    known = about("verification")["choices"]
-    if isinstance(value, str) and value in known:
-        return value
-    raise ValueError(f"must be one of: {', '.join(known)}")
-
-
 def _parse_options(value: object) -> object:
     if not isinstance(value, dict) or not all(
         isinstance(key, str) and isinstance(item, bool | int | float | str)
@@ -63,13 +55,9 @@ def _parse_options(value: object) -> object:
 _TYPES = {
     "adaptive_depth": Annotated[
         Any,
-        PlainValidator(_parse_adaptive),
-        WithJsonSchema({"enum": [True, False, *gamma_policy_names()]}),
-    ],
-    "verification": Annotated[
-        Any,
-        PlainValidator(_parse_verification),
-        WithJsonSchema({"type": "string", "enum": list(about("verification")["choices"])}),
+        PlainValidator(
+            _parse_adaptive, json_schema_input_type=bool | Literal[gamma_policy_names()]
+        ),
     ],
     "options": Annotated[
         Any,

@@ -309,7 +309,7 @@ def test_an_unknown_drafter_is_answered_with_those_there_are() -> None:
     [
         ({"adaptive_depth": "often"}, "true, false, or one of: fixed, target_rate, goodput"),
         ({"adaptive_depth": 1}, "true, false"),
-        ({"verification": "typical"}, "must be one of: match, rejection, block"),
+        ({"verification": "typical"}, "'match', 'rejection' or 'block'"),
         ({"tree_strategy": "bush"}, "'none', 'linear' or 'tree'"),
         ({"options": {"a": None}}, "booleans, numbers and strings"),
         ({"options": [1]}, "must be an object"),
