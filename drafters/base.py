@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from drafters.tree import EMPTY, DraftTree
+from slipstream.options import DraftShape as DraftShape
 
 OptionValue: TypeAlias = bool | int | float | str
 Options: TypeAlias = Mapping[str, OptionValue]
@@ -140,15 +141,6 @@ class NewRequest:
     token_ids: Sequence[int]
     options: Options
     cache_salt: str
-
-
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """The shape that a request asked for: at most ``width`` children per node, 1 for a chain, and paths
-    of at most ``depth`` nodes."""
-
-    width: int = 1
-    depth: int = 16
 
 
 Noise: TypeAlias = Callable[[int, Sequence[int]], Sequence[float]]

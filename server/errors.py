@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``.
 
 ApiError
-├── bad_request(param, ...)   400, names the field
+├── bad_request(param, ...)   400, names the field; refused(param, reason) in its message, too
 ├── unauthorized()            401
 ├── not_found()               404
 ├── unknown_model(name)       404
@@ -121,6 +121,12 @@ def clip(text: str, num_chars: int) -> str:
 
 def bad_request(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def refused(param: str, reason: str, code: str = "invalid_value") -> ApiError:
+    """Returns a 400 that names a field: ``reason`` follows its name, after a blank unless it begins with
+    a colon."""
+    return bad_request(param, f"{param}{'' if reason.startswith(':') else ' '}{reason}", code)
 
 
 def not_found() -> ApiError:

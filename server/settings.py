@@ -46,7 +46,7 @@ from server.formats.reasoning import reasoning_formats
 from server.formats.tool_calls import tool_call_formats
 from server.request.body import described_by
 from server.request.speculative import SpeculativeCaps, SpeculativeField
-from slipstream.options import SpeculativeParams, VerificationName
+from slipstream.options import SpeculativeParams
 
 _PREFIX = "SLIPSTREAM_"
 
@@ -55,7 +55,6 @@ _PREFIX = "SLIPSTREAM_"
     SpeculativeParams,
     {
         "adaptive_depth": bool | Literal[gamma_policy_names()],
-        "verification": VerificationName,
         "options": dict[str, bool | int | float | str],
     },
     optional=True,

@@ -3,7 +3,8 @@
 ``SpeculativeParams`` is the one type for them, from JSON to the gamma policies. Made from its fields:
 the ``speculative`` object of a request and the server's defaults for it, what ``GET /v1/drafters``
 says of them (and so the playground's form), the terminal client's flags, the table in docs/api.md, and
-``SpeculativeConfig``. The module imports no engine, so that a client without one has the same words.
+``SpeculativeConfig``. The module imports nothing of the project, so that a client without an engine
+has the same words.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
-
-from drafters.base import DraftShape
 
 TreeStrategy = Literal["none", "linear", "tree"]
 VerificationName = Literal["match", "rejection", "block"]
@@ -33,6 +32,14 @@ def described(default: Any, description: str, **more: Any) -> Any:
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=about)
     return field(default=default, metadata=about)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The shape of a request's drafts: ``width`` 1 is a chain; ``depth`` bounds the longest path."""
+
+    width: int = 1
+    depth: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from annotated_types import MaxLen, MinLen
 from pydantic import (
@@ -38,8 +38,7 @@ class Body(BaseModel):
     """``unsupported``: fields known from OpenAI or vLLM and refused, with the reason.
 
     ``fixed``: fields of which only these values mean what this server does anyway. Null is the same as
-    leaving a field out, for all that may be left out. How many items a list may have is looked at
-    before any of them.
+    leaving a field out, for all that may be left out.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -60,35 +59,30 @@ class Body(BaseModel):
             is_known = field is not None or name in cls.unsupported or name in cls.fixed
             if value is None and is_known and not (field is not None and field.is_required()):
                 continue
-            message = cls._refusal(field, name, value)
-            if message is not None:
-                findings.append(_detail(name, message=message))
-            elif name not in cls.fixed:
+            if field is not None or not is_known:
                 kept[name] = value
+            elif (message := cls._refusal(name, value)) is not None:
+                findings.append(_detail(name, message=message))
         if findings:
             raise ValidationError.from_exception_data(cls.__name__, findings)
         return kept
 
     @classmethod
+    @cache
     def _fields_by_name(cls) -> dict[str, FieldInfo]:
-        """As clients name them."""
+        """Returns the fields as clients name them."""
         return {each.alias or name: each for name, each in cls.model_fields.items()}
 
     @classmethod
-    def _refusal(cls, field: FieldInfo | None, name: str, value: Any) -> str | None:
-        """What rules a value out before its type is looked at."""
-        if field is not None:
-            most = _most_items(field.annotation, field.metadata)
-            if most is not None and isinstance(value, list | dict) and len(value) > most:
-                return f"takes at most {most} items, not {len(value)}"
-        elif name in cls.unsupported:
+    def _refusal(cls, name: str, value: Any) -> str | None:
+        """Returns what rules out a value of an unsupported or fixed field."""
+        if name in cls.unsupported:
             return f"is not supported: {cls.unsupported[name]}"
-        elif name in cls.fixed:
-            # bool is an int to Python: ``0 in (False,)`` must not pass for false.
-            allowed = cls.fixed[name]
-            if not any(type(value) is type(each) and value == each for each in allowed):
-                return f"only {_either(allowed)} is supported"
-        return None
+        # bool is an int to Python: ``0 in (False,)`` must not pass for false.
+        allowed = cls.fixed[name]
+        if any(type(value) is type(each) and value == each for each in allowed):
+            return None
+        return f"only {' or '.join(map(repr, allowed))} is supported"
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -117,14 +111,6 @@ def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
         "anyOf": [*(value["anyOf"] if value.keys() == {"anyOf"} else [value]), NOTHING],
         **about,
     }
-
-
-def _most_items(annotation: Any, metadata: Iterable[Any]) -> int | None:
-    """The ``MaxLen`` of a field that may be None."""
-    found = [each.max_length for each in metadata if isinstance(each, MaxLen)]
-    for part in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ():
-        found += [each for each in (_most_items(part, getattr(part, "__metadata__", ())),) if each]
-    return found[0] if found else None
 
 
 def described_by(
@@ -195,10 +181,6 @@ def _detail(*place: int | str, message: str) -> InitErrorDetails:
 def refusal(*place: int | str, message: str) -> ValidationError:
     """What a check of our own raises, so that the field at fault is named: ``place`` is the way to it."""
     return ValidationError.from_exception_data("body", [_detail(*place, message=message)])
-
-
-def _either(values: tuple[Any, ...]) -> str:
-    return " or ".join(repr(value) for value in values)
 
 
 def _parse_prompt(value: object) -> list[str] | list[list[int]]:

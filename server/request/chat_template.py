@@ -12,8 +12,8 @@ from typing import Any
 import jinja2.ext
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
-from server.errors import ApiError, bad_request
-from server.request.special_tokens import Disguise, Spellings
+from server.errors import ApiError, bad_request, refused
+from server.request.special_tokens import Disguise, Piece, Spellings
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] = (),
         allow_special_tokens: bool,
         **arguments: Any,
-    ) -> list[tuple[bool, str]]:
-        """The text in pieces: whether special tokens may be spelled in one, and the piece.
+    ) -> list[Piece]:
+        """Returns the text in pieces.
 
         ``variables``: the client's; ``arguments``: further ones of ``apply_chat_template``. Raises
         ApiError: 400 for what the template refuses, 500 where it breaks.
@@ -64,9 +64,9 @@ class ChatTemplate:
         for name in variables:
             if name not in self._variables:
                 field = f"chat_template_kwargs.{name}"
-                raise bad_request(field, f"{field}: the chat template has no such variable")
+                raise refused(field, ": the chat template has no such variable")
         if tools and not self._takes_tools:
-            raise bad_request("tools", "tools: this model's chat template has no place for them")
+            raise refused("tools", ": this model's chat template has no place for them")
         if allow_special_tokens:
             arguments["tools"] = list(tools) or None
             return [(True, self._apply(messages, variables, arguments))]
@@ -110,7 +110,7 @@ class ChatTemplate:
                 self._text(messages, fewer, others)
             except Exception:
                 continue
-            return bad_request(field, f"{field}: the chat template breaks on it: {error}")
+            return refused(field, f": the chat template breaks on it: {error}")
         logger.error("the chat template is broken", exc_info=error)
         return ApiError(
             500,

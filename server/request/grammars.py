@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, JsonValue
 from pydantic.config import JsonDict
 
-from server.errors import ApiError, bad_request
+from server.errors import refused
+from server.formats.tool_calls.arguments import AS_WRITTEN
 from server.request.body import Body, in_case
 
 MAX_CHOICES = 4096
@@ -20,8 +21,6 @@ MAX_GRAMMAR_CHARS = 1 << 17
 
 Schema = dict[str, JsonValue] | bool
 
-# As ``json.dumps`` writes: what models have read most. One way to write it leaves fewer tokens to choose.
-_AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT: Schema = {"type": "object"}
 
 
@@ -111,9 +110,7 @@ def grammar_of(
     if structured_outputs is None:
         return wanted
     if wanted:
-        raise bad_request(
-            "structured_outputs", "structured_outputs contradicts response_format; leave one out"
-        )
+        raise refused("structured_outputs", "contradicts response_format; leave one out")
     return of_structured_outputs(structured_outputs)
 
 
@@ -121,9 +118,9 @@ def of_response_format(wanted: ResponseFormat, field: str = "response_format") -
     """Raises ApiError 400."""
     needs_schema = wanted.type == "json_schema"
     if needs_schema and wanted.json_schema is None:
-        raise _refuse(f"{field}.json_schema", "is missing")
+        raise refused(f"{field}.json_schema", "is missing")
     if not needs_schema and wanted.json_schema is not None:
-        raise _refuse(f"{field}.json_schema", f"has no effect with type {wanted.type!r}")
+        raise refused(f"{field}.json_schema", f"has no effect with type {wanted.type!r}")
     if wanted.json_schema is not None:
         return json_grammar(wanted.json_schema.schema_, f"{field}.json_schema.schema")
     return json_grammar(_ANY_OBJECT, field) if wanted.type == "json_object" else ""
@@ -131,17 +128,15 @@ def of_response_format(wanted: ResponseFormat, field: str = "response_format") -
 
 def of_structured_outputs(wanted: StructuredOutputs) -> str:
     """Raises ApiError 400."""
-    given = {name: value for name, value in _by_name(wanted).items() if value is not None}
+    given = wanted.model_dump(by_alias=True, exclude_none=True)
     ways = [name for name in _WAYS if name in given]
     if len(ways) != 1:
-        raise bad_request(
-            "structured_outputs", f"structured_outputs takes one of: {', '.join(_WAYS)}"
-        )
+        raise refused("structured_outputs", f"takes one of: {', '.join(_WAYS)}")
     way, field = ways[0], f"structured_outputs.{ways[0]}"
     is_json = way.startswith("json")
     for name in _FOR_JSON:
         if name in given and not is_json:
-            raise _refuse(f"structured_outputs.{name}", f"has no effect with {way!r}")
+            raise refused(f"structured_outputs.{name}", f"has no effect with {way!r}")
     if is_json:
         schema = _ANY_OBJECT if way == "json_object" else _schema(given[way], field)
         return json_grammar(schema, field, _whitespace(given))
@@ -155,16 +150,12 @@ def json_grammar(schema: Any, field: str, options: Mapping[str, Any] | None = No
     def write(schema: Any) -> str:
         from llguidance import LLMatcher
 
-        overrides: Any = _AS_WRITTEN if options is None else options
+        overrides: Any = AS_WRITTEN if options is None else options
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
 
     if schema is False:
-        raise _refuse(field, "matches nothing")
+        raise refused(field, "matches nothing")
     return _checked(write, {} if schema is True else schema, field)
-
-
-def _by_name(wanted: StructuredOutputs) -> dict[str, Any]:
-    return wanted.model_dump(by_alias=True)
 
 
 def _schema(given: Any, field: str) -> Any:
@@ -173,9 +164,9 @@ def _schema(given: Any, field: str) -> Any:
     try:
         schema = json.loads(given)
     except ValueError as error:
-        raise _refuse(field, f"is not JSON: {error}") from error
+        raise refused(field, f"is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
-        raise _refuse(field, "is no schema: one is an object or a boolean")
+        raise refused(field, "is no schema: one is an object or a boolean")
     return schema
 
 
@@ -185,7 +176,7 @@ def _whitespace(given: Mapping[str, Any]) -> dict[str, Any] | None:
     if pattern is not None:
         if given.get("disable_any_whitespace"):
             name = "structured_outputs.whitespace_pattern"
-            raise _refuse(name, "contradicts disable_any_whitespace")
+            raise refused(name, "contradicts disable_any_whitespace")
         return {"whitespace_flexible": True, "whitespace_pattern": pattern}
     return {"whitespace_flexible": True} if is_free else None
 
@@ -223,12 +214,8 @@ def _checked(write: Callable[[Any], str], given: Any, field: str) -> str:
     try:
         grammar = write(given)
     except (ValueError, RecursionError) as error:
-        raise _refuse(field, f"cannot be used: {error}") from error
+        raise refused(field, f"cannot be used: {error}") from error
     fault = LLMatcher.validate_grammar(grammar)
     if fault:
-        raise _refuse(field, f"cannot be used: {fault.strip()}")
+        raise refused(field, f"cannot be used: {fault.strip()}")
     return grammar
-
-
-def _refuse(field: str, message: str) -> ApiError:
-    return bad_request(field, f"{field} {message}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from server.errors import bad_request
+from server.errors import refused
 from server.request.body import Body
 from server.request.large_bodies import BodyReader
 from server.request.speculative import (
@@ -50,7 +50,7 @@ def changed(
         )
     except UnfitSpeculationError as error:
         name = f"{_GROUPS[error.group]}.{error.name}"
-        raise bad_request(name, f"{name} {error.reason}") from error
+        raise refused(name, error.reason) from error
 
 
 class ChangeSpeculation(Protocol):

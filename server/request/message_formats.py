@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.errors import bad_request
+from server.errors import bad_request, refused
 from server.formats.message import markers_of
-from server.formats.reasoning import reasoning_format_of, reasoning_formats
-from server.formats.tool_calls import tool_call_format_of, tool_call_formats
+from server.formats.reasoning import reasoning_formats
+from server.formats.registry import F, format_of
+from server.formats.tool_calls import tool_call_formats
 from server.plan import MessageOptions
 from server.request.message_grammar import CallRules, MessageGrammar, check_schema
 from server.request.protocol import ChatRequest
@@ -22,10 +23,8 @@ class MessageFormats:
 
     def __init__(self, tokenizer: Any, template: str, tool_calls: str, reasoning: str) -> None:
         self._template = template
-        self._tool_calls = tool_call_format_of(template) if tool_calls == AUTO else tool_calls
-        self._reasoning = reasoning_format_of(template) if reasoning == AUTO else reasoning
-        self._tool_calls = self._tool_calls.removeprefix(NONE)
-        self._reasoning = self._reasoning.removeprefix(NONE)
+        self._tool_calls = _named(tool_calls, tool_call_formats(), template)
+        self._reasoning = _named(reasoning, reasoning_formats(), template)
         markers = markers_of(MessageOptions(tool_calls=self._tool_calls, reasoning=self._reasoning))
         self._grammar = MessageGrammar(
             {
@@ -41,11 +40,11 @@ class MessageFormats:
             for name in ("tool_choice", "parallel_tool_calls"):
                 value = getattr(body, name)
                 if value is not None and value != NONE:
-                    raise bad_request(name, f"{name} needs 'tools'")
+                    raise refused(name, "needs 'tools'")
         elif not self._tool_calls and body.tool_choice != NONE:
-            raise bad_request(
+            raise refused(
                 "tools",
-                "tools: it is not known how this model writes tool calls; the operator can say so "
+                ": it is not known how this model writes tool calls; the operator can say so "
                 "with --tool-call-parser",
             )
         if isinstance(body.tool_choice, NamedTool):
@@ -93,7 +92,7 @@ class MessageFormats:
         named = [(place, tool) for place, tool in places if tool.function.name == wanted]
         if not named:
             field = "tool_choice.function.name"
-            raise bad_request(field, f"{field}: there is no tool {wanted!r} among 'tools'")
+            raise refused(field, f": there is no tool {wanted!r} among 'tools'")
         return named
 
     def _call_rules(self, body: ChatRequest, has_answer: bool) -> CallRules | None:
@@ -122,3 +121,8 @@ class MessageFormats:
             # A function that is named is called once.
             parallel=parallel and not isinstance(body.tool_choice, NamedTool),
         )
+
+
+def _named(wanted: str, formats: dict[str, F], template: str) -> str:
+    """Returns the name of the format; "" for none."""
+    return format_of(formats, template) if wanted == AUTO else wanted.removeprefix(NONE)

@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from regex import compile, escape
+from regex import compile
 
-from server.errors import bad_request
+from server.errors import refused
 from server.formats.reasoning.format import ReasoningFormat
-from server.formats.tool_calls.arguments import Schema
+from server.formats.tool_calls.arguments import Schema, in_regex, word
 from server.formats.tool_calls.format import Spelling
 
 _WORDS = compile(r'"[^"]*"|[{}]|: |, |[^"{}:,]+|.')
@@ -88,7 +88,7 @@ class _Body:
             return
         yield f"thinking: ({self._text(form.begin)} thought gap)?"
         if form.begin not in self._special:
-            self._not_first.append(_in_regex(form.begin))
+            self._not_first.append(in_regex(form.begin))
 
     def rules(self) -> Iterator[str]:
         """``body`` and what it is made of."""
@@ -150,13 +150,13 @@ class _Body:
             yield f"{rule}: {name} {self._text(marker)}\n{name}: {self._any_text()}"
             return
         not_first = self._any_text().removeprefix(f"/{_ANYTHING}/")
-        yield f"{rule}[lazy]: {name}\n{name}: /{_ANYTHING}{_in_regex(marker)}/{not_first}"
+        yield f"{rule}[lazy]: {name}\n{name}: /{_ANYTHING}{in_regex(marker)}/{not_first}"
 
     def _without(self, marker: str) -> str:
         # A regular expression matches no special token.
         if marker in self._special:
             return ""
-        return f" & ~/{_ANYTHING}{_in_regex(marker)}{_ANYTHING}/"
+        return f" & ~/{_ANYTHING}{in_regex(marker)}{_ANYTHING}/"
 
     def _text(self, text: str) -> str:
         """A text that is to be written as it is. Beside an answer it is cut into the words of JSON, since
@@ -167,11 +167,7 @@ class _Body:
                 before, _, after = text.partition(marker)
                 return f"{self._text(before)} <[{token_id}]> {self._text(after)}".strip()
         words = _WORDS.findall(text) if self._has_answer else [text] if text else []
-        return " ".join(json.dumps(word, ensure_ascii=False) for word in words)
-
-
-def _in_regex(text: str) -> str:
-    return str(escape(text)).replace("/", "\\/")
+        return " ".join(map(word, words))
 
 
 def _nested(lark: str, answer: str) -> str:
@@ -193,4 +189,4 @@ def check_schema(schema: Schema, spelling: Spelling, field: str) -> None:
     except (ValueError, RecursionError) as error:
         fault = str(error)
     if fault:
-        raise bad_request(field, f"{field} cannot be used: {fault.strip()}")
+        raise refused(field, f"cannot be used: {fault.strip()}")

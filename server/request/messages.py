@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from server.errors import bad_request
+from server.errors import refused
 from server.request.protocol import ChatMessage
 from server.request.tools import MessageToolCall
 
@@ -58,19 +58,19 @@ def _arguments(text: str, field: str) -> dict[str, Any]:
         # Clients write no arguments as no text.
         arguments = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError) as error:
-        raise bad_request(field, f"{field} is not the text of a JSON object") from error
+        raise refused(field, "is not the text of a JSON object") from error
     if not isinstance(arguments, dict):
-        raise bad_request(field, f"{field} is not the text of a JSON object")
+        raise refused(field, "is not the text of a JSON object")
     return arguments
 
 
 def _answered(message: ChatMessage, names: dict[str, str], field: str) -> dict[str, Any]:
     called = message.tool_call_id or ""
     if called not in names:
-        raise bad_request(
+        raise refused(
             f"{field}.tool_call_id",
-            f"{field}.tool_call_id: no message before this one has a tool call of this id",
+            ": no message before this one has a tool call of this id",
         )
     if message.name not in (None, names[called]):
-        raise bad_request(f"{field}.name", f"{field}.name: the call was of {names[called]!r}")
+        raise refused(f"{field}.name", f": the call was of {names[called]!r}")
     return {"tool_call_id": called, "name": names[called]}

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.info import EngineInfo
-from server.errors import ApiError, bad_request
+from server.errors import ApiError, refused
 from server.plan import Prompt
 from server.request.chat_template import ChatTemplate
 from server.request.messages import template_messages
 from server.request.protocol import ChatMessage, TemplateFields
-from server.request.special_tokens import TextEncoder
+from server.request.special_tokens import Piece, TextEncoder
 from server.request.tools import Tool
 
 
@@ -48,9 +48,7 @@ class Prompts:
 
     def of_text(self, field: str, text: str, options: PromptOptions) -> Prompt:
         """Raises ApiError naming the field."""
-        if options.num_kept is None:
-            self._check_text(field, text)
-        return self._prompt(field, text, self.encode(field, text, options), options)
+        return self._prompt(field, [(options.allow_special_tokens, text)], options)
 
     def of_token_ids(self, field: str, token_ids: Sequence[int], options: PromptOptions) -> Prompt:
         """Raises ApiError naming the field."""
@@ -67,39 +65,27 @@ class Prompts:
         options: PromptOptions,
     ) -> Prompt:
         """Raises ApiError naming the field at fault."""
-        pieces = self._render(messages, tools, fields, options)
-        text = "".join(piece for _, piece in pieces)
-        if options.num_kept is None:
-            self._check_text("messages", text)
-        return self._prompt("messages", text, self._encode_pieces(pieces, options), options)
+        return self._prompt("messages", self.render(messages, tools, fields, options), options)
 
-    def encode(self, field: str, text: str, options: PromptOptions) -> list[int]:
-        """A text's tokens, however many. Raises ApiError naming the field."""
+    def encode(self, field: str, pieces: list[Piece], options: PromptOptions) -> list[int]:
+        """Returns the tokens of a text, however many. Raises ApiError naming the field."""
         if options.allow_special_tokens:
+            text = "".join(piece for _, piece in pieces)
             return self._texts.encode(text, options.add_special_tokens)
-        return self._texts.encode_text(field, text, options.add_special_tokens)
-
-    def encode_messages(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Tool],
-        fields: TemplateFields,
-        options: PromptOptions,
-    ) -> list[int]:
-        """The tokens that the template makes of messages, however many. Raises ApiError."""
-        return self._encode_pieces(self._render(messages, tools, fields, options), options)
+        return self._texts.encode_pieces(field, pieces, options.add_special_tokens)
 
     def encode_prediction(
         self, field: str, text: str, allow_special_tokens: bool
     ) -> tuple[int, ...]:
         """Raises ApiError naming the field."""
         limit = self._info.max_model_len
-        too_long = bad_request(field, f"{field} exceeds the context of {limit}")
+        too_long = refused(field, f"exceeds the context of {limit}")
         if self._at_least(text) >= limit:
             raise too_long
-        token_ids = self.encode(field, text, PromptOptions(False, allow_special_tokens))
+        options = PromptOptions(False, allow_special_tokens)
+        token_ids = self.encode(field, [(allow_special_tokens, text)], options)
         if not token_ids:
-            raise bad_request(field, f"{field}: the prediction has no tokens")
+            raise refused(field, ": the prediction has no tokens")
         if len(token_ids) > limit:
             raise too_long
         return tuple(token_ids)
@@ -113,20 +99,20 @@ class Prompts:
         for token_id in token_ids:
             if not 0 <= token_id < self._info.vocab_size:
                 last = self._info.vocab_size - 1
-                raise bad_request(field, f"{field}: token id {token_id} is not in 0..{last}")
+                raise refused(field, f": token id {token_id} is not in 0..{last}")
 
-    def _render(
+    def render(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
         fields: TemplateFields,
         options: PromptOptions,
-    ) -> list[tuple[bool, str]]:
-        """The chat template's text for the messages, in pieces."""
+    ) -> list[Piece]:
+        """Returns the chat template's text for the messages. Raises ApiError naming the field."""
         if fields.continue_final_message and fields.add_generation_prompt:
-            raise bad_request(
+            raise refused(
                 "continue_final_message",
-                "continue_final_message needs 'add_generation_prompt': false",
+                "needs 'add_generation_prompt': false",
             )
         return self._template.render(
             template_messages(messages),
@@ -139,15 +125,13 @@ class Prompts:
             continue_final_message=fields.continue_final_message,
         )
 
-    def _encode_pieces(self, pieces: list[tuple[bool, str]], options: PromptOptions) -> list[int]:
-        if options.allow_special_tokens:
-            text = "".join(piece for _, piece in pieces)
-            return self._texts.encode(text, options.add_special_tokens)
-        return self._texts.encode_pieces("messages", pieces, options.add_special_tokens)
-
-    def _prompt(
-        self, field: str, text: str, token_ids: Sequence[int], options: PromptOptions
-    ) -> Prompt:
+    def _prompt(self, field: str, pieces: list[Piece], options: PromptOptions) -> Prompt:
+        text = "".join(piece for _, piece in pieces)
+        at_least = self._at_least(text)
+        if options.num_kept is None and at_least >= self._info.max_model_len:
+            # Not worth tokenizing.
+            raise self._too_long(field, f"at least {at_least}")
+        token_ids = self.encode(field, pieces, options)
         if not token_ids and self._tokenizer.bos_token_id is not None:
             token_ids = [self._tokenizer.bos_token_id]
         kept = options.cut(token_ids)
@@ -158,22 +142,16 @@ class Prompts:
         """Tokens: none can hold more than the longest one's characters."""
         return len(text) // self._longest_token
 
-    def _check_text(self, field: str, text: str) -> None:
-        at_least = self._at_least(text)
-        if at_least >= self._info.max_model_len:
-            # Not worth tokenizing.
-            raise self._too_long(field, f"at least {at_least}")
-
     def _check_length(self, field: str, num_tokens: int) -> None:
         if not num_tokens:
-            raise bad_request(field, f"{field}: the prompt has no tokens")
+            raise refused(field, ": the prompt has no tokens")
         if num_tokens >= self._info.max_model_len:
             raise self._too_long(field, str(num_tokens))
 
     def _too_long(self, field: str, num_tokens: str) -> ApiError:
-        return bad_request(
+        return refused(
             field,
-            f"{field}: the prompt has {num_tokens} tokens; the context is "
+            f": the prompt has {num_tokens} tokens; the context is "
             f"{self._info.max_model_len}, and at least one has to be left to write",
             code="context_length_exceeded",
         )

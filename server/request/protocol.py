@@ -9,6 +9,7 @@ translated.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from annotated_types import MinLen
@@ -245,21 +246,31 @@ class CompletionRequest(SamplingFields):
 _TEXT: JsonDict = {"type": ["string", "array"]}
 _SOME: JsonDict = {"type": "string", "minLength": 1}
 _SEVERAL: JsonDict = {"type": "array", "minItems": 1}
-_ASSISTANT: JsonDict = {"const": "assistant"}
-_OF_TOOLS = ("name", "tool_call_id")
-_OF_ASSISTANTS = ("tool_calls", "reasoning_content", "reasoning")
+_OWN_FIELDS = {
+    "tool": ("name", "tool_call_id"),
+    "assistant": ("tool_calls", "reasoning_content", "reasoning"),
+}
+
+
+def _foreign_to(role: str) -> tuple[str, ...]:
+    """Returns the fields that messages of this role have no place for."""
+    return tuple(chain(*(names for owner, names in _OWN_FIELDS.items() if owner != role)))
+
+
+def _messages_of(role: str, *forms: dict[str, JsonDict]) -> list[JsonDict]:
+    """Returns the schemas of a role's messages: each has at least what one of ``forms`` says."""
+    return [in_case({"role": {"const": role}, **form}, _foreign_to(role)) for form in forms]
+
+
 _MESSAGES: JsonDict = {
     "anyOf": [
-        in_case(
-            {"role": {"enum": ["system", "developer", "user"]}, "content": _TEXT},
-            (*_OF_TOOLS, *_OF_ASSISTANTS),
+        *chain(
+            *(_messages_of(each, {"content": _TEXT}) for each in ("system", "developer", "user"))
         ),
-        in_case({"role": _ASSISTANT, "content": _TEXT}, _OF_TOOLS),
-        in_case({"role": _ASSISTANT, "tool_calls": _SEVERAL}, _OF_TOOLS),
-        in_case({"role": _ASSISTANT, "reasoning_content": _SOME}, _OF_TOOLS),
-        in_case(
-            {"role": {"const": "tool"}, "content": _TEXT, "tool_call_id": _SOME}, _OF_ASSISTANTS
+        *_messages_of(
+            "assistant", {"content": _TEXT}, {"tool_calls": _SEVERAL}, {"reasoning_content": _SOME}
         ),
+        *_messages_of("tool", {"content": _TEXT, "tool_call_id": _SOME}),
     ]
 }
 
@@ -292,10 +303,8 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
-        belongs = dict.fromkeys(_OF_TOOLS, self.role == "tool")
-        belongs |= dict.fromkeys(_OF_ASSISTANTS, self.role == "assistant")
-        for name, is_right in belongs.items():
-            if getattr(self, name) and not is_right:
+        for name in _foreign_to(self.role):
+            if getattr(self, name):
                 raise refusal(name, message=f"messages of {self.role!r} have no place for it")
         if self.role == "tool" and not self.tool_call_id:
             message = "says which call this answers; it is missing"

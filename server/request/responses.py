@@ -6,7 +6,7 @@ it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import MaxLen, MinLen
@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic.config import JsonDict
 
-from server.errors import ApiError, bad_request
+from server.errors import ApiError, refused
 from server.request.body import Body, in_case, refusal
 from server.request.grammars import Schema
 from server.request.parsing import check
@@ -46,18 +46,25 @@ class InputReasoningPart(Body):
 
 
 class _Item(Body):
-    """What items of replies have besides, and is taken back."""
+    """What items of replies have besides, and is taken back. ``for_chat``: the message of a chat that
+    says the same."""
 
     unsupported: ClassVar[dict[str, str]] = {"phase": "the model is not told of it"}
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
+    def for_chat(self) -> dict[str, Any]:
+        raise NotImplementedError
+
 
 class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputTextPart]
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"role": self.role, "content": _text(self.content)}
 
 
 class InputCall(_Item):
@@ -66,11 +73,19 @@ class InputCall(_Item):
     name: str = Field(min_length=1, max_length=128)
     arguments: str
 
+    def for_chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
+
 
 class InputCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
     output: str | list[InputTextPart]
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
 
 
 class InputReasoning(_Item):
@@ -79,6 +94,10 @@ class InputReasoning(_Item):
     type: Literal["reasoning"]
     summary: list[JsonValue] | None = Field(default=None, max_length=0)
     content: list[InputReasoningPart] | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        text = "\n".join(part.text for part in self.content or [])
+        return {"role": "assistant", "reasoning_content": text} if text else {"role": "assistant"}
 
 
 _ITEMS: dict[object, type[_Item]] = {
@@ -235,26 +254,16 @@ class ResponsesRequest(CommonFields):
         """The chat request that says the same. Raises ApiError 400, in the chat's words."""
         messages = _messages(self.instructions, self.input)
         if not messages:
-            raise bad_request("input", "input: nothing in it says anything")
+            raise refused("input", ": nothing in it says anything")
         given: dict[str, Any] = {
-            "model": self.model,
+            **{name: getattr(self, name) for name in CommonFields.model_fields},
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
             "tools": [_for_chat(tool) for tool in self.tools or []],
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
-            "user": self.user,
-            "metadata": self.metadata,
-            "stream": self.stream,
-            "seed": self.seed,
-            "priority": self.priority,
-            "timeout": self.timeout,
-            "cache_salt": self.cache_salt,
-            "speculative": self.speculative,
+            "top_p": self.top_p,
         }
-        if self.top_p is not None:
-            given["top_p"] = self.top_p
         if self.text is not None and self.text.format is not None:
             given["response_format"] = self.text.format.for_chat()
         if self.reasoning is not None and self.reasoning.effort is not None:
@@ -303,7 +312,7 @@ def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
-    for message in (_WRITERS[type(item)](item) for item in items):
+    for message in (item.for_chat() for item in items):
         last = messages[-1] if messages else {}
         both = last.keys() & message.keys() - {"role", "tool_calls"}
         begins_turn = "reasoning_content" in message
@@ -313,33 +322,6 @@ def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str
         elif any(message.keys() - {"role"}):
             messages.append(message)
     return messages
-
-
-def _of_message(item: Any) -> dict[str, Any]:
-    return {"role": item.role, "content": _text(item.content)}
-
-
-def _of_call(item: Any) -> dict[str, Any]:
-    function = {"name": item.name, "arguments": item.arguments}
-    call = {"id": item.call_id, "type": "function", "function": function}
-    return {"role": "assistant", "tool_calls": [call]}
-
-
-def _of_output(item: Any) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-
-
-def _of_reasoning(item: Any) -> dict[str, Any]:
-    text = "\n".join(part.text for part in item.content or [])
-    return {"role": "assistant", "reasoning_content": text} if text else {"role": "assistant"}
-
-
-_WRITERS: dict[type[_Item], Callable[[Any], dict[str, Any]]] = {
-    InputMessage: _of_message,
-    InputCall: _of_call,
-    InputCallOutput: _of_output,
-    InputReasoning: _of_reasoning,
-}
 
 
 def _text(content: str | list[InputTextPart]) -> str:

@@ -21,10 +21,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from server.errors import bad_request
+from server.errors import refused
 
 _PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 Span = tuple[int, int]
+Piece = tuple[bool, str]
+"""Whether special tokens may be spelled in a part of a text, and the part."""
 
 
 class Spellings:
@@ -81,7 +83,7 @@ class Disguise:
         )
         self._chars = {spelling: next(free, "") for spelling in sorted(hidden)}
         if not all(self._chars.values()):
-            raise bad_request("messages", "messages: too many private characters")
+            raise refused("messages", ": too many private characters")
         self._hidden = {char: spelling for spelling, char in self._chars.items()}
 
     def put_on(self, given: Any) -> Any:
@@ -99,7 +101,7 @@ class Disguise:
             at = end
         return "".join((*parts, text[at:]))
 
-    def take_off(self, rendered: str) -> list[tuple[bool, str]]:
+    def take_off(self, rendered: str) -> list[Piece]:
         """What a template made of disguised texts, with the texts as they were, in pieces: whether a
         piece may have special tokens of the template's, and the piece."""
         if not self._hidden:
@@ -162,20 +164,13 @@ class TextEncoder:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return token_ids
 
-    def encode_text(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
-        """As text from end to end. ``field`` is named in the ApiError 400 that is raised where the
-        tokenizer cannot do so."""
-        if not (self._are_normalized or self.spellings.are_in(text)):
+    def encode_pieces(self, field: str, pieces: list[Piece], add_special_tokens: bool) -> list[int]:
+        """Encodes one text; special tokens are those in the pieces that may have them. ``field`` is named
+        in the ApiError 400 that is raised where the tokenizer cannot take others as text."""
+        text = "".join(piece for _, piece in pieces)
+        may_all_have = all(may_have for may_have, _ in pieces)
+        if not self._are_normalized and (may_all_have or not self.spellings.are_in(text)):
             return self.encode(text, add_special_tokens)
-        return self._encode_plainly(field, text, add_special_tokens)
-
-    def encode_pieces(
-        self, field: str, pieces: list[tuple[bool, str]], add_special_tokens: bool
-    ) -> list[int]:
-        """Of one text; special tokens are those in the pieces that may have them. Raises as
-        ``encode_text``."""
-        if not self._are_normalized and all(may_have for may_have, _ in pieces):
-            return self.encode("".join(piece for _, piece in pieces), add_special_tokens)
         named = "".join(
             self._own.sub(lambda found: self._names[found[0]], piece) if may_have else piece
             for may_have, piece in pieces
@@ -184,9 +179,9 @@ class TextEncoder:
 
     def _encode_plainly(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         if self._plain is None:
-            raise bad_request(
+            raise refused(
                 field,
-                f"{field}: this model's tokenizer cannot take special tokens as text; leave them out, "
+                ": this model's tokenizer cannot take special tokens as text; leave them out, "
                 "or send 'allow_special_tokens': true",
             )
         token_ids = self._plain.encode(text, add_special_tokens=add_special_tokens).ids

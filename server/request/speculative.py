@@ -12,15 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator
 
 from drafters.base import DrafterInfo, OptionValue
 from engine.info import EngineInfo
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info
-from server.errors import ApiError, bad_request
+from server.errors import ApiError, refused
 from server.request.body import Body, described_by
 from slipstream.options import (
     FIXED_POLICY,
@@ -28,7 +28,6 @@ from slipstream.options import (
     PLAIN,
     SpeculativeParams,
     VerificationName,
-    about,
 )
 
 PREDICTION_DRAFTER = "prediction"
@@ -44,13 +43,6 @@ def _parse_adaptive(value: object) -> object:
     raise ValueError(f"must be true, false, or one of: {', '.join(gamma_policy_names())}")
 
 
-def _parse_verification(value: object) -> object:
-    known = about("verification")["choices"]
-    if isinstance(value, str) and value in known:
-        return value
-    raise ValueError(f"must be one of: {', '.join(known)}")
-
-
 def _parse_options(value: object) -> object:
     if not isinstance(value, dict) or not all(
         isinstance(key, str) and isinstance(item, bool | int | float | str)
@@ -63,13 +55,9 @@ def _parse_options(value: object) -> object:
 _TYPES = {
     "adaptive_depth": Annotated[
         Any,
-        PlainValidator(_parse_adaptive),
-        WithJsonSchema({"enum": [True, False, *gamma_policy_names()]}),
-    ],
-    "verification": Annotated[
-        Any,
-        PlainValidator(_parse_verification),
-        WithJsonSchema({"type": "string", "enum": list(about("verification")["choices"])}),
+        PlainValidator(
+            _parse_adaptive, json_schema_input_type=bool | Literal[gamma_policy_names()]
+        ),
     ],
     "options": Annotated[
         Any,
@@ -245,7 +233,7 @@ class SpeculativeResolver:
             able = (
                 f"one of: {', '.join(takers)}" if takers else "one that this server does not offer"
             )
-            raise bad_request("prediction", f"prediction needs another draft_strategy: {able}")
+            raise refused("prediction", f"needs another draft_strategy: {able}")
         return self.info.drafters[name]
 
     def _drafter_options(
@@ -346,7 +334,7 @@ class SpeculativeResolver:
 
 
 def _refuse(name: str, message: str) -> ApiError:
-    return bad_request(f"speculative.{name}", f"speculative.{name} {message}")
+    return refused(f"speculative.{name}", message)
 
 
 def _no_effect(name: str, where: str) -> ApiError:

@@ -106,25 +106,9 @@ def _parse_tool_choice(value: object) -> str | NamedTool:
 
 ToolChoiceField = Annotated[
     Any,
-    PlainValidator(_parse_tool_choice),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "enum": list(_MODES)},
-                {
-                    "type": "object",
-                    "required": ["type", "function"],
-                    "properties": {
-                        "type": {"const": "function"},
-                        "function": {
-                            "type": "object",
-                            "required": ["name"],
-                            "properties": {"name": {"type": "string"}},
-                        },
-                    },
-                },
-            ]
-        }
+    PlainValidator(
+        _parse_tool_choice,
+        json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | None,
     ),
 ]
 

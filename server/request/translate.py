@@ -17,7 +17,7 @@ from typing import Any
 from engine.info import EngineInfo
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
-from server.errors import ApiError, bad_request, unknown_model
+from server.errors import ApiError, refused, unknown_model
 from server.plan import (
     ChoicePlan,
     MessageOptions,
@@ -107,7 +107,7 @@ class Translator:
         max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
         self._check_common(body, max_tokens, "max_tokens", num_prompts=len(body.prompt))
         if body.best_of not in (None, body.n):
-            raise bad_request("best_of", "best_of is supported only if it equals n")
+            raise refused("best_of", "is supported only if it equals n")
         options = self._prompt_options(body, body.add_special_tokens, max_tokens)
         prompts = [
             self._prompts.of_text("prompt", given, options)
@@ -121,12 +121,12 @@ class Translator:
     def _chat(self, body: ChatRequest) -> _Wanted:
         """Raises ApiError."""
         if body.top_logprobs is not None and not body.logprobs:
-            raise bad_request("top_logprobs", "top_logprobs needs 'logprobs': true")
+            raise refused("top_logprobs", "needs 'logprobs': true")
         limit = body.max_completion_tokens or body.max_tokens
         if body.max_tokens is not None and body.max_tokens != limit:
-            raise bad_request("max_tokens", "max_tokens contradicts max_completion_tokens")
+            raise refused("max_tokens", "contradicts max_completion_tokens")
         if body.echo and body.messages[-1].role != "assistant":
-            raise bad_request("echo", "echo needs a last message that is the assistant's")
+            raise refused("echo", "needs a last message that is the assistant's")
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self._check_common(body, limit, field, num_prompts=1)
         options = self._prompt_options(body, body.add_special_tokens, limit)
@@ -149,17 +149,19 @@ class Translator:
         self._check_model(body.model)
         is_prompt = body.prompt is not None
         if is_prompt == (body.messages is not None):
-            raise bad_request("prompt", "prompt: give either 'prompt' or 'messages'")
+            raise refused("prompt", ": give either 'prompt' or 'messages'")
         options = PromptOptions(
             is_prompt if body.add_special_tokens is None else body.add_special_tokens,
             is_prompt if body.allow_special_tokens is None else body.allow_special_tokens,
         )
         if body.messages is not None:
-            return self._prompts.encode_messages(body.messages, body.tools or (), body, options)
+            pieces = self._prompts.render(body.messages, body.tools or (), body, options)
+            return self._prompts.encode("messages", pieces, options)
         for name in (*TemplateFields.model_fields, "tools"):
             if name in body.model_fields_set:
-                raise bad_request(name, f"{name} has no effect on a prompt")
-        return self._prompts.encode("prompt", body.prompt or "", options)
+                raise refused(name, "has no effect on a prompt")
+        text = (options.allow_special_tokens, body.prompt or "")
+        return self._prompts.encode("prompt", [text], options)
 
     def detokenize(self, body: DetokenizeRequest) -> str:
         """Raises ApiError."""
@@ -178,24 +180,24 @@ class Translator:
         self._check_model(body.model)
         if body.stream_options is not None:
             if not body.stream:
-                raise bad_request("stream_options", "stream_options needs 'stream': true")
+                raise refused("stream_options", "needs 'stream': true")
             if body.stream_options.continuous_usage_stats and not body.stream_options.include_usage:
                 name = "stream_options.continuous_usage_stats"
-                raise bad_request(name, f"{name} needs 'include_usage': true")
+                raise refused(name, "needs 'include_usage': true")
         self._prompts.check_token_ids("stop_token_ids", body.stop_token_ids or ())
         self._prompts.check_token_ids("logprob_token_ids", body.logprob_token_ids or ())
-        most = self._max_seconds
-        if body.timeout is not None and most is not None and body.timeout > most:
-            raise bad_request("timeout", f"timeout: this server gives a request {most:g} seconds")
+        seconds = self._max_seconds
+        if body.timeout is not None and seconds is not None and body.timeout > seconds:
+            raise refused("timeout", f": this server gives a request {seconds:g} seconds")
         if num_prompts * body.n > self._max_choices:
             name = "n" if num_prompts == 1 else "prompt"
-            message = f"{name}: {num_prompts * body.n} choices; this server writes at most"
-            raise bad_request(name, f"{message} {self._max_choices} per request")
+            most = f"this server writes at most {self._max_choices} per request"
+            raise refused(name, f": {num_prompts * body.n} choices; {most}")
         if max_tokens is not None and max_tokens > self._info.max_model_len:
             limit = self._info.max_model_len
-            raise bad_request(field, f"{field} exceeds the context of {limit}")
+            raise refused(field, f"exceeds the context of {limit}")
         if max_tokens is not None and _min_tokens(body) > max_tokens:
-            raise bad_request("min_tokens", f"min_tokens must not exceed {field}")
+            raise refused("min_tokens", f"must not exceed {field}")
 
     def _prompt_options(
         self, body: SamplingFields, add_special_tokens: bool, max_tokens: int | None
@@ -203,11 +205,9 @@ class Translator:
         """Raises ApiError."""
         num_kept = body.truncate_prompt_tokens
         if num_kept is None and body.truncation_side is not None:
-            message = "truncation_side needs 'truncate_prompt_tokens'"
-            raise bad_request("truncation_side", message)
+            raise refused("truncation_side", "needs 'truncate_prompt_tokens'")
         if num_kept == 0:
-            message = "truncate_prompt_tokens must be -1, or at least 1"
-            raise bad_request("truncate_prompt_tokens", message)
+            raise refused("truncate_prompt_tokens", "must be -1, or at least 1")
         if num_kept == -1:
             num_kept = max(1, self._info.max_model_len - (max_tokens or 1))
         return PromptOptions(
@@ -336,10 +336,10 @@ def _check_agreement(body: SamplingFields, wanted: _Wanted) -> None:
     if wanted.num_logprobs is None:
         for name in ("return_tokens_as_token_ids", "logprob_token_ids"):
             if getattr(body, name):
-                raise bad_request(name, f"{name} needs 'logprobs'")
+                raise refused(name, "needs 'logprobs'")
     if wanted.grammar and body.ignore_eos:
-        raise bad_request("ignore_eos", "ignore_eos: a text ends where its grammar ends")
+        raise refused("ignore_eos", ": a text ends where its grammar ends")
     asked = None if body.speculative is None else body.speculative.given().get("draft_strategy")
     if asked == GRAMMAR_DRAFTER and not wanted.grammar:
         field = "speculative.draft_strategy"
-        raise bad_request(field, f"{field} {asked!r} needs a constrained output")
+        raise refused(field, f"{asked!r} needs a constrained output")

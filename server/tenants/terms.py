@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 
 from engine.params import GenerationRequest, Tenant
-from server.errors import bad_request
+from server.errors import refused
 from server.plan import RequestPlan
 
 
@@ -27,7 +27,7 @@ class Terms:
         most = self.tenant.max_concurrent_requests
         if most is not None and len(plan.choices) > most:
             field = "n" if plan.n > 1 else "prompt"
-            raise bad_request(field, f"{field}: this API key may have {most} choices at a time")
+            raise refused(field, f": this API key may have {most} choices at a time")
         choices = tuple(
             replace(choice, request=self._request(choice.request)) for choice in plan.choices
         )
@@ -35,7 +35,7 @@ class Terms:
 
     def _request(self, request: GenerationRequest) -> GenerationRequest:
         if request.priority < 0:
-            raise bad_request("priority", "priority: with this API key it must be 0 or more")
+            raise refused("priority", ": with this API key it must be 0 or more")
         sampling = request.sampling
         if self.max_tokens is not None:
             sampling = replace(

@@ -113,7 +113,7 @@ def engine_info(**changes: Any) -> EngineInfo:
             ),
         ),
         DrafterInfo("prediction", "Predicted.", drafts_trees=True, takes_prediction=True),
-        DrafterInfo("sampler", "Draws.", drafts_trees=True, samples=True),
+        DrafterInfo("sampler", "Draws.", True, (DrafterOption("heat", 1.0, "heat"),), samples=True),
     )
     values: dict[str, Any] = {
         "model": "test/scripted",

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+Piece: TypeAlias = tuple[str, str]
+"""Reasoning and content, in this order; pieces follow each other."""
 
 
 class Splitter(Protocol):
-    """Takes the reasoning out of one choice's text, in pieces."""
+    """Takes the reasoning out of one choice's text, as ``server.formats.scanner.Scanner`` does."""
 
-    def feed(self, text: str) -> list[tuple[str, str]]:
-        """(reasoning, content) that the text settles, in pieces that follow each other."""
-        ...
-
-    def finish(self) -> list[tuple[str, str]]:
-        """What was held back, at the end of the choice."""
-        ...
-
+    def feed(self, text: str) -> list[Piece]: ...
+    def finish(self) -> list[Piece]: ...
     def is_reasoning(self, at: int) -> bool:
-        """Whether the character there is, markers included."""
+        """Returns whether the character there is, markers included."""
         ...
 
 

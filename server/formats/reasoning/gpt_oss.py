@@ -7,7 +7,8 @@ from math import inf
 
 from regex import compile, search
 
-from server.formats.reasoning.format import ReasoningFormat
+from server.formats.reasoning.format import Piece, ReasoningFormat
+from server.formats.scanner import Scanner
 
 # The prompt ends within the first header.
 _HEADER = compile(
@@ -17,47 +18,28 @@ _HEADER = compile(
 _END = compile(r"<\|(?:end|return)\|>|(?=<\|start\|>)")
 
 
-class ChannelSplitter:
+class ChannelSplitter(Scanner[Piece]):
     """Splits the text of one choice. A call comes out as content, its header in one spelling."""
 
     def __init__(self, is_open: bool) -> None:
-        self._buffer = ""
+        super().__init__(self._message if is_open else self._header)
         self._at = 0
         self._spans: list[tuple[float, float]] = []
         self._is_reasoning = is_open
-        self._in_message = is_open
         self._wrote = {True: False, False: False}
         self._is_next = False
-        self._settled: list[tuple[str, str]] = []
         if is_open:
             self._spans.append((0, inf))
 
     def is_reasoning(self, at: int) -> bool:
-        """Whether the character there is, markers included."""
+        """Returns whether the character there is, markers included."""
         return any(start <= at < end for start, end in self._spans)
-
-    def feed(self, text: str) -> list[tuple[str, str]]:
-        """(reasoning, content) that the text settles, in pieces that follow each other."""
-        self._buffer += text
-        return self._run(final=False)
-
-    def finish(self) -> list[tuple[str, str]]:
-        """What was held back, at the end of the choice."""
-        return self._run(final=True)
-
-    def _run(self, final: bool) -> list[tuple[str, str]]:
-        while self._buffer and (self._message(final) if self._in_message else self._header(final)):
-            pass
-        settled, self._settled = self._settled, []
-        return settled
-
-    # Each returns whether the other one has something to do.
 
     def _header(self, final: bool) -> bool:
         found = _HEADER.match(self._buffer, partial=not final)
-        if found and found.partial:
+        if not self._buffer or (found and found.partial):
             return False
-        self._in_message, self._is_next = True, True
+        self._state, self._is_next = self._message, True
         self._is_reasoning = False
         if found:
             header = found["header"]
@@ -67,24 +49,22 @@ class ChannelSplitter:
                 self._write(f"<|channel|>commentary to={called[1]}<|message|>")
             if self._is_reasoning:
                 self._spans.append((self._at, inf))
-            self._drop(found.end())
+            self._count(found.end())
         else:
             # What begins like a header and is none must not be looked at once more.
-            self._write(self._buffer[:1])
-            self._drop(1)
+            self._write(self._count(1))
         return True
 
     def _message(self, final: bool) -> bool:
         found = _END.search(self._buffer, partial=not final)
         start = found.start() if found else len(self._buffer)
-        self._write(self._buffer[:start])
-        self._drop(start)
+        self._write(self._count(start))
         if not found or found.partial:
             return False
-        self._drop(found.end() - found.start())
+        self._count(found.end() - found.start())
         if self._is_reasoning:
             self._spans[-1] = (self._spans[-1][0], self._at)
-        self._in_message = False
+        self._state = self._header
         return True
 
     def _write(self, text: str) -> None:
@@ -95,9 +75,9 @@ class ChannelSplitter:
         self._is_next, self._wrote[self._is_reasoning] = False, True
         self._settled.append((text, "") if self._is_reasoning else ("", text))
 
-    def _drop(self, num_chars: int) -> None:
-        self._buffer = self._buffer[num_chars:]
+    def _count(self, num_chars: int) -> str:
         self._at += num_chars
+        return self._take(num_chars)
 
 
 FORMAT = ReasoningFormat(

@@ -7,54 +7,33 @@ from __future__ import annotations
 
 from regex import compile, escape
 
-from server.formats.reasoning.format import ReasoningFormat
+from server.formats.reasoning.format import Piece, ReasoningFormat
+from server.formats.scanner import Scanner
 
 
-class ReasoningSplitter:
+class ReasoningSplitter(Scanner[Piece]):
     """Splits the text of one choice. ``is_open``: it begins inside the reasoning."""
 
     def __init__(self, form: ReasoningFormat, is_open: bool) -> None:
+        super().__init__(self._begin)
         self._opening = compile(rf"\s{{0,64}}{escape(form.begin)}")
         self._end = compile(escape(form.end))
         self._is_open = is_open
-        self._state = self._begin
-        self._buffer = ""
         self._space = ""
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
         self._wrote_reasoning = False
         self.num_chars = 0
         """Characters up to the end of the reasoning, its markers included; 0 where there is none."""
 
     def is_reasoning(self, at: int) -> bool:
-        """Whether the character there is, markers included."""
+        """Returns whether the character there is, markers included."""
         return at < self.num_chars
-
-    def feed(self, text: str) -> list[tuple[str, str]]:
-        """(reasoning, content) that the text settles."""
-        self._buffer += text
-        return self._run(final=False)
-
-    def finish(self) -> list[tuple[str, str]]:
-        """What was held back, at the end of the choice."""
-        return self._run(final=True)
-
-    def _run(self, final: bool) -> list[tuple[str, str]]:
-        while self._state(final):
-            pass
-        settled = "".join(self._reasoning), "".join(self._content)
-        self._reasoning.clear()
-        self._content.clear()
-        return [settled]
-
-    # Each state returns whether the next one has something to do.
 
     def _begin(self, final: bool) -> bool:
         found = self._opening.match(self._buffer, partial=not final)
         if found and found.partial:
             return False
         if found:
-            self._drop(found.end())
+            self._count(found.end())
         is_reasoning = found is not None or self._is_open
         self._state = self._inside if is_reasoning else self._after
         return True
@@ -62,11 +41,10 @@ class ReasoningSplitter:
     def _inside(self, final: bool) -> bool:
         found = self._end.search(self._buffer, partial=not final)
         start = found.start() if found else len(self._buffer)
-        self._write(self._buffer[:start])
-        self._drop(start)
+        self._write(self._count(start))
         if not found or found.partial:
             return False
-        self._drop(found.end() - found.start())
+        self._count(found.end() - found.start())
         self._state = self._seam
         return True
 
@@ -76,8 +54,7 @@ class ReasoningSplitter:
         return bool(self._buffer)
 
     def _after(self, final: bool) -> bool:  # noqa: ARG002
-        self._content.append(self._buffer)
-        self._buffer = ""
+        self._settled.append(("", self._take(len(self._buffer))))
         return False
 
     def _write(self, text: str) -> None:
@@ -88,8 +65,9 @@ class ReasoningSplitter:
             body = body.lstrip()
         if body:
             self._wrote_reasoning = True
-            self._reasoning.append(body)
+            self._settled.append((body, ""))
 
-    def _drop(self, num_chars: int) -> None:
-        self._buffer = self._buffer[num_chars:]
+    def _count(self, num_chars: int) -> str:
+        """Takes characters up to the end of the reasoning."""
         self.num_chars += num_chars
+        return self._take(num_chars)

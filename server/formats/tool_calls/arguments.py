@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from regex import escape
+
 from server.formats.tool_calls.json_span import JsonSpan
 
 Schema: TypeAlias = Mapping[str, Any]
@@ -13,8 +15,9 @@ GrammarLines: TypeAlias = Callable[[str, Schema], Iterator[str]]
 """Lines of a grammar of llguidance, of which the rule of the given name is what arguments of the schema
 may be written as. Raises ValueError where they cannot be held to the schema."""
 
-# As ``json.dumps`` writes, which leaves fewer tokens to choose.
-_AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as ``json.dumps`` writes it: what models have read most. One way to write it leaves fewer tokens
+to choose."""
 _SAID_OF_OBJECTS = {
     "type",
     "properties",
@@ -52,7 +55,7 @@ class JsonArguments:
 
 def json_rule(rule: str, schema: Schema) -> Iterator[str]:
     """A value that matches the schema, as JSON."""
-    yield f"{rule}: %json {json.dumps({**schema, 'x-guidance': _AS_WRITTEN})}"
+    yield f"{rule}: %json {json.dumps({**schema, 'x-guidance': AS_WRITTEN})}"
 
 
 class Parameter(NamedTuple):
@@ -135,5 +138,10 @@ def escaped(text: str) -> str:
 
 
 def word(text: str) -> str:
-    """A text that is to be written as it is, in a grammar."""
+    """Returns a text that is to be written as it is, in a grammar."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def in_regex(text: str) -> str:
+    """Returns a text that is to be matched as it is, in a grammar's regular expression."""
+    return str(escape(text)).replace("/", "\\/").replace("\\\n", "\\n")

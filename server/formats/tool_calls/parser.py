@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from regex import compile
 
 from server.formats.parts import CallArguments, CallStart, Content, Part
+from server.formats.scanner import Scanner
 from server.formats.tool_calls.arguments import ArgumentsReader, JsonArguments, Schema
 from server.formats.tool_calls.format import SPACE, CallSyntax, ToolCallFormat
 from server.formats.tool_calls.json_span import JsonSpan, read_calls
@@ -20,16 +21,15 @@ from server.formats.tool_calls.json_span import JsonSpan, read_calls
 _JSON_START = compile(rf"{SPACE}[\[{{]")
 
 
-class CallParser:
+class CallParser(Scanner[Part]):
     """Parses the text of one choice. ``functions``: those that may be called, and the schemas of their
     arguments. ``id_seed``: calls of different seeds have different ids."""
 
     def __init__(self, form: ToolCallFormat, functions: Mapping[str, Schema], id_seed: str) -> None:
+        super().__init__(self._begin)
         self._form = form
         self._functions = functions
         self._id_seed = id_seed
-        self._buffer = ""
-        self._state = self._begin
         # White space that is content only if content follows.
         self._space = ""
         self._wrote_content = False
@@ -40,28 +40,14 @@ class CallParser:
         self._reader: ArgumentsReader = JsonArguments({})
         self._span = JsonSpan()
         self._num_scanned = 0
-        self._parts: list[Part] = []
         self.num_calls = 0
 
-    def feed(self, text: str) -> list[Part]:
-        """What the text settles."""
-        self._buffer += text
-        return self._run(final=False)
-
     def finish(self) -> list[Part]:
-        """What was held back, at the end of the choice."""
-        parts = self._run(final=True)
+        """Returns what was held back, at the end of the choice."""
+        parts = super().finish()
         if self._space and not self.num_calls:
             parts.append(Content(self._space))
         return parts
-
-    def _run(self, final: bool) -> list[Part]:
-        while self._state(final):
-            pass
-        parts, self._parts = self._parts, []
-        return parts
-
-    # Each state returns whether the next one has something to do.
 
     def _begin(self, final: bool) -> bool:
         found = self._form.bare and self._form.bare.match(self._buffer, partial=not final)
@@ -75,15 +61,14 @@ class CallParser:
     def _content(self, final: bool) -> bool:
         found = self._form.opener.search(self._buffer, partial=not final)
         start = found.start() if found else len(self._buffer)
-        self._write(self._buffer[:start])
-        self._buffer = self._buffer[start:]
+        self._write(self._take(start))
         if not found or found.partial:
             return False
         self._open(found.end() - start)
         return True
 
     def _open(self, num_chars: int, *, is_bare: bool = False) -> None:
-        self._opened, self._buffer = self._buffer[:num_chars], self._buffer[num_chars:]
+        self._opened = self._take(num_chars)
         self._is_bare = is_bare
         self._state = self._head
 
@@ -96,7 +81,7 @@ class CallParser:
                 if self._is_bare and name not in self._functions:
                     return self._reject()
                 self._start(name)
-                self._buffer = self._buffer[found.start("arguments") :]
+                self._take(found.start("arguments"))
                 self._syntax = syntax
                 self._reader = syntax.reader(self._functions.get(name, {}))
                 self._state = self._arguments
@@ -113,8 +98,8 @@ class CallParser:
     def _arguments(self, final: bool) -> bool:
         num_chars, text = self._reader.feed(self._buffer, final)
         if text:
-            self._parts.append(CallArguments(self.num_calls - 1, text))
-        self._buffer = self._buffer[num_chars:]
+            self._settled.append(CallArguments(self.num_calls - 1, text))
+        self._take(num_chars)
         self._state = self._tail if self._reader.ended else self._arguments
         return self._reader.ended
 
@@ -126,7 +111,7 @@ class CallParser:
             return False
         self._state = self._content
         if found:
-            self._buffer = self._buffer[found.end() :]
+            self._take(found.end())
             self._state = self._following if self._syntax.following else self._content
         return True
 
@@ -139,7 +124,7 @@ class CallParser:
         if found and found["more"]:
             self._open(found.end(), is_bare=self._is_bare)
         elif found:
-            self._buffer = self._buffer[found.end() :]
+            self._take(found.end())
         return True
 
     def _other_order(self, final: bool) -> bool:
@@ -155,15 +140,15 @@ class CallParser:
             return self._reject()
         for name, arguments in calls:
             self._start(name)
-            self._parts.append(CallArguments(self.num_calls - 1, arguments))
-        self._buffer = self._buffer[found.end() :]
+            self._settled.append(CallArguments(self.num_calls - 1, arguments))
+        self._take(found.end())
         self._state = self._content
         return True
 
     def _start(self, name: str) -> None:
         seed = f"{self._id_seed}-{self.num_calls}".encode()
         digest = hashlib.sha256(seed).hexdigest()[: self._form.id_chars]
-        self._parts.append(CallStart(self.num_calls, self._form.id_prefix + digest, name))
+        self._settled.append(CallStart(self.num_calls, self._form.id_prefix + digest, name))
         self.num_calls += 1
 
     def _reject(self) -> bool:
@@ -180,4 +165,4 @@ class CallParser:
             body = body.lstrip()
         if body:
             self._wrote_content = True
-            self._parts.append(Content(body))
+            self._settled.append(Content(body))

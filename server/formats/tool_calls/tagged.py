@@ -13,6 +13,7 @@ from server.formats.tool_calls.arguments import (
     Parameter,
     Schema,
     escaped,
+    in_regex,
     json_of,
     json_rule,
     parameters_of,
@@ -90,7 +91,7 @@ class Tags:
             return
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         # Up to the first tag: no text can hold one.
-        terminal, after = rule.upper(), _in_regex(self.after)
+        terminal, after = rule.upper(), in_regex(self.after)
         held = f" & /{_unanchored(schema['pattern'])}{after}/" if "pattern" in schema else ""
         yield f"{rule}[lazy]: {terminal}"
         yield f"{terminal}: /(?s:.{{{least},{most}}}){after}/{held}"
@@ -174,10 +175,6 @@ class TaggedArguments:
 
     def _hold(self, text: str) -> None:
         self._held.append(text)
-
-
-def _in_regex(text: str) -> str:
-    return str(escape(text)).replace("/", "\\/").replace("\\\n", "\\n")
 
 
 def _unanchored(pattern: str) -> str:

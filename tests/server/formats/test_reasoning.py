@@ -19,7 +19,8 @@ from server.formats.parts import (
     joined,
     reasoning_of,
 )
-from server.formats.reasoning import reasoning_format_of, reasoning_formats
+from server.formats.reasoning import reasoning_formats
+from server.formats.registry import format_of
 from server.plan import MessageOptions
 
 
@@ -70,20 +71,6 @@ def test_calls_are_looked_for_behind_the_reasoning_only() -> None:
     assert [type(part).__name__ for part in parts[1:]] == ["CallStart", "CallArguments"]
 
 
-fragments = st.sampled_from(["<think>", "</think>", "<think", "</", "a", " ", "\n", "b c"])
-
-
-@given(st.lists(fragments, max_size=8), st.booleans(), st.lists(st.integers(0, 40)))
-def test_how_the_text_comes_changes_nothing(
-    words: list[str], is_open: bool, cuts: list[int]
-) -> None:
-    text = "".join(words)
-    options = MessageOptions(reasoning="qwen3", reasoning_is_open=is_open)
-    places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    pieces = [text[start:end] for start, end in pairwise(places)]
-    assert parse(options, pieces) == parse(options, list(text)) == parse(options, [text])
-
-
 OSS = MessageOptions("gpt_oss", {"f": {}}, "gpt_oss")
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>yes"
@@ -120,34 +107,33 @@ def test_channels_are_told_apart(text: str, reasoning: str, content: str, num_ca
 
 
 OSS_FRAGMENTS = [
-    "<|start|>",
-    THOUGHT,
-    FINAL,
-    OSS_CALL,
-    "<|start|>assistant",
-    "<|end|>",
-    "<|channel|>",
-    "a",
-    "<",
+    *(THOUGHT, FINAL, OSS_CALL, "a", "<"),
+    *("<|start|>", "<|start|>assistant", "<|end|>", "<|channel|>"),
 ]
+QWEN_FRAGMENTS = ["<think>", "</think>", "<think", "</", "a", " ", "\n", "b c"]
 
 
-@given(st.lists(st.sampled_from(OSS_FRAGMENTS), max_size=6), st.lists(st.integers(0, 200)))
-def test_how_channels_come_changes_nothing(words: list[str], cuts: list[int]) -> None:
-    text = "".join(words)
+@pytest.mark.parametrize(
+    ("options", "fragments"), [(QWEN, QWEN_FRAGMENTS), (OPEN, QWEN_FRAGMENTS), (OSS, OSS_FRAGMENTS)]
+)
+@given(data=st.data(), cuts=st.lists(st.integers(0, 200)))
+def test_how_the_text_comes_changes_nothing(
+    options: MessageOptions, fragments: list[str], data: st.DataObject, cuts: list[int]
+) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(fragments), max_size=8)))
     places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     pieces = [text[start:end] for start, end in pairwise(places)]
-    assert parse(OSS, pieces) == parse(OSS, list(text)) == parse(OSS, [text])
+    assert parse(options, pieces) == parse(options, list(text)) == parse(options, [text])
 
 
 R1 = "{{ '<\uff5cAssistant\uff5c>' }}{{ content.split('</think>')[-1] }}"
 
 
 def test_the_template_says_which_format() -> None:
-    assert reasoning_format_of(R1) == "deepseek_r1"
-    assert reasoning_format_of("<think> ... </think>") == "qwen3"
-    assert reasoning_format_of("<|channel|>analysis<|message|>") == "gpt_oss"
-    assert reasoning_format_of("{{ messages }}") == ""
+    assert format_of(reasoning_formats(), R1) == "deepseek_r1"
+    assert format_of(reasoning_formats(), "<think> ... </think>") == "qwen3"
+    assert format_of(reasoning_formats(), "<|channel|>analysis<|message|>") == "gpt_oss"
+    assert format_of(reasoning_formats(), "{{ messages }}") == ""
 
 
 @pytest.mark.parametrize(

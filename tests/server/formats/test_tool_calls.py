@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.formats.parts import CallArguments, CallStart, Content, Part, content_of, joined
-from server.formats.tool_calls import tool_call_format_of, tool_call_formats
+from server.formats.registry import format_of
+from server.formats.tool_calls import tool_call_formats
 from server.formats.tool_calls.parser import CallParser
 from worlds.call_texts import written
 
@@ -268,7 +269,7 @@ def test_ids_differ_between_calls_and_requests_and_suit_the_templates() -> None:
     ],
 )
 def test_the_template_says_which_format(template: str, form: str) -> None:
-    assert tool_call_format_of(template) == form
+    assert format_of(tool_call_formats(), template) == form
 
 
 def test_the_documented_file_is_a_new_format() -> None:

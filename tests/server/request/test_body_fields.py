@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.request.speculative import SpeculativeField
-from worlds.request_bodies import COMPLETION, ENDPOINTS, TEXT, Check, Outcome
+from worlds.request_bodies import ENDPOINTS, TEXT, Check, Outcome
 from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect
 
@@ -121,65 +121,6 @@ async def test_null_is_not_given(connect: Connect, path: str) -> None:
     assert given == left_out
     for name in optional:
         assert {"type": "null"} in schemas[model.__name__]["properties"][name]["anyOf"], name
-
-
-NASD = {"draft_strategy": "nasd"}
-SPECULATIVE: dict[str, tuple[dict[str, Any], Check]] = {
-    "draft_strategy": (NASD, lambda o: o.params.draft_strategy == "nasd"),
-    "num_speculative_tokens": (
-        {"num_speculative_tokens": 5, "adaptive_depth": False},
-        lambda o: o.params.num_speculative_tokens == 5,
-    ),
-    "adaptive_depth": (
-        {"adaptive_depth": "target_rate"},
-        lambda o: o.params.adaptive_depth == "target_rate",
-    ),
-    "min_speculative_tokens": (
-        {"min_speculative_tokens": 3},
-        lambda o: o.params.min_speculative_tokens == 3,
-    ),
-    "max_speculative_tokens": (
-        {"max_speculative_tokens": 9},
-        lambda o: o.params.max_speculative_tokens == 9,
-    ),
-    "target_acceptance_rate": (
-        {"target_acceptance_rate": 0.9, "adaptive_depth": "target_rate"},
-        lambda o: o.params.target_acceptance_rate == 0.9,
-    ),
-    "tree_strategy": (NASD | {"tree_strategy": "tree"}, lambda o: o.params.shape.width == 2),
-    "tree_width": (
-        NASD | {"tree_strategy": "tree", "tree_width": 4},
-        lambda o: o.params.shape.width == 4,
-    ),
-    "tree_depth": (
-        NASD | {"tree_strategy": "tree", "tree_depth": 3},
-        lambda o: o.params.shape.depth == 3,
-    ),
-    "options": ({"options": {"max_match": 9}}, lambda o: o.params.options["max_match"] == 9),
-    "verification": (
-        {"draft_strategy": "sampler", "verification": "rejection"},
-        lambda o: o.params.verification == "rejection",
-    ),
-    "return_drafted": (
-        {"return_drafted": True},
-        lambda o: "".join(token["text"] for token in o.choice["tokens"]) == TEXT,
-    ),
-}
-
-
-def test_every_speculative_field_is_listed_here() -> None:
-    assert set(SPECULATIVE) == set(SpeculativeField.model_fields)
-
-
-@pytest.mark.parametrize("name", SPECULATIVE)
-async def test_a_speculative_field_has_its_effect(connect: Connect, caplog: Any, name: str) -> None:
-    fields, check = SPECULATIVE[name]
-    given = await send(connect, "/completions", COMPLETION | {"speculative": fields}, caplog)
-    assert had_effect(check, given)
-    rest = {key: value for key, value in fields.items() if key not in (name, "tree_strategy")}
-    rest = {} if name == "adaptive_depth" else rest
-    without = await send(connect, "/completions", COMPLETION | {"speculative": rest}, caplog)
-    assert not had_effect(check, without)
 
 
 def test_eos_is_what_the_script_ends_with() -> None:

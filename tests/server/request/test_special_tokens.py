@@ -168,19 +168,16 @@ def test_the_templates_tokens_are_all_that_there_are(first: str, second: str) ->
 def test_text_is_what_it_is_without_special_tokens(text: str) -> None:
     for tokenizer in (bundled(), byte_tokenizer(), sentencepiece_tokenizer()):
         expected = tokenizer.encode(text, split_special_tokens=True)
-        assert TextEncoder(tokenizer).encode_text("prompt", text, True) == expected
-        without = text.replace("<", "").replace(">", "")
-        usual = tokenizer.encode(without)
-        assert TextEncoder(tokenizer)._encode_plainly("prompt", without, True) == usual
+        assert TextEncoder(tokenizer).encode_pieces("prompt", [(False, text)], True) == expected
 
 
 def test_it_survives_being_sent_and_is_small_then() -> None:
     encoder = TextEncoder(bundled())
     sent = pickle.dumps(encoder)
     assert len(sent) < 1.2 * len(pickle.dumps(bundled()))
-    assert pickle.loads(sent).encode_text("prompt", "a<|eos|>", False) == encoder.encode_text(
-        "prompt", "a<|eos|>", False
-    )
+    text = [(False, "a<|eos|>")]
+    again = pickle.loads(sent).encode_pieces("prompt", text, False)
+    assert again == encoder.encode_pieces("prompt", text, False)
 
 
 def test_a_tokenizer_that_cannot_do_so_refuses_the_text() -> None:
@@ -193,9 +190,9 @@ def test_a_tokenizer_that_cannot_do_so_refuses_the_text() -> None:
         convert_tokens_to_ids = staticmethod(tokenizer.convert_tokens_to_ids)
 
     encoder = TextEncoder(Slow())
-    assert encoder.encode_text("prompt", "ab", False) == [97, 98]
+    assert encoder.encode_pieces("prompt", [(False, "ab")], False) == [97, 98]
     with pytest.raises(ApiError, match="allow_special_tokens") as refused:
-        encoder.encode_text("prompt", "a</s>", False)
+        encoder.encode_pieces("prompt", [(False, "a</s>")], False)
     assert refused.value.param == "prompt"
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drafters.base import DraftShape
 from drafters.registry import build_drafters
-from engine.params import SpeculativeParams
+from engine.params import PLAIN, SpeculativeParams
 from engine.speculation.gamma import policy
 from server.errors import ApiError
 from server.request.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver
@@ -28,95 +28,85 @@ def resolve(fields: dict[str, Any], default: dict[str, Any] | None = None) -> Sp
     return resolver(default).resolve(SpeculativeField(**fields))
 
 
+def depth(
+    num: int | None = None,
+    low: int | None = None,
+    high: int | None = None,
+    policy: bool | str | None = None,
+) -> dict[str, Any]:
+    """The fields of gamma that are given."""
+    fields = {
+        "num_speculative_tokens": num,
+        "min_speculative_tokens": low,
+        "max_speculative_tokens": high,
+        "adaptive_depth": policy,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def depths_of(params: SpeculativeParams) -> tuple[int, int, int]:
+    return (
+        params.num_speculative_tokens,
+        params.min_speculative_tokens,
+        params.max_speculative_tokens,
+    )
+
+
 def test_a_request_that_says_nothing_drafts_all_the_same() -> None:
     assert resolver().resolve(None) == SpeculativeParams(options={"max_match": 4})
 
 
-def test_the_documented_object_is_accepted_whole() -> None:
+async def test_every_field_is_taken_at_its_word(connect: Connect) -> None:
     """The example of the design, with this test's drafter."""
-    params = resolve(
-        {
-            "draft_strategy": "nasd",
-            "num_speculative_tokens": 8,
-            "adaptive_depth": "goodput",
-            "min_speculative_tokens": 0,
-            "max_speculative_tokens": 16,
-            "target_acceptance_rate": 0.7,
-            "tree_strategy": "tree",
-            "tree_width": 2,
-            "tree_depth": 6,
-            "verification": "match",
-        }
-    )
-    assert (
-        params.num_speculative_tokens,
-        params.min_speculative_tokens,
-        params.max_speculative_tokens,
-    ) == (8, 0, 16)
-    assert params.target_acceptance_rate == 0.7
-    assert params.shape == DraftShape(width=2, depth=6)
+    fields = {
+        "draft_strategy": "sampler",
+        **depth(5, 1, 15, "target_rate"),
+        "target_acceptance_rate": 0.6,
+        "tree_strategy": "tree",
+        "tree_width": 3,
+        "tree_depth": 7,
+        "verification": "rejection",
+        "options": {"heat": 0.25},
+        "return_drafted": True,
+    }
+    assert fields.keys() == SpeculativeField.model_fields.keys()
+    engine = ScriptedEngine("hello")
+    async with connect(engine) as client:
+        body = {"prompt": "a", "speculative": fields}
+        reply = (await client.post("/completions", json=body)).json()
+    assert engine.requests[0].speculative == SpeculativeParams(**fields)
+    assert "".join(token["text"] for token in reply["choices"][0]["tokens"]) == "hello"
 
 
-def test_no_rate_is_aimed_at_unless_somebody_names_one() -> None:
+def test_what_nobody_names_is_not_there() -> None:
+    assert resolve({"draft_strategy": "none"}) == PLAIN
     assert resolve({"adaptive_depth": "target_rate"}).target_acceptance_rate is None
-    assert resolve({"adaptive_depth": "goodput"}).target_acceptance_rate is None
     assert resolve({"target_acceptance_rate": 0.4}).target_acceptance_rate == 0.4
-
-
-def test_the_none_drafter_drafts_nothing() -> None:
-    params = resolve({"draft_strategy": "none"})
-    assert (
-        params.draft_strategy,
-        params.num_speculative_tokens,
-        params.max_speculative_tokens,
-    ) == ("none", 0, 0)
 
 
 @pytest.mark.parametrize(
     ("fields", "policy", "depths"),
     [
-        ({"adaptive_depth": False}, "fixed", (8, 0, 8)),
-        ({"adaptive_depth": "fixed", "num_speculative_tokens": 3}, "fixed", (3, 0, 3)),
-        ({"adaptive_depth": False, "num_speculative_tokens": 0}, "fixed", (0, 0, 0)),
-        ({"adaptive_depth": True}, "goodput", (8, 0, 16)),
-        ({"num_speculative_tokens": 20}, "goodput", (20, 0, 20)),
-        ({"num_speculative_tokens": 4}, "goodput", (4, 0, 4)),
-        (
-            {"num_speculative_tokens": 4, "max_speculative_tokens": 8},
-            "goodput",
-            (4, 0, 8),
-        ),
-        ({"max_speculative_tokens": 4}, "goodput", (4, 0, 4)),
-        ({"max_speculative_tokens": 32}, "goodput", (8, 0, 32)),
-        ({"min_speculative_tokens": 12}, "goodput", (12, 12, 16)),
-        ({"min_speculative_tokens": 20}, "goodput", (20, 20, 20)),
-        (
-            {"adaptive_depth": "target_rate", "num_speculative_tokens": 30},
-            "target_rate",
-            (30, 0, 30),
-        ),
-        (
-            {
-                "adaptive_depth": "target_rate",
-                "min_speculative_tokens": 2,
-                "num_speculative_tokens": 4,
-                "max_speculative_tokens": 8,
-            },
-            "target_rate",
-            (4, 2, 8),
-        ),
+        (depth(policy=False), "fixed", (8, 0, 8)),
+        (depth(3, policy="fixed"), "fixed", (3, 0, 3)),
+        (depth(0, policy=False), "fixed", (0, 0, 0)),
+        (depth(policy=True), "goodput", (8, 0, 16)),
+        (depth(20), "goodput", (20, 0, 20)),
+        (depth(4), "goodput", (4, 0, 4)),
+        (depth(4, high=8), "goodput", (4, 0, 8)),
+        (depth(high=4), "goodput", (4, 0, 4)),
+        (depth(high=32), "goodput", (8, 0, 32)),
+        (depth(low=12), "goodput", (12, 12, 16)),
+        (depth(low=20), "goodput", (20, 20, 20)),
+        (depth(30, policy="target_rate"), "target_rate", (30, 0, 30)),
+        (depth(4, 2, 8, "target_rate"), "target_rate", (4, 2, 8)),
     ],
 )
 def test_what_is_given_stands_and_the_rest_gives_way(
     fields: dict[str, Any], policy: str, depths: tuple[int, int, int]
 ) -> None:
     params = resolve(fields)
-    assert params.adaptive_depth == policy
-    assert (
-        params.num_speculative_tokens,
-        params.min_speculative_tokens,
-        params.max_speculative_tokens,
-    ) == depths
+    assert (params.adaptive_depth, depths_of(params)) == (policy, depths)
 
 
 def test_a_policy_of_ones_own_takes_the_fields_that_it_reads(
@@ -164,30 +154,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft_strategy": "none", "tree_strategy": "tree"}, "tree_strategy"),
     ({"draft_strategy": "none", "adaptive_depth": True}, "adaptive_depth"),
     ({"draft_strategy": "none", "options": {"max_match": 1}}, "options.max_match"),
-    ({"num_speculative_tokens": 33}, "num_speculative_tokens"),
-    ({"max_speculative_tokens": 33}, "max_speculative_tokens"),
-    ({"min_speculative_tokens": 33}, "min_speculative_tokens"),
-    ({"min_speculative_tokens": 9, "max_speculative_tokens": 8}, "min_speculative_tokens"),
-    ({"num_speculative_tokens": 4, "min_speculative_tokens": 6}, "min_speculative_tokens"),
-    (
-        {
-            "adaptive_depth": "target_rate",
-            "num_speculative_tokens": 9,
-            "max_speculative_tokens": 8,
-        },
-        "num_speculative_tokens",
-    ),
-    (
-        {
-            "adaptive_depth": "target_rate",
-            "num_speculative_tokens": 1,
-            "min_speculative_tokens": 2,
-        },
-        "num_speculative_tokens",
-    ),
-    ({"adaptive_depth": False, "min_speculative_tokens": 1}, "min_speculative_tokens"),
-    ({"adaptive_depth": False, "max_speculative_tokens": 9}, "max_speculative_tokens"),
-    ({"adaptive_depth": False, "target_acceptance_rate": 0.5}, "target_acceptance_rate"),
+    (depth(33), "num_speculative_tokens"),
+    (depth(high=33), "max_speculative_tokens"),
+    (depth(low=33), "min_speculative_tokens"),
+    (depth(low=9, high=8), "min_speculative_tokens"),
+    (depth(4, low=6), "min_speculative_tokens"),
+    (depth(9, high=8, policy="target_rate"), "num_speculative_tokens"),
+    (depth(1, low=2, policy="target_rate"), "num_speculative_tokens"),
+    (depth(low=1, policy=False), "min_speculative_tokens"),
+    (depth(high=9, policy=False), "max_speculative_tokens"),
+    (depth(policy=False) | {"target_acceptance_rate": 0.5}, "target_acceptance_rate"),
     ({"tree_strategy": "tree"}, "tree_strategy"),
     ({"tree_width": 2}, "tree_width"),
     ({"tree_strategy": "linear", "tree_depth": 2}, "tree_depth"),
@@ -333,7 +309,7 @@ def test_an_unknown_drafter_is_answered_with_those_there_are() -> None:
     [
         ({"adaptive_depth": "often"}, "true, false, or one of: fixed, target_rate, goodput"),
         ({"adaptive_depth": 1}, "true, false"),
-        ({"verification": "typical"}, "must be one of: match, rejection, block"),
+        ({"verification": "typical"}, "'match', 'rejection' or 'block'"),
         ({"tree_strategy": "bush"}, "'none', 'linear' or 'tree'"),
         ({"options": {"a": None}}, "booleans, numbers and strings"),
         ({"options": [1]}, "must be an object"),
@@ -352,29 +328,15 @@ def test_values_that_do_not_exist_are_answered_with_those_that_do(
 def test_server_defaults_apply_to_what_a_request_leaves_open() -> None:
     default = {
         "draft_strategy": "nasd",
-        "adaptive_depth": "target_rate",
-        "num_speculative_tokens": 3,
-        "min_speculative_tokens": 1,
-        "max_speculative_tokens": 6,
+        **depth(3, 1, 6, "target_rate"),
         "target_acceptance_rate": 0.5,
         "tree_strategy": "tree",
         "tree_width": 3,
         "tree_depth": 4,
         "options": {"decay": 0.9},
     }
-    plain = resolve({}, default)
-    assert plain == SpeculativeParams(
-        draft_strategy="nasd",
-        adaptive_depth="target_rate",
-        num_speculative_tokens=3,
-        min_speculative_tokens=1,
-        max_speculative_tokens=6,
-        target_acceptance_rate=0.5,
-        tree_strategy="tree",
-        tree_width=3,
-        tree_depth=4,
-        options={"fill": True, "decay": 0.9},
-    )
+    complete = default | {"options": {"fill": True, "decay": 0.9}}
+    assert resolve({}, default) == SpeculativeParams(**complete)
     other = resolve({"draft_strategy": "ngram"}, default)
     # It drafts no trees, and the default's options are not its own: both were defaults, not wishes.
     assert other.shape == DraftShape(1, 6)
@@ -385,22 +347,15 @@ def test_server_defaults_apply_to_what_a_request_leaves_open() -> None:
 
 def test_a_server_that_does_not_draft_still_lets_requests_draft() -> None:
     assert resolve({}, {"draft_strategy": "none"}).draft_strategy == "none"
-    assert (
-        resolve({"draft_strategy": "ngram"}, {"draft_strategy": "none"}).max_speculative_tokens
-        == 16
-    )
+    other = resolve({"draft_strategy": "ngram"}, {"draft_strategy": "none"})
+    assert depths_of(other) == (8, 0, 16)
 
 
 def test_operator_caps_bound_requests_and_defaults() -> None:
     capped = resolver(max_speculative_tokens=4, draft_strategies=["nasd"], max_tree_width=2)
-    plain = capped.resolve(None)
-    assert (plain.draft_strategy, plain.max_speculative_tokens, plain.num_speculative_tokens) == (
-        "none",
-        0,
-        0,
-    )
+    assert capped.resolve(None) == PLAIN
     nasd = capped.resolve(SpeculativeField(draft_strategy="nasd"))
-    assert (nasd.num_speculative_tokens, nasd.max_speculative_tokens) == (4, 4)
+    assert depths_of(nasd) == (4, 0, 4)
     for fields, name in (
         ({"draft_strategy": "ngram"}, "draft_strategy"),
         ({"draft_strategy": "nasd", "max_speculative_tokens": 5}, "max_speculative_tokens"),
@@ -409,6 +364,19 @@ def test_operator_caps_bound_requests_and_defaults() -> None:
         with pytest.raises(ApiError) as refused:
             capped.resolve(SpeculativeField(**fields))
         assert refused.value.param == f"speculative.{name}"
+
+
+def test_a_tenant_gets_the_first_of_its_own_drafters_where_the_default_is_none_of_them() -> None:
+    default = {"draft_strategy": "nasd", "options": {"decay": 0.9}, **depth(3)}
+    subject = resolver(default)
+    assert subject.held_to(None) is subject
+    assert subject.held_to(["ngram", "nasd"]).resolve(None) == subject.resolve(None)
+    held = subject.held_to(["prediction", "ngram", "eagle"])
+    assert held.allowed == ["none", "ngram", "prediction"]
+    assert held.resolve(None) == resolver().resolve(None)
+    assert subject.held_to(["prediction"]).resolve(None) == PLAIN
+    with pytest.raises(ApiError, match="none, ngram, prediction"):
+        held.resolve(SpeculativeField(draft_strategy="nasd"))
 
 
 depths = st.one_of(st.none(), st.integers(0, 40))
@@ -424,25 +392,13 @@ depths = st.one_of(st.none(), st.integers(0, 40))
 def test_whatever_is_accepted_is_consistent(
     num: int | None, low: int | None, high: int | None, policy: Any, cap: int
 ) -> None:
-    subject = resolver(max_speculative_tokens=cap)
-    asked = SpeculativeField(
-        num_speculative_tokens=num,
-        min_speculative_tokens=low,
-        max_speculative_tokens=high,
-        adaptive_depth=policy,
-    )
+    asked = SpeculativeField(**depth(num, low, high, policy))
     try:
-        params = subject.resolve(asked)
+        params = resolver(max_speculative_tokens=cap).resolve(asked)
     except ApiError:
         return
-    assert (
-        0
-        <= params.min_speculative_tokens
-        <= params.num_speculative_tokens
-        <= params.max_speculative_tokens
-        <= min(cap, 32)
-    )
-    assert low is None or params.min_speculative_tokens == low
-    assert num is None or params.num_speculative_tokens == num
-    assert high is None or params.max_speculative_tokens == high
+    found = depths_of(params)
+    assert 0 <= found[1] <= found[0] <= found[2] <= min(cap, 32)
+    for wanted, had in zip((num, low, high), found, strict=True):
+        assert wanted in (None, had)
     assert params.shape.depth == max(1, params.max_speculative_tokens)
