@@ -60,14 +60,14 @@ _LEAST_GAIN = 0.01
 """Tokens per step that a member has to add to those asked before it."""
 _FIRST_GAIN = 0.5
 _GAIN_WEIGHT = 0.04
-"""Of the newest step in these averages."""
+"""The weight of the newest step in these averages."""
 _RATE = 1.0
 _DECAY = 0.9
-"""Of charges, per step in which all were asked: about the last ten count."""
+"""The decay of charges per step in which all were asked: about the last ten count."""
 _LEAST_WEIGHT = 0.05
 """Nobody counts less: what it says of its own nodes is calibrated."""
 _NEARLY_SAID = 0.1
-"""What is believed at first of tokens that the target nearly said."""
+"""The first belief in tokens that the target nearly said."""
 _NUM_VALUES = 16
 _MOST_AGREEING = 4
 
@@ -278,7 +278,7 @@ class AutoDrafter(Drafter):
     def _counted(
         self, member: _Member, most: int | None, call: Callable[..., object], *args: object
     ) -> int:
-        """What ``call`` gives back, where that is a number up to ``most``; else it has failed, for 0."""
+        """Returns the result of ``call`` if it is a number up to ``most``; otherwise it has failed: 0."""
         found = [0]
         self._tried(member, lambda: found.append(count_of(call(*args), most)))
         return found[-1]
@@ -320,7 +320,7 @@ def overlay_feature(acceptance: float, num_agreeing: int) -> int:
 
 
 def alone(tree: DraftTree, survivals: Sequence[float], depth: int) -> DraftTree:
-    """What ``Overlay.chain`` makes of one chain that nothing else is laid over."""
+    """Returns what ``Overlay.chain`` makes of one chain that nothing else is laid over."""
     num_nodes = min(depth, len(tree.token_ids))
     features = []
     above = 1.0

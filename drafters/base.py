@@ -155,7 +155,7 @@ def no_noise(position: int, token_ids: Sequence[int]) -> Sequence[float]:
 
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
-    """How the request's tokens are sampled: ``argmax(logit / temperature + noise)`` among what top-k,
+    """The sampling of the request's tokens: ``argmax(logit / temperature + noise)`` among what top-k,
     top-p and min-p keep; ``temperature`` 0 is greedy (then ``noise`` is ``no_noise``).
 
     Under ``verification`` "match", ``noise`` is the verifier's own, so a drafter that samples with it
@@ -254,7 +254,7 @@ class DrafterContext(Protocol):
 
     @property
     def drafter_settings(self) -> Mapping[str, Mapping[str, Any]]:
-        """By drafter, those of its own settings that are not left at their defaults."""
+        """The drafters' own settings that are not left at their defaults, by drafter."""
 
     @property
     def encode(self) -> Callable[[str], Sequence[int]]:

@@ -1,4 +1,4 @@
-"""What code from outside may get wrong, and how that is noticed."""
+"""Checks of what code from outside may get wrong."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether this is the user's Ctrl-C, which ends the program. Where Python leaves that signal to
-    somebody else, as servers do, a KeyboardInterrupt is code's own, as a SystemExit always is."""
+    """Returns whether this is the user's Ctrl-C, which ends the program. Where Python leaves that signal
+    to others, as servers do, a KeyboardInterrupt is code's own, as a SystemExit always is."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     return signal.getsignal(signal.SIGINT) is signal.default_int_handler

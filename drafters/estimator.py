@@ -1,4 +1,4 @@
-"""How likely is a draft node to be accepted? Counted, per request, with a prior all requests share.
+"""Estimates of how likely draft nodes are accepted, counted per request over a prior that all share.
 
 The gamma policies ask; what was in fact emitted answers. Drafts that nobody verified are judged
 too, by the tokens emitted later ("shadow" labels): under sample-and-match a node is accepted if and
@@ -68,7 +68,7 @@ class AcceptanceEstimator:
         return RequestAcceptance(self, drafter)
 
     def priors(self, drafter: str) -> dict[int, _Prior]:
-        """By feature, live."""
+        """Returns a drafter's priors by feature, live."""
         return self._priors.setdefault(drafter, {})
 
 

@@ -1,4 +1,4 @@
-"""What the target nearly said: the likeliest tokens beside the anchor, as candidates for the next token.
+"""Tokens that the target nearly said: the likeliest beside the anchor, as candidates for the next token.
 
 After LogitSpec (Liu et al., arXiv 2507.01449): a token that nearly came at one place often comes at the
 next, so the top tokens of the row that chose the anchor are guesses for the token after it. Each
@@ -15,7 +15,7 @@ from drafters.tree import ROOT, DraftTree, TreeBuilder
 
 MAX_CANDIDATES = 8
 _SEARCHED_TOKENS = 1_024
-"""Of the text's end, for what followed a candidate."""
+"""The part of the text's end that is searched for what followed a candidate."""
 _MAX_FOLLOWING = 7
 _NUM_RANKS = 8
 
@@ -64,7 +64,7 @@ class LastTopState(RequestState):
 
 
 def _following(recent: list[int], token_id: int, num_tokens: int) -> list[int]:
-    """What stood after the newest occurrence of a token; ``recent`` runs backwards."""
+    """Returns the tokens after the newest occurrence of a token; ``recent`` runs backwards."""
     if num_tokens < 1 or token_id not in recent:
         return []
     at = recent.index(token_id)

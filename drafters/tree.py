@@ -23,7 +23,7 @@ where their parents are."""
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """Depth of every node; children of the root have depth 1."""
+    """Returns the depth of every node; children of the root have depth 1."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -31,7 +31,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def chain_length(parents: Sequence[int]) -> int:
-    """How many of the first nodes hang one below the other."""
+    """Returns how many of the first nodes hang one below the other."""
     return next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
 
 
@@ -59,7 +59,7 @@ class DraftTree:
         return len(self.token_ids)
 
     def depths(self) -> list[int]:
-        """Depth of every node; children of the root have depth 1."""
+        """Returns the depth of every node; children of the root have depth 1."""
         if self.is_chain():
             return list(range(1, len(self.token_ids) + 1))
         return depths_of(self.parents)
@@ -190,7 +190,7 @@ class TreeBuilder:
         return self.take(self._chain_first(self.chosen(nodes, width, depth)))
 
     def chosen(self, nodes: int, width: int | None = None, depth: int | None = None) -> list[int]:
-        """Which nodes ``best`` takes, ascending."""
+        """Returns the nodes that ``best`` takes, ascending."""
         num_added = len(self.token_ids)
         fits = depth is None or max(self.depths, default=0) <= depth
         if num_added <= nodes and width is None and fits:

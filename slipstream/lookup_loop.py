@@ -54,8 +54,8 @@ def ngram_propose(context: Sequence[int], n: int, k: int, is_cyclic: bool = Fals
 def verify_greedy(
     context: Sequence[int], proposed: Sequence[int], target: Target
 ) -> tuple[list[int], int]:
-    """What one run of the target emits: the proposed tokens it agrees with, up to the first that
-    it does not, then its own next token. So at least one, and at most ``len(proposed) + 1``.
+    """Runs the target once. It emits the proposed tokens that it agrees with, up to the first that it
+    does not, then its own next token. So at least one, and at most ``len(proposed) + 1``.
 
     Returns the emitted tokens and how many of them were proposed.
     """

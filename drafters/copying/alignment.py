@@ -1,4 +1,4 @@
-"""Which part of which text is being copied, where copying broke off, and where it may go on.
+"""The copy under way: from which part of which text, where copies broke off and where they may go on.
 
 Owned by the ``suffix`` drafter. An edit is a copy with interruptions: after the changed tokens it
 goes on near where it broke off, so places there are tried first, and on little evidence, while
@@ -39,7 +39,8 @@ _MAX_AHEAD_AFTER_PATH = 2
 _MAX_ENDS_AFTER_PATH = 2
 _INDEXED_BEFORE_BREAK = 8
 _FOLLOWED_TOKENS = 16
-"""Of a piece of text that begins outside of any copy, the last: what is copied now shows in those."""
+"""A piece of text that begins outside of any copy is followed for so many of its last tokens: what is
+copied now shows in those."""
 MAX_INDEXED_TOKENS = 32_768
 MAX_CORRECTIONS = 4_096
 
@@ -55,7 +56,7 @@ class Candidate(NamedTuple):
 
 
 class Corrections:
-    """What a copy got wrong before: where the original says this, the text has been saying that.
+    """The mistakes of copies so far: where the original says this, the text has been saying that.
 
     An edit that renames something breaks a copy at every place of the name, each time in the same way.
     Per (previous token, token of the original): what came instead last time, how often a copy
@@ -93,8 +94,8 @@ class Corrections:
             previous = token_id
 
     def find(self, previous: int, original: int, min_share: float) -> tuple[int, float] | None:
-        """What may come instead of ``original``, and how likely; None where that is less than
-        ``min_share`` or nothing is known."""
+        """Returns what may come instead of ``original`` and how likely that is; None where it is less
+        likely than ``min_share`` or nothing is known."""
         known = self._known.get((previous << TOKEN_BITS) | original)
         if known is None:
             return None

@@ -1,4 +1,4 @@
-"""What a tenant's finished requests said: text to copy from, for that tenant only.
+"""The texts of a tenant's finished requests, to be copied from for that tenant only.
 
 Owned by the ``suffix`` drafter.
 """
@@ -60,7 +60,7 @@ class TenantHistory:
             self._num_waiting -= len(self._waiting.popleft())
 
     def advance(self, num_tokens: int) -> int:
-        """Index up to ``num_tokens`` tokens of the texts that wait; how many it were."""
+        """Indexes up to ``num_tokens`` tokens of the texts that wait, and returns how many it was."""
         left = num_tokens
         while left > 0 and self._waiting:
             token_ids = self._waiting.popleft()

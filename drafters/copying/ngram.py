@@ -266,7 +266,7 @@ class NgramIndex:
 def common_suffix_length(
     token_ids: Sequence[int], end: int, tail_token_ids: Sequence[int], limit: int = MAX_MATCH_LENGTH
 ) -> int:
-    """How many tokens ending at position ``end`` equal the last ones of ``tail_token_ids``."""
+    """Returns how many tokens ending at position ``end`` equal the last ones of ``tail_token_ids``."""
     limit = min(limit, end + 1, len(tail_token_ids))
     length = 0
     while length < limit and token_ids[end - length] == tail_token_ids[-1 - length]:

@@ -28,7 +28,7 @@ _NUM_RANKS = 4
 _OTHERS_DEPTH = 3
 _LONGEST_MATCH = 8
 _NEARBY = 16
-"""How far from where it is expected a single equal token is believed, in tokens."""
+"""A single equal token is believed within so many tokens of where it is expected."""
 _MOST_PER_SIDE = 4
 _SOLID_RUN = 4
 """Equal tokens in a row after which a place is taken for certain and the break forgotten."""
@@ -117,14 +117,14 @@ class Place(NamedTuple):
 class PredictionAligner:
     """Follows a growing text along a prediction. Memory: the prediction and one index entry per token."""
 
-    def __init__(self, reference_token_ids: Sequence[int]) -> None:
-        self.token_ids = list(reference_token_ids)
+    def __init__(self, prediction_token_ids: Sequence[int]) -> None:
+        self.token_ids = list(prediction_token_ids)
         self._ends: dict[tuple[int, int], list[int]] = {}
         for end in range(1, len(self.token_ids)):
             self._ends.setdefault((self.token_ids[end - 1], self.token_ids[end]), []).append(end)
         self._place = Place(0, 0)
         self._break: tuple[int, int] | None = None
-        """Where the texts parted: position in the prediction, tokens of the text by then."""
+        """The place where the texts parted: position in the prediction, tokens of the text by then."""
         self._tail: list[int] = []
         self._num_seen = 0
 
@@ -180,7 +180,7 @@ class PredictionAligner:
                     yield Place(end + 1, self._run_to(end))
 
     def _run_to(self, end: int) -> int:
-        """How many tokens up to the prediction's ``end`` equal the text's last ones."""
+        """Returns how many tokens up to the prediction's ``end`` equal the text's last ones."""
         length = 0
         while length < min(len(self._tail), end + 1):
             if self.token_ids[end - length] != self._tail[-1 - length]:

@@ -55,7 +55,7 @@ _NUM_RANKS = 3
 _JOINING_SURVIVAL = 0.1
 CHAIN_CORRECTION = 0.5
 TREE_CORRECTION = 0.3
-"""How likely a correction has to be to be drafted, in place of the original or beside it."""
+"""The least likelihood at which a correction is drafted, in place of the original or beside it."""
 
 
 def suffix_feature(match_length: int, share: float, rank: int) -> int:
@@ -177,7 +177,7 @@ class _Child(NamedTuple):
 
 
 def copied(text: Sequence[int], position: int, num_tokens: int, is_own: bool) -> list[int]:
-    """What stands at ``position``; past the end of the request's own text, the copy goes on into
+    """Copies what stands at ``position``; past the end of the request's own text, the copy goes on into
     itself, as an overlapped copy in LZ77 does; at the end of another text it ends."""
     run = list(text[position : position + num_tokens])
     if not is_own:
@@ -199,8 +199,8 @@ def _features_alone(match_length: int, num_nodes: int) -> list[int]:
 
 
 def _weight_at(table: Sequence[float], length: int, leads: bool) -> float:
-    """Of a place with which ``length`` tokens agree once those before the vote are accepted. Who leads
-    would then be copied from."""
+    """Returns the weight of a place with which ``length`` tokens agree once those before the vote are
+    accepted. The place that leads would then be copied from."""
     if length > MAX_MATCH_LENGTH:
         length = MAX_MATCH_LENGTH
     weight = table[length]
@@ -288,7 +288,7 @@ class _Draft:
         return sorted(voters + joining, key=_match_length, reverse=True) if joining else voters
 
     def _voter(self, candidate: Candidate, depth: int) -> _Voter:
-        """Who takes part from ``depth`` on."""
+        """Returns a place as a voter that takes part from ``depth`` on."""
         text, position, length, place, weight = candidate
         is_own = text is self._alignment.token_ids
         run = copied(text, position, self._max_depth - depth, is_own)
@@ -298,7 +298,7 @@ class _Draft:
         return _Voter(run, length - depth, weight, WEIGHTS[place], start)
 
     def _children(self, voters: list[_Voter], depth: int, path: list[int]) -> list[_Child]:
-        """What the voters vote for, most votes first; then what the longest match says."""
+        """Returns the tokens that are voted for, most votes first, then the longest match's."""
         by_token: dict[int, list[_Voter]] = {}
         weights: dict[int, float] = {}
         total = self._nothing

@@ -1,4 +1,4 @@
-"""Where in a text did its last tokens occur before? Occurrences by context, of several lengths.
+"""Earlier occurrences of a text's last tokens, found by contexts of several lengths.
 
 Owned by the ``suffix`` drafter. Contexts are packed windows (see ``drafters.contexts``), so one
 dictionary holds all lengths.
@@ -91,7 +91,7 @@ def _window(token_ids: Sequence[int], end: int) -> int:
 
 
 def match_length(token_ids: Sequence[int], position: int, ending: Sequence[int], end: int) -> int:
-    """How many tokens before ``position`` equal the last ones of ``ending[:end]``; at most
+    """Returns how many tokens before ``position`` equal the last ones of ``ending[:end]``, at most
     ``MAX_MATCH_LENGTH``."""
     if position <= 0 or end <= 0 or token_ids[position - 1] != ending[end - 1]:
         return 0

@@ -1,4 +1,4 @@
-"""What a place to copy from is worth, by where it lies and how much before it agrees.
+"""The worth of a place to copy from, by where it lies and how much before it agrees.
 
 Owned by the ``suffix`` drafter. The next token is modelled as a mixture: every candidate place
 votes for the token that stands there with a weight, and one more weight, ``NOTHING``, stands for
@@ -18,10 +18,10 @@ from drafters.copying.suffix_index import MAX_MATCH_LENGTH
 
 
 class Place(IntEnum):
-    """Where a candidate lies, relative to where copying was last under way and broke off."""
+    """The position of a candidate relative to where copying was last under way and broke off."""
 
     CURRENT = 0
-    """What is being copied now; copies shorter than 5 tokens are not told from others."""
+    """The place that is copied from now; copies shorter than 5 tokens are not told from others."""
     NEAR = 1
     """At most 4 tokens ahead: a token was inserted, replaced, or a few dropped."""
     AHEAD = 2
@@ -77,6 +77,6 @@ copied from so far."""
 
 
 def unmatched_weight(num_lost_tokens: int) -> float:
-    """Of the places right where copying broke off, when the last token does not stand before them:
+    """Returns the weight of places right where copying broke off, if the last token is not before them:
     that token may have been put in or put instead."""
     return _UNMATCHED_WEIGHTS[num_lost_tokens > _UNMATCHED_SINCE]

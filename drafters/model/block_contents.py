@@ -1,11 +1,11 @@
-"""Which rows of a draft model's own store hold which text.
+"""The record of which text lies in a draft model's own store.
 
 A store addressed by the target's block ids is filled by one drafter and read through tables that
 change hands: blocks are shared through the prefix cache, freed, reused, handed back after preemption,
 and most are filled for requests that never used this drafter. So validity is no state of a request.
 It is remembered per block what was written there, down to the token and with a digest of everything
-before it, and whoever gets the block compares. What is equal is valid, whoever wrote it; nothing else
-is. Acceptance needs no rule either: rows of accepted drafts are found to be the text's.
+before it, and a request that gets the block compares. Equal text is valid and nothing else is.
+Acceptance needs no rule either: rows of accepted drafts are found to be the text's.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class BlockContents:
         self._size = block_size
         self._blocks: dict[int, _Block] = {}
         self._digests: dict[int, bytes] = {}
-        """Of full blocks: their text and everything before it."""
+        """By full block, the digest of its text and everything before it."""
 
     def num_valid(
         self, block_table: Sequence[int], text: TextDigests, token_ids: Sequence[int], most: int
     ) -> int:
-        """How many of the first ``most`` tokens have their rows in these blocks, without a gap."""
+        """Returns how many of the first ``most`` tokens have their rows in these blocks without a gap."""
         num_full = most // self._size
         held = list(map(self._digests.get, block_table[:num_full]))
         wanted = text.digests[1 : num_full + 1]

@@ -28,9 +28,9 @@ NUM_RANKS = 4
 _SAMPLED = NUM_LEVELS * NUM_RANKS
 """The first feature of nodes of sampled trees: one per rank, whatever the draft model thought."""
 _SAMPLED_CONFIDENCE = 0.7
-"""What is thought of these until they were counted."""
+"""The acceptance that these are given until they were counted."""
 _NUM_RECENT = 64
-"""How far back to look for tokens that complete a sampled node's children."""
+"""So many of the last tokens are looked at for some that complete a sampled node's children."""
 
 
 def feature_of(confidence: float, rank: int) -> int:
@@ -88,7 +88,7 @@ class DraftGrowth:
 
     @property
     def most_levels(self) -> int:
-        """Of a chain."""
+        """The most levels that a chain can have."""
         return min(self.max_depth, self.ask.max_nodes)
 
     def add_level(self, nodes: Sequence[int], candidates: Sequence[Candidates]) -> None:

@@ -37,7 +37,7 @@ from drafters.model.protocol import Candidates, DraftModel, DraftRows, Levels
 from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, chain_length
 
 _STRENGTH = 8.0
-"""For how many nodes of a feature the draft model's own opinion counts."""
+"""The draft model's own opinion counts as so many nodes of a feature."""
 _EMA = 0.1
 _DECAY = 0.995
 
@@ -76,8 +76,8 @@ class _FirstRound:
 
 
 class Calibration:
-    """How often nodes that the draft model was so sure of were accepted; counts of all requests,
-    discounted, over the draft model's own opinion."""
+    """The acceptance of nodes by how sure the draft model was of them: discounted counts of all requests
+    over the draft model's own opinion."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}
@@ -85,7 +85,7 @@ class Calibration:
 
     @property
     def mean(self) -> float:
-        """Of the likeliest child of a node that was reached."""
+        """The acceptance of the likeliest child of a node that was reached."""
         num_accepted, num_labels = self._num_first
         return num_accepted / num_labels
 
@@ -317,7 +317,7 @@ class ModelDrafter(Drafter):
 
 
 def _num_in_place(rows: DraftRows) -> int:
-    """How many of the rows stand where an accepted text would have them."""
+    """Returns how many of the rows stand where an accepted text would have them."""
     if not rows.parents:
         return len(rows.token_ids)
     return max(0, chain_length(rows.parents) - rows.num_stored)

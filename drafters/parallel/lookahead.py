@@ -43,7 +43,7 @@ WINDOW_FEATURE = _NUM_GUESS_FEATURES
 
 
 class LookaheadSize(NamedTuple):
-    """What fits into a draft. ``width`` 0: guesses only."""
+    """A window and guesses that fit into a draft. ``width`` 0: guesses only."""
 
     width: int
     num_guesses: int
@@ -260,8 +260,8 @@ class LookaheadWindow:
 
 
 class NgramPool:
-    """What may follow a token: per first token, up to ``num_per_key`` tuples of the ``n - 1`` tokens
-    that followed it, newest last.
+    """N-grams by their first token: up to ``num_per_key`` tuples of the ``n - 1`` tokens that followed,
+    newest last.
 
     What is inserted again counts as new; the oldest goes first, of a key's tuples as of the keys.
     Looking up refreshes nothing. At most ``max_keys`` keys.

@@ -1,4 +1,4 @@
-"""What the target thought would follow a context: merged distributions per n-gram (STAND).
+"""Tables of what the target thought would follow a context: merged distributions per n-gram (STAND).
 
 An entry holds how often the target was seen at its context, and the mean of what it said, cut to the
 likeliest tokens. Contexts are packed windows (``drafters.contexts``); those of different lengths
@@ -127,7 +127,7 @@ class ProbTable:
 
 
 class TextTable:
-    """What followed each context in a text that the target was not asked about: counts.
+    """Counts of what followed each context in a text that the target was not asked about.
 
     At most ``max_contexts`` contexts and ``_MAX_SUCCESSORS`` tokens each, the first seen dropped first.
     Most contexts are seen once: their token stands for itself, without a dictionary.

@@ -39,8 +39,8 @@ SHARED_ROWS = 65_536
 LEVEL_SIZES = (8, 21, 25, 15, 8, 3)
 """Nodes per depth, as published: 80."""
 RANK_SHARES = (0.667, 0.068, 0.029, 0.018, 0.013, 0.009, 0.006, 0.005)
-"""How often the next token was the rank-th of its row, over 80 texts of the bundled model; orders the
-template."""
+"""The share of next tokens that were the rank-th of their row, over 80 texts of the bundled model; it
+orders the template."""
 _NUM_DEPTHS = 8
 
 

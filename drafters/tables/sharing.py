@@ -84,7 +84,7 @@ class SharingDrafter(Drafter, ABC, Generic[Table]):
 
     @abstractmethod
     def state_over(self, request: NewRequest, table: Table) -> TableState:
-        """What is known of a new request, which learns into ``table``."""
+        """Returns the state of a new request, which learns into ``table``."""
 
     def start(self, request: NewRequest) -> TableState:
         shared = self._tables.borrow(request.cache_salt) if request.options["share"] else None

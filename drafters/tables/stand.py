@@ -56,7 +56,7 @@ _MARGIN_RATIOS = tuple(map(math.exp, _MARGINS))
 _FEATURES_PER_SOURCE = 16
 _FROM_PROMPT = 3
 _FILLER_TOKENS = 64
-"""How far back sampled trees look for tokens that complete a node's children."""
+"""Sampled trees look at so many of the last tokens for some that complete a node's children."""
 LEAST_SHARE = 1e-3
 """Tokens with less than this share of the likeliest one's probability are not sampled: they would
 hardly ever win, and noise costs a microsecond per token."""
@@ -64,7 +64,7 @@ hardly ever win, and noise costs a microsecond per token."""
 
 @dataclass(frozen=True, slots=True)
 class StandSettings:
-    """Of the operator."""
+    """The operator's settings."""
 
     template: str | None = field(
         default=None,
@@ -199,7 +199,7 @@ class StandState(TableState):
         sampling: DraftSampling = GREEDY,
         fillers: Sequence[int] = (),
     ) -> Children:
-        """What may follow ``window`` at an absolute position, in drafting order.
+        """Returns what may follow ``window`` at an absolute position, in drafting order.
 
         ``fillers`` are sampled with a small probability where fewer tokens are known than fillers are
         given; only where tokens are sampled.
@@ -278,7 +278,7 @@ class StandState(TableState):
 
 
 def _known(found: tuple[int, bool, Entry]) -> tuple[int, tuple[int, ...], tuple[float, ...]]:
-    """What ``find`` found: its source as in ``_margin_features``, tokens and probabilities."""
+    """Takes apart what ``find`` found: source as in ``_margin_features``, tokens and probabilities."""
     num_tokens, from_prompt, (_, token_ids, probs) = found
     return _FROM_PROMPT if from_prompt else min(num_tokens, 3) - 1, token_ids, probs
 
@@ -308,7 +308,7 @@ def _margin_features(source: int, scores: Sequence[float]) -> list[int]:
 
 
 def sampled_probs(probs: Sequence[float], sampling: DraftSampling) -> list[float]:
-    """What the first tokens of a list are sampled with, summing to 1; the others never are.
+    """Returns the probabilities that the first tokens of a list are sampled with; the others never are.
 
     Stored probabilities, ``probs``, are the target's at temperature 1, descending. What a request
     samples from is that, tempered, truncated as the request asks, and renormalised over the few tokens

@@ -1,1 +1,1 @@
-"""What model drafters need from the engine: draft models, heads, candidates."""
+"""The engine's side of drafters with a model: draft models, heads, candidates."""

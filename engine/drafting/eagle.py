@@ -105,7 +105,7 @@ class _Features:
             self.first += len(self.known.pop(0))
 
     def before(self, position: int, count: int, blank: torch.Tensor) -> torch.Tensor:
-        """Of the tokens before ``position .. position + count - 1``; zeros where unknown."""
+        """Returns the states before ``position .. position + count - 1``; zeros where unknown."""
         rows = blank.repeat(count, 1)
         start = position - 1
         low, high = max(start, self.first), min(start + count, self.end)
@@ -152,7 +152,7 @@ class EagleModel(LevelModel):
         self._replays = make_replays(attention, graphs, can_capture=False)
         most = 0 if graphs is None else graphs.most_rows
         self._captured_hidden = self._blank.repeat(most, 1)
-        """Where captured forwards read hidden states."""
+        """The memory in which captured forwards read hidden states."""
         self._requests: dict[str, _Features] = {}
 
     @torch.inference_mode()
@@ -231,7 +231,7 @@ class EagleModel(LevelModel):
 
 
 def eagle_config(layer: FeatureLayer) -> dict[str, Any]:
-    """What ``load_layer`` has to know besides the target's facts."""
+    """Returns what ``load_layer`` has to know besides the target's facts."""
     return {"kind": KIND} | layer.sizes
 
 

@@ -1,4 +1,4 @@
-"""Folders of trained heads: what is in them, whose they are, and why one is refused.
+"""Folders of trained heads: their contents, their target, and the reasons for which one is refused.
 
 A folder holds ``config.json`` and ``model.safetensors``. The configuration names the kind, the sizes
 that have to be the target's, and a fingerprint of the weights the heads were trained for: heads of
@@ -29,7 +29,7 @@ _SAMPLES = 256
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What heads have to fit. ``fingerprint`` as ``weights_fingerprint`` gives it."""
+    """The facts that heads have to fit. ``fingerprint`` as ``weights_fingerprint`` gives it."""
 
     hidden_size: int
     vocab_size: int
@@ -83,7 +83,7 @@ def write_heads(
 
 @dataclass(frozen=True, slots=True)
 class HeadFolder:
-    """What a folder holds, checked against the target."""
+    """The contents of a folder, checked against the target."""
 
     path: Path
     facts: TargetFacts

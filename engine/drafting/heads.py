@@ -61,7 +61,7 @@ class DraftHeads:
         self._ends = ends
 
     def bytes_per_block(self) -> int:
-        """What one more block of the pool costs in the store of the eagle head."""
+        """Returns the bytes that one more block of the pool costs in the store of the eagle head."""
         folder = self._folders.get(eagle_head.KIND)
         if folder is None:
             return 0

@@ -45,7 +45,7 @@ class ResidualHeads(nn.Module):
 
 
 class MedusaHeads:
-    """``drafters.model.medusa.PredictionHeads`` over tensors."""
+    """``drafters.model.protocol.PredictionHeads`` over tensors."""
 
     def __init__(self, heads: ResidualHeads, output_head: OutputHead, vocab_size: int) -> None:
         self._heads = heads
@@ -96,5 +96,5 @@ def load_medusa(
 
 
 def medusa_config(heads: ResidualHeads) -> dict[str, Any]:
-    """What ``load_medusa`` has to know besides the target's facts."""
+    """Returns what ``load_medusa`` has to know besides the target's facts."""
     return {"kind": KIND, "num_heads": heads.num_heads, "num_layers": heads.num_layers}

@@ -79,7 +79,7 @@ class DraftModels:
         self._ready: dict[str, EngineDraftModel] = {}
 
     def bytes_per_block(self) -> int:
-        """What one more block of the pool costs in stores of draft models."""
+        """Returns the bytes that one more block of the pool costs in stores of draft models."""
         total = 0
         for each in self._prepared.values():
             if each.shapes is not None:
@@ -220,13 +220,13 @@ _PREPARE: dict[
     str,
     Callable[[PreTrainedModel, PreTrainedTokenizerBase | None, EngineConfig], _Prepared | str],
 ] = {"small": _small_model, "quantized": _quantized, "layers": _prefix_layers}
-"""By kind, as in ``DrafterNeeds.draft_model``."""
+"""The makers of draft models by kind, as in ``DrafterNeeds.draft_model``."""
 _SETTINGS = {
     "draft_model": ("small", "quantized"),
     "quantized": ("quantized",),
     "prefix_layers": ("layers",),
 }
-"""Which kinds a setting is for."""
+"""The kinds of draft model that a setting is for."""
 
 
 def _takers(setting: str) -> list[str]:

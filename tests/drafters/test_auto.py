@@ -204,32 +204,12 @@ def test_weights_follow_what_each_member_would_have_had_accepted() -> None:
     assert {weights(equal)[name] for name in guesses} == {1.0}
 
 
-def test_weights_decay_so_that_who_becomes_right_is_believed_again() -> None:
-    early = Guesser("early", lambda text: (right if len(text) < 400 else wrong)(text))
-    late = Guesser("late", lambda text: (right if len(text) >= 400 else wrong)(text))
-    auto = AutoDrafter({"early": early, "late": late})
-    run = decode(auto, [1], target, 390, max_nodes=8)
-    assert weights(auto)["early"] > 0.9 > 0.1 > weights(auto)["late"]
-    auto.close("r")
-    auto = AutoDrafter({"early": early, "late": late})
-    run = decode(auto, [1], target, 1_500, max_nodes=8)
-    assert weights(auto)["late"] > 0.9 > 0.1 > weights(auto)["early"]
-    assert run.num_emitted[-40:] == [9] * 40
-
-
 def test_who_proposes_nothing_keeps_its_weight() -> None:
     seldom = Guesser("seldom", lambda text: right(text) if len(text) % 50 == 0 else [])
     usual = Guesser("usual", lambda text: right(text)[:1])
     auto = AutoDrafter({"seldom": seldom, "usual": usual})
     decode(auto, [1], target, 300, max_nodes=8, shape=DraftShape(width=2, depth=8))
     assert weights(auto)["seldom"] == 1.0
-
-
-def test_the_heavier_member_is_drafted_from_where_two_disagree() -> None:
-    overlay = Overlay()
-    for weight, token_id in ((0.25, 7), (1.0, 8)):
-        overlay.lay(chain([token_id]), [weight * 0.5])
-    assert list(overlay.chain(1).token_ids) == [8]
 
 
 def unforeseen(text: Sequence[int]) -> int:

@@ -120,6 +120,7 @@ def test_requests_are_apart_and_a_closed_one_is_forgotten(name: str) -> None:
         ("stand", {"min_ctx": 5}, "min_ctx must not exceed max_ctx"),
         ("recycling", {"k": 9}, "k must be at most 8"),
         ("suffix", {"use_history": 3}, "use_history must be bool"),
+        ("lookahead", {"ngram": 9}, "ngram must be at most 8"),
         ("jacobi", {"first_guess": "random"}, "first_guess must be one of: text, last"),
     ],
 )

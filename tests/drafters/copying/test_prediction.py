@@ -92,12 +92,6 @@ def test_features_say_how_long_the_run_is_and_which_place() -> None:
     assert list(tree.features) == [run_feature(20, 0), run_feature(21, 0), run_feature(22, 0)]
 
 
-def test_only_open_requests_have_predictions() -> None:
-    drafter = PredictionDrafter()
-    with pytest.raises(KeyError):
-        drafter.predict("r", BEFORE)
-
-
 REFERENCE = [*range(100, 140)]
 
 
@@ -106,12 +100,6 @@ def after(text: list[int], reference: list[int] = REFERENCE) -> PredictionAligne
     for token_id in text:
         aligner.append(token_id)
     return aligner
-
-
-def test_starts_at_the_references_start_and_stays_in_step() -> None:
-    assert after([]).places(1) == [Place(0, 0)]
-    assert after(REFERENCE[:7]).places(3) == [Place(7, 7)]
-    assert after(REFERENCE).places(3) == []
 
 
 @pytest.mark.parametrize(

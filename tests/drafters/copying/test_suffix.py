@@ -12,7 +12,7 @@ from drafters.base import DraftRequest, DraftShape, Observation
 from drafters.copying import alignment as suffix_alignment
 from drafters.copying.alignment import Alignment
 from drafters.copying.history import Histories, TenantHistory
-from drafters.copying.suffix import SuffixDrafter, suffix_feature
+from drafters.copying.suffix import SuffixDrafter
 from drafters.copying.suffix_index import (
     CONTEXT_LENGTHS,
     MAX_MATCH_LENGTH,
@@ -131,16 +131,6 @@ def test_what_is_copied_agrees_with_the_text(prompt, output):
     assert alignment.token_ids == text
 
 
-@given(SMALL_TEXTS, st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))
-def test_the_text_may_come_in_pieces_of_any_size(prompt, output, size):
-    text = prompt + output
-    alignment = Alignment(prompt, None)
-    for end in [*range(len(prompt), len(text), size), len(text)]:
-        alignment.extend(text[:end])
-        alignment.candidates()
-    assert alignment.token_ids == text
-
-
 def test_long_texts_are_indexed_in_part(monkeypatch):
     monkeypatch.setattr(suffix_alignment, "MAX_INDEXED_TOKENS", 1_000)
     rng = random.Random(0)
@@ -230,11 +220,6 @@ def test_continuations_seen_more_often_are_drafted_first():
     assert propose_once(SuffixDrafter(), prompt, 1).token_ids[0] == 8
     tree = propose_once(SuffixDrafter(), prompt, 6, TREE)
     assert {7, 8} <= set(tree.token_ids)
-
-
-@given(st.integers(0, 99), st.floats(0, 1), st.integers(0, 9))
-def test_features_are_few(match_length, share, rank):
-    assert 0 <= suffix_feature(match_length, share, rank) < 64
 
 
 def test_longer_matches_never_weigh_less():

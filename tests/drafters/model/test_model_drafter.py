@@ -13,7 +13,7 @@ from drafters.base import DraftRequest, DraftSampling, DraftShape
 from drafters.model.growth import NUM_LEVELS, NUM_RANKS, DraftGrowth, feature_of
 from drafters.model.model_drafter import Calibration
 from drafters.model.protocol import Candidates
-from drafters.tree import ROOT, DraftTree, chain
+from drafters.tree import ROOT, chain
 from worlds.lanes import examples
 from worlds.model_world import BLOCK_SIZE, FakeDraftModel, World, ranking, target
 
@@ -409,23 +409,3 @@ def test_levels_ahead_are_timed_by_the_model(monkeypatch: pytest.MonkeyPatch) ->
     world.add("s", PROMPT[:5], max_nodes=3)
     world.step()
     assert times == [(2, 0.5), (2, 0.5), (1, 0.5)]
-
-
-# --- edges ---
-
-
-def test_what_it_says_of_itself_and_what_it_refuses() -> None:
-    drafter = World(FakeDraftModel()).drafter
-    assert drafter.info.samples
-    assert drafter.info.needs.draft_slots
-    with pytest.raises(ValueError, match="min_confidence must be at most 1"):
-        drafter.info.resolve({"min_confidence": 1.5})
-    drafter.open("r", [1], {}, "")
-    assert drafter.num_top_tokens("r") == 0
-    drafter.close("never opened")
-
-
-def test_an_empty_proposal_teaches_nothing() -> None:
-    calibration = Calibration()
-    calibration.learn(DraftTree(), [0])
-    assert calibration.mean == 0.5

@@ -138,16 +138,6 @@ def test_the_worked_example_of_the_alphabet() -> None:
     assert tuple(seen.emitted_token_ids) == word("DEFG")
 
 
-@pytest.mark.parametrize("n", range(2, 9))
-def test_a_right_guess_brings_all_its_tokens_and_one_more(n: int) -> None:
-    mine = state([7, 1, 2], ngram=n, pool_from_prompt=False)
-    guess = tuple(range(3, n + 2))
-    mine._pool.insert(2, guess)
-    tree = mine.propose(DraftRequest("r", [7, 1, 2], 64, WIDE))
-    assert tuple(tree.token_ids[: n - 1]) == guess  # the likeliest chain leads
-    assert len(observed([7, 1, 2], tree, alphabet).emitted_token_ids) == n
-
-
 def test_it_learns_ngrams_that_the_text_has_never_shown() -> None:
     """The prompt repeats nothing, nor does the text within a period of 61."""
 

@@ -64,31 +64,6 @@ def test_one_level_stops_where_back_off_goes_on():
     assert chain_of(NasdDrafter(), text, 1, n=3) == [FRANCE]
 
 
-def test_prompt_of_n_tokens_teaches_its_one_context_per_level():
-    """The original's own example, n = 4 on 1 2 3 4 5, plus the one-token contexts it left out."""
-    for text, expected in (([1, 2, 3, 4, 5, 1, 2, 3], 4), ([1, 2, 3, 4, 5, 9, 2, 3], 4)):
-        assert chain_of(NasdDrafter(), text, 1, n=4) == [expected]
-    assert chain_of(NasdDrafter(), [1, 2, 3, 4, 5, 9, 9, 3], 1, n=4) == [4]
-
-
-def test_bigrams_are_known_at_n_2():
-    """The original's multi-level store had an empty range of levels at n = 2: it never knew any."""
-    assert chain_of(NasdDrafter(), [7, 8, 7], 3, n=2, min_context=1) == [8, 7, 8]
-
-
-def test_text_shorter_than_every_context_is_unknown_not_an_error():
-    """The original raised KeyError for a level that nothing had been learned for."""
-    for length in range(1, 4):
-        assert chain_of(NasdDrafter(), [1, 2, 3][:length], 4, n=8) == []
-
-
-def test_highest_count_wins_and_ties_go_to_the_one_counted_last():
-    drafter = NasdOneLevelDrafter()
-    assert chain_of(drafter, [1, 5, 1, 6, 1], 1, n=2) == [6]
-    assert chain_of(drafter, [1, 5, 1, 6, 1, 5, 1], 1, n=2) == [5]
-    assert chain_of(drafter, [1, 5, 1, 5, 1, 6, 1], 1, n=2) == [5]
-
-
 @given(texts, st.integers(2, 5), st.integers(1, 4))
 def test_chain_is_the_argmax_chain_of_a_naive_reference(token_ids, n, min_context):
     min_context = min(min_context, n - 1)
