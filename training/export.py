@@ -21,7 +21,7 @@ pipeline_tag: text-generation
 
 # Slipstream bundled {name} model
 
-A Llama-architecture model of {params:.2f} M parameters, trained from scratch on two CPU cores
+This is a Llama-architecture model of {params:.2f} M parameters, trained from scratch on two CPU cores
 for this project. It exists so that the server can be tried, tested and measured without a
 download. It is not a useful programming assistant.
 
@@ -53,7 +53,7 @@ repeats it.
 
 ## Training data
 
-Single functions and classes and short modules, extracted from the Python standard library and
+The models read single functions and classes and short modules from the Python standard library and
 from {packages} packages whose own metadata declares an MIT, BSD, Apache, ISC or PSF licence.
 Long docstrings are cut to their first line. About half of the tokens are edits made from the
 same code by program (see `training/`). The sources keep their licences and copyrights:
