@@ -6,9 +6,8 @@ distributions move five times as far (docs/quantization.md). Weights have a scal
 by how much each group of 32 is smaller.
 
 Sums within a group are sums of integers; groups are added in ascending order, with one rounding each. So
-a row's result has the same bits in whatever company it is computed, without spans of row counts or
-padding: one loop of our own for few rows and many (``engine.kernels.int8_product``), on every CPU with
-VNNI.
+a row's result has the same bits in whatever company it is computed: one loop of our own for few rows and
+many (``engine.kernels.int8_product``), on every CPU with VNNI.
 
 Checkpoints in compressed-tensors' format "int-quantized" keep their own scheme: a scale per channel, and
 inputs by one scale per row, which is a single group.
@@ -24,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels import KINDS, find_kernel
+from engine.kernels import KINDS
 
 if TYPE_CHECKING:
     from engine.kernels.int8_rows import Gate
@@ -104,6 +103,8 @@ class Int8Product:
         biases: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
     ) -> None:
+        from engine.kernels.int8_product import PackedWeights
+
         values = torch.cat([each.values for each in weights])
         scales = torch.cat([each.scales for each in weights])
         by_group = [each.group_scales for each in weights if each.group_scales is not None]
@@ -111,7 +112,7 @@ class Int8Product:
         self.dtype = dtype
         self.has_bias = any(bias is not None for bias in biases)
         whole_row = self.in_features + -self.in_features % GROUP
-        self._packed = find_kernel("int8_product").PackedWeights(
+        self._packed = PackedWeights(
             values,
             scales,
             torch.cat(by_group) if by_group else None,
@@ -219,8 +220,9 @@ class StoredInt8Linear(nn.Module):
 def is_exact() -> bool:
     """Whether this machine computes what integer arithmetic says. Without VNNI there is no loop for it;
     with it, the largest sums that there are come out right, or nothing is computed in 8 bits."""
-    kernel = find_kernel("int8_product")
-    if kernel is None or not kernel.can_multiply():
+    from engine.kernels.int8_product import can_multiply
+
+    if not can_multiply():
         return False
     rows = torch.full((3, 2 * GROUP), float(_LARGEST))
     rows[1], rows[2, ::2] = -_LARGEST, -_LARGEST
