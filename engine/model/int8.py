@@ -46,28 +46,18 @@ class Int8Weight(NamedTuple):
     scales: torch.Tensor
     group_scales: torch.Tensor | None = None
 
-    def dequantized(self) -> torch.Tensor:
-        """``[out_features, in_features]`` float32."""
-        scales = self.scales[:, None]
-        if self.group_scales is not None:
-            spread = self.group_scales.float().repeat_interleave(GROUP, 1)
-            scales = scales * spread[:, : self.values.shape[1]]
-        return self.values * scales
-
 
 @torch.no_grad()
-def quantize_weight(weight: torch.Tensor) -> Int8Weight:
-    """Symmetric, by the largest value of each output channel and of each group in it.
-
-    ``weight``: ``[out_features, in_features]``.
-    """
+def quantize_weight(weight: torch.Tensor, group: int = GROUP) -> Int8Weight:
+    """Rounds ``weight`` ``[out_features, in_features]`` symmetrically, by the largest value of each
+    output channel and of each ``group`` of features in it."""
     out_features, in_features = weight.shape
     values = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(out_features)
-    group_scales = torch.empty(out_features, -(-in_features // GROUP), dtype=torch.float16)
+    group_scales = torch.empty(out_features, -(-in_features // group), dtype=torch.float16)
     parts = (each.split(_CHANNELS_AT_ONCE) for each in (weight, values, scales, group_scales))
     for part, quantized, scale, by_group in zip(*parts, strict=True):
-        exact = F.pad(part.float(), (0, -in_features % GROUP)).unflatten(1, (-1, GROUP))
+        exact = F.pad(part.float(), (0, -in_features % group)).unflatten(1, (-1, group))
         largest = exact.abs().amax(2)  # [channels, groups]
         scale.copy_(largest.amax(1) / _LARGEST).clamp_min_(_SMALLEST_SCALE)
         by_group.copy_(largest / (_LARGEST * scale[:, None]))
@@ -77,16 +67,9 @@ def quantize_weight(weight: torch.Tensor) -> Int8Weight:
     return Int8Weight(values, scales, group_scales)
 
 
-@torch.no_grad()
 def quantize_by_channel(weight: torch.Tensor) -> Int8Weight:
-    """Symmetric, by the largest value of each output channel alone, as checkpoints in 8 bits hold it."""
-    values = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(weight.shape[0])
-    parts = (each.split(_CHANNELS_AT_ONCE) for each in (weight, values, scales))
-    for part, quantized, scale in zip(*parts, strict=True):
-        exact = part.float()
-        scale.copy_(exact.abs().amax(1) / _LARGEST).clamp_min_(_SMALLEST_SCALE)
-        quantized.copy_((exact / scale[:, None]).round_())
+    """Rounds by the largest value of each output channel alone, as checkpoints in 8 bits hold it."""
+    values, scales, _ = quantize_weight(weight, weight.shape[1])
     return Int8Weight(values, scales)
 
 
