@@ -165,9 +165,9 @@ def build_engine_for(
     quantization = _quantize(model, reference, config)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
-    packed = None
+    failures: Set[str] = set()
     if ranks is None and (exact or can_pack(model.device, model.dtype)):
-        packed = pack_linears(model, config.max_num_batched_tokens, exact)
+        failures = pack_linears(model, config.max_num_batched_tokens, exact)
     fuse(model)
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
     needs = _needs(model, shapes, determinism, config)
@@ -175,7 +175,6 @@ def build_engine_for(
     attention = build_attention(needs, num_blocks, config.attention_backend)
     runner = _runner(model, attention, config, max_model_len, ranks)
     check_logits(runner, reference)
-    failures = set() if packed is None else packed.failures
     exactness = _verify(runner, failures, config) if exact else Exactness()
     runner.prepare()
     drafts.attach(runner, shapes, vocab_size, max_model_len)
