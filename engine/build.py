@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -32,7 +32,7 @@ from engine.drafting.heads import prepare_heads
 from engine.drafting.models import prepare_drafts, with_bundled_draft
 from engine.errors import UnsupportedModelError
 from engine.grammar.compiler import GrammarCompiler
-from engine.info import EngineInfo
+from engine.info import EngineInfo, QuantizationInfo
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
 from engine.machine import can_pack, free_bytes
@@ -90,11 +90,11 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
 
 
 def follow_engine(config: EngineConfig) -> None:
-    """What a rank that is not the first does in place of building an engine: with the first one, load a
-    part of the model and run its rows, until that one is done. Raises as ``build_engine``, and RanksError
-    where the first one goes without a word."""
+    """Loads a part of the model and runs its rows with the first rank until that one is done: the other
+    ranks call this in place of ``build_engine``. Raises as that, and RanksError where the first rank goes
+    without a word."""
     ranks = join_ranks(config)
-    assert ranks is not None, "whoever follows was launched as a rank"
+    assert ranks is not None, "a process that follows was launched as a rank"
     model = _load(config, ranks)
     # What the first rank asks of the divided model while it builds takes all of them.
     prepare_heads(model, config)
@@ -110,7 +110,7 @@ def follow_engine(config: EngineConfig) -> None:
 
 
 def _load(config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
-    """The model that is served, or this rank's part, on its device."""
+    """Returns the model that is served, or this rank's part, on its device."""
     log_through_root("torch")
     device = torch.device(config.device) if ranks is None else ranks.device
     if config.num_threads is not None:
@@ -146,9 +146,9 @@ def build_engine_for(
     name: str = "model",
     ranks: Ranks | None = None,
 ) -> AsyncEngine:
-    """An engine around a model that ``prepare_model`` or ``load_model`` gave back, and that is the
-    engine's from then on. ``ranks``: those that the model is divided among, of which this is the first.
-    Raises UnsupportedModelError, DrafterPluginError, and ValueError for another engine's model."""
+    """Returns an engine around a model that ``prepare_model`` or ``load_model`` gave back, and that is
+    the engine's from then on. ``ranks``: those that the model is divided among, of which this is the
+    first. Raises UnsupportedModelError, DrafterPluginError, and ValueError for another engine's model."""
     if model.config._attn_implementation == IMPLEMENTATION:
         raise ValueError("the model belongs to another engine; load it once more")
     if ranks is None and config.tensor_parallel_size > 1:
@@ -163,16 +163,12 @@ def build_engine_for(
     heads = prepare_heads(model, config)
     vocab_size = heads.facts.vocab_size
     reference = reference_logits(model)
-    quantization = None
-    if _is_quantized(model, config):
-        # Before: afterwards rounding would hide what a model keeps besides keys and values.
-        _check_unrounded(model, reference, config)
-        quantization = quantize_model(model, config.quantize_head)
+    quantization = _quantize(model, reference, config)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
-    packed = None
+    failures: Set[str] = set()
     if ranks is None and (exact or can_pack(model.device, model.dtype)):
-        packed = pack_linears(model, config.max_num_batched_tokens, exact)
+        failures = pack_linears(model, config.max_num_batched_tokens, exact)
     fuse(model)
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
     needs = _needs(model, shapes, determinism, config)
@@ -180,12 +176,7 @@ def build_engine_for(
     attention = build_attention(needs, num_blocks, config.attention_backend)
     runner = _runner(model, attention, config, max_model_len, ranks)
     check_logits(runner, reference)
-    exactness = verify_exact(runner, packed.failures if packed else set()) if exact else Exactness()
-    if exactness.failed:
-        reason = f"determinism=exact does not hold here: {'; '.join(exactness.failed)}"
-        if config.determinism == "exact":
-            raise UnsupportedModelError(reason)
-        logger.warning("%s; texts may part where two tokens nearly tie", reason)
+    exactness = _verify(runner, failures, config) if exact else Exactness()
     runner.prepare()
     drafts.attach(runner, shapes, vocab_size, max_model_len)
     constrain = (
@@ -219,16 +210,20 @@ def build_engine_for(
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting)
 
 
-def _is_quantized(model: PreTrainedModel, config: EngineConfig) -> bool:
-    """Whether linear layers are to have 8 bits. Raises UnsupportedModelError where what is asked for
-    cannot be had."""
+def _quantize(
+    model: PreTrainedModel, reference: torch.Tensor, config: EngineConfig
+) -> QuantizationInfo | None:
+    """Gives linear layers 8 bits where that is asked for, or the checkpoint's have them. Raises
+    UnsupportedModelError where it cannot be had."""
     stored = has_stored_weights(model)
     if stored and config.quantization == "none":
         raise UnsupportedModelError("quantization=none: the checkpoint's weights have 8 bits")
     if not stored and config.quantization != "int8":
-        return False
+        return None
     check_machine(model.device)
-    return True
+    # Before: afterwards rounding would hide what a model keeps besides keys and values.
+    _check_unrounded(model, reference, config)
+    return quantize_model(model, config.quantize_head)
 
 
 def _check_unrounded(model: PreTrainedModel, reference: torch.Tensor, config: EngineConfig) -> None:
@@ -238,6 +233,18 @@ def _check_unrounded(model: PreTrainedModel, reference: torch.Tensor, config: En
         num_blocks = blocks_needed(config.block_size)
         attention = build_attention(needs, num_blocks, config.attention_backend)
         check_logits(ModelRunner(model, attention, can_capture=False), reference)
+
+
+def _verify(runner: ModelRunner, failures: Set[str], config: EngineConfig) -> Exactness:
+    """Returns whether a row has its own bits. Raises UnsupportedModelError where it has not and exact
+    bits were asked for."""
+    exactness = verify_exact(runner, failures)
+    if exactness.failed:
+        reason = f"determinism=exact does not hold here: {'; '.join(exactness.failed)}"
+        if config.determinism == "exact":
+            raise UnsupportedModelError(reason)
+        logger.warning("%s; texts may part where two tokens nearly tie", reason)
+    return exactness
 
 
 def _usual_determinism(device: torch.device, ranks: Ranks | None) -> Determinism:
@@ -280,8 +287,8 @@ def _size_store(
     draft_bytes: int,
     ranks: Ranks | None,
 ) -> tuple[int, int]:
-    """Blocks of the KV store, and how long a request may grow in it. ``draft_bytes``: what a block costs
-    in the stores of draft models and heads besides. Ranks have as many as all of them can."""
+    """Returns blocks of the KV store, and how long a request may grow in it. ``draft_bytes``: what a
+    block costs in the stores of draft models and heads besides. Ranks have as many as all of them can."""
     wanted_len = min(config.max_model_len or max_position(model.config), max_position(model.config))
     num_blocks = config.num_blocks
     if num_blocks is None:

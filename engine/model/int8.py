@@ -6,9 +6,8 @@ distributions move five times as far (docs/quantization.md). Weights have a scal
 by how much each group of 32 is smaller.
 
 Sums within a group are sums of integers; groups are added in ascending order, with one rounding each. So
-a row's result has the same bits in whatever company it is computed, without spans of row counts or
-padding: one loop of our own for few rows and many (``engine.kernels.int8_product``), on every CPU with
-VNNI.
+a row's result has the same bits in whatever company it is computed: one loop of our own for few rows and
+many (``engine.kernels.int8_product``), on every CPU with VNNI.
 
 Checkpoints in compressed-tensors' format "int-quantized" keep their own scheme: a scale per channel, and
 inputs by one scale per row, which is a single group.
@@ -24,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels import KINDS, find_kernel
+from engine.kernels import KINDS
 
 if TYPE_CHECKING:
     from engine.kernels.int8_rows import Gate
@@ -47,28 +46,18 @@ class Int8Weight(NamedTuple):
     scales: torch.Tensor
     group_scales: torch.Tensor | None = None
 
-    def dequantized(self) -> torch.Tensor:
-        """``[out_features, in_features]`` float32."""
-        scales = self.scales[:, None]
-        if self.group_scales is not None:
-            spread = self.group_scales.float().repeat_interleave(GROUP, 1)
-            scales = scales * spread[:, : self.values.shape[1]]
-        return self.values * scales
-
 
 @torch.no_grad()
-def quantize_weight(weight: torch.Tensor) -> Int8Weight:
-    """Symmetric, by the largest value of each output channel and of each group in it.
-
-    ``weight``: ``[out_features, in_features]``.
-    """
+def quantize_weight(weight: torch.Tensor, group: int = GROUP) -> Int8Weight:
+    """Rounds ``weight`` ``[out_features, in_features]`` symmetrically, by the largest value of each
+    output channel and of each ``group`` of features in it."""
     out_features, in_features = weight.shape
     values = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(out_features)
-    group_scales = torch.empty(out_features, -(-in_features // GROUP), dtype=torch.float16)
+    group_scales = torch.empty(out_features, -(-in_features // group), dtype=torch.float16)
     parts = (each.split(_CHANNELS_AT_ONCE) for each in (weight, values, scales, group_scales))
     for part, quantized, scale, by_group in zip(*parts, strict=True):
-        exact = F.pad(part.float(), (0, -in_features % GROUP)).unflatten(1, (-1, GROUP))
+        exact = F.pad(part.float(), (0, -in_features % group)).unflatten(1, (-1, group))
         largest = exact.abs().amax(2)  # [channels, groups]
         scale.copy_(largest.amax(1) / _LARGEST).clamp_min_(_SMALLEST_SCALE)
         by_group.copy_(largest / (_LARGEST * scale[:, None]))
@@ -78,16 +67,9 @@ def quantize_weight(weight: torch.Tensor) -> Int8Weight:
     return Int8Weight(values, scales, group_scales)
 
 
-@torch.no_grad()
 def quantize_by_channel(weight: torch.Tensor) -> Int8Weight:
-    """Symmetric, by the largest value of each output channel alone, as checkpoints in 8 bits hold it."""
-    values = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(weight.shape[0])
-    parts = (each.split(_CHANNELS_AT_ONCE) for each in (weight, values, scales))
-    for part, quantized, scale in zip(*parts, strict=True):
-        exact = part.float()
-        scale.copy_(exact.abs().amax(1) / _LARGEST).clamp_min_(_SMALLEST_SCALE)
-        quantized.copy_((exact / scale[:, None]).round_())
+    """Rounds by the largest value of each output channel alone, as checkpoints in 8 bits hold it."""
+    values, scales, _ = quantize_weight(weight, weight.shape[1])
     return Int8Weight(values, scales)
 
 
@@ -104,6 +86,8 @@ class Int8Product:
         biases: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
     ) -> None:
+        from engine.kernels.int8_product import PackedWeights
+
         values = torch.cat([each.values for each in weights])
         scales = torch.cat([each.scales for each in weights])
         by_group = [each.group_scales for each in weights if each.group_scales is not None]
@@ -111,7 +95,7 @@ class Int8Product:
         self.dtype = dtype
         self.has_bias = any(bias is not None for bias in biases)
         whole_row = self.in_features + -self.in_features % GROUP
-        self._packed = find_kernel("int8_product").PackedWeights(
+        self._packed = PackedWeights(
             values,
             scales,
             torch.cat(by_group) if by_group else None,
@@ -219,8 +203,9 @@ class StoredInt8Linear(nn.Module):
 def is_exact() -> bool:
     """Whether this machine computes what integer arithmetic says. Without VNNI there is no loop for it;
     with it, the largest sums that there are come out right, or nothing is computed in 8 bits."""
-    kernel = find_kernel("int8_product")
-    if kernel is None or not kernel.can_multiply():
+    from engine.kernels.int8_product import can_multiply
+
+    if not can_multiply():
         return False
     rows = torch.full((3, 2 * GROUP), float(_LARGEST))
     rows[1], rows[2, ::2] = -_LARGEST, -_LARGEST

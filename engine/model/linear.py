@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -127,10 +127,6 @@ class PackedLinear(nn.Module):
         product: torch.Tensor = self.packed.times(inputs.reshape(-1, self.in_features))
         return product.view(*inputs.shape[:-1], self.out_features)
 
-    def extra_repr(self) -> str:
-        kind = type(self.packed).__name__
-        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
-
 
 def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
     """Returns a weight ``[out_features, in_features]`` of a CPU packed for our kernel."""
@@ -205,32 +201,23 @@ def cancelling(
     return weight.to(device), rows.to(device)
 
 
-class PackedLayers(NamedTuple):
-    """``failures``: products that are not exact, in words; those with weights outside of layers join when
-    they are first computed."""
-
-    num_layers: int
-    failures: set[str]
-
-
-def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> PackedLayers:
+def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> set[str]:
     """Replaces every plain ``nn.Linear`` of the model, and transformers' ``Conv1D``, in place.
-    ``most_rows``: of a call.
+    ``most_rows``: of a call. Returns products that are not ``exact`` though they are to be, in words;
+    those with weights outside of layers join when they are first computed.
 
     The unpacked weight is dropped with its module; a tied head keeps the embedding and packs a copy.
     """
     failures: set[str] = set()
     missing = missing_for(_device_of(model)) if _device_of(model).type == "cuda" else None
     if missing is not None:
-        return PackedLayers(0, {f"products by torch's library: {missing}"})
-    replaced = 0
+        return {f"products by torch's library: {missing}"}
     for parent, name, linear in _linears(model):
         packed = pack_weight(linear.weight.detach(), linear.bias, most_rows, exact)
         setattr(parent, name, PackedLinear(linear.in_features, linear.out_features, packed))
-        replaced += 1
     if exact:
         _steady(model, OneOrderProducts(failures))
-    return PackedLayers(replaced, failures)
+    return failures
 
 
 def _device_of(model: nn.Module) -> torch.device:

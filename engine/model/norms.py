@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from engine.kernels import LANES, find_kernel
+from engine.kernels import LANES
 from engine.kernels.triton import missing_for
 from engine.kernels.triton.row_ops import row_norm
 from engine.model.replacing import replace_modules
@@ -33,8 +33,11 @@ def row_norm_for(device: torch.device, length: int) -> RowNorm | None:
     """One pass over rows of a length; None: there is none for the device."""
     if device.type == "cuda":
         return row_norm if missing_for(device) is None else None
-    kernel = find_kernel("rms_norm") if device.type == "cpu" and length % LANES == 0 else None
-    return None if kernel is None else kernel.rms_norm
+    if device.type != "cpu" or length % LANES:
+        return None
+    from engine.kernels.rms_norm import rms_norm
+
+    return rms_norm
 
 
 class FusedNorm(nn.Module):
@@ -64,8 +67,8 @@ class FusedNorm(nn.Module):
 
 @torch.inference_mode()
 def fuse_norms(model: nn.Module, compute: RowNorm | None = None) -> int:
-    """Replace them; returns how many. ``compute``: by what; None: by what there is for the device they
-    are on, where there is something: numba on a CPU, triton on a GPU."""
+    """Replaces them; returns how many. ``compute``: by what; None: by what there is for the device they
+    are on: numba on a CPU, triton on a GPU, if it is installed."""
     return replace_modules(model, FusedNorm, partial(_fused, asked=compute))
 
 

@@ -1,13 +1,14 @@
 """Gives a model's linear layers 8 bits in place, those that read one input side by side.
 
-Which layers share an input is seen in a forward, not guessed from names: queries, keys and values in
-most models, gate and up projections, whatever hangs under one parent and reads the same tensor.
+Which layers share an input is seen in a forward, not guessed from names: queries, keys and values in most
+models, gate and up projections, all that hang under one parent and read the same tensor.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,20 @@ class _Place(NamedTuple):
     module: nn.Module
     in_features: int
     out_features: int
+
+
+class _Reading(NamedTuple):
+    """Layers of one kind under one parent that a forward calls with one tensor. ``before``: what the
+    tensor held when the first of them read it: one that is written to in between is another input."""
+
+    tensor: torch.Tensor
+    before: torch.Tensor
+    places: list[_Place]
+
+    def has(self, tensor: torch.Tensor, place: _Place) -> bool:
+        """Whether a layer that reads the tensor is one of them."""
+        is_kind = type(place.module) is type(self.places[0].module)
+        return is_kind and tensor is self.tensor and torch.equal(tensor, self.before)
 
 
 def has_stored_weights(model: nn.Module) -> bool:
@@ -122,36 +137,32 @@ def _num_parameters(model: nn.Module) -> int:
 
 
 def _groups(model: PreTrainedModel) -> list[list[_Place]]:
-    """Linear layers that can be quantised, together those of one parent and kind that a forward calls
-    with the same tensor."""
-    places = list(_places(model))
-    seen: dict[tuple[int, int, type], list[_Place]] = {}
-    alone = {place.module: place for place in places}
-    # An id names a tensor only while it lives; and one that is written to in between is another input.
-    read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    """Returns the linear layers that can be quantised, those together that one product may compute."""
+    readings: dict[nn.Module, list[_Reading]] = defaultdict(list)  # by parent
+    unread: dict[nn.Module, _Place] = {}
 
-    def note(place: _Place) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            if alone.pop(module, None) is None:
-                return
-            key = (id(place.parent), id(inputs[0]), type(module))
-            _, copy = read.setdefault(id(inputs[0]), (inputs[0], inputs[0].clone()))
-            if key in seen and torch.equal(copy, inputs[0]):
-                seen[key].append(place)
-            else:
-                seen[(id(place), *key[1:]) if key in seen else key] = [place]
+    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        place = unread.pop(module, None)
+        if place is None:
+            return
+        (tensor,), mine = inputs, readings[place.parent]
+        reading = next((each for each in mine if each.has(tensor, place)), None)
+        if reading is None:
+            mine.append(_Reading(tensor, tensor.clone(), [place]))
+        else:
+            reading.places.append(place)
 
-        return hook
-
-    handles = [place.module.register_forward_pre_hook(note(place)) for place in places]
+    unread.update((place.module, place) for place in _places(model))
+    handles = [module.register_forward_pre_hook(note) for module in unread]
     try:
         ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
         model(input_ids=ids, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
+    read = [reading.places for mine in readings.values() for reading in mine]
     # Those that this forward left out: experts that no token chose.
-    return [*seen.values(), *([place] for place in alone.values())]
+    return [*read, *([place] for place in unread.values())]
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:

@@ -1,5 +1,5 @@
-"""Start-up checks: does our forward write what transformers' own forward writes, and the same bits
-however rows are cut into steps?"""
+"""Start-up checks: whether our forward writes what transformers' own forward writes, and the same bits
+however rows are cut into steps."""
 
 from __future__ import annotations
 
@@ -61,20 +61,16 @@ def check_logits(runner: ModelRunner, reference: torch.Tensor) -> None:
 
 
 def logit_errors(runner: ModelRunner, reference: torch.Tensor) -> dict[str, float]:
-    """How far the engine's logits lie from the reference (of ``reference_logits``), by how rows are cut
-    into steps: means of what they differ by, relative to the reference's spread. Nothing where the pool
-    is too small. Overwrites the store's blocks."""
-    token_ids = _token_ids(_vocab_size(runner.model))
-    block_size = runner.store.block_size
-    needed = -(-_NUM_TOKENS // block_size)
-    if blocks_needed(block_size) > runner.store.num_blocks:
+    """Returns how far the engine's logits lie from the reference (of ``reference_logits``), by how rows
+    are cut into steps: means of what they differ by, relative to the reference's spread. Nothing where
+    the pool is too small. Overwrites the store's blocks."""
+    tables = _tables(runner)
+    if tables is None:
         return {}
-    chunks = torch.cat(list(_run_chunks(runner, token_ids, range(needed), _CHUNKS)))
-    tree = _run_tree(runner, token_ids, range(needed, 2 * needed))
     spread = float(reference.std()) or 1.0
     compared = {
-        "in chunks": (chunks, reference),
-        "in a draft tree": (tree, reference[_FORK - 1 : _FORK + 3]),
+        "in chunks": (_run_chunks(runner, tables[:1], _CHUNKS)[0], reference),
+        "in a draft tree": (_run_tree(runner, tables[1]), reference[_FORK - 1 : _FORK + 3]),
     }
     return {
         what: float((ours.float() - theirs).abs().mean()) / spread
@@ -83,7 +79,7 @@ def logit_errors(runner: ModelRunner, reference: torch.Tensor) -> dict[str, floa
 
 
 def _tolerance(runner: ModelRunner) -> tuple[float, str]:
-    """And what it says of a model that is beyond it."""
+    """Returns how far logits may lie from the reference, and what it says of a model beyond that."""
     if any(isinstance(module, Int8Linear) for module in runner.model.modules()):
         return _SANE_IN_8_BITS, "it does not survive rounding to 8 bits"
     keeps_state = "it must keep state that the engine does not carry"
@@ -101,8 +97,8 @@ class Exactness(NamedTuple):
 
 
 def verify_exact(runner: ModelRunner, failed_products: Set[str]) -> Exactness:
-    """What the probes of attention and of products (``failed_products``) found, and whether a text in
-    steps of several kinds bears them out."""
+    """Returns what the probes of attention and of products (``failed_products``) found, and whether a
+    text in steps of several kinds bears them out."""
     attention = getattr(runner.attention, "failures", None)
     text = check_exact(runner)
     probed = ["linear layers and other products"]
@@ -119,34 +115,29 @@ def verify_exact(runner: ModelRunner, failed_products: Set[str]) -> Exactness:
 
 
 def check_exact(runner: ModelRunner) -> bool | None:
-    """Whether chunks, single rows, rows among neighbours and draft rows gave the same bits here; None
-    where the pool is too small to tell."""
-    token_ids = _token_ids(_vocab_size(runner.model))
-    block_size = runner.store.block_size
-    needed = -(-_NUM_TOKENS // block_size)
-    if blocks_needed(block_size) > runner.store.num_blocks:
+    """Returns whether chunks, single rows, rows among neighbours and draft rows gave the same bits here;
+    None where the pool is too small to tell."""
+    tables = _tables(runner)
+    if tables is None:
         return None
-    mine, other = range(needed), range(needed, 2 * needed)
-    (whole,) = _run_chunks(runner, token_ids, mine, (_NUM_TOKENS,))
-    singly = torch.cat(_run_chunks(runner, token_ids, mine, _PREFIX_THEN_SINGLE))
-    steps = []
-    base = 0
-    for count in _CHUNKS:
-        # The neighbour is the same text in other blocks: both have to come out.
-        parts = [
-            RequestRows(token_ids[base : base + count], count, base, (), table, count)
-            for table in (mine, other)
-        ]
-        logits = runner.forward(build_batch(parts, block_size)).logits
-        steps.append(logits.view(2, count, -1))
-        base += count
-    beside = torch.cat(steps, dim=1)
-    tree = _run_tree(runner, token_ids, other)
+    whole = _run_chunks(runner, tables[:1], (_NUM_TOKENS,))
+    singly = _run_chunks(runner, tables[:1], _PREFIX_THEN_SINGLE)
+    # The neighbour is the same text in other blocks: both have to come out.
+    beside = _run_chunks(runner, tables, _CHUNKS)
+    tree = _run_tree(runner, tables[1])
     return (
         torch.equal(singly, whole)
         and torch.equal(beside, whole.expand_as(beside))
-        and torch.equal(tree, whole[_FORK - 1 : _FORK + 3])
+        and torch.equal(tree, whole[0, _FORK - 1 : _FORK + 3])
     )
+
+
+def _tables(runner: ModelRunner) -> tuple[range, range] | None:
+    """Returns blocks for the text twice; None: the store has too few."""
+    needed = blocks_needed(runner.store.block_size) // 2
+    if 2 * needed > runner.store.num_blocks:
+        return None
+    return range(needed), range(needed, 2 * needed)
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
@@ -155,19 +146,26 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 
 def _run_chunks(
-    runner: ModelRunner, token_ids: Sequence[int], table: Sequence[int], chunks: Sequence[int]
-) -> list[torch.Tensor]:
-    logits: list[torch.Tensor] = []
-    base = 0
+    runner: ModelRunner, tables: Sequence[Sequence[int]], chunks: Sequence[int]
+) -> torch.Tensor:
+    """Returns logits ``[texts, tokens, vocab_size]`` of the text in each table, side by side, in steps of
+    so many rows of each."""
+    token_ids = _token_ids(_vocab_size(runner.model))
+    logits, base = [], 0
     for count in chunks:
-        part = RequestRows(token_ids[base : base + count], count, base, (), table, count)
-        logits.append(runner.forward(build_batch([part], runner.store.block_size)).logits)
+        parts = [
+            RequestRows(token_ids[base : base + count], count, base, (), table, count)
+            for table in tables
+        ]
+        found = runner.forward(build_batch(parts, runner.store.block_size)).logits
+        logits.append(found.view(len(tables), count, -1))
         base += count
-    return logits
+    return torch.cat(logits, dim=1)
 
 
-def _run_tree(runner: ModelRunner, token_ids: Sequence[int], table: Sequence[int]) -> torch.Tensor:
-    """Logits of the anchor and of the tree's path that follows the text: ``[4, vocab_size]``."""
+def _run_tree(runner: ModelRunner, table: Sequence[int]) -> torch.Tensor:
+    """Returns logits of the anchor and of the tree's path that follows the text: ``[4, vocab_size]``."""
+    token_ids = _token_ids(_vocab_size(runner.model))
     other = (token_ids[_FORK] + 1) % _vocab_size(runner.model)
     right = token_ids[_FORK : _FORK + 3]
     nodes = [right[0], other, right[1], other, right[2], other]

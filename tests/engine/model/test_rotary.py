@@ -10,13 +10,11 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from engine.kernels import rotary as kernel
-from engine.model.loader import prepare_model
 from engine.model.rotary import _rotated, fuse_rotary
-from worlds.tiny_models import CPU, enlarge, own_logits, random_ids, tiny_model
+from worlds.tiny_models import own_logits, random_ids, tiny_model
 
 IDS = random_ids(1, 28)
 
@@ -112,20 +110,6 @@ def test_so_is_what_is_said_of_other_dimensions_batches_and_types() -> None:
         assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
 
-def test_an_embedding_of_interleaved_pairs_is_left_alone() -> None:
-    config = hf.HeliumConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, pad_token_id=0,
-    )  # fmt: skip
-    model: PreTrainedModel = hf.AutoModelForCausalLM.from_config(config)
-    enlarge(model)
-    model = prepare_model(model, CPU)
-    expected = own_logits(model, IDS)
-    assert fuse_rotary(model) == 0
-    assert not rotations(model)
-    assert torch.equal(own_logits(model, IDS), expected)
-
-
 def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any) -> Any:
     """As transformers', except that keys turn the other way."""
     mine = modeling_llama.apply_rotary_pos_emb
@@ -146,39 +130,28 @@ class Twists(modeling_llama.LlamaAttention):
 
 
 def test_other_functions_and_modules_are_left_alone() -> None:
+    """Also one that rotates interleaved pairs."""
     assert fuse_rotary(TurnsBack()) == 0
     assert fuse_rotary(nn.Sequential(nn.Linear(2, 2), nn.RMSNorm(32))) == 0
-    twists = Twists(hf.LlamaConfig(hidden_size=64, num_attention_heads=2))
-    before = twists.forward
-    assert fuse_rotary(twists) == 0
-    assert twists.forward is before
+    assert fuse_rotary(Twists(hf.LlamaConfig(hidden_size=64, num_attention_heads=2))) == 0
+    config = hf.HeliumConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, pad_token_id=0,
+    )  # fmt: skip
+    assert fuse_rotary(hf.AutoModelForCausalLM.from_config(config)) == 0
 
 
-def test_the_function_and_models_of_the_same_class_stay_as_they_are() -> None:
-    function = modeling_llama.apply_rotary_pos_emb
+def test_models_of_the_same_class_stay_as_they_are_and_copies_are_their_own() -> None:
     forward = modeling_llama.LlamaAttention.forward
     model, neighbour = tiny_model("llama", head_dim=32), tiny_model("llama", head_dim=32)
-    fuse_rotary(model)
-    assert modeling_llama.apply_rotary_pos_emb is function
+    assert fuse_rotary(model) == 2
+    assert fuse_rotary(model) == 0  # nothing is left
     assert modeling_llama.LlamaAttention.forward is forward
-    assert forward.__globals__["apply_rotary_pos_emb"] is function
+    assert forward.__globals__["apply_rotary_pos_emb"] is modeling_llama.apply_rotary_pos_emb
     assert not rotations(neighbour)
     assert len(rotations(model)) == 2
-
-
-def test_a_copy_of_a_model_runs_its_own_modules() -> None:
-    model = tiny_model("llama", head_dim=32)
-    fuse_rotary(model)
     expected = own_logits(model, IDS)
     twin = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data.zero_()
     assert torch.equal(own_logits(twin, IDS), expected)
-
-
-def test_a_second_time_there_is_nothing_left_to_replace() -> None:
-    model = tiny_model("llama", head_dim=32)
-    assert fuse_rotary(model) == 2
-    forwards = [vars(each)["forward"] for each in rotations(model)]
-    assert fuse_rotary(model) == 0
-    assert [vars(each)["forward"] for each in rotations(model)] == forwards
