@@ -116,7 +116,7 @@ class KVStore:
         return self._values[layer].shape
 
     def rows_of(self, block_ids: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-        """Where blocks lie in a layer of so many heads, of each head in turn: what ``gather_blocks``
+        """Rows of blocks in a layer of so many heads, of each head in turn: what ``gather_blocks``
         takes, for a caller to make once for many layers. ``[num_kv_heads * num_ids]`` int64."""
         return _of_each_head(block_ids, self.num_blocks, num_kv_heads)
 

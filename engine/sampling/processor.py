@@ -99,7 +99,7 @@ class LogitsProcessor:
         """Take in the tokens that a step emitted."""
 
     def is_active(self) -> bool:
-        """Whether it may change a row now."""
+        """Returns whether it may change a row now."""
         return True
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:

@@ -51,7 +51,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        """How often each of ``token_ids`` was emitted."""
+        """The number of times that each of ``token_ids`` was emitted."""
         return self._counts[: len(self._slots)]
 
 
