@@ -52,7 +52,7 @@ class RequestRows:
 
 
 NO_SLOT = -1
-"""Where a row that only pads a step is stored: nowhere."""
+"""The slot of a row that only pads a step: it is stored nowhere."""
 
 
 class Bucket(NamedTuple):

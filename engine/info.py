@@ -10,7 +10,7 @@ from drafters.base import DrafterInfo
 
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
-    """How much of a model is quantised. ``bits``: of weights and inputs alike; ``num_quantized`` of
+    """The part of a model that is quantised. ``bits``: of weights and inputs alike; ``num_quantized`` of
     ``num_parameters`` weights, in ``num_layers`` linear layers; ``num_bytes``: of all weights as they
     are held. ``head``: whether the output head is among them."""
 
@@ -24,7 +24,7 @@ class QuantizationInfo:
 
     @property
     def share(self) -> float:
-        """Of the parameters."""
+        """Share of the parameters that are quantised."""
         return self.num_quantized / self.num_parameters
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 Reason = Literal[
     "", "no_match", "client_cap", "no_kv", "policy", "low_acceptance", "overload", "shed"
 ]
-"""Why a grant is smaller than what could have been drafted.
+"""The reason why a grant is smaller than what could have been drafted.
 
 ``""``: it is not. ``no_match``: the drafter had nothing to offer. ``client_cap``: a bound the
 client set (nodes, or tokens left to write). ``no_kv``: no room in the cache. ``policy``: the
@@ -153,7 +153,7 @@ class RequestStats(SpeculativeStats):
 
 @dataclass(slots=True)
 class StepClock:
-    """Where a step's seconds go; what no phase claims is the engine's own overhead."""
+    """Divides a step's seconds among its phases; what none claims is the engine's own overhead."""
 
     draft: float = 0.0
     forward: float = 0.0

@@ -1,1 +1,1 @@
-"""Where keys and values live: the bookkeeping of blocks (plain Python) and their tensors."""
+"""Keys and values: the bookkeeping of blocks (plain Python) and their tensors."""

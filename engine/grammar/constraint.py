@@ -54,7 +54,7 @@ class GrammarConstraint:
         return np.unpackbits(mask, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def accepts(self, path: Path) -> bool:
-        """Whether the text may go on with ``path``. A token that ends the text is none of it."""
+        """Returns whether the text may go on with ``path``. A token that ends the text is none of it."""
         return self._masks.get(path) is not None or self._move(path)
 
     def forced(self, path: Path = ()) -> Path:

@@ -1,4 +1,4 @@
-"""Which token of each row wins: the largest logit, or the largest ``logit / T + noise`` that
+"""Finds the token of each row that wins: the largest logit, or the largest ``logit / T + noise`` that
 survives top-k, top-p and min-p.
 
 On a CPU compiled kernels search for it. The three truncations keep an upward-closed set of logits, so a

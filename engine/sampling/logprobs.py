@@ -125,7 +125,7 @@ def begin_top_tokens(
 
 
 def _num_possible(values: Sequence[float]) -> int:
-    """How many of these logits, best first, are of tokens that may come."""
+    """Returns how many of these logits, best first, are of tokens that may come."""
     if values and values[-1] > -math.inf:
         return len(values)
     return sum(value > -math.inf for value in values)

@@ -21,6 +21,7 @@ from engine.grammar.constraint import GrammarConstraint
 from engine.params import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Path = tuple[int, ...]
@@ -98,7 +99,7 @@ class LogitsProcessor:
         """Take in the tokens that a step emitted."""
 
     def is_active(self) -> bool:
-        """Whether it may change a row now."""
+        """Returns whether it may change a row now."""
         return True
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
@@ -112,9 +113,6 @@ class LogitsProcessor:
         """
         pairs = [(row, t) for row, path in enumerate(paths) for t in self.forbidden(path)]
         if pairs:
-            # The server reads what is declared here, and does without torch.
-            from engine.transfer import upload
-
             rows, token_ids = upload(pairs, logits.device).unbind(1)
             logits[rows, token_ids] = float("-inf")
 
@@ -170,6 +168,14 @@ def sampling_values(sent: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """As ``engine.transfer.upload``, which is loaded with the first values: the server reads what
+    processors declare, and does without torch."""
+    from engine.transfer import upload as uploaded
+
+    return uploaded(values, device, dtype)
 
 
 def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -57,7 +57,7 @@ def truncated(
 
 
 def _in_nucleus(values: Tensor, temperatures: Tensor, top_ps: Tensor) -> Tensor:
-    """Where the mass of strictly larger logits is below ``top_ps`` of the mass of all: bool like
+    """Marks where the mass of strictly larger logits is below ``top_ps`` of the mass of all: bool like
     ``values``; nothing at -inf."""
     ordered = values.sort(dim=-1, descending=True).values
     weights = probability_weights(ordered.clone(), ordered[:, :1], temperatures).long()

@@ -173,7 +173,7 @@ class ScheduledRequest:
     wants_top_probs: bool = False
 
     rows: RequestRows = field(init=False, repr=False)
-    """Where its rows lie in the batch."""
+    """Its rows, and where they lie in the batch."""
     outcome: Outcome | None = None
     top_token_ids: Sequence[Sequence[int]] | None = None
     """The target's likeliest tokens at the anchor's row and each node's, best first; ``top_probs``:

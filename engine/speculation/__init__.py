@@ -1,1 +1,1 @@
-"""How much to draft, and what became of it."""
+"""Speculation: how much to draft, and what became of it."""

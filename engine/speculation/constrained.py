@@ -92,5 +92,5 @@ def _restricted(probs: Any, allowed: NDArray[np.bool_]) -> Any:
 
 
 def num_forced(tree: DraftTree, nodes: Sequence[int]) -> int:
-    """How many of these nodes the grammar forces."""
+    """Returns how many of these nodes the grammar forces."""
     return sum(tree.features[node] == FORCED for node in nodes)

@@ -46,8 +46,8 @@ class Drafting:
         return self.is_open and self.num_failures < _FAILURES_BEFORE_SILENCE
 
     def is_told(self, each: ScheduledRequest) -> bool:
-        """Whether the drafter hears of this step at once, not when it is asked again: it was asked, or
-        keeps the target's states or a window of its own."""
+        """Returns whether the drafter hears of this step at once, not when it is asked again: it was
+        asked, or keeps the target's states or a window of its own."""
         needs = self.drafter.info.needs
         keeps_more = needs.hidden_rows or needs.draft_slots or needs.all_or_nothing
         return each.num_asked > 0 or keeps_more or bool(needs.draft_model)

@@ -115,7 +115,7 @@ class Speculation:
 
     @property
     def num_failures(self) -> int:
-        """Of all drafters; it only ever grows."""
+        """Failures of all drafters so far."""
         return self._num_closed_failures + sum(
             each.num_failures for each in self._drafting.values()
         )

@@ -22,7 +22,7 @@ class Shedding:
     num_waiting: int = 1
 
     def is_shed(self, num_waiting: int, weighs_cost: bool) -> bool:
-        """Whether a request whose policy ``weighs_cost`` or does not goes without a draft."""
+        """Returns whether a request whose policy ``weighs_cost`` or does not goes without a draft."""
         if self.which == "never" or num_waiting < self.num_waiting:
             return False
         return self.which == "all" or not weighs_cost

@@ -1,1 +1,1 @@
-"""Which drafts stand, by matching or by rejection."""
+"""Verification: which drafts stand, by matching or by rejection."""

@@ -83,7 +83,7 @@ def _accepted_path(tree: DraftTree, row_token_ids: Sequence[int]) -> list[int]:
 def _trim(
     state: SamplingState, token_ids: Sequence[int]
 ) -> tuple[int, Literal["stop", "length"] | None, int | None]:
-    """How many of the tokens are emitted, left to right, and what ended them.
+    """Returns how many of the tokens are emitted, left to right, and what ended them.
 
     A request already at its length emits nothing more.
     """

@@ -1,4 +1,4 @@
-"""How each request's drafts are verified in a step: one strategy per request, by its own wish.
+"""Verifies each request's drafts in a step: one strategy per request, by its own wish.
 
 ``match`` compares with the token that the target chose (``match.py``). ``rejection`` and
 ``block`` accept drafts with a probability (``rejection.py``): here they get the target's and the

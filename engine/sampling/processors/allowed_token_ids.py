@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from annotated_types import MaxLen, MinLen
 
 from engine.errors import RequestError
@@ -18,6 +19,7 @@ from engine.sampling.processor import (
     Vocabulary,
     check_token_ids,
     register,
+    upload,
 )
 
 if TYPE_CHECKING:
@@ -43,10 +45,7 @@ class AllowedTokenIds(LogitsProcessor):
 
     def __init__(self, facts: Facts, allowed_token_ids: Sequence[int]) -> None:
         check_token_ids(_NAME, allowed_token_ids, facts.vocab_size)
-        # The server reads what is declared here, and does without torch.
-        import torch
-
-        self._is_forbidden = torch.ones(facts.vocab_size, dtype=torch.bool)
+        self._is_forbidden = np.ones(facts.vocab_size, np.bool_)
         self._is_forbidden[list(allowed_token_ids)] = False
 
     @classmethod
@@ -73,7 +72,5 @@ class AllowedTokenIds(LogitsProcessor):
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
         del paths
-        from engine.transfer import upload
-
         mask = upload(self._is_forbidden, logits.device)
         logits.masked_fill_(mask[: logits.shape[1]], float("-inf"))

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.grammar.constraint import GrammarConstraint
 from engine.params import SamplingParams
-from engine.sampling.processor import Facts, LogitsProcessor, Path, Stage, register
+from engine.sampling.processor import Facts, LogitsProcessor, Path, Stage, register, upload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +36,6 @@ class Grammar(LogitsProcessor):
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
         """Rows whose path the grammar does not allow stay as they are: nothing reaches them."""
-        # The server reads what is declared here, and does without torch.
-        from engine.transfer import upload
-
         for row, path in enumerate(paths):
             allowed = self._constraint.allowed(path)
             if allowed is None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from annotated_types import Ge, Le
 
 from engine.errors import RequestError
@@ -18,6 +19,7 @@ from engine.sampling.processor import (
     Vocabulary,
     check_token_ids,
     register,
+    upload,
 )
 
 if TYPE_CHECKING:
@@ -38,11 +40,8 @@ class LogitBias(LogitsProcessor):
 
     def __init__(self, facts: Facts, logit_bias: Mapping[int, float]) -> None:
         check_token_ids("logit_bias", list(logit_bias), facts.vocab_size)
-        # The server reads what is declared here, and does without torch.
-        import torch
-
-        self._token_ids = torch.tensor(list(logit_bias))
-        self._biases = torch.tensor(list(logit_bias.values()), dtype=torch.float32)
+        self._token_ids = np.array(list(logit_bias), np.int64)
+        self._biases = np.array(list(logit_bias.values()), np.float32)
 
     @classmethod
     def resolve(cls, values: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
@@ -55,10 +54,6 @@ class LogitBias(LogitsProcessor):
         return {"logit_bias": biases}
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
-        from engine.transfer import upload
-
         del paths
-        token_ids, biases = (
-            upload(each, logits.device) for each in (self._token_ids, self._biases)
-        )
-        logits[:, token_ids] += biases
+        token_ids = upload(self._token_ids, logits.device)
+        logits[:, token_ids] += upload(self._biases, logits.device)

@@ -9,7 +9,15 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 
-from engine.sampling.processor import Facts, LogitsProcessor, Parameter, Path, Stage, register
+from engine.sampling.processor import (
+    Facts,
+    LogitsProcessor,
+    Parameter,
+    Path,
+    Stage,
+    register,
+    upload,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +51,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        """How often each of ``token_ids`` was emitted."""
+        """The number of times that each of ``token_ids`` was emitted."""
         return self._counts[: len(self._slots)]
 
 
@@ -89,9 +97,6 @@ class Penalties(LogitsProcessor):
         self._counts.add(token_ids, 1)
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
-        # The server reads what is declared here, and does without torch.
-        from engine.transfer import upload
-
         counts = self._counts
         on_path = [
             (row, token_id, counts.get(token_id) + path.count(token_id))
@@ -109,8 +114,6 @@ class Penalties(LogitsProcessor):
 
     def _penalised(self, logits: Tensor, counts: Tensor) -> Tensor:
         """All of ``logits`` were seen."""
-        from engine.transfer import upload
-
         # As tensors: a Python divisor may be turned into a product with its reciprocal.
         repetition, frequency, presence = upload(self._factors, logits.device, logits.dtype)
         penalised: Tensor = (logits / repetition).where(logits > 0, logits * repetition)

@@ -1,5 +1,5 @@
-"""How many draft nodes each request verifies in a step. One file per policy: it registers itself, and
-all files here are loaded with the package."""
+"""Policies of how many draft nodes each request verifies in a step. One file per policy: it registers
+itself, and all files here are loaded with the package."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -211,7 +211,7 @@ class AllOrNothing:
         return gain.over(purse.window_gain.over(_HOPED_GAIN))
 
     def _refusal(self, candidate: DraftCandidate, load: Load, gain: float) -> Reason:
-        """Why the draft is not granted, "" if it is; the outcome is settled with ``backoff``."""
+        """Returns why the draft is not granted, "" if it is; the outcome is settled with ``backoff``."""
         params, num_nodes = candidate.params, len(candidate.tree)
         purse = self._backoff.purse(candidate)
         if num_nodes > min(candidate.max_nodes, params.max_speculative_tokens):
@@ -238,7 +238,7 @@ class AllOrNothing:
         return reason
 
     def _pays(self, candidate: DraftCandidate, load: Load, gain: float) -> bool:
-        """Whether the batch is no slower with draft and rows than with neither."""
+        """Returns whether the batch is no slower with draft and rows than with neither."""
         num_nodes = len(candidate.tree)
         table = self._cost.step_seconds_table(
             load.num_rows, num_nodes, load.num_kv_tokens, load.num_requests

@@ -33,11 +33,11 @@ class GammaController:
         self._policies[params.adaptive_depth].open(request_id, traffic)
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        """How many nodes to ask the request's drafter for, before caps of length and KV."""
+        """Returns how many nodes to ask the request's drafter for, before caps of length and KV."""
         return self._policies[params.adaptive_depth].num_to_propose(request_id, params)
 
     def weighs_cost(self, params: SpeculativeParams) -> bool:
-        """Whether the request's policy asks what drafting costs; then a drafter should, too."""
+        """Returns whether the request's policy asks what drafting costs; then a drafter should, too."""
         return self._policies[params.adaptive_depth].info.weighs_cost
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
@@ -64,7 +64,7 @@ class GammaController:
     def observe(
         self, request_id: str, params: SpeculativeParams, num_granted: int, num_accepted: int
     ) -> None:
-        """How a request's grant fared; once per step in which it sampled."""
+        """Tells the policy how a request's grant fared; once per step in which it sampled."""
         self._policies[params.adaptive_depth].observe(request_id, num_granted, num_accepted)
 
     def forget(self, request_id: str, params: SpeculativeParams) -> None:

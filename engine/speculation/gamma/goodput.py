@@ -293,7 +293,8 @@ class _Judge:
 
 
 def _num_at_rate(survivals: Sequence[float], target_rate: float) -> int:
-    """How many of the likeliest nodes are expected to be accepted at ``target_rate`` or better."""
+    """Returns how many of the likeliest nodes are expected to be accepted at ``target_rate`` or
+    better."""
     for num_nodes, total in enumerate(accumulate(survivals), start=1):
         if total < target_rate * num_nodes:
             return num_nodes - 1

@@ -117,7 +117,7 @@ class GammaPolicy(ABC):
 
     @abstractmethod
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        """How many nodes the drafter should offer in the coming step; 0: do not ask it."""
+        """Returns how many nodes the drafter should offer in the coming step; 0: do not ask it."""
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         """A grant per candidate, in order; together at most ``load.num_spare_rows`` nodes."""
@@ -136,7 +136,7 @@ class GammaPolicy(ABC):
         """A request of this kind starts."""
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:  # noqa: B027
-        """How the request's grant of this step fared."""
+        """Learn how the request's grant of this step fared."""
 
     def forget(self, request_id: str) -> None:  # noqa: B027
         """The request is over."""
@@ -208,7 +208,7 @@ def _why(candidate: DraftCandidate, kept: int, gamma: int, bound: Reason) -> Rea
 
 
 def why_nothing_offered(candidate: DraftCandidate, gamma: int, bound: Reason) -> Reason:
-    """Why a tree is empty: no nodes were asked for, there was no room, or nothing matched."""
+    """Returns why a tree is empty: no nodes were asked for, there was no room, or nothing matched."""
     if gamma <= 0:
         return bound
     return "client_cap" if candidate.max_nodes <= 0 else "no_match"

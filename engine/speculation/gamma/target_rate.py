@@ -16,7 +16,7 @@ _WINDOW = 10
 _TOLERANCE = 0.1
 _ROUNDING = 1e-9
 _USUAL_TARGET = 0.7
-"""Where the request names no other."""
+"""The target of requests that name no other."""
 
 
 @dataclass(slots=True)
