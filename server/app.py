@@ -15,17 +15,16 @@ from typing import Any
 from fastapi import FastAPI
 
 from engine.info import EngineInfo
+from engine.streams import EventStreams
 from server.endpoints import Services, routers
-from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.metrics import Metrics, RequestMetrics
 from server.middleware import (
     AdminKeyMiddleware,
+    AnswerMiddleware,
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     DrainMiddleware,
-    HttpMetricsMiddleware,
-    RequestIdMiddleware,
 )
 from server.openapi import describe_as_it_is
 from server.reply.choices import ChoiceSource
@@ -50,7 +49,7 @@ class Shared:
 
 
 def build_app(
-    engine: EngineClient,
+    engine: EventStreams,
     tokenizer: Any,
     settings: Settings,
     shared: Shared | None = None,
@@ -138,13 +137,12 @@ def build_app(
         app.add_middleware(ApiKeyMiddleware, find=find)
     admin_key = None if settings.admin_key is None else settings.admin_key.get_secret_value()
     app.add_middleware(AdminKeyMiddleware, admin_key=admin_key)
-    app.add_middleware(HttpMetricsMiddleware, metrics=metrics)
     if telemetry is not None:
         # Imported late: what it builds on is an extra.
         from server.telemetry.watch import WatchMiddleware
 
         app.add_middleware(WatchMiddleware, telemetry=telemetry)
-    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(AnswerMiddleware, metrics=metrics)
     return app
 
 

@@ -24,11 +24,13 @@ _ADMIN = "/admin"
 _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
 
 
-class RequestIdMiddleware:
-    """Answers carry ``x-request-id``: the client's own where it is sound, else a new one."""
+class AnswerMiddleware:
+    """Gives answers an ``x-request-id``, the client's own where it is sound, else a new one, and counts
+    them by route template and status."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,28 +42,9 @@ class RequestIdMiddleware:
         # The task is this request's own, so nothing has to take it back.
         add_log_fields(x_request_id=request_id)
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-class HttpMetricsMiddleware:
-    """Counts answers by route template and status."""
-
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
                 # The router has put the route it chose into the scope by now.
                 path = getattr(scope.get("route"), "path", "unmatched")
                 method = scope["method"] if path != "unmatched" else "any"

@@ -110,7 +110,6 @@ BASE = {
     },
     "drafters": {"base", "checks", "contexts", "estimator", "per_request", "tree"},
     "server": {
-        "engine_client",
         "errors",
         "metric_aliases",
         "metrics",

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from engine.errors import TryLaterError
-from server.engine_client import EngineClient
+from engine.streams import EventStreams
 from server.metrics import RequestMetrics
 from server.middleware import KEY_OF
 from server.reply.choices import ChoiceSource
@@ -33,7 +33,7 @@ class Services:
     ``state``: "serving" between the app's start and the first word of its end.
     """
 
-    engine: EngineClient
+    engine: EventStreams
     metrics: RequestMetrics
     bodies: BodyReader
     change_speculation: ChangeSpeculation
