@@ -19,13 +19,7 @@ from engine.streams import EventStreams
 from server.endpoints import Services, routers
 from server.errors import install_error_handlers
 from server.metrics import Metrics, RequestMetrics
-from server.middleware import (
-    AdminKeyMiddleware,
-    AnswerMiddleware,
-    ApiKeyMiddleware,
-    BodyLimitMiddleware,
-    DrainMiddleware,
-)
+from server.middleware import AnswerMiddleware, BodyLimitMiddleware, GuardMiddleware
 from server.openapi import describe_as_it_is
 from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
@@ -132,11 +126,12 @@ def build_app(
     # The last one added is the outermost.
     limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
-    app.add_middleware(DrainMiddleware, is_draining=is_draining)
-    if (find := keys_of(settings.api_key, settings.api_keys_file, info.drafters)) is not None:
-        app.add_middleware(ApiKeyMiddleware, find=find)
-    admin_key = None if settings.admin_key is None else settings.admin_key.get_secret_value()
-    app.add_middleware(AdminKeyMiddleware, admin_key=admin_key)
+    app.add_middleware(
+        GuardMiddleware,
+        admin_key=None if settings.admin_key is None else settings.admin_key.get_secret_value(),
+        find=keys_of(settings.api_key, settings.api_keys_file, info.drafters),
+        is_draining=is_draining,
+    )
     if telemetry is not None:
         # Imported late: what it builds on is an extra.
         from server.telemetry.watch import WatchMiddleware
