@@ -131,7 +131,7 @@ AS_IT_IS = "as it is"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What each arm sends in each round."""
+    """The requests that each arm sends in each round."""
 
     prompts: Sequence[BenchPrompt]
     concurrency: int
@@ -227,7 +227,7 @@ def _arms(arguments: Namespace, service: Service) -> list[Arm]:
 
 
 async def _card(connection: Connection) -> dict[str, Any]:
-    """Of the served model; ``created`` is when the server started."""
+    """Returns the served model's card; ``created`` is when the server started."""
     try:
         card: dict[str, Any] = (await connection.get("/v1/models"))["data"][0]
     except (KeyError, IndexError, TypeError) as error:

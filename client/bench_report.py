@@ -1,4 +1,4 @@
-"""What a bench came to: as a table, as JSON, as a picture."""
+"""The results of a bench: as a table, as JSON, as a picture."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _summary(arm: Arm, baseline: Arm | None) -> ArmSummary:
 
 
 def _speedups(arm: Arm, baseline: Arm) -> list[float]:
-    """Of those rounds in which both wrote something."""
+    """Returns the speed-ups of those rounds in which both wrote something."""
     found = (_speedup(arm, baseline, slice(at, at + 1)) for at in range(len(arm.rounds)))
     return [value for value in found if value is not None]
 

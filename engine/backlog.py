@@ -36,7 +36,7 @@ class _Pace:
         self._tokens = kept * self._tokens + num_tokens
 
     def seconds(self, num_tokens: float) -> float:
-        """For that many; 0 where nothing was measured."""
+        """Returns the seconds that so many tokens take; 0 where nothing was measured."""
         return num_tokens * self._seconds / self._tokens if self._tokens else 0.0
 
 

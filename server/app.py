@@ -36,7 +36,7 @@ from server.version import server_version
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What several applications in front of one engine have in common. ``metrics``: steps included."""
+    """The things that several applications in front of one engine share. ``metrics``: steps included."""
 
     metrics: RequestMetrics
     change_speculation: ChangeSpeculation

@@ -80,7 +80,7 @@ def check(settings: Settings, config: EngineConfig) -> None:
 
 
 def _follow(config: EngineConfig) -> None:
-    """As a rank that somebody launched beside the first one, which serves and hears of signals."""
+    """Runs as a rank that was launched beside the first one, which serves and hears of signals."""
     from engine.build import follow_engine
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -209,7 +209,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(request_timeout())
 
     def send_400_response(self, msg: str) -> None:
-        """What comes is no HTTP, or could be read in two ways."""
+        """Refuses what is no HTTP, or could be read in two ways."""
         self._refuse(bad_request(None, msg, "invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:

@@ -56,8 +56,9 @@ class ChoiceEnd:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What a step added to a choice, or several whose text was held back. ``first``: its first
-    delta; ``end``: comes with the last. ``num_draft_tokens``: drafts verified in ``num_steps`` steps.
+    """The tokens and text that a step, or several whose text was held back, added to a choice. ``first``:
+    its first delta; ``end``: comes with the last. ``num_draft_tokens``: drafts verified in ``num_steps``
+    steps.
     ``parts``: of text that is taken apart, all of it in order; ``text`` is then the content alone.
     """
 

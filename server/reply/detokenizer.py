@@ -85,7 +85,7 @@ class IncrementalDetokenizer:
         return ""
 
     def flush(self) -> str:
-        """What was held back, at the end of the choice."""
+        """Returns what was held back, at the end of the choice."""
         if not self.is_pending:
             return ""
         text = self._decode(self._window)
