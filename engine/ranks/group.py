@@ -74,8 +74,8 @@ class Ranks:
         return found
 
     def broken(self, error: Exception) -> RanksError:
-        """Returns the error to raise of a step that failed in one rank: the others are in the middle of it,
-        so that nothing can be computed together any more."""
+        """Returns the error to raise of a step that failed in one rank: the others are in the middle of
+        it, so that nothing can be computed together any more."""
         self._is_whole = False
         return RanksError(f"the ranks are no longer in step: {type(error).__name__}: {error}")
 
