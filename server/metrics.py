@@ -163,8 +163,8 @@ class _DrafterFigures:
 
 
 class RequestMetrics(Protocol):
-    """The metrics as the answering of requests and ``/metrics`` see them: ``Metrics`` itself, or the way to
-    it from another process."""
+    """The metrics as the answering of requests and ``/metrics`` see them: ``Metrics`` itself, or the way
+    to it from another process."""
 
     def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None: ...
 

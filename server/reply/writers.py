@@ -298,7 +298,7 @@ class ChunkWriter(Writer):
         }
 
     def _shown(self, logprobs: TokenLogprobs) -> list[tuple[int, float]]:
-        """Returns the logprobs beside a token: the likeliest, then the others of those that were named."""
+        """Returns the logprobs beside a token: the likeliest, then the rest of those that were named."""
         top = logprobs.top[: self.plan.num_logprobs]
         listed = {token_id for token_id, _ in top}
         return [*top, *(each for each in logprobs.named if each[0] not in listed)]
