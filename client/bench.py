@@ -14,12 +14,21 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from client.bench_report import UNSTEADY, check_plot, is_unsteady, plot, summarize, table, to_json
+from client.bench_report import (
+    UNSTEADY,
+    Arm,
+    check_plot,
+    is_unsteady,
+    plot,
+    summarize,
+    table,
+    to_json,
+)
 from client.connection import Connection
 from client.errors import ClientError, FlagError
 from client.flags import speculative_object, with_fields
@@ -120,21 +129,9 @@ BASELINE = "none"
 AS_IT_IS = "as it is"
 
 
-@dataclass(slots=True)
-class Arm:
-    """A drafter and what it has done: per round the replies, in the order of the prompts, and the
-    seconds from the first request to the last token. ``speculative`` is None where the server is to
-    be left as it is."""
-
-    name: str
-    speculative: dict[str, Any] | None
-    rounds: list[list[Reply]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What each arm sends in each round."""
+    """The requests that each arm sends in each round."""
 
     prompts: Sequence[BenchPrompt]
     concurrency: int
@@ -230,7 +227,7 @@ def _arms(arguments: Namespace, service: Service) -> list[Arm]:
 
 
 async def _card(connection: Connection) -> dict[str, Any]:
-    """Of the served model; ``created`` is when the server started."""
+    """Returns the served model's card; ``created`` is when the server started."""
     try:
         card: dict[str, Any] = (await connection.get("/v1/models"))["data"][0]
     except (KeyError, IndexError, TypeError) as error:

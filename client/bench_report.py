@@ -1,13 +1,13 @@
-"""What a bench came to: as a table, as JSON, as a picture."""
+"""The results of a bench: as a table, as JSON, as a picture."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from client.errors import FlagError
 from client.markdown import markdown_table
@@ -33,13 +33,16 @@ _HEADER = (
 _LATENCY_HEADER = ("drafter", "latency, ms", *(f"p{percent}" for percent in PERCENTILES))
 
 
-class ArmResult(Protocol):
-    """An arm as it is left by a bench."""
+@dataclass(slots=True)
+class Arm:
+    """A drafter and what it has done: per round the replies, in the order of the prompts, and the
+    seconds from the first request to the last token. ``speculative`` is None where the server is to
+    be left as it is."""
 
     name: str
     speculative: dict[str, Any] | None
-    rounds: list[list[Reply]]
-    seconds: list[float]
+    rounds: list[list[Reply]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +71,13 @@ class ArmSummary:
     num_equal_texts: int | None
 
 
-def summarize(arms: Sequence[ArmResult]) -> list[ArmSummary]:
+def summarize(arms: Sequence[Arm]) -> list[ArmSummary]:
     """One summary per arm, in order. The first is the baseline of the others, if there are any."""
     baseline = arms[0] if len(arms) > 1 else None
     return [_summary(arm, baseline) for arm in arms]
 
 
-def _summary(arm: ArmResult, baseline: ArmResult | None) -> ArmSummary:
+def _summary(arm: Arm, baseline: Arm | None) -> ArmSummary:
     replies = [reply for round_ in arm.rounds for reply in round_]
     accounts = [reply.speculative or {} for reply in replies]
     num_steps = sum(account.get("num_steps", 0) for account in accounts)
@@ -99,13 +102,13 @@ def _summary(arm: ArmResult, baseline: ArmResult | None) -> ArmSummary:
     )
 
 
-def _speedups(arm: ArmResult, baseline: ArmResult) -> list[float]:
-    """Of those rounds in which both wrote something."""
+def _speedups(arm: Arm, baseline: Arm) -> list[float]:
+    """Returns the speed-ups of those rounds in which both wrote something."""
     found = (_speedup(arm, baseline, slice(at, at + 1)) for at in range(len(arm.rounds)))
     return [value for value in found if value is not None]
 
 
-def _speedup(arm: ArmResult, baseline: ArmResult, which: slice) -> float | None:
+def _speedup(arm: Arm, baseline: Arm, which: slice) -> float | None:
     """The baseline's seconds per token over the arm's, in these rounds."""
     own, base = (
         _ratio(sum(each.seconds[which]), _num_tokens(each.rounds[which]))
@@ -118,7 +121,7 @@ def _num_tokens(rounds: Sequence[Sequence[Reply]]) -> int:
     return sum(reply.num_tokens for round_ in rounds for reply in round_)
 
 
-def _num_equal_texts(arm: ArmResult, baseline: ArmResult) -> int:
+def _num_equal_texts(arm: Arm, baseline: Arm) -> int:
     return sum(
         mine.text == theirs.text
         for own, others in zip(arm.rounds, baseline.rounds, strict=True)
@@ -193,7 +196,7 @@ def _latency_rows(summary: ArmSummary) -> list[tuple[str, ...]]:
 def to_json(
     card: Mapping[str, Any] | None,
     arguments: Namespace,
-    arms: Sequence[ArmResult],
+    arms: Sequence[Arm],
     summaries: Sequence[ArmSummary],
 ) -> dict[str, Any]:
     """Settings, the served model, each arm's summary, and each request's own figures. ``card``: what
@@ -240,7 +243,7 @@ def check_plot(path: Path) -> None:
         raise FlagError(f"--plot {path}: must end with one of: .{', .'.join(sorted(known))}")
 
 
-def plot(summaries: Sequence[ArmSummary], arms: Sequence[ArmResult], path: Path) -> None:
+def plot(summaries: Sequence[ArmSummary], arms: Sequence[Arm], path: Path) -> None:
     """Tokens per second and speed-up of each arm, and over its requests how long the first token,
     and each later one, took.
 

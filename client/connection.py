@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -96,30 +96,20 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-class _in_words:  # noqa: N801 -- reads as the statement that it is
+@contextmanager
+def _in_words(url: str) -> Iterator[None]:
     """Turns httpx's errors into ClientError."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            raise ClientError(
-                f"no server answers at {self._url} ({error or 'no connection in time'}); "
-                "`slipstream serve` starts one, --url names another"
-            ) from error
-        if isinstance(error, httpx.TimeoutException):
-            raise ClientError(f"{self._url} has fallen silent; --timeout waits longer") from error
-        if isinstance(error, httpx.HTTPError):
-            raise ClientError(f"the connection to {self._url} was lost") from error
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise ClientError(
+            f"no server answers at {url} ({error or 'no connection in time'}); "
+            "`slipstream serve` starts one, --url names another"
+        ) from error
+    except httpx.TimeoutException as error:
+        raise ClientError(f"{url} has fallen silent; --timeout waits longer") from error
+    except httpx.HTTPError as error:
+        raise ClientError(f"the connection to {url} was lost") from error
 
 
 def _check(response: httpx.Response) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong on the client's side, in words for a terminal."""
+"""The errors of the client's side, in words for a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FlagError(ValueError):
 
 
 def missing_library(error: ModuleNotFoundError, extras: dict[str, str]) -> str | None:
-    """What to install for a library that is not there; None for a module of our own.
+    """Returns what to install for a library that is not there; None for a module of our own.
 
     ``extras`` maps a library's top-level module to the extra that brings it.
     """

@@ -147,7 +147,7 @@ def with_fields(fields: Mapping[str, Any], arguments: argparse.Namespace) -> dic
 
 
 def speculative_object(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the flags of speculation spell. Names and values are the server's to check.
+    """Returns the object that the flags of speculation spell. Names and values are the server's to check.
 
     Raises FlagError for a field that is given twice.
     """

@@ -1,4 +1,4 @@
-"""What answers at the address, a Slipstream server or another one of OpenAI's API, and one reply, from
+"""The service at the address, a Slipstream server or another one of OpenAI's API, and one reply, from
 the request to its account on a screen.
 """
 
@@ -39,7 +39,7 @@ class Service:
 
     @property
     def drafters(self) -> list[str]:
-        """Those that a request may name. Raises FlagError where there is no such choice."""
+        """The drafters that a request may name. Raises FlagError where there is no such choice."""
         return [each["id"] for each in self._known_catalogue()["data"]]
 
     @property
@@ -49,7 +49,7 @@ class Service:
         return name
 
     def descriptions(self) -> dict[str, str]:
-        """By drafter. Raises FlagError for a server that is not Slipstream."""
+        """Returns each drafter's description. Raises FlagError for a server that is not Slipstream."""
         return {each["id"]: each["description"] for each in self._known_catalogue()["data"]}
 
     def body(self, fields: Mapping[str, Any]) -> dict[str, Any]:

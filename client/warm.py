@@ -36,7 +36,7 @@ class Lesson:
 
 
 def read_lessons(path: Path, last: int) -> list[Lesson]:
-    """Those of the log's last so many lines, empty ones aside. Raises FlagError, which names the line."""
+    """Returns the log's last lessons, empty lines aside. Raises FlagError, which names the line."""
     try:
         texts = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -95,7 +95,7 @@ def run(arguments: Namespace) -> int:
 
 
 async def _teach(arguments: Namespace, lessons: Sequence[Lesson]) -> Counter[str]:
-    """What was refused, by reason."""
+    """Returns how many lines were refused, by reason."""
     refused: Counter[str] = Counter()
     async with connect(arguments) as connection:
         service = await discover(connection, arguments.model)

@@ -13,8 +13,8 @@ _MEMORY_SECONDS = 10.0
 _SHARE_WEIGHT = 0.05
 
 
-class OpenRequest(Protocol):
-    """The part of ``engine.schedule.request.Request`` that the estimate reads."""
+class Progress(Protocol):
+    """How far a request is: what is read of ``engine.schedule.request.Request``."""
 
     @property
     def num_new_tokens(self) -> int: ...
@@ -36,7 +36,7 @@ class _Pace:
         self._tokens = kept * self._tokens + num_tokens
 
     def seconds(self, num_tokens: float) -> float:
-        """For that many; 0 where nothing was measured."""
+        """Returns the seconds that so many tokens take; 0 where nothing was measured."""
         return num_tokens * self._seconds / self._tokens if self._tokens else 0.0
 
 
@@ -57,14 +57,14 @@ class Backlog:
         self._prompt.observe(prompt_seconds, stats.num_prompt_tokens)
         self._output.observe(stats.step_seconds - prompt_seconds, stats.num_emitted_tokens)
 
-    def observe_end(self, request: OpenRequest) -> None:
+    def observe_end(self, request: Progress) -> None:
         """However it ended, if it has written anything: one who left the queue says nothing."""
         if request.num_output_tokens:
             allowed = request.num_output_tokens + request.num_tokens_left
             share = request.num_output_tokens / allowed
             self._share += _SHARE_WEIGHT * (share - self._share)
 
-    def seconds(self, requests: Iterable[OpenRequest]) -> float:
+    def seconds(self, requests: Iterable[Progress]) -> float:
         """Until these are done at the present pace."""
         num_prompt = num_output = 0.0
         for each in requests:

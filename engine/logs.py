@@ -28,7 +28,7 @@ logger = logging.getLogger("slipstream")
 
 
 def add_log_fields(**fields: Any) -> None:
-    """For all lines of the task under way, and of tasks that it begins. None: says nothing."""
+    """Adds fields to all lines of the task under way, and of tasks that it begins; None adds nothing."""
     given = {name: value for name, value in fields.items() if value is not None}
     log_fields.set({**log_fields.get(), **given})
 

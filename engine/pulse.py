@@ -40,7 +40,8 @@ class Pulse:
 
 
 def shared_handle() -> int:
-    """Of a new file without a name, for a pulse that processes share; whoever asks closes it."""
+    """Returns the handle of a new file without a name, for a pulse that processes share; the caller
+    closes it."""
     with tempfile.TemporaryFile() as file:
         file.truncate(_TIME.size)
         return os.dup(file.fileno())

@@ -22,7 +22,7 @@ class Rank(NamedTuple):
     local_size: int
 
     def environment(self) -> dict[str, str]:
-        """As ``torchrun`` says it."""
+        """Returns the variables in which ``torchrun`` would say it."""
         return {
             "RANK": str(self.number),
             "WORLD_SIZE": str(self.size),

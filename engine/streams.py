@@ -25,7 +25,8 @@ _Stream = asyncio.Queue[TokenEvent | ErrorEvent]
 
 
 class EventStreams(ABC):
-    """All calls come from the event loop that ``start`` ran on."""
+    """An engine as the server sees it: it knows nothing else of what runs below. All calls come from the
+    event loop that ``start`` ran on, and none of them blocks it."""
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
@@ -120,7 +121,8 @@ class EventStreams(ABC):
     @abstractmethod
     def abort(self, request_id: str) -> None:
         """End a request before the next step. A stream that is still read gets a last event, whose
-        ``finish.reason`` is "abort" and which accounts for the work done."""
+        ``finish.reason`` is "abort" and which accounts for the work done: so a stop string, which only
+        the server can see, ends a request without losing its statistics."""
 
     @abstractmethod
     def _submit(self, request: GenerationRequest) -> None:

@@ -15,18 +15,11 @@ from typing import Any
 from fastapi import FastAPI
 
 from engine.info import EngineInfo
+from engine.streams import EventStreams
 from server.endpoints import Services, routers
-from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.metrics import Metrics, RequestMetrics
-from server.middleware import (
-    AdminKeyMiddleware,
-    ApiKeyMiddleware,
-    BodyLimitMiddleware,
-    DrainMiddleware,
-    HttpMetricsMiddleware,
-    RequestIdMiddleware,
-)
+from server.middleware import AnswerMiddleware, BodyLimitMiddleware, GuardMiddleware
 from server.openapi import describe_as_it_is
 from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
@@ -43,14 +36,14 @@ from server.version import server_version
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What several applications in front of one engine have in common. ``metrics``: steps included."""
+    """The things that several applications in front of one engine share. ``metrics``: steps included."""
 
     metrics: RequestMetrics
     change_speculation: ChangeSpeculation
 
 
 def build_app(
-    engine: EngineClient,
+    engine: EventStreams,
     tokenizer: Any,
     settings: Settings,
     shared: Shared | None = None,
@@ -133,18 +126,18 @@ def build_app(
     # The last one added is the outermost.
     limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
-    app.add_middleware(DrainMiddleware, is_draining=is_draining)
-    if (find := keys_of(settings.api_key, settings.api_keys_file, info.drafters)) is not None:
-        app.add_middleware(ApiKeyMiddleware, find=find)
-    admin_key = None if settings.admin_key is None else settings.admin_key.get_secret_value()
-    app.add_middleware(AdminKeyMiddleware, admin_key=admin_key)
-    app.add_middleware(HttpMetricsMiddleware, metrics=metrics)
+    app.add_middleware(
+        GuardMiddleware,
+        admin_key=None if settings.admin_key is None else settings.admin_key.get_secret_value(),
+        find=keys_of(settings.api_key, settings.api_keys_file, info.drafters),
+        is_draining=is_draining,
+    )
     if telemetry is not None:
         # Imported late: what it builds on is an extra.
         from server.telemetry.watch import WatchMiddleware
 
         app.add_middleware(WatchMiddleware, telemetry=telemetry)
-    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(AnswerMiddleware, metrics=metrics)
     return app
 
 

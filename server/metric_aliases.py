@@ -76,12 +76,12 @@ class _Histogram:
 
 
 def _total(*names: str) -> _Read:
-    """Of these series, over all their labels."""
+    """Reads the sum of these series, over all their labels."""
     return lambda figures: [((), sum(figures.total(name) for name in names))]
 
 
 def _by(name: str, label: str, leave_out: str = "") -> _Read:
-    """By that label. ``leave_out``: a value of it that vLLM does not know."""
+    """Reads a series by that label. ``leave_out``: a value of it that vLLM does not know."""
     return lambda figures: [
         ((key,), figure) for key, figure in figures.by(name, label).items() if key != leave_out
     ]
@@ -197,6 +197,6 @@ class WithVllmNames(Collector):
 
 
 def aliases(families: Iterable[Metric], model_name: str) -> list[Metric]:
-    """Of our own ``families``, in a fixed order."""
+    """Returns the aliases of our own ``families``, in a fixed order."""
     figures = _Figures(families)
     return [each.metric(model_name, figures) for each in _ALIASES]

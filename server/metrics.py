@@ -163,8 +163,8 @@ class _DrafterFigures:
 
 
 class RequestMetrics(Protocol):
-    """What answering requests counts, and what ``/metrics`` asks: ``Metrics`` itself, or the way to it
-    from another process."""
+    """The metrics as the answering of requests and ``/metrics`` see them: ``Metrics`` itself, or the way
+    to it from another process."""
 
     def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None: ...
 
@@ -332,7 +332,7 @@ class Metrics:
         self._device_memory = self._gauge("gpu_memory_bytes", "Device memory.", "kind")
 
     def show_speculation(self, defaults: SpeculativeParams, is_change: bool = False) -> None:
-        """What requests that say nothing get; ``is_change``: while serving."""
+        """Shows the speculation of requests that say nothing; ``is_change``: changed while serving."""
         self._defaults.info({name: str(getattr(defaults, name)) for name in _SHOWN_DEFAULTS})
         if is_change:
             self._changes.inc()

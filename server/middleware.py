@@ -1,4 +1,4 @@
-"""Around every request: an id, a count, the API key and a limit. Plain ASGI, so that disconnects pass
+"""Around every request: an id, a count, keys and a limit. Plain ASGI, so that disconnects pass
 through.
 """
 
@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.logs import add_log_fields
-from server.errors import body_too_large, not_found, shutting_down, unauthorized
+from server.errors import ApiError, body_too_large, not_found, shutting_down, unauthorized
 from server.metrics import RequestMetrics
 
 REQUEST_ID_KEY = "slipstream.request_id"
@@ -24,11 +24,13 @@ _ADMIN = "/admin"
 _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
 
 
-class RequestIdMiddleware:
-    """Answers carry ``x-request-id``: the client's own where it is sound, else a new one."""
+class AnswerMiddleware:
+    """Gives answers an ``x-request-id``, the client's own where it is sound, else a new one, and counts
+    them by route template and status."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,28 +42,9 @@ class RequestIdMiddleware:
         # The task is this request's own, so nothing has to take it back.
         add_log_fields(x_request_id=request_id)
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-class HttpMetricsMiddleware:
-    """Counts answers by route template and status."""
-
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
                 # The router has put the route it chose into the scope by now.
                 path = getattr(scope.get("route"), "path", "unmatched")
                 method = scope["method"] if path != "unmatched" else "any"
@@ -100,57 +83,48 @@ class BodyLimitMiddleware:
         await self._app(scope, receive_counted, send)
 
 
-class DrainMiddleware:
-    """Refuses what a key guards while the server ends, before a body is read; probes and scrapers are
-    answered to the end."""
+class GuardMiddleware:
+    """Refuses, before a body is read, what has no right to be here.
 
-    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
+    ``/admin`` wants the admin key, ASCII too; without one there is nothing at those paths. ``/v1``,
+    ``/tokenize`` and ``/detokenize`` want a key that ``find`` knows, where there is a ``find``: it gets a
+    key as it came and returns what goes on with the request, as ``scope[KEY_OF]``, or None for a key that
+    nobody has. While the server ends, these three are refused to all. Health, metrics and the rest stay
+    open to probes and scrapers.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        admin_key: str | None,
+        find: Callable[[bytes], object | None] | None,
+        is_draining: Callable[[], bool],
+    ) -> None:
         self._app = app
+        self._admin_key = None if admin_key is None else admin_key.encode("ascii")
+        self._find = find
         self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _is_api(scope) and self._is_draining():
-            await shutting_down().response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        answer = self._app if refusal is None else refusal.response()
+        await answer(scope, receive, send)
 
-
-class ApiKeyMiddleware:
-    """Guards ``/v1``, ``/tokenize`` and ``/detokenize``; health, metrics and the rest stay open to probes
-    and scrapers. ``find`` is given a key, as it came, and has None for one that nobody has; what else it
-    finds goes on with the request, as ``scope[KEY_OF]``."""
-
-    def __init__(self, app: ASGIApp, find: Callable[[bytes], object | None]) -> None:
-        self._app = app
-        self._find = find
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _is_api(scope):
-            found = self._find(key) if (key := _given_key(scope)) is not None else None
-            if found is None:
-                await unauthorized().response()(scope, receive, send)
-                return
-            scope[KEY_OF] = found
-        await self._app(scope, receive, send)
-
-
-class AdminKeyMiddleware:
-    """Guards ``/admin`` with a key of its own, ASCII too; without one there is nothing at those paths."""
-
-    def __init__(self, app: ASGIApp, admin_key: str | None) -> None:
-        self._app = app
-        self._expected = None if admin_key is None else admin_key.encode("ascii")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_ADMIN):
-            if self._expected is None:
-                await not_found().response()(scope, receive, send)
-                return
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        if scope["path"].startswith(_ADMIN):
+            if self._admin_key is None:
+                return not_found()
             key = _given_key(scope)
-            if key is None or not hmac.compare_digest(key, self._expected):
-                await unauthorized("admin").response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+            is_right = key is not None and hmac.compare_digest(key, self._admin_key)
+            return None if is_right else unauthorized("admin")
+        if not scope["path"].startswith(_GUARDED):
+            return None
+        if self._find is not None:
+            key = _given_key(scope)
+            scope[KEY_OF] = None if key is None else self._find(key)
+            if scope[KEY_OF] is None:
+                return unauthorized()
+        return shutting_down() if self._is_draining() else None
 
 
 def _given_key(scope: Scope) -> bytes | None:
@@ -158,7 +132,3 @@ def _given_key(scope: Scope) -> bytes | None:
     given = dict(scope["headers"]).get(b"authorization", b"")
     scheme, _, key = given.partition(b" ")
     return key.strip(b" ") if scheme.lower() == b"bearer" else None
-
-
-def _is_api(scope: Scope) -> bool:
-    return bool(scope["type"] == "http" and scope["path"].startswith(_GUARDED))

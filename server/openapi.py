@@ -1,4 +1,4 @@
-"""What the OpenAPI schema says of answers: every status that an endpoint has, with the shape of errors,
+"""Answers in the OpenAPI schema: every status that an endpoint has, with the shape of errors,
 and what the events of a stream hold.
 """
 

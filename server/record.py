@@ -1,6 +1,6 @@
-"""What is written down of a request while it is answered, for those who watch from outside.
+"""The record of a request, written while it is answered, for those who watch from outside.
 
-Plain data: whoever wants it puts an empty ``RequestRecord`` into the request's scope and reads it when
+It is plain data: a watcher puts an empty ``RequestRecord`` into the request's scope and reads it when
 the answer has ended. Where nobody does, nothing is written.
 """
 

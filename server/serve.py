@@ -21,12 +21,12 @@ from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.process.preload import preload_environment
 from engine.rank import rank_here
+from engine.streams import EventStreams
 from engine.tokenizer import load_tokenizer
 from server.app import build_app, public_name
 from server.connections.draining import DrainingServer
 from server.connections.listener import bind
 from server.connections.protocol import HttpConfig, Patience
-from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.request.speculative import SpeculativeResolver
 from server.settings import Settings
@@ -80,7 +80,7 @@ def check(settings: Settings, config: EngineConfig) -> None:
 
 
 def _follow(config: EngineConfig) -> None:
-    """As a rank that somebody launched beside the first one, which serves and hears of signals."""
+    """Runs as a rank that was launched beside the first one, which serves and hears of signals."""
     from engine.build import follow_engine
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -134,7 +134,7 @@ def _serve_with_workers(
 
 
 def _speak_http(
-    engine: EngineClient, tokenizer: Any, settings: Settings, listener: socket.socket
+    engine: EventStreams, tokenizer: Any, settings: Settings, listener: socket.socket
 ) -> None:
     app = build_app(engine, tokenizer, settings)
     app.state.services.bodies.warm()

@@ -230,7 +230,7 @@ class Workers:
         while not all(worker.is_done for worker in self._workers):
             self._kill_after(deadline)
             time.sleep(_LOOK_SECONDS)
-        # Not before: whoever ends may have accepted a connection that another would have answered.
+        # Not before: one that ends may have accepted a connection that another would have answered.
         for worker in self._workers:
             if worker.drained is not None:
                 worker.drained.set_result(None)

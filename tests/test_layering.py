@@ -110,7 +110,6 @@ BASE = {
     },
     "drafters": {"base", "checks", "contexts", "estimator", "reading", "tree"},
     "server": {
-        "engine_client",
         "errors",
         "metric_aliases",
         "metrics",

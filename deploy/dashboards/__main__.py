@@ -19,7 +19,7 @@ DASHBOARDS = {"speculation": speculation, "serving": serving, "fleet": fleet}
 
 
 def as_json(dashboard: Dashboard) -> str:
-    """What Grafana's file provider reads, in an order that does not vary."""
+    """Returns the JSON for Grafana's file provider, in an order that does not vary."""
     built = dashboard.build()
     # Grafana numbers panels itself where it has to, but links and alerts need lasting numbers.
     for number, panel in enumerate(built.panels or [], start=1):

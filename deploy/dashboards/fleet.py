@@ -175,7 +175,7 @@ def _affinity(dashboard: Dashboard) -> None:
 
 
 def _gateway(dashboard: Dashboard) -> None:
-    """What only the ingress knows."""
+    """Adds the figures that only the ingress knows."""
     dashboard.with_row(Row("Ingress under Ray Serve"))
     keyed = f'{HERE}, route=~"home|spilled"'
     for panel in (

@@ -1,4 +1,4 @@
-"""What ``/admin`` has changed, taken over by replicas that come later."""
+"""Replicas that come later take over what ``/admin`` has changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Speculation:
 
 
 class SharedSpeculation:
-    """Of one replica, whose changes pass through here to be counted. Of one event loop."""
+    """Counts the changes of one replica, which pass through here, on one event loop."""
 
     def __init__(self, replica: str, settings: str, services: Services) -> None:
         self._replica = replica

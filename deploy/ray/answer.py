@@ -20,7 +20,7 @@ _ERROR_EVENT = b'data: {"error":'
 class Answer:
     """Passes a replica's messages on to ``send``. Until something of the answer itself has been written,
     another replica's may take its place: a stream's head and comments commit to nothing. ``is_lost``:
-    whether a stream that had begun was cut short, whoever noticed that its replica ends."""
+    whether a stream that had begun was cut short, by this ingress or by the replica itself."""
 
     def __init__(self, send: Send, is_typed: bool) -> None:
         """``is_typed``: whether events have names and numbers, as those of ``/v1/responses`` have."""

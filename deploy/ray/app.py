@@ -31,7 +31,7 @@ _GONE = (RayActorError, TaskCancelledError, RequestCancelledError, DeploymentUna
 
 
 class ServeReplicas:
-    """Those that Serve runs, behind a handle."""
+    """The replicas that Serve runs, behind a handle."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle

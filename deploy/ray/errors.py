@@ -1,4 +1,4 @@
-"""What may go wrong between the ingress and a replica."""
+"""The errors between the ingress and a replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ReplicaLostError(Exception):
 
 
 def replica_lost() -> ApiError:
-    """Nobody could answer, or an answer that has begun cannot go on."""
+    """Returns the error where nobody could answer, or an answer that has begun cannot go on."""
     return ApiError(
         503,
         "The replica that had this request is gone. Send it again: with the same seed it gets the same "
@@ -29,6 +29,6 @@ def too_many_waiting() -> ApiError:
 
 
 def not_adopted() -> ApiError:
-    """Of a change that is for all replicas."""
+    """Returns the error of a change that is for all replicas."""
     message = "Not all replicas took the change. Send it again."
     return ApiError(503, message, code="not_adopted")

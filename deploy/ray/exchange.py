@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message
 
 @dataclass(slots=True)
 class Choice:
-    """What the router, which is called in the ingress's process, says of a request that it was asked
-    about. ``home``: the replica that its key belongs to."""
+    """The router's word on a request, which it gives in the ingress's process. ``home``: the replica that
+    the request's key belongs to."""
 
     home: str | None = None
 
@@ -42,8 +42,8 @@ class Whole:
 
 
 async def answers(app: ASGIApp, request: Forwarded) -> AsyncGenerator[list[Message], None]:
-    """What the application answers, in lists of what has come since the last one. Closing or cancelling
-    it ends the request."""
+    """Yields the application's answer, in lists of what has come since the last one. Closing or
+    cancelling it ends the request."""
     exchange = _Exchange(request.body)
     scope = {**request.scope, "asgi": {"version": "3.0"}, "state": {}}
     running = asyncio.ensure_future(_run(app(scope, exchange.receive, exchange.send)))
@@ -71,7 +71,7 @@ async def whole_answer(app: ASGIApp, request: Forwarded, replica: str) -> Whole:
 
 
 class _Exchange:
-    """One request and its answer, between the application and whoever asks for its messages."""
+    """One request and its answer, between the application and the reader of its messages."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
@@ -96,7 +96,7 @@ class _Exchange:
         self._news.set()
 
     async def messages(self) -> AsyncIterator[list[Message]]:
-        """What was sent since the last time, to the end."""
+        """Yields what was sent since the last time, to the end."""
         while self._sent or not self._has_ended:
             await self._news.wait()
             self._news.clear()

@@ -1,7 +1,7 @@
-"""What an ingress counts: where requests went, what was done again, and what was lost.
+"""The figures of an ingress: where requests went, what was done again, and what was lost.
 
 Replicas know nothing of it: a request that waits before them or whose replica is gone is in no metric of
-theirs. The text is without the ingress's own name, which whoever shows it adds as a label.
+theirs. The text is without the ingress's own name, which is added as a label where it is shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _QUEUE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10
 
 
 class Figures:
-    """Of one ingress, from one event loop."""
+    """Collectors of one ingress, fed from one event loop."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -98,7 +98,7 @@ class Figures:
 
 
 class Sent:
-    """See ``Figures.sent``."""
+    """One request on its way to a replica, as ``Figures.sent`` begins it."""
 
     def __init__(self, figures: Figures, *, is_first: bool) -> None:
         self._figures = figures

@@ -35,7 +35,7 @@ _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_
 
 
 class Replicas(Protocol):
-    """Those behind the ingress."""
+    """The replicas behind the ingress."""
 
     def answer(self, request: Forwarded) -> AsyncGenerator[str | list[Message], None]:
         """The name of the replica that was chosen, then ASGI messages in lists. Closing it tells the
@@ -163,14 +163,14 @@ class Gateway:
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _any(self, request: Forwarded) -> Response:
-        """Of probes: well while a replica is."""
+        """Answers probes: all is well while one replica is."""
         found = await self._replicas.ask_all(request)
         if not found:
             raise replica_lost()
         return _response(min(found, key=lambda each: each.status))
 
     async def _all(self, request: Forwarded) -> Response:
-        """Of changes: made where all replicas say the same."""
+        """Answers changes, which are made where all replicas say the same."""
         found = await self._replicas.ask_all(request)
         if len({each.status for each in found}) != 1:
             raise not_adopted()

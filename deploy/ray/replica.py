@@ -41,7 +41,7 @@ class CountingEngine(RemoteEngine):
 
 
 class Replica:
-    """What Serve makes and asks. ``given``: settings of the server."""
+    """The actor that Serve makes and asks. ``given``: settings of the server."""
 
     async def __init__(self, given: dict[str, Any]) -> None:  # type: ignore[misc]
         """Raises EngineError, ValueError, OSError where the model or the settings rule it out."""
@@ -84,7 +84,7 @@ class Replica:
         self._open.callback(following.cancel)
 
     async def _ask_siblings(self) -> list[Speculation]:
-        """What those who take requests go by."""
+        """Returns the speculation of all replicas that take requests."""
         asked = self._siblings.broadcast("speculation")
         with suppress(TimeoutError, DeploymentUnavailableError):
             found = await asked.results_async(timeout_s=_ASK_SECONDS, return_exceptions=True)
@@ -112,7 +112,7 @@ class Replica:
         return await whole_answer(self._app, request, self.name)
 
     async def speculation(self) -> Speculation:
-        """What ``/admin`` has made of it."""
+        """Returns this replica's speculation, as ``/admin`` has made it."""
         return self._speculation.show()
 
     async def max_body_bytes(self) -> int:
@@ -127,5 +127,5 @@ class Replica:
             raise RuntimeError("the engine hangs in a step")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What ``TokenScaling`` goes by."""
+        """Returns the figure that ``TokenScaling`` goes by."""
         return {"open_tokens": float(self._engine.tokens.total)}

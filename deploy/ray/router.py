@@ -13,7 +13,7 @@ from tools.simulate.affinity import home, preferred
 
 
 class AffinityRouter(RequestRouter):
-    """What is routed is the ``Forwarded`` among its arguments. Loads are what this handle has sent; a
+    """Routes the ``Forwarded`` among a call's arguments. Loads are what this handle has sent; a
     replica that is full on others' behalf refuses, and the next is asked."""
 
     def initialize_state(self, load_factor: float = 1.5, free_requests: int = 8) -> None:

@@ -1,4 +1,4 @@
-"""What the application is told."""
+"""The application's arguments and settings."""
 
 from __future__ import annotations
 

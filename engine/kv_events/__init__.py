@@ -1,1 +1,1 @@
-"""What the prefix cache holds, told to whoever routes requests among replicas (extra ``kv-events``)."""
+"""Tells routers of requests what a replica's prefix cache holds (extra ``kv-events``)."""

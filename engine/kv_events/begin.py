@@ -26,7 +26,7 @@ def check_kv_events(config: EngineConfig) -> bool:
 
 
 class KvEvents:
-    """What an engine tells of its prefix cache: ``announcer`` listens to the pool, ``publisher`` sends.
+    """Tells of an engine's prefix cache: ``announcer`` listens to the pool, ``publisher`` sends.
     All of it belongs to the thread that steps the engine."""
 
     def __init__(self, announcer: Announcer, publisher: Publisher) -> None:

@@ -176,8 +176,9 @@ def main() -> int:
 
 @contextmanager
 def _followers(launch: Launch, control: Link, host: EngineHost) -> Iterator[None]:
-    """With the other ranks, where the model is to be shared and nobody has launched them yet. One that
-    goes takes this process with it: what is computed together cannot be computed without it."""
+    """Runs the block with the other ranks, which it launches where the model is to be shared and nobody
+    has launched them yet. One that goes takes this process with it: what is computed together cannot be
+    computed without it."""
     size = launch.config.tensor_parallel_size
     if size == 1 or rank_here(size) is not None:
         yield

@@ -25,8 +25,8 @@ _GONE = "the engine's process is gone"
 
 class RemoteEngine(EventStreams):
     """Streams requests' events from the engine at the other end of a pipe. The event loop reads the pipe:
-    one message for each step, whoever's tokens it brings. ``pulse``: the engine's; None: nobody looks
-    how long its steps take."""
+    one message for each step, with the tokens of all requests. ``pulse``: the engine's; None: nobody
+    looks how long its steps take."""
 
     def __init__(
         self, info: EngineInfo, connection: Connection, pulse: Pulse | None = None
@@ -104,7 +104,7 @@ class RemoteEngine(EventStreams):
             self._all_finished.set()
 
     def _lose(self, message: str) -> None:
-        """From here on nothing is admitted, and every open stream is told."""
+        """Admits nothing from here on, and tells every open stream."""
         if not self._stopping:
             logger.error("no engine: %s", message)
         self._dead = message

@@ -209,7 +209,7 @@ class Link:
     def _settle(self, answer: _Answer) -> None:
         asked = self._asked.pop(answer.number)
         if not asked.set_running_or_notify_cancel():
-            return  # whoever asked has left
+            return  # the one who asked has left
         if answer.error is None:
             asked.set_result(answer.value)
         else:

@@ -1,4 +1,4 @@
-"""What an engine's process and those in front of it say to each other."""
+"""The messages between an engine's process and those in front of it."""
 
 from __future__ import annotations
 

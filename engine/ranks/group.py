@@ -58,7 +58,7 @@ class Ranks:
             raise self.broken(error) from error
 
     def hear(self) -> Step | Leave:
-        """What rank 0 says next, whenever that is. Raises RanksError where it has gone."""
+        """Waits for what rank 0 says next. Raises RanksError where it has gone."""
         heard: list[Any] = [None]
         try:
             dist.broadcast_object_list(heard, src=0, device=_HOST)
@@ -74,8 +74,8 @@ class Ranks:
         return found
 
     def broken(self, error: Exception) -> RanksError:
-        """What to raise of a step that failed in one rank: the others are in the middle of it, so that
-        nothing can be computed together any more."""
+        """Returns the error to raise of a step that failed in one rank: the others are in the middle of
+        it, so that nothing can be computed together any more."""
         self._is_whole = False
         return RanksError(f"the ranks are no longer in step: {type(error).__name__}: {error}")
 

@@ -32,8 +32,8 @@ def open_to_successors(listener: socket.socket) -> None:
 
 
 def _bind_alone(listener: socket.socket, host: str, port: int) -> None:
-    """Of two sockets with SO_REUSEADDR both can be bound, and the second fails when it listens: after
-    the model was loaded. So this one goes without."""
+    """Binds without SO_REUSEADDR: of two sockets with it both can be bound, and the second fails when it
+    listens, after the model was loaded."""
     try:
         listener.bind((host, port))
     except OSError as error:

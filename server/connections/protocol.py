@@ -4,23 +4,28 @@ A request has to come whole, and what is sent has to be read, within their times
 off, which the application sees as a client who left. A client may shut down its sending side while it
 waits for an answer: to tell it from one who left, it is sent interim responses, which only the former
 survives.
+
+A connection is seen from both of its sides and not from within uvicorn: as an asyncio protocol, and as an
+ASGI application around the one that is served. A context variable leads from the second to the first: the
+task in which a request is answered inherits it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
 from typing import Any
 
 from pydantic_core import to_json
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.errors import ApiError, bad_request, request_timeout, shutting_down
-
-logger = logging.getLogger(__name__)
 
 # Unread bytes that the transport holds before it counts as a reader who does not read.
 _MAX_UNREAD_BYTES = 16 << 10
@@ -28,6 +33,8 @@ _MAX_UNREAD_BYTES = 16 << 10
 # second runs into.
 _FIRST_PROBE_SECONDS, _LONGEST_PROBE_SECONDS = 0.05, 5.0
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+_connection: ContextVar[BoundedProtocol] = ContextVar("connection")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +52,9 @@ class Patience:
 class HttpConfig(Config):
     """How all processes that speak HTTP do so."""
 
-    def __init__(self, app: Any, patience: Patience) -> None:
+    def __init__(self, app: ASGIApp, patience: Patience) -> None:
         super().__init__(
-            app,
+            Watched(app),
             http=BoundedProtocol,
             ws="none",
             log_config=None,
@@ -59,12 +66,64 @@ class HttpConfig(Config):
         self.patience = patience
 
 
+class Exchange:
+    """A request that the application has, and its answer: how far they are."""
+
+    def __init__(self, scope: Scope) -> None:
+        lengths = (value for name, value in scope["headers"] if name == b"content-length")
+        encoded = any(name == b"transfer-encoding" for name, _ in scope["headers"])
+        self.is_whole = not encoded and all(value == b"0" for value in lengths)
+        self.knows_interim_responses = scope["http_version"] != "1.0"
+        self.is_answered = False
+        self.is_last = False
+
+
+class Watched:
+    """The application; the connection of each request hears how it goes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        connection = _connection.get()
+        exchange = Exchange(scope)
+        connection.begin(exchange)
+
+        async def receive_and_note() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                exchange.is_whole = True
+                connection.stop_reading_timer()
+            return message
+
+        async def send_and_note(message: Message) -> None:
+            is_head = message["type"] == "http.response.start"
+            if is_head:
+                exchange.is_answered = True
+                if exchange.is_last:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+            if not (is_head or message.get("more_body")):
+                connection.end(exchange)
+
+        try:
+            await self._app(scope, receive_and_note, send_and_note)
+        finally:
+            connection.end(exchange)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
     def __init__(self, config: HttpConfig, *arguments: Any, **more: Any) -> None:
         super().__init__(config, *arguments, **more)
         self._patience = config.patience
+        self._end: asyncio.Transport
+        self._call_later = asyncio.get_running_loop().call_later
+        self._exchange: Exchange | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._probing: asyncio.TimerHandle | None = None
@@ -74,6 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._end = transport
         transport.set_write_buffer_limits(_MAX_UNREAD_BYTES)
         self._expect_request()
 
@@ -84,95 +144,89 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._awaits_request and not self.transport.is_closing():
+        _connection.set(self)
+        if self._exchange is None:
             self._expect_request()
+        super().data_received(data)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open: for one who has sent a request and waits for its answer.
-        Who has seen the answer begin, and then ends the connection, has left."""
-        cycle = self.cycle
-        waits = self._may_answer and not self._awaits_request
-        # Older clients know no interim responses.
-        if not waits or cycle.scope["http_version"] == "1.0":
-            return False
-        cycle.keep_alive = False
-        self._probe(_FIRST_PROBE_SECONDS)
+        """Keeps the connection open for one who has sent a request and waits for its answer. Who has seen
+        the answer begin, and then ends the connection, has left."""
+        # The application hears of a request that has just come before this is called.
+        asyncio.get_running_loop().call_soon(self._after_the_last_byte)
         return True
+
+    def _after_the_last_byte(self) -> None:
+        exchange = self._exchange
+        if exchange is None or exchange.is_answered or not exchange.knows_interim_responses:
+            self._end.close()
+            return
+        exchange.is_last = True
+        self._probe(exchange, _FIRST_PROBE_SECONDS)
 
     def refuse_unsent(self) -> None:
         """The server ends: nobody waits for the rest of a request."""
-        if self._awaits_request and self._may_answer and not self._is_idle:
+        exchange = self._exchange
+        if exchange is not None and not (exchange.is_whole or exchange.is_answered):
             self._refuse(shutting_down())
 
     def cut_off(self, at_once: bool) -> None:
         """The server has ended: so does the connection. Unless that is ``at_once``, what has been written
         may still be read."""
-        if self._is_idle and not at_once:
-            self.transport.close()
+        if self._exchange is None and not at_once:
+            self._end.close()
         else:
-            self.transport.abort()
-
-    @property
-    def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    @property
-    def _awaits_request(self) -> bool:
-        """Whether the next bytes are for the client to send."""
-        return not self.pipeline and (self._is_idle or self.cycle.more_body)
-
-    @property
-    def _may_answer(self) -> bool:
-        """Whether no answer is under way, into which another would be written."""
-        return not self.pipeline and (self._is_idle or not self.cycle.response_started)
+            self._end.abort()
 
     # --- requests come whole ---
 
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._stop_reading_timer()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if not self._is_idle and self._awaits_request:  # half of it was sent behind the last one
+    def begin(self, exchange: Exchange) -> None:
+        """The application has a request, whose body may still be on its way."""
+        self._exchange = exchange
+        if exchange.is_whole:
+            self.stop_reading_timer()
+        else:
             self._expect_request()
 
-    def _expect_request(self) -> None:
-        if self._reading is None and self._patience.read > 0:
-            self._reading = self.loop.call_later(self._patience.read, self._on_read_timeout)
+    def end(self, exchange: Exchange) -> None:
+        """The request has been answered; harmless when repeated."""
+        if self._exchange is exchange:
+            self._exchange = None
+            self.stop_reading_timer()
 
-    def _stop_reading_timer(self) -> None:
+    def stop_reading_timer(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
 
+    def _expect_request(self) -> None:
+        if self._reading is None and self._patience.read > 0 and not self._end.is_closing():
+            self._reading = self._call_later(self._patience.read, self._on_read_timeout)
+
     def _on_read_timeout(self) -> None:
         self._reading = None
         self._patience.cut_off("read")
-        if self._may_answer:
-            self._refuse(request_timeout())
-        else:
-            self.transport.abort()
+        self._refuse(request_timeout())
 
     def send_400_response(self, msg: str) -> None:
-        """What comes is no HTTP, or could be read in two ways."""
-        if self._may_answer:
-            self._refuse(bad_request(None, msg, "invalid_http"))
-        else:
-            self.transport.close()
+        """Refuses what is no HTTP, or could be read in two ways."""
+        self._refuse(bad_request(None, msg, "invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        if not self._is_idle:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        content = to_json(error.body())
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        headers.append((b"content-length", str(len(content)).encode()))
-        headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-        lines = [b"%b: %b\r\n" % header for header in self.server_state.default_headers + headers]
-        self.transport.write(b"".join((STATUS_LINE[error.status], *lines, b"\r\n", content)))
-        self.transport.close()
+        """End the connection, and say why unless an answer is under way."""
+        if self._exchange is None or not self._exchange.is_answered:
+            content = to_json(error.body())
+            headers = {
+                "date": formatdate(usegmt=True),
+                "content-type": "application/json",
+                "content-length": str(len(content)),
+                "connection": "close",
+                **error.headers,
+            }
+            lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+            lines += [f"{name}: {value}" for name, value in headers.items()]
+            self._end.write("\r\n".join([*lines, "", ""]).encode() + content)
+        self._end.close()
 
     # --- answers are read ---
 
@@ -188,23 +242,23 @@ class BoundedProtocol(HttpToolsProtocol):
             self._writing = None
 
     def _watch_reader(self) -> None:
-        self._num_unread = self.transport.get_write_buffer_size()
-        self._writing = self.loop.call_later(self._patience.write, self._on_write_timeout)
+        self._num_unread = self._end.get_write_buffer_size()
+        self._writing = self._call_later(self._patience.write, self._on_write_timeout)
 
     def _on_write_timeout(self) -> None:
         # A long answer may take several turns; byte by byte it would never end.
-        if self._num_unread - self.transport.get_write_buffer_size() >= _MAX_UNREAD_BYTES:
+        if self._num_unread - self._end.get_write_buffer_size() >= _MAX_UNREAD_BYTES:
             self._watch_reader()
         else:
             self._writing = None
             self._patience.cut_off("write")
-            self.transport.abort()
+            self._end.abort()
 
     # --- a client that sends no more ---
 
-    def _probe(self, pause: float) -> None:
-        if self.cycle.response_started or self.transport.is_closing():
+    def _probe(self, exchange: Exchange, pause: float) -> None:
+        if exchange.is_answered or self._end.is_closing():
             return  # from here on the answer itself finds out
-        self.transport.write(_PROBE)
+        self._end.write(_PROBE)
         longer = min(2 * pause, _LONGEST_PROBE_SECONDS)
-        self._probing = self.loop.call_later(pause, self._probe, longer)
+        self._probing = self._call_later(pause, self._probe, exchange, longer)

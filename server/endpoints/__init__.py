@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from engine.errors import TryLaterError
-from server.engine_client import EngineClient
+from engine.streams import EventStreams
 from server.metrics import RequestMetrics
 from server.middleware import KEY_OF
 from server.reply.choices import ChoiceSource
@@ -28,12 +28,12 @@ from server.tenants.terms import Terms
 
 @dataclass(slots=True)
 class Services:
-    """What one application is made of. ``fingerprint``: equal for servers that write the same tokens
+    """The parts of one application. ``fingerprint``: equal for servers that write the same tokens
     for the same seed. ``step_timeout``: seconds after which the engine's step counts as hung.
     ``state``: "serving" between the app's start and the first word of its end.
     """
 
-    engine: EngineClient
+    engine: EventStreams
     metrics: RequestMetrics
     bodies: BodyReader
     change_speculation: ChangeSpeculation
@@ -69,7 +69,7 @@ class Services:
             raise
 
     def resolver_for(self, request: Request) -> SpeculativeResolver:
-        """What those with this request's key may ask of speculation."""
+        """Returns what those with this request's key may ask of speculation."""
         terms = _terms(request)
         return self.resolver.held_to(terms.drafters if terms else None)
 
@@ -80,7 +80,7 @@ class Services:
 
     @property
     def resolver(self) -> SpeculativeResolver:
-        """As it is for requests that come now."""
+        """The resolver of requests that come now."""
         return self.bodies.resolver
 
     @property
@@ -102,6 +102,6 @@ Served = Annotated[Services, Depends(_services)]
 
 
 def routers() -> list[APIRouter]:
-    """Of every file here, by name."""
+    """Returns the router of every file here, by name."""
     names = sorted(module.name for module in iter_modules(__path__))
     return [import_module(f"{__name__}.{name}").router for name in names]

@@ -1,4 +1,4 @@
-"""``/admin``: what whoever runs the server may change while it serves. It has a key of its own."""
+"""``/admin``: settings that the operator may change while the server serves. It has a key of its own."""
 
 from __future__ import annotations
 

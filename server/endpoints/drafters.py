@@ -67,7 +67,7 @@ def _drafter(info: DrafterInfo) -> dict[str, Any]:
 
 
 def _field(name: str, caps: dict[str, int]) -> dict[str, Any]:
-    """What is to be said of a field of ``speculative``; ``maximum`` is this server's."""
+    """Describes a field of ``speculative``; ``maximum`` is this server's."""
     meta = about(name)
     bounds = meta["bounds"]
     choices: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""For those who run the server: probes, version, metrics. None of them needs an API key."""
+"""Endpoints for those who run the server: probes, version, metrics. None of them needs an API key."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From the engine's events to JSON and server-sent events."""
+"""Turns the engine's events into JSON and server-sent events."""

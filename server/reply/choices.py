@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from engine.errors import DeadlineExceededError, RequestError, TryLaterError
 from engine.events import FinishInfo, TokenEvent, TokenLogprobs
-from server.engine_client import EngineClient
+from engine.streams import EventStreams
 from server.errors import shutting_down
 from server.formats.message import MessageParser, markers_of
 from server.formats.parts import Part, content_of
@@ -56,8 +56,9 @@ class ChoiceEnd:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What a step added to a choice, or several whose text was held back. ``first``: its first
-    delta; ``end``: comes with the last. ``num_draft_tokens``: drafts verified in ``num_steps`` steps.
+    """The tokens and text that a step, or several whose text was held back, added to a choice. ``first``:
+    its first delta; ``end``: comes with the last. ``num_draft_tokens``: drafts verified in ``num_steps``
+    steps.
     ``parts``: of text that is taken apart, all of it in order; ``text`` is then the content alone.
     """
 
@@ -206,7 +207,7 @@ class ChoiceSource:
     """Runs choices on an engine, turns their tokens into deltas, and counts how they ended."""
 
     def __init__(
-        self, engine: EngineClient, tokenizer: Any, texts: TokenTexts, metrics: RequestMetrics
+        self, engine: EventStreams, tokenizer: Any, texts: TokenTexts, metrics: RequestMetrics
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -217,7 +218,7 @@ class ChoiceSource:
         """Hand the choice's deltas to ``sink``, which may take its time; the last one carries ``end``.
         Cancelling this aborts the request. ``record``: where to write down how it goes.
 
-        Raises what ``EngineClient.generate`` raises, and ApiError 503 if the server shuts down
+        Raises what ``EventStreams.generate`` raises, and ApiError 503 if the server shuts down
         first.
         """
         outcome = "error"

@@ -85,7 +85,7 @@ class IncrementalDetokenizer:
         return ""
 
     def flush(self) -> str:
-        """What was held back, at the end of the choice."""
+        """Returns what was held back, at the end of the choice."""
         if not self.is_pending:
             return ""
         text = self._decode(self._window)
@@ -128,37 +128,36 @@ class StopMatch:
 class StopMatcher:
     """Finds the stop string that is completed first; of two completed at once, the longer.
 
-    Text that could be the start of a stop string is held back, so ``feed`` gives out only what no
+    Text that could be the start of a stop string is ``held`` back, so ``feed`` gives out only what no
     later piece can turn into a part of a match.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._longest = max((len(stop) for stop in stops), default=0)
-        self._held = ""
+        self.held = ""
         self.num_released = 0
-
-    @property
-    def held(self) -> str:
-        return self._held
 
     def feed(self, piece: str, *, armed: bool = True) -> tuple[str, StopMatch | None]:
         """(text to give out, match). Text at and after a match's start is given out by the caller.
 
         A stop string counts only if its last character arrives ``armed``.
         """
-        text = self._held + piece
+        if not self._stops:
+            self.num_released += len(piece)
+            return piece, None
+        text = self.held + piece
         if armed and (match := self._find(text)):
             return "", match
         num_held = self._num_held(text)
-        self._held = text[len(text) - num_held :]
+        self.held = text[len(text) - num_held :]
         self.num_released += len(text) - num_held
         return text[: len(text) - num_held], None
 
     def _find(self, text: str) -> StopMatch | None:
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
-            at = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+            at = text.find(stop, max(0, len(self.held) - len(stop) + 1))
             if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
                 best = (at + len(stop), at, stop)
         if best is None:

@@ -60,7 +60,7 @@ class ChatDelta(ReasoningText):
 
 
 def message_delta(delta: ChoiceDelta, text: str) -> ChatDelta:
-    """What a delta adds to the message; its content is ``text``."""
+    """Returns what a delta adds to the message; its content is ``text``."""
     shown: ChatDelta = {"role": "assistant"} if delta.first else {}
     if text or delta.first:
         shown["content"] = text
@@ -74,7 +74,7 @@ def message_delta(delta: ChoiceDelta, text: str) -> ChatDelta:
 
 
 def whole_message(choice: ChoiceDelta, text: str) -> ChatReplyMessage:
-    """The message of a folded choice; its content is ``text``."""
+    """Returns the message of a folded choice; its content is ``text``."""
     message: ChatReplyMessage = {"role": "assistant", "content": text}
     if reasoning := reasoning_of(choice.parts):
         message["reasoning_content"] = message["reasoning"] = reasoning

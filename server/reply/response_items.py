@@ -12,7 +12,8 @@ ItemEvent: TypeAlias = tuple[str, dict[str, Any]]
 
 
 class OutputItems:
-    """Of one choice. Events show items as they are when they are taken: take each before the next."""
+    """The items of one choice. Events show items as they are when they are taken: take each before the
+    next."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -20,7 +21,7 @@ class OutputItems:
         self.items: list[dict[str, Any]] = []
 
     def add(self, part: Part) -> Iterator[ItemEvent]:
-        """What a part changes."""
+        """Yields the events that tell what a part changes."""
         if isinstance(part, CallStart):
             yield from self.close()
             call = {"call_id": part.call_id, "name": part.name, "arguments": ""}

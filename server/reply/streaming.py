@@ -255,7 +255,7 @@ def _account(plan: RequestPlan, sender: str | None, ends: Sequence[ChoiceEnd]) -
 
 
 def _figures(usage: Usage, ends: Sequence[ChoiceEnd]) -> dict[str, Any]:
-    """What the log says of a request. Times are its slowest choice's, in seconds."""
+    """Returns the figures that the log has of a request. Times are its slowest choice's, in seconds."""
     spec = usage["speculative"]
     timings = [end.info.timings for end in ends]
     return {

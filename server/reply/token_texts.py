@@ -58,7 +58,7 @@ class TokenTexts:
         return frozenset(each for each, name in names.items() if name not in shown)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text of all; special tokens add nothing."""
+        """Returns what each token adds to the text of all; special tokens add nothing."""
         detokenizer = IncrementalDetokenizer(self._decode, (), self.special_ids)
         pieces = [detokenizer.add(token_id) for token_id in token_ids]
         pieces[-1] += detokenizer.flush()

@@ -1,4 +1,4 @@
-"""What a request used: token counts and the account of its speculation."""
+"""A request's usage: token counts and the account of its speculation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ class GammaMove(TypedDict):
 
 
 class SpeculativeUsage(TypedDict):
-    """What was drafted and gained, over all choices; ``merge`` says how they are
-    combined.
-    """
+    """The drafts and their gain, over all choices; ``merge`` says how they are combined."""
 
     drafter: str
     num_steps: int
@@ -46,8 +44,8 @@ class PromptTokensDetails(TypedDict):
 
 
 class CompletionTokensDetails(TypedDict):
-    """Of requests with a ``prediction``: its drafts that became output, and those that did not. Of
-    models whose reasoning is split off: the tokens before its end.
+    """The drafts of a ``prediction`` that became output, and those that did not; and for models whose
+    reasoning is split off, the tokens before its end.
     """
 
     accepted_prediction_tokens: NotRequired[int]
@@ -56,7 +54,7 @@ class CompletionTokensDetails(TypedDict):
 
 
 class RunningUsage(TypedDict):
-    """Of a request that goes on: the tokens of all its choices so far."""
+    """The tokens of all choices so far, of a request that goes on."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -77,7 +75,7 @@ class Usage(TypedDict):
 
 
 class DraftMetrics(TypedDict):
-    """Of the steps that verified drafts, ``num_spec_steps`` of them: ``acceptance_histogram[k]`` is
+    """An account of the ``num_spec_steps`` steps that verified drafts: ``acceptance_histogram[k]`` is
     how many accepted k; ``mean_acceptance_length`` counts the target's own token, too.
     """
 

@@ -46,7 +46,7 @@ PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class Ending(TypedDict):
-    """What the choices of all replies end with."""
+    """The last fields of all replies' choices."""
 
     finish_reason: FinishReason | None
     stop_reason: NotRequired[int | str | None]
@@ -102,7 +102,7 @@ class ChatChunkChoice(Ending):
 
 
 class Envelope(TypedDict):
-    """What replies and chunks of both endpoints begin with."""
+    """The first fields of both endpoints' replies and chunks."""
 
     id: str
     created: int
@@ -193,20 +193,20 @@ class Writer(ABC):
         self._fingerprint = fingerprint
 
     def begin(self) -> bytes:
-        """Events before those of deltas."""
+        """Returns the events before those of deltas."""
         return b""
 
     @abstractmethod
     def events(self, delta: ChoiceDelta) -> bytes:
-        """Those that tell of a delta; none where there is nothing to tell."""
+        """Returns the events that tell of a delta; none where there is nothing to tell."""
 
     @abstractmethod
     def finish(self, usage: Usage) -> bytes:
-        """Events after those of deltas."""
+        """Returns the events after those of deltas."""
 
     @abstractmethod
     def failure(self, error: ApiError) -> bytes:
-        """Instead of what else would have come: the status has been sent."""
+        """Returns the events of a failure after the status has been sent, in place of all others."""
 
     @abstractmethod
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
@@ -277,7 +277,7 @@ class ChunkWriter(Writer):
         return self.plan.echoed(delta.index) + delta.text if delta.first else delta.text
 
     def _prompt_logprobs(self, delta: ChoiceDelta) -> PromptLogprobs | None:
-        """Those asked for, where the delta brings them."""
+        """Returns those asked for, where the delta brings them."""
         num = self.plan.reply.num_prompt_logprobs
         if num is None or delta.prompt_logprobs is None:
             return None
@@ -300,13 +300,13 @@ class ChunkWriter(Writer):
         }
 
     def _shown(self, logprobs: TokenLogprobs) -> list[tuple[int, float]]:
-        """Those beside a token: the likeliest, then those that were named and are not among them."""
+        """Returns the logprobs beside a token: the likeliest, then the rest of those that were named."""
         top = logprobs.top[: self.plan.reply.num_logprobs]
         listed = {token_id for token_id, _ in top}
         return [*top, *(each for each in logprobs.named if each[0] not in listed)]
 
     def _name(self, token_id: int) -> str:
-        """Of a token in logprobs."""
+        """Returns a token's name in logprobs."""
         if self.plan.reply.tokens_as_ids:
             return f"token_id:{token_id}"
         return self._texts.text(token_id)

@@ -1,4 +1,4 @@
-"""What spans and metrics say of a request, by the names of OpenTelemetry's conventions for generative AI
+"""The attributes of spans and metrics, by the names of OpenTelemetry's conventions for generative AI
 (written out here: in its Python package they are deprecated in favour of a repository of their own), and
 ours under ``slipstream``. No texts, no keys, no users."""
 
@@ -28,7 +28,7 @@ _FAULTS = {
 
 
 def common_attributes(operation: str, model_name: str) -> Attributes:
-    """Of spans and metrics alike."""
+    """Returns the attributes of spans and metrics alike."""
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "slipstream",
@@ -48,7 +48,7 @@ def error_of(record: RequestRecord, status: int) -> str | None:
 
 
 def asked(record: RequestRecord) -> Attributes:
-    """What the request says of itself."""
+    """Returns what the request says of itself."""
     if record.plan is None:
         return {}
     plan = record.plan
@@ -77,7 +77,7 @@ def _sampling(sampling: SamplingParams) -> Attributes:
 
 
 def answered(record: RequestRecord) -> Attributes:
-    """What the request came to, over all its choices."""
+    """Returns the outcome of the request, over all its choices."""
     if record.plan is None:
         return {}
     ended = [choice for choice in record.choices if choice.info is not None]
@@ -93,7 +93,7 @@ def answered(record: RequestRecord) -> Attributes:
 
 
 def of_choice(choice: ChoiceRecord) -> Attributes:
-    """One choice's part."""
+    """Returns one choice's part."""
     found: Attributes = {
         "slipstream.choice.index": choice.plan.index,
         "slipstream.num_steps": choice.num_steps,

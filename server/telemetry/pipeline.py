@@ -28,7 +28,7 @@ CLOSE_SECONDS = 5.0
 
 
 class Telemetry:
-    """Of one application. An endpoint that is None gets nothing."""
+    """Sends the spans and figures of one application. An endpoint that is None gets nothing."""
 
     def __init__(self, traces: str | None, metrics: str | None, model_name: str) -> None:
         own = {

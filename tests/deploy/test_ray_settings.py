@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.ray.affinity import preferred
 from deploy.ray.open_tokens import OpenTokens
 from deploy.ray.scaling import TokenScaling
 from deploy.ray.settings import Arguments, read_settings
 from engine.params import GenerationRequest, SamplingParams
+from tools.simulate.affinity import preferred
 from worlds.scripted_engine import ScriptedEngine
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "ray"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +14,7 @@ import httpx
 import jsonschema
 import pytest
 import torch
-import uvicorn
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from engine.async_engine import AsyncEngine
 from engine.build import build_engine
@@ -25,6 +22,7 @@ from engine.config import EngineConfig
 from server.app import build_app
 from server.cli import main
 from server.settings import Settings
+from worlds.client_servers import listening
 
 pytestmark = pytest.mark.slow
 
@@ -75,23 +73,8 @@ def served() -> Iterator[Served]:
     """A real uvicorn on a loopback port, for all tests of this file."""
     torch.manual_seed(0)
     engine, tokenizer = build_engine(EngineConfig(max_num_seqs=8, check_integrity=True))
-    app = build_app(engine, tokenizer, Settings(drain_seconds=1))
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    deadline = time.monotonic() + 60
-    while not server.started:
-        assert thread.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    yield Served(engine, url)
-    server.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
-    listener.close()
+    with listening(build_app(engine, tokenizer, Settings(drain_seconds=1))) as url:
+        yield Served(engine, url)
 
 
 def visible(tokens: list[str]) -> str:
@@ -249,49 +232,6 @@ def test_echo_with_logprobs_covers_the_prompt(served: Served) -> None:
     assert visible(logprobs.tokens) == reply.choices[0].text
     assert logprobs.token_logprobs[0] is None
     assert all(value is not None for value in logprobs.token_logprobs[1:])
-
-
-def test_a_stop_string_ends_the_text_before_it(served: Served) -> None:
-    def write(**more: Any) -> Any:
-        return served.client().completions.create(
-            model="slipstream-bundled",
-            prompt=CODE,
-            max_tokens=60,
-            temperature=0,
-            extra_body={"ignore_eos": True},
-            **more,
-        )
-
-    whole = write().choices[0].text
-    stop = whole[12:16]
-    choice = write(stop=[stop]).choices[0]
-    assert choice.text == whole[: whole.index(stop)]
-    assert choice.finish_reason == "stop"
-
-
-def test_what_cannot_be_is_refused_by_name(served: Served) -> None:
-    client = served.client()
-    with pytest.raises(BadRequestError) as refused:
-        client.completions.create(
-            model="slipstream-bundled",
-            prompt="x",
-            extra_body={"speculative": {"draft_strategy": "telepathy"}},
-        )
-    assert refused.value.param == "speculative.draft_strategy"
-    assert "ngram" in refused.value.message
-
-
-def test_metrics_tell_what_speculation_did(served: Served) -> None:
-    text = httpx.get(f"{served.url}/metrics").text
-    values = dict(
-        line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
-    )
-    drafted = [
-        float(value)
-        for name, value in values.items()
-        if name.startswith("vllm:spec_decode_num_accepted_tokens_total")
-    ]
-    assert sum(drafted) > 0
 
 
 WEATHER = {

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
 from server.connections.protocol import BoundedProtocol, HttpConfig, Patience
@@ -22,6 +21,7 @@ NUM_TOKENS = 4000
 VERBOSE: dict[str, Any] = {"prompt": "x", "max_tokens": NUM_TOKENS, "stream": True, "logprobs": 5}
 SOON = 0.2
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HALF = HEAD + b"content-length: 9\r\n\r\n{"
 
 
 async def figure(found: Live, name: str) -> float:
@@ -70,6 +70,12 @@ class Unread:
         self.aborted = False
         self.calls: list[Callable[[], None]] = []
 
+    def get_extra_info(self, _: str) -> None:
+        return None
+
+    def set_write_buffer_limits(self, _: int) -> None:
+        """All is unread."""
+
     def get_write_buffer_size(self) -> int:
         return self.num_unread
 
@@ -83,11 +89,11 @@ class Unread:
 
 async def test_a_long_answer_may_take_several_times_as_long_as_it_is_being_read() -> None:
     heard: list[str] = []
-    config = HttpConfig(None, Patience(write=60, cut_off=heard.append))
+    config = HttpConfig(Any, Patience(write=60, cut_off=heard.append))
     protocol = BoundedProtocol(config, ServerState(), {})
     transport: Any = Unread()
-    protocol.transport = protocol.loop = transport
-    protocol.flow = FlowControl(transport)
+    protocol._call_later = transport.call_later
+    protocol.connection_made(transport)
     transport.num_unread = 1_000_000
     protocol.pause_writing()
     for _ in range(10):
@@ -101,7 +107,7 @@ async def test_a_long_answer_may_take_several_times_as_long_as_it_is_being_read(
     assert transport.calls == []
 
 
-@pytest.mark.parametrize("sent", [b"", b"P", HEAD, HEAD + b"content-length: 9\r\n\r\n{"])
+@pytest.mark.parametrize("sent", [b"", b"P", HEAD, HALF])
 async def test_a_request_that_does_not_come_whole_is_a_408(sent: bytes) -> None:
     async with live(endless(), read_timeout=SOON) as found:
         async with RawConnection(found) as client:
@@ -130,7 +136,7 @@ async def test_a_second_request_has_to_come_whole_too() -> None:
     ):
         await client.post("/v1/completions", BODY)
         assert (await client.read()).startswith(b"HTTP/1.1 200 ")
-        await client.send(HEAD + b"content-length: 9\r\n\r\n{")
+        await client.send(HALF)
         assert (await client.read_to_end()).startswith(b"HTTP/1.1 408 ")
 
 
@@ -170,6 +176,38 @@ async def test_who_sends_no_more_still_gets_the_whole_answer(stream: bool) -> No
     assert b"HTTP/1.1 200 OK" in answer
     assert (b"data: [DONE]" if stream else b'"finish_reason":"length"') in answer
     assert engine.closed_early == []
+
+
+async def test_who_sends_no_more_from_the_first_on_gets_the_answer_too() -> None:
+    async with live(ScriptedEngine("ab")) as found, RawConnection(found) as client:
+        await client.post("/v1/completions", BODY)
+        client.send_no_more()
+        answer = await client.read_to_end()
+    assert b"HTTP/1.1 200 OK" in answer
+    assert b"connection: close" in answer
+
+
+async def test_requests_one_behind_the_other_are_answered_in_turn() -> None:
+    async with (
+        live(ScriptedEngine("ab"), read_timeout=HANG) as found,
+        RawConnection(found) as client,
+    ):
+        await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        await client.post("/v1/completions", BODY, "connection: close")
+        answers = await client.read_to_end()
+    assert answers.count(b"HTTP/1.1 200 OK") == 3
+    assert b'"finish_reason":"stop"' in answers
+
+
+async def test_the_rest_of_a_request_sent_behind_another_has_to_come_in_time() -> None:
+    async with (
+        live(ScriptedEngine("ab"), read_timeout=SOON) as found,
+        RawConnection(found) as client,
+    ):
+        await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + HALF)
+        replies = await client.read_to_end()
+    assert replies.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in replies
 
 
 @pytest.mark.parametrize("stream", [False, True])
