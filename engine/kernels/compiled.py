@@ -1,7 +1,7 @@
 """Compiles loops once for this machine, and runs them in the threads that torch computes with.
 
-A kernel takes one argument, a record (``records``). What several threads share out among them they take by
-an atomic counter in it, so that a thread that is held up holds nobody else up.
+A kernel takes one argument, a record (``records``). What several threads share out among them they take
+by an atomic counter in it, so that a thread that is held up holds nobody else up.
 
 The threads are those of the OpenMP that torch has loaded, through the entry point that compilers call:
 further threads of our own would find torch's still spinning on their cores.

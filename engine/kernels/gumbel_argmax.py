@@ -55,7 +55,7 @@ def reference(
     ``min_p`` times the largest, and above which less than ``top_p`` of the ``top_k`` lies."""
     scaled = logits.astype(np.float64) / temperature
     kth = np.sort(logits)[-top_k] if 0 < top_k < len(logits) else LOWEST
-    floor = max(kth / temperature, scaled.max() + (math.log(min_p) if min_p else -math.inf))
+    floor = max(float(kth) / temperature, scaled.max() + (math.log(min_p) if min_p else -math.inf))
     weights = np.where(logits >= kth, np.exp(scaled - scaled.max()), 0.0)
     for token in np.argsort(-(scaled + noise), kind="stable"):
         above = weights[logits > logits[token]].sum()

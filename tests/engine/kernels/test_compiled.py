@@ -109,7 +109,7 @@ def spin(a: Spinning) -> None:
 
 @pytest.mark.parametrize("loop", [int8_product.multiply, sequence.run_all])
 def test_long_kernels_let_other_threads_go_on(loop: Loop) -> None:
-    assert loop.kernel(torch.float32)._kind is ctypes.CFUNCTYPE
+    assert loop.kernel(())._kind is ctypes.CFUNCTYPE
     flags = torch.zeros(2, dtype=torch.int64)
     spinning = Loop(spin, Spinning, is_long=True)
     thread = Thread(target=spinning.run, args=(Spinning(flags),))
