@@ -158,9 +158,8 @@ def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
     lie together. Returns ``[num_rows, num_features]``, of the same type."""
     gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
     first, activation, other = gating_of(rows, how)
-    arguments = Arguments(
-        first, gated, NOWHERE, *gated.shape, rows.stride(0), activation, other, group=0
-    )
+    sizes = gated.shape[0], gated.shape[1], rows.stride(0)
+    arguments = Arguments(first, gated, NOWHERE, *sizes, activation, other, group=0)
     gate_all.run(arguments, threads_for(rows.numel()))
     return gated
 
