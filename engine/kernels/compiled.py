@@ -1,7 +1,7 @@
 """Compiles loops once for this machine, and runs them in the threads that torch computes with.
 
-A kernel takes one argument, the address of an array of int64. What several threads share out among them
-they take by an atomic counter in it, so that a thread that is held up holds nobody else up.
+A kernel takes one argument, a record (``records``). What several threads share out among them they take
+by an atomic counter in it, so that a thread that is held up holds nobody else up.
 
 The threads are those of the OpenMP that torch has loaded, through the entry point that compilers call:
 further threads of our own would find torch's still spinning on their cores.
@@ -13,9 +13,11 @@ import ctypes
 import hashlib
 import logging
 import os
+import shutil
+import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,9 @@ def _version() -> str:
     return hashlib.sha256(text + numba.__version__.encode()).hexdigest()[:16]
 
 
+_DAYS_KEPT = 30
+
+
 @contextmanager
 def _kept() -> Iterator[bool]:
     """Within it, machine code goes to a folder that is named after the text of all that kernels are made
@@ -132,8 +137,13 @@ def _kept() -> Iterator[bool]:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "slipstream" / "kernels" / _version()
     try:
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         can_write = os.access(folder, os.W_OK)
+        if can_write:
+            os.utime(folder)  # somebody uses it
+        if is_new:
+            _remove_unused(folder.parent)
     except (OSError, RuntimeError):
         can_write = False
     before = numba.config.CACHE_DIR
@@ -145,6 +155,16 @@ def _kept() -> Iterator[bool]:
         numba.config.CACHE_DIR = before
 
 
+def _remove_unused(folder: Path) -> None:
+    """Removes what no process has taken kernels from for a month: a version of before. One that still
+    runs makes its folder again when it compiles another."""
+    oldest = time.time() - _DAYS_KEPT * 24 * 3600
+    for version in folder.iterdir():
+        with suppress(OSError):
+            if version.stat().st_mtime < oldest:
+                shutil.rmtree(version, ignore_errors=True)
+
+
 _NUMBERS_FOR_A_TEAM = 1 << 16
 """What less than so many numbers take is over sooner than a team has begun."""
 
@@ -152,13 +172,3 @@ _NUMBERS_FOR_A_TEAM = 1 << 16
 def threads_for(count: int) -> int:
     """How many threads so many numbers are worth."""
     return torch.get_num_threads() if count >= _NUMBERS_FOR_A_TEAM else 1
-
-
-_KEPT: list[array[float]] = []
-
-
-@cache
-def numbers_at(*numbers: float) -> int:
-    """Where they are, as float32, for as long as the process lives."""
-    _KEPT.append(array("f", numbers))
-    return _KEPT[-1].buffer_info()[0]

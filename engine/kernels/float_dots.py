@@ -18,23 +18,7 @@ from llvmlite.binding import llvm_version_info
 from numba.core import cgutils
 
 from engine.kernels import LANES
-from engine.kernels.instructions import (
-    FLOAT,
-    FLOATS,
-    INT16,
-    INT32,
-    INTS,
-    fetch,
-    fused,
-    int_type,
-    load_float16,
-    load_float32,
-    none_type,
-    operation,
-    read,
-    splatted,
-    whole_numbers,
-)
+from engine.kernels import instructions as asm
 from engine.kernels.tiling import WAITING_ROWS, Emit, Tile, by_rows, called, has_feature
 
 CHANNELS = 64
@@ -60,7 +44,7 @@ class _BFloat(ir.Type):
 
 
 # LLVM before 16 hands pairs over as whole numbers.
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES) if llvm_version_info >= (16,) else INTS
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES) if llvm_version_info >= (16,) else asm.INTS
 
 Parts = list[Any]
 
@@ -79,41 +63,41 @@ class _Numbers(NamedTuple):
 
 def _add_each(builder: Any, total: Any, row: Parts, column: Parts) -> Any:
     for these, those in zip(row, column, strict=True):
-        total = fused(builder, these, those, total)
+        total = asm.fused(builder, these, those, total)
     return total
 
 
 def _row32(builder: Any, address: Any) -> Parts:
-    return [splatted(builder, read(builder, address, FLOAT, 4))]
+    return [asm.splatted(builder, asm.read(builder, address, asm.FLOAT, 4))]
 
 
 def _row16(builder: Any, address: Any) -> Parts:
-    spread = splatted(builder, read(builder, address, INT16, 2))
-    return [builder.fpext(builder.bitcast(spread, ir.VectorType(ir.HalfType(), LANES)), FLOATS)]
+    spread = asm.splatted(builder, asm.read(builder, address, asm.INT16, 2))
+    return [builder.fpext(builder.bitcast(spread, ir.VectorType(ir.HalfType(), LANES)), asm.FLOATS)]
 
 
 def _both(builder: Any, pairs: Any) -> Parts:
     """Of sixteen pairs of bf16 the first ones and the second ones, as floats."""
-    first = builder.shl(pairs, whole_numbers(16))
-    second = builder.and_(pairs, whole_numbers(-(1 << 16)))
-    return [builder.bitcast(each, FLOATS) for each in (first, second)]
+    first = builder.shl(pairs, asm.whole_numbers(16))
+    second = builder.and_(pairs, asm.whole_numbers(-(1 << 16)))
+    return [builder.bitcast(each, asm.FLOATS) for each in (first, second)]
 
 
 def _row_pair(builder: Any, address: Any) -> Any:
-    return splatted(builder, read(builder, address, INT32, 2))
+    return asm.splatted(builder, asm.read(builder, address, asm.INT32, 2))
 
 
 def _column_pair(builder: Any, address: Any) -> Any:
-    return read(builder, address, INTS, 4)
+    return asm.read(builder, address, asm.INTS, 4)
 
 
 def _add_pairs(builder: Any, total: Any, row: Parts, column: Parts) -> Any:
     pairs = [builder.bitcast(each, _PAIRS) for each in (*row, *column)]
-    return called(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *pairs)
+    return called(builder, "llvm.x86.avx512bf16.dpbf16ps.512", asm.FLOATS, total, *pairs)
 
 
-_FLOAT32 = _Numbers(1, 4, _row32, lambda b, at: [load_float32(b, at)], _add_each)
-_FLOAT16 = _Numbers(1, 2, _row16, lambda b, at: [load_float16(b, at)], _add_each)
+_FLOAT32 = _Numbers(1, 4, _row32, lambda b, at: [asm.load_float32(b, at)], _add_each)
+_FLOAT16 = _Numbers(1, 2, _row16, lambda b, at: [asm.load_float16(b, at)], _add_each)
 _BFLOAT16 = _Numbers(
     2, 4,
     lambda b, at: _both(b, _row_pair(b, at)), lambda b, at: _both(b, _column_pair(b, at)), _add_each,
@@ -128,13 +112,13 @@ def _dots(numbers: _Numbers, num_rows: int) -> Emit:
         builder: Any, rows: Any, stride: Any, weights: Any, steps: Any, target: Any, ahead: Any
     ) -> None:
         tile = Tile(builder, num_rows, CHANNELS)
-        sums = tile.sums(lambda row, at: load_float32(builder, tile.place(target, row, at)))
+        sums = tile.sums(lambda row, at: asm.load_float32(builder, tile.place(target, row, at)))
         starts = tile.rows(rows, stride)
         with cgutils.for_range(builder, steps) as loop:
             step = builder.mul(loop.index, steps.type(CHANNELS * numbers.bytes))
             columns = tile.columns(builder.add(weights, step), numbers.bytes, numbers.column)
             if num_rows > WAITING_ROWS:
-                fetch(builder, builder.add(ahead, step))
+                asm.fetch(builder, builder.add(ahead, step))
             offset = builder.mul(loop.index, steps.type(numbers.bytes))
             for start, mine in zip(starts, sums, strict=True):
                 row = numbers.row(builder, builder.add(start, offset))
@@ -161,15 +145,15 @@ def _dots_of(numbers: _Numbers) -> Emit:
     return emit
 
 
-_ARGUMENTS = [int_type] * 7
-add_dots = operation(
+_SIGNATURE = "int " * 7 + "-> none"
+add_dots = asm.operation(
+    _SIGNATURE,
     {
         torch.float32: _dots_of(_FLOAT32),
         torch.float16: _dots_of(_FLOAT16),
         torch.bfloat16: _dots_of(_BFLOAT16),
     },
-    none_type, *_ARGUMENTS,
-)  # fmt: skip
+)
 """(rows, how many, features from one to the next, how many features, weights, ahead, target): products
 are added to ``[rows, 64]`` float32 at the target. A line is fetched a step of what is read next, from
 ``ahead`` on, in steps as long as those over the weights: all at once it would be in the way of what is
@@ -177,16 +161,14 @@ read now."""
 
 
 def _no_dots(*_values: Any) -> None:
-    pass
+    """Of a type that is not multiplied by pairs."""
 
 
 # What the machine lacks is never called; it has to be compiled all the same.
-add_pairs = operation(
-    {
-        torch.float32: _no_dots,
-        torch.float16: _no_dots,
-        torch.bfloat16: _dots_of(_BFLOAT16_PAIRS if has_pair_products() else _BFLOAT16),
-    },
-    none_type, *_ARGUMENTS,
-)  # fmt: skip
+_PAIRS_OR_NOT = _BFLOAT16_PAIRS if has_pair_products() else _BFLOAT16
+add_pairs = asm.operation(
+    _SIGNATURE,
+    dict.fromkeys((torch.float32, torch.float16), _no_dots)
+    | {torch.bfloat16: _dots_of(_PAIRS_OR_NOT)},
+)
 """The same of bf16, by pairs."""

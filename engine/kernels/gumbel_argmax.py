@@ -55,7 +55,7 @@ def reference(
     ``min_p`` times the largest, and above which less than ``top_p`` of the ``top_k`` lies."""
     scaled = logits.astype(np.float64) / temperature
     kth = np.sort(logits)[-top_k] if 0 < top_k < len(logits) else LOWEST
-    floor = max(kth / temperature, scaled.max() + (math.log(min_p) if min_p else -math.inf))
+    floor = max(float(kth) / temperature, scaled.max() + (math.log(min_p) if min_p else -math.inf))
     weights = np.where(logits >= kth, np.exp(scaled - scaled.max()), 0.0)
     for token in np.argsort(-(scaled + noise), kind="stable"):
         above = weights[logits > logits[token]].sum()
@@ -228,7 +228,7 @@ def _masses(row: _Row, top: float, kth: float, logit: float) -> tuple[int, int]:
 
 
 @njit
-def _kth_largest(row: _Row, top_k: int, heap: Any) -> float:
+def _kth_largest(row: _Row, top_k: int, heap: Any) -> Any:
     """The least logit that is among the ``top_k`` largest."""
     if not 0 < top_k < row.vocab_size:
         return LOWEST
@@ -294,14 +294,25 @@ def search_rows(
             for temperature, top_p, min_p, _ in limits
         ]
     )
-    given = (torch.from_numpy(each) for each in (keys, positions, top_ks, numbers))
     num_threads = min(num_rows, threads_for(logits.numel()))
     num_groups = num_threads * num_tiles(vocab_size) * GROUP_TOKENS
     most_kept = int(top_ks.max(initial=0))
     maxima, bounds = torch.empty(num_groups), torch.empty(num_groups, dtype=torch.float64)
     heap = torch.empty(num_threads * most_kept, dtype=torch.int64)
-    sizes = num_rows, vocab_size, most_kept
-    arguments = Arguments(logits, *given, tokens, maxima, bounds, heap, *sizes)
+    arguments = Arguments(
+        logits=logits,
+        keys=torch.from_numpy(keys),
+        positions=torch.from_numpy(positions),
+        top_ks=torch.from_numpy(top_ks),
+        limits=torch.from_numpy(numbers),
+        tokens=tokens,
+        maxima=maxima,
+        bounds=bounds,
+        heap=heap,
+        num_rows=num_rows,
+        vocab_size=vocab_size,
+        most_kept=most_kept,
+    )
     search.run(arguments, num_threads)
     return tokens
 

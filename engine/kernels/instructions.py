@@ -7,6 +7,7 @@ from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -35,22 +36,31 @@ class _LanesModel(PrimitiveModel):
 
 
 lanes_type = _Lanes()
-float_type, int_type, none_type = types.float32, types.int64, types.void
-double_type = types.float64
+_TYPES = {
+    "lanes": lanes_type,
+    "float": types.float32,
+    "double": types.float64,
+    "int": types.int64,
+    "bool": types.boolean,
+    "floats": Pointer(torch.float32),
+    "ints": Pointer(torch.int32),
+    "none": types.void,
+}
 
 
-def operation(emit: Any, result: Any, *arguments: Any) -> Any:
-    """Returns a function for compiled code, of ``arguments`` and ``result``, whose instructions
-    ``emit(builder, *values)`` writes; of several, one for each type of elements, the first argument's
-    says which. Pointers may be given where an int is declared."""
+def operation(signature: str, emit: Any) -> Any:
+    """Returns a function for compiled code, whose instructions ``emit(builder, *values)`` writes; of
+    several, one for each type of elements, the first argument's says which. ``signature`` names types of
+    ``_TYPES``, as in "lanes lanes -> float". Pointers may be given where an int is declared."""
+    given_types, _, result_type = signature.partition("->")
+    arguments, result = [_TYPES[name] for name in given_types.split()], _TYPES[result_type.strip()]
 
     def typed(_typing: Any, *given: Any) -> Any:
         chosen = emit[given[0].element] if isinstance(emit, dict) else emit
 
-        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            del signature
+        def codegen(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
             found = chosen(builder, *values)
-            return context.get_dummy_value() if result is none_type else found
+            return context.get_dummy_value() if result is types.void else found
 
         pairs = zip(given, arguments, strict=True)
         return result(*[one if isinstance(one, Pointer) else kind for one, kind in pairs]), codegen

@@ -185,7 +185,8 @@ class PackedWeights:
         self._scales = _filled(scales, filled)
         self._bias = None if bias is None else _filled(bias, filled)
         self._where = self._packed, self._scales, NOWHERE if self._bias is None else self._bias
-        self._sizes = self._num_blocks, self._packed.shape[1], group, group_scales is not None
+        self._sizes = self._num_blocks, self._packed.shape[1], group
+        self._by_group = group_scales is not None
 
     @property
     def num_bytes(self) -> int:
@@ -206,10 +207,10 @@ class PackedWeights:
         num_threads, width = torch.get_num_threads(), self._num_blocks * CHANNELS
         output = torch.empty((num_rows, width), dtype=dtype)
         told = Arguments(
-            *(first, gated, output, records, *self._where),
-            *(num_rows, num_features, rows.stride(0), activation, other),
-            *(record, releasing(), *self._sizes),
-        )
+            first, gated, output, records, *self._where,
+            num_rows, num_features, rows.stride(0), activation, other, record, releasing(),
+            *self._sizes, self._by_group,
+        )  # fmt: skip
         multiply.run(told, num_threads)
         return output if width == self._out_features else output[:, : self._out_features]
 

@@ -45,6 +45,14 @@ def reference(rows: torch.Tensor, group: int) -> Quantized:
     return Quantized(values, scales, (-ZERO_POINT * values.sum(2)).to(torch.int32))
 
 
+def read_records(records: torch.Tensor, group: int) -> Quantized:
+    """Returns what ``records`` ``[rows, record_bytes]`` hold."""
+    parts = records.unflatten(1, (-1, HEADER_BYTES + group))
+    header, values = parts[..., :HEADER_BYTES].contiguous(), parts[..., HEADER_BYTES:].contiguous()
+    scales, corrections = header.view(torch.float32)[..., 0], header.view(torch.int32)[..., 1]
+    return Quantized(values.view(torch.int8).float(), scales, corrections)
+
+
 SILU, GELU_TANH = 1, 2
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 _ZERO, _ONE, _LARGEST = np.float32(0.0), np.float32(1.0), np.float32(127.0)
@@ -150,9 +158,8 @@ def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
     lie together. Returns ``[num_rows, num_features]``, of the same type."""
     gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
     first, activation, other = gating_of(rows, how)
-    arguments = Arguments(
-        first, gated, NOWHERE, *gated.shape, rows.stride(0), activation, other, group=0
-    )
+    sizes = gated.shape[0], gated.shape[1], rows.stride(0)
+    arguments = Arguments(first, gated, NOWHERE, *sizes, activation, other, group=0)
     gate_all.run(arguments, threads_for(rows.numel()))
     return gated
 

@@ -13,27 +13,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from engine.kernels import LANES
-from engine.kernels.instructions import (
-    FLOAT,
-    FLOATS,
-    INT8,
-    INT32,
-    INTS,
-    constant,
-    fetch,
-    float_type,
-    fused,
-    int_type,
-    lanes_type,
-    llvm,
-    load_float16,
-    none_type,
-    operation,
-    plus,
-    read,
-    splatted,
-    write,
-)
+from engine.kernels import instructions as asm
 from engine.kernels.tiling import WAITING_ROWS, Emit, Tile, by_rows, called, has_feature
 
 CHANNELS = 2 * LANES
@@ -60,37 +40,37 @@ def is_wide() -> bool:
 
 
 def _as_ints(builder: Any, value: Any) -> Any:
-    return builder.bitcast(value, INTS)
+    return builder.bitcast(value, asm.INTS)
 
 
 def _larger_bits(builder: Any, x: Any, y: Any) -> Any:
     these, those = _as_ints(builder, x), _as_ints(builder, y)
     chosen = builder.select(builder.icmp_signed(">", these, those), these, those)
-    return builder.bitcast(chosen, FLOATS)
+    return builder.bitcast(chosen, asm.FLOATS)
 
 
 def _largest_bits(builder: Any, value: Any) -> Any:
     reduce = builder.module.declare_intrinsic(
-        f"llvm.vector.reduce.smax.v{LANES}i32", (), ir.FunctionType(INT32, [INTS])
+        f"llvm.vector.reduce.smax.v{LANES}i32", (), ir.FunctionType(asm.INT32, [asm.INTS])
     )
-    return builder.bitcast(builder.call(reduce, [_as_ints(builder, value)]), FLOAT)
+    return builder.bitcast(builder.call(reduce, [_as_ints(builder, value)]), asm.FLOAT)
 
 
 def _store_int8(builder: Any, address: Any, value: Any) -> None:
-    whole = builder.fptosi(value, INTS)
-    write(builder, address, builder.trunc(whole, ir.VectorType(INT8, LANES)), 1)
+    whole = builder.fptosi(value, asm.INTS)
+    asm.write(builder, address, builder.trunc(whole, ir.VectorType(asm.INT8, LANES)), 1)
 
 
-larger_bits = operation(_larger_bits, lanes_type, lanes_type, lanes_type)
+larger_bits = asm.operation("lanes lanes -> lanes", _larger_bits)
 """The larger of two magnitudes, lane by lane, by their bits: infinity is larger than any number, and what
 is no number larger still."""
-largest_bits_of = operation(_largest_bits, float_type, lanes_type)
+largest_bits_of = asm.operation("lanes -> float", _largest_bits)
 """Of sixteen magnitudes, likewise."""
-to_whole = operation(
-    lambda b, x: llvm(b, f"llvm.roundeven.v{LANES}f32", FLOATS, x), lanes_type, lanes_type
+to_whole = asm.operation(
+    "lanes -> lanes", lambda b, x: asm.llvm(b, f"llvm.roundeven.v{LANES}f32", asm.FLOATS, x)
 )
 """To the nearest whole number, ties to even."""
-store_int8 = operation(_store_int8, none_type, int_type, lanes_type)
+store_int8 = asm.operation("int lanes -> none", _store_int8)
 """Of whole numbers from -128 to 127; others have no use."""
 
 
@@ -100,14 +80,14 @@ store_int8 = operation(_store_int8, none_type, int_type, lanes_type)
 def _add_products(builder: Any, total: Any, weights: Any, row: Any) -> Any:
     """``weights`` unsigned, ``row`` signed bytes, four to each sum."""
     if is_wide():
-        return called(builder, WIDE, INTS, total, weights, row)
-    half = ir.VectorType(INT32, LANES // 2)
+        return called(builder, WIDE, asm.INTS, total, weights, row)
+    half = ir.VectorType(asm.INT32, LANES // 2)
     parts = []
     for start in (0, LANES // 2):
         lanes = ir.Constant(half, list(range(start, start + LANES // 2)))
         values = (builder.shuffle_vector(each, each, lanes) for each in (total, weights, row))
         parts.append(called(builder, NARROW, half, *values))
-    return builder.shuffle_vector(*parts, ir.Constant(INTS, list(range(LANES))))
+    return builder.shuffle_vector(*parts, ir.Constant(asm.INTS, list(range(LANES))))
 
 
 class _IntegerTile(Tile):
@@ -116,22 +96,22 @@ class _IntegerTile(Tile):
     def __init__(self, builder: Any, num_rows: int) -> None:
         super().__init__(builder, num_rows, CHANNELS)
         self._builder = builder
-        self.totals = self.sums(lambda _row, _at: constant(0.0))
-        self._whole = self.sums(lambda _row, _at: ir.Constant(INTS, None))
+        self.totals = self.sums(lambda _row, _at: asm.constant(0.0))
+        self._whole = self.sums(lambda _row, _at: ir.Constant(asm.INTS, None))
 
     def begin_group(self, headers: list[Any]) -> None:
         builder = self._builder
         for header, mine in zip(headers, self._whole, strict=True):
-            correction = read(builder, plus(builder, header, 4), INT32, 1)
+            correction = asm.read(builder, asm.plus(builder, header, 4), asm.INT32, 1)
             for total in mine:
-                builder.store(splatted(builder, correction), total)
+                builder.store(asm.splatted(builder, correction), total)
 
     def add_four(self, rows: list[Any], weights: Any, offset: Any) -> None:
         """Four features of each row and channel; ``offset``: bytes from where a row's values begin."""
         builder = self._builder
-        columns = self.columns(weights, 4, lambda b, at: read(b, at, INTS, 1))
+        columns = self.columns(weights, 4, lambda b, at: asm.read(b, at, asm.INTS, 1))
         for row, mine in zip(rows, self._whole, strict=True):
-            four = splatted(builder, read(builder, builder.add(row, offset), INT32, 1))
+            four = asm.splatted(builder, asm.read(builder, builder.add(row, offset), asm.INT32, 1))
             for total, column in zip(mine, columns, strict=True):
                 builder.store(_add_products(builder, builder.load(total), column, four), total)
 
@@ -140,12 +120,12 @@ class _IntegerTile(Tile):
         then with the row's, and added to the totals, which rounds once."""
         builder = self._builder
         for header, sums, totals in zip(headers, self._whole, self.totals, strict=True):
-            by = splatted(builder, read(builder, header, FLOAT, 1))
+            by = asm.splatted(builder, asm.read(builder, header, asm.FLOAT, 1))
             for index, (whole, total) in enumerate(zip(sums, totals, strict=True)):
-                value = builder.sitofp(builder.load(whole), FLOATS)
+                value = builder.sitofp(builder.load(whole), asm.FLOATS)
                 if scales is not None:
                     value = builder.fmul(value, scales[index])
-                builder.store(fused(builder, value, by, builder.load(total)), total)
+                builder.store(asm.fused(builder, value, by, builder.load(total)), total)
 
 
 def _multiplying(has_scales: bool, num_rows: int) -> Emit:
@@ -157,26 +137,26 @@ def _multiplying(has_scales: bool, num_rows: int) -> Emit:
         tile = _IntegerTile(builder, num_rows)
         starts = tile.rows(rows, stride)
         weight_bytes = builder.mul(group, kind(CHANNELS))
-        group_bytes = plus(builder, weight_bytes, 2 * CHANNELS if has_scales else 0)
+        group_bytes = asm.plus(builder, weight_bytes, 2 * CHANNELS if has_scales else 0)
         with cgutils.for_range(builder, num_groups) as loop:
-            offset = builder.mul(loop.index, plus(builder, group, HEADER_BYTES))
+            offset = builder.mul(loop.index, asm.plus(builder, group, HEADER_BYTES))
             headers = [builder.add(start, offset) for start in starts]
-            values = [plus(builder, header, HEADER_BYTES) for header in headers]
+            values = [asm.plus(builder, header, HEADER_BYTES) for header in headers]
             here = builder.add(weights, builder.mul(loop.index, group_bytes))
             tile.begin_group(headers)
             rounds = builder.udiv(group, kind(4 * _FOURS_AT_ONCE))
             with cgutils.for_range(builder, rounds) as inner:
                 first = builder.mul(inner.index, kind(_FOURS_AT_ONCE))
                 for which in range(_FOURS_AT_ONCE):
-                    index = plus(builder, first, which)
+                    index = asm.plus(builder, first, which)
                     at = builder.add(here, builder.mul(index, kind(4 * CHANNELS)))
                     if num_rows > WAITING_ROWS:
                         distance = builder.lshr(builder.sub(at, weights), kind(1))
-                        fetch(builder, builder.add(ahead, distance))
+                        asm.fetch(builder, builder.add(ahead, distance))
                     tile.add_four(values, at, builder.mul(index, kind(4)))
             scales = None
             if has_scales:
-                scales = tile.columns(builder.add(here, weight_bytes), 2, load_float16)
+                scales = tile.columns(builder.add(here, weight_bytes), 2, asm.load_float16)
             tile.end_group(headers, scales)
         tile.write(tile.totals, target)
 
@@ -187,7 +167,7 @@ def _multiplying_any(has_scales: bool) -> Any:
     def emit(builder: Any, num_rows: Any, *values: Any) -> None:
         by_rows(partial(_multiplying, has_scales), builder, num_rows, *values)
 
-    return operation(emit, none_type, *[int_type] * 8)
+    return asm.operation("int " * 8 + "-> none", emit)
 
 
 multiply_by_group = _multiplying_any(True)

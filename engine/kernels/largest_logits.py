@@ -19,7 +19,7 @@ _ID_BITS = 32
 @njit(inline="always")
 def _key(logits: Any, at: int, token: int) -> int:
     """An integer that orders logits, and among equal ones the lowest token as largest."""
-    bits = np.int64(v.int32s(logits)[at])
+    bits: Any = np.int64(v.int32s(logits)[at])
     if bits == -(1 << 31):  # there are two zeros, of one value
         bits = 0
     if bits < 0:

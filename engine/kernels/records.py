@@ -32,7 +32,7 @@ _SCALARS = {
 """Elements that compiled code reads and writes one by one."""
 
 
-class Pointer(types.Type):  # type: ignore[misc]
+class Pointer(types.Type):
     """Points to numbers of ``element``, a type of torch, that lie one after another. ``p + n`` points to
     the n-th of them; ``p[n]`` is that one, where ``_SCALARS`` has its type."""
 
@@ -71,7 +71,8 @@ class Layout:
             "".join("d" if hint is float else "q" for hint in self.hints.values())
         )
         self._floats = [name for name, hint in self.hints.items() if hint == Floats]
-        self._dtypes = attrgetter(*[f"{name}.dtype" for name in self._floats] or ["__class__"])
+        of_floats = [f"{name}.dtype" for name in self._floats]
+        self._dtypes = attrgetter(*of_floats) if of_floats else lambda _: ()
 
     def type_of(self, name: str, dtypes: Dtypes) -> types.Type:
         """The type in compiled code of the field ``name``."""
@@ -97,7 +98,7 @@ NOWHERE = torch.empty(0)
 layout_of = cache(Layout)
 
 
-class Record(types.Type):  # type: ignore[misc]
+class Record(types.Type):
     """Arguments that ``declaration`` declares, whose tensors of ``Floats`` have ``dtypes``."""
 
     def __init__(self, declaration: Any, dtypes: Dtypes) -> None:
@@ -110,13 +111,13 @@ class Record(types.Type):  # type: ignore[misc]
 
 @register_default(Pointer)
 @register_default(Record)
-class _AddressModel(PrimitiveModel):  # type: ignore[misc]
+class _AddressModel(PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Any) -> None:
         super().__init__(manager, fe_type, _INT64)
 
 
 @infer_getattr
-class _RecordFields(AttributeTemplate):  # type: ignore[misc]
+class _RecordFields(AttributeTemplate):
     key = Record
 
     def generic_resolve(self, record: Record, name: str) -> types.Type:
@@ -138,7 +139,7 @@ def element_at(builder: Any, pointer: Pointer, address: Any, index: Any) -> Any:
 
 
 @infer_global(operator.add)
-class _Further(AbstractTemplate):  # type: ignore[misc]
+class _Further(AbstractTemplate):
     def generic(self, given: tuple[Any, ...], _named: Any) -> Any:
         if isinstance(given[0], Pointer) and isinstance(given[1], types.Integer):
             return signature(given[0], given[0], types.int64)
@@ -151,7 +152,7 @@ def _move(_context: Any, builder: Any, typed: Any, values: Any) -> Any:
 
 
 @infer_global(operator.getitem)
-class _Read(AbstractTemplate):  # type: ignore[misc]
+class _Read(AbstractTemplate):
     def generic(self, given: tuple[Any, ...], _named: Any) -> Any:
         if isinstance(given[0], Pointer) and isinstance(given[1], types.Integer):
             return signature(_SCALARS[given[0].element], given[0], types.int64)
@@ -170,7 +171,7 @@ def _read(context: Any, builder: Any, typed: Any, values: Any) -> Any:
 
 
 @infer_global(operator.setitem)
-class _Write(AbstractTemplate):  # type: ignore[misc]
+class _Write(AbstractTemplate):
     def generic(self, given: tuple[Any, ...], _named: Any) -> Any:
         if isinstance(given[0], Pointer) and isinstance(given[1], types.Integer):
             return signature(types.none, given[0], types.int64, _SCALARS[given[0].element])

@@ -21,20 +21,20 @@ _NUMBERS_AT_ONCE = 256 * LANES
 
 
 class Arguments(NamedTuple):
-    """``left``, ``right`` and ``output``: ``count`` floats each."""
+    """``left``, ``right`` and ``output``: ``num_floats`` each."""
 
     left: Floats
     right: Floats
     output: Floats
-    count: int
+    num_floats: int
     next_part: Counter = 0
 
 
 def _add(a: Arguments) -> None:
-    num_parts = (a.count + _NUMBERS_AT_ONCE - 1) // _NUMBERS_AT_ONCE
+    num_parts = (a.num_floats + _NUMBERS_AT_ONCE - 1) // _NUMBERS_AT_ONCE
     for part in v.shared(a.next_part, num_parts):
         first = part * _NUMBERS_AT_ONCE
-        for at in range(first, min(first + _NUMBERS_AT_ONCE, a.count), LANES):
+        for at in range(first, min(first + _NUMBERS_AT_ONCE, a.num_floats), LANES):
             v.store(a.output, at, v.load(a.left, at) + v.load(a.right, at))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -10,30 +11,7 @@ from numba import njit
 from numba.core import cgutils
 
 from engine.kernels import BFLOAT16, FLOAT8, FLOAT16, LANES
-from engine.kernels.instructions import (
-    FLOAT,
-    FLOATS,
-    INT16,
-    INTS,
-    constant,
-    fetch,
-    float8_floats,
-    float8_halves,
-    fused,
-    int_type,
-    like,
-    load_bfloat16,
-    load_float8,
-    load_float16,
-    load_float32,
-    none_type,
-    operation,
-    plus,
-    read,
-    splatted,
-    whole_numbers,
-    write,
-)
+from engine.kernels import instructions as asm
 from engine.kernels.lanes import itemsize_of
 
 # --- sums of products that stay in registers ---
@@ -56,16 +34,19 @@ def _accumulated(
     start, vector_step = vectors
     with cgutils.for_range(builder, builder.udiv(count, count.type(_AT_ONCE))) as loop:
         for which in range(_AT_ONCE):
-            index = plus(builder, builder.mul(loop.index, count.type(_AT_ONCE)), which)
+            index = asm.plus(builder, builder.mul(loop.index, count.type(_AT_ONCE)), which)
             at = builder.add(start, builder.mul(index, vector_step))
             columns = [
-                load_float32(builder, plus(builder, at, 4 * LANES * c)) for c in range(len(sums[0]))
+                asm.load_float32(builder, asm.plus(builder, at, 4 * LANES * c))
+                for c in range(len(sums[0]))
             ]
             offset = builder.mul(index, factor_step)
             for first, mine in zip(starts, kept, strict=True):
-                factor = splatted(builder, read(builder, builder.add(first, offset), FLOAT, 4))
+                factor = asm.splatted(
+                    builder, asm.read(builder, builder.add(first, offset), asm.FLOAT, 4)
+                )
                 for total, column in zip(mine, columns, strict=True):
-                    builder.store(fused(builder, factor, column, builder.load(total)), total)
+                    builder.store(asm.fused(builder, factor, column, builder.load(total)), total)
     return [[builder.load(each) for each in row] for row in kept]
 
 
@@ -76,20 +57,22 @@ def _scoring(num_queries: int) -> Callable[..., None]:
             builder.add(queries, builder.mul(dim, kind(16 * four)))
             for four in range(num_queries // 4)
         ]
-        starts = [plus(builder, fours[query // 4], 4 * (query % 4)) for query in range(num_queries)]
-        nothing = [[constant(0.0)] * width for _ in range(num_queries)]
+        starts = [
+            asm.plus(builder, fours[query // 4], 4 * (query % 4)) for query in range(num_queries)
+        ]
+        nothing = [[asm.constant(0.0)] * width for _ in range(num_queries)]
         sums = _accumulated(
             builder, dim, nothing, (starts, kind(16)), (keys, kind(4 * LANES * width))
         )
         for query, mine in enumerate(sums):
             to = builder.add(out, builder.mul(stride, kind(query)))
             for column, total in enumerate(mine):
-                write(builder, plus(builder, to, 4 * LANES * column), total, 4)
+                asm.write(builder, asm.plus(builder, to, 4 * LANES * column), total, 4)
 
     return emit
 
 
-score8, score4 = (operation(_scoring(count), none_type, *[int_type] * 5) for count in (8, 4))
+score8, score4 = (asm.operation("int " * 5 + "-> none", _scoring(count)) for count in (8, 4))
 """Eight queries' (or four's) products with twice sixteen keys: (keys, dimensions, queries, target, bytes
 in it from query to query). Queries lie by fours, of which each dimension's are together; keys as
 ``transpose`` leaves them, twice sixteen of each dimension together. A sum over dimensions, in their
@@ -105,7 +88,7 @@ def _weighing(width: int) -> Callable[..., None]:
         places = [builder.add(out, builder.mul(row, kind(query))) for query in range(4)]
         before = [
             [
-                load_float32(builder, plus(builder, place, 4 * LANES * column))
+                asm.load_float32(builder, asm.plus(builder, place, 4 * LANES * column))
                 for column in range(width)
             ]
             for place in places
@@ -113,12 +96,12 @@ def _weighing(width: int) -> Callable[..., None]:
         sums = _accumulated(builder, count, before, (starts, kind(4)), (values, row))
         for place, mine in zip(places, sums, strict=True):
             for column, total in enumerate(mine):
-                write(builder, plus(builder, place, 4 * LANES * column), total, 4)
+                asm.write(builder, asm.plus(builder, place, 4 * LANES * column), total, 4)
 
     return emit
 
 
-weigh64, weigh16 = (operation(_weighing(width), none_type, *[int_type] * 6) for width in (4, 1))
+weigh64, weigh16 = (asm.operation("int " * 6 + "-> none", _weighing(width)) for width in (4, 1))
 """Four queries' weighted values, 64 (or 16) dimensions of them, added to the target one key after
 another: (values, bytes from one to the next and from query to query in the target, weights, bytes from
 query to query in them, how many, target)."""
@@ -131,13 +114,15 @@ def _interleaved(builder: Any, source: Any, dim: Any, target: Any) -> None:
 
     def halves(a: Any, b: Any, which: list[int], step: int) -> list[Any]:
         later = [lane + step for lane in which]
-        return [builder.shuffle_vector(a, b, ir.Constant(INTS, each)) for each in (which, later)]
+        return [
+            builder.shuffle_vector(a, b, ir.Constant(asm.INTS, each)) for each in (which, later)
+        ]
 
     with cgutils.for_range(builder, builder.udiv(dim, dim.type(LANES))) as loop:
         at = builder.add(source, builder.mul(loop.index, dim.type(4 * LANES)))
         step = builder.mul(dim, dim.type(4))
         rows = [
-            load_float32(builder, builder.add(at, builder.mul(step, dim.type(row))))
+            asm.load_float32(builder, builder.add(at, builder.mul(step, dim.type(row))))
             for row in range(4)
         ]
         these, those = halves(rows[0], rows[1], pairs, 8), halves(rows[2], rows[3], pairs, 8)
@@ -146,10 +131,10 @@ def _interleaved(builder: Any, source: Any, dim: Any, target: Any) -> None:
             part for pair in zip(these, those, strict=True) for part in halves(*pair, fours, 8)
         ]
         for index, part in enumerate(parts):
-            write(builder, plus(builder, to, 4 * LANES * index), part, 4)
+            asm.write(builder, asm.plus(builder, to, 4 * LANES * index), part, 4)
 
 
-interleave = operation(_interleaved, none_type, int_type, int_type, int_type)
+interleave = asm.operation("int int int -> none", _interleaved)
 """Four rows of floats, one after another, as ``score8`` has them: (rows, dimensions, target)."""
 
 
@@ -166,7 +151,8 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
             if not index & width:
                 pair = rows[index], rows[index + width]
                 rows[index], rows[index + width] = (
-                    builder.shuffle_vector(*pair, ir.Constant(INTS, which)) for which in (low, high)
+                    builder.shuffle_vector(*pair, ir.Constant(asm.INTS, which))
+                    for which in (low, high)
                 )
         width *= 2
     return rows
@@ -180,21 +166,21 @@ def _rows_at(
     for index in range(LANES):
         step = builder.mul(stride, ir.Constant(stride.type, index))
         rows.append(read(builder, builder.add(source, step)))
-        fetch(builder, builder.add(ahead, step))
+        asm.fetch(builder, builder.add(ahead, step))
     return rows
 
 
 def _transposing(read: Callable[[Any, Any], Any]) -> Callable[..., None]:
     def emit(builder: Any, source: Any, stride: Any, ahead: Any, target: Any, step: Any) -> None:
         for row in _transposed(builder, _rows_at(builder, source, stride, ahead, read)):
-            write(builder, target, row, 4)
+            asm.write(builder, target, row, 4)
             target = builder.add(target, step)
 
     return emit
 
 
 def _read_whole(builder: Any, address: Any) -> Any:
-    return read(builder, address, INTS, 1)
+    return asm.read(builder, address, asm.INTS, 1)
 
 
 def _transposing_parts(parts: Callable[[Any, Any], list[Any]]) -> Callable[..., None]:
@@ -205,46 +191,47 @@ def _transposing_parts(parts: Callable[[Any, Any], list[Any]]) -> Callable[..., 
         rows = _rows_at(builder, source, stride, ahead, _read_whole)
         for bits in _transposed(builder, rows):
             for part in parts(builder, bits):
-                write(builder, target, part, 4)
+                asm.write(builder, target, part, 4)
                 target = builder.add(target, step)
 
     return emit
 
 
 def _parts_bfloat16(builder: Any, bits: Any) -> list[Any]:
-    pair = builder.shl(bits, whole_numbers(16)), builder.and_(bits, whole_numbers(-65536))
-    return [builder.bitcast(each, FLOATS) for each in pair]
+    pair = builder.shl(bits, asm.whole_numbers(16)), builder.and_(bits, asm.whole_numbers(-65536))
+    return [builder.bitcast(each, asm.FLOATS) for each in pair]
 
 
 def _parts_float16(builder: Any, bits: Any) -> list[Any]:
     kind = ir.VectorType(ir.HalfType(), LANES)
     pair = (
-        builder.trunc(each, ir.VectorType(INT16, LANES))
-        for each in (bits, builder.lshr(bits, whole_numbers(16)))
+        builder.trunc(each, ir.VectorType(asm.INT16, LANES))
+        for each in (bits, builder.lshr(bits, asm.whole_numbers(16)))
     )
-    return [builder.fpext(builder.bitcast(each, kind), FLOATS) for each in pair]
+    return [builder.fpext(builder.bitcast(each, kind), asm.FLOATS) for each in pair]
 
 
 def _parts_float8(builder: Any, bits: Any) -> list[Any]:
-    codes = builder.bitcast(bits, ir.VectorType(INT16, 2 * LANES))
-    even = float8_halves(builder, builder.shl(codes, like(codes, 8)))
-    pairs = [builder.bitcast(each, INTS) for each in (even, float8_halves(builder, codes))]
-    narrow = ir.VectorType(INT16, LANES)
+    codes = builder.bitcast(bits, ir.VectorType(asm.INT16, 2 * LANES))
+    even = asm.float8_halves(builder, builder.shl(codes, asm.like(codes, 8)))
+    pairs = [builder.bitcast(each, asm.INTS) for each in (even, asm.float8_halves(builder, codes))]
+    narrow = ir.VectorType(asm.INT16, LANES)
     halves = [
-        builder.trunc(pair if low else builder.lshr(pair, whole_numbers(16)), narrow)
+        builder.trunc(pair if low else builder.lshr(pair, asm.whole_numbers(16)), narrow)
         for low in (True, False)
         for pair in pairs
     ]
-    return [float8_floats(builder, each) for each in halves]
+    return [asm.float8_floats(builder, each) for each in halves]
 
 
-_transpose_32 = operation(_transposing(load_float32), none_type, *[int_type] * 5)
-_transpose_b16 = operation(_transposing(load_bfloat16), none_type, *[int_type] * 5)
-_transpose_f16 = operation(_transposing(load_float16), none_type, *[int_type] * 5)
-_transpose_f8 = operation(_transposing(load_float8), none_type, *[int_type] * 5)
-_transpose_b16_pairs = operation(_transposing_parts(_parts_bfloat16), none_type, *[int_type] * 5)
-_transpose_f16_pairs = operation(_transposing_parts(_parts_float16), none_type, *[int_type] * 5)
-_transpose_f8_fours = operation(_transposing_parts(_parts_float8), none_type, *[int_type] * 5)
+_of_rows = partial(asm.operation, "int int int int int -> none")
+_transpose_32 = _of_rows(_transposing(asm.load_float32))
+_transpose_b16 = _of_rows(_transposing(asm.load_bfloat16))
+_transpose_f16 = _of_rows(_transposing(asm.load_float16))
+_transpose_f8 = _of_rows(_transposing(asm.load_float8))
+_transpose_b16_pairs = _of_rows(_transposing_parts(_parts_bfloat16))
+_transpose_f16_pairs = _of_rows(_transposing_parts(_parts_float16))
+_transpose_f8_fours = _of_rows(_transposing_parts(_parts_float8))
 
 
 @njit

@@ -12,7 +12,7 @@ from numba import config, njit
 from numba.core import cgutils
 
 from engine.kernels import LANES
-from engine.kernels.instructions import plus, write
+from engine.kernels import instructions as asm
 
 ROWS_AT_ONCE = 6
 """Rows that there are registers for."""
@@ -58,7 +58,7 @@ class Tile:
 
     def place(self, target: Any, row: int, column: int) -> Any:
         """Where sixteen sums lie in ``target`` ``[num_rows, channels]`` float32."""
-        return plus(self._builder, target, 4 * (self._channels * row + LANES * column))
+        return asm.plus(self._builder, target, 4 * (self._channels * row + LANES * column))
 
     def rows(self, first: Any, stride: Any) -> list[Any]:
         """Where rows begin that are ``stride`` bytes apart."""
@@ -70,13 +70,13 @@ class Tile:
 
     def columns(self, address: Any, size: int, load: Callable[[Any, Any], Any]) -> list[Any]:
         """What ``load`` loads of each sixteen channels; ``size``: bytes of each channel."""
-        places = (plus(self._builder, address, size * LANES * at) for at in range(self._width))
+        places = (asm.plus(self._builder, address, size * LANES * at) for at in range(self._width))
         return [load(self._builder, place) for place in places]
 
     def write(self, sums: list[list[Any]], target: Any) -> None:
         for row, mine in enumerate(sums):
             for at, total in enumerate(mine):
-                write(self._builder, self.place(target, row, at), self._builder.load(total), 4)
+                asm.write(self._builder, self.place(target, row, at), self._builder.load(total), 4)
 
 
 # --- which instructions there are ---

@@ -3,68 +3,122 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
-from array import array
 from pathlib import Path
 from threading import Thread
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
 
-from engine.kernels import compiled, int8_product, sequence
-from engine.kernels.compiled import Kernel
-from engine.kernels.lanes import fetch_add, read_int, read_shared, write_int
-
-
-def count_tasks(p: int) -> None:
-    """Arguments: next task, number of tasks, workers, then a place for each task."""
-    fetch_add(p + 16, 1)
-    while True:
-        task = fetch_add(p, 1)
-        if task >= read_int(p + 8):
-            break
-        write_int(p + 24 + 8 * task, task + 1)
+from engine.kernels import KINDS, LANES, compiled, int8_product, sequence
+from engine.kernels import lanes as v
+from engine.kernels.compiled import Loop
+from engine.kernels.records import NOWHERE, Counter, Float32s, Float64s, Floats, Int64s, layout_of
 
 
-def run(kernel: Kernel, num_threads: int) -> list[int]:
-    told = array("q", [0, 50, 0, *[0] * 50])
-    kernel.run(told.buffer_info()[0], num_threads)
-    return list(told)
+class Tasks(NamedTuple):
+    done: Int64s
+    num_tasks: int
+    next_task: Counter = 0
+
+
+def count_tasks(a: Tasks) -> None:
+    """Adds one to the place of each task, and to the one after them for each thread."""
+    v.fetch_add(a.done + a.num_tasks, 1)
+    for task in v.shared(a.next_task, a.num_tasks):
+        a.done[task] += 1
+
+
+def run(num_threads: int = 1) -> list[int]:
+    done = torch.zeros(51, dtype=torch.int64)
+    Loop(count_tasks, Tasks).run(Tasks(done, 50), num_threads)
+    return [int(each) for each in done]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_every_task_is_done_once_in_any_number_of_threads(num_threads: int) -> None:
-    done = run(Kernel(count_tasks, 53), num_threads)
-    assert done[2] == num_threads
-    assert done[3:] == list(range(1, 51))
+    assert run(num_threads) == [1] * 50 + [num_threads]
 
 
 def test_without_a_team_one_thread_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_team", lambda: None)
-    done = run(Kernel(count_tasks, 53), 4)
-    assert done[2] == 1
-    assert done[3:] == list(range(1, 51))
+    assert run(4) == [1] * 51
 
 
-def spin(p: int) -> None:
-    """Arguments: 1 when it has begun; it ends when the second is set."""
-    fetch_add(p, 1)
-    while read_shared(p + 8) == 0:
+class Fields(NamedTuple):
+    rows: Floats
+    output: Floats
+    weight: Float32s
+    doubles: Float64s
+    scale: float
+    first: int
+    is_weighed: bool
+    calls: Counter = 7
+
+
+def read_fields(a: Fields) -> None:
+    value = v.load(a.rows + a.first, 0) * v.splat(np.float32(a.scale))
+    if a.is_weighed and not v.is_none(a.weight):
+        value = value * v.splat(a.weight[1])
+    v.store(a.output, LANES, value)
+    a.doubles[2] = a.doubles[0] - v.fetch_add(a.calls, 1)
+
+
+@pytest.mark.parametrize("output", list(KINDS))
+@pytest.mark.parametrize("dtype", list(KINDS))
+def test_fields_are_read_by_name_for_tensors_of_any_type(
+    dtype: torch.dtype, output: torch.dtype
+) -> None:
+    rows, weight = torch.randn(20).to(dtype), torch.randn(3)
+    for is_weighed, factor in ((True, weight[1]), (False, 1.0)):
+        target, doubles = torch.zeros(32, dtype=output), torch.tensor([0.1, 0.0, 0.0]).double()
+        told = Fields(rows, target, weight, doubles, 0.75, 3, is_weighed)
+        Loop(read_fields, Fields).run(told)
+        expected = (rows[3:19].float() * 0.75 * factor).to(output)
+        assert torch.equal(target[LANES:], expected)
+        assert not target[:LANES].any()
+        assert doubles[2] == doubles[0] - 7
+    told = Fields(rows, target, NOWHERE, doubles, 0.75, 3, True)
+    Loop(read_fields, Fields).run(told)
+    assert torch.equal(target[LANES:], (rows[3:19].float() * 0.75).to(output))
+
+
+def test_a_declaration_begins_with_its_tensors() -> None:
+    class Mixed(NamedTuple):
+        count: int
+        rows: Floats
+
+    with pytest.raises(TypeError, match="tensor after a number"):
+        layout_of(Mixed)
+
+
+class Spinning(NamedTuple):
+    begun_and_over: Int64s
+    counter: Counter = 0
+
+
+def spin(a: Spinning) -> None:
+    """Sets the first number; ends when the second is set."""
+    v.fetch_add(a.begun_and_over, 1)
+    while v.read_shared(a.begun_and_over + 1) == 0:
         pass
 
 
-@pytest.mark.parametrize("name", ["multiply", "run_all"])
-def test_long_kernels_let_other_threads_go_on(name: str) -> None:
-    module = {"multiply": int8_product, "run_all": sequence}[name]
-    assert getattr(module, name)._kind is ctypes.CFUNCTYPE
-    told = array("q", [0, 0])
-    kernel = Kernel(spin, 2, is_long=True)
-    thread = Thread(target=kernel.run, args=(told.buffer_info()[0],))
+@pytest.mark.parametrize("loop", [int8_product.multiply, sequence.run_all])
+def test_long_kernels_let_other_threads_go_on(loop: Loop) -> None:
+    assert loop.kernel(())._kind is ctypes.CFUNCTYPE
+    flags = torch.zeros(2, dtype=torch.int64)
+    spinning = Loop(spin, Spinning, is_long=True)
+    thread = Thread(target=spinning.run, args=(Spinning(flags),))
     thread.start()
     deadline = time.monotonic() + 60
-    while told[0] == 0:
+    while flags[0] == 0:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    told[1] = 1  # which this thread could not do, if the other held the interpreter
+    flags[1] = 1  # which this thread could not do, if the other held the interpreter
     thread.join(60)
     assert not thread.is_alive()
 
@@ -72,10 +126,17 @@ def test_long_kernels_let_other_threads_go_on(name: str) -> None:
 def test_machine_code_is_kept_for_the_next_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """That of versions which nobody has used for long is not."""
+    folder = tmp_path / "slipstream" / "kernels"
+    for name, days in (("recent", 20), ("old", 40)):
+        (folder / name / "inner").mkdir(parents=True)
+        used = time.time() - days * 24 * 3600
+        os.utime(folder / name, (used, used))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run(Kernel(count_tasks, 53), 1)
+    run()
     (kept,) = tmp_path.rglob("*count_tasks*.nbi")
-    assert kept.is_relative_to(tmp_path / "slipstream" / "kernels")
+    version = kept.relative_to(folder).parts[0]
+    assert sorted(each.name for each in folder.iterdir()) == sorted(["recent", version])
 
 
 def test_a_place_that_cannot_be_written_is_done_without(
@@ -83,4 +144,4 @@ def test_a_place_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "slipstream").write_text("a file, not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert run(Kernel(count_tasks, 53), 1)[3:] == list(range(1, 51))
+    assert run() == [1] * 51

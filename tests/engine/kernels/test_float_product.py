@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,13 +12,14 @@ import torch.nn.functional as F
 from engine.kernels import KINDS
 from engine.kernels.float_dots import has_pair_products
 from engine.kernels.float_product import (
-    ACTIVATIONS,
     PackedFloats,
     can_gate,
     can_multiply,
     pack,
     pack_gated,
+    reference,
 )
+from engine.kernels.int8_rows import ACTIVATIONS
 from engine.kernels.tiling import has_wide_registers
 from engine.kernels.watch import watch_kernels
 
@@ -58,30 +58,6 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c of float32, rounded once. A product of two float32 is a float64; their sum with a third
-    is rounded to odd there, so that the second rounding is as if it were the only one (Boldo and
-    Melquiond, "Emulation of FMA and correctly rounded sums", 2008)."""
-    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
-    total = product + c
-    part = total - product
-    error = (product - (total - part)) + (c - part)
-    bits = total.view(np.int64)
-    towards = np.where((error > 0) == (total > 0), 1, -1)
-    odd = np.where((error != 0) & (bits % 2 == 0), bits + towards, bits)
-    return odd.view(np.float64).astype(np.float32)
-
-
-def in_order(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """One fma after another, from the first feature to the last; the bias, and one rounding."""
-    these, those = rows.float().numpy(), weight.float().numpy()
-    sums = np.zeros((len(rows), len(weight)), dtype=np.float32)
-    for feature in range(rows.shape[1]):
-        sums = fused(these[:, None, feature], those[None, :, feature], sums)
-    total = torch.from_numpy(sums)
-    return (total if bias is None else total + bias.float()).to(rows.dtype)
-
-
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("has_bias", [False, True])
 @every_shape
@@ -91,7 +67,7 @@ def test_products_are_added_one_after_another(
     weight, rows = drawn(out_features, in_features, dtype=dtype), drawn(9, in_features, dtype=dtype)
     bias = drawn(out_features, dtype=dtype, seed=1) if has_bias else None
     got = pack(weight, bias, has_pairs=False).times(rows)
-    assert torch.equal(got, in_order(rows, weight, bias))
+    assert torch.equal(got, reference(rows, weight, bias))
 
 
 def test_sums_that_cancel_leave_the_rounding_errors_of_that_order() -> None:
@@ -100,7 +76,7 @@ def test_sums_that_cancel_leave_the_rounding_errors_of_that_order() -> None:
     rows[:, 300:], weight[:, 300:] = -rows[:, :300].flip(1), weight[:, :300].flip(1)
     got = pack(weight, None).times(rows)
     assert got.abs().max() > 0
-    assert torch.equal(got, in_order(rows, weight, None))
+    assert torch.equal(got, reference(rows, weight, None))
 
 
 @pytest.mark.skipif(not has_pair_products(), reason="this CPU has no AVX512_BF16")

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from engine.kernels import integers
-from engine.kernels.int8_product import can_multiply
+from engine.kernels.int8_product import can_multiply, reference
 from engine.kernels.int8_rows import ACTIVATIONS, Gate, gate_rows
 from engine.kernels.tiling import has_feature
 from engine.model.int8 import (
+    GROUP,
     Int8Product,
     Int8Weight,
     is_exact,
     quantize_by_channel,
     quantize_weight,
 )
-from worlds import int8_oracle
 
 needs_kernel = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
 SCHEMES = {"by group": quantize_weight, "by channel": quantize_by_channel}
@@ -32,6 +32,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def product_of(
+    rows: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    in_features = weight.values.shape[1]
+    group = GROUP if weight.group_scales is not None else in_features + -in_features % GROUP
+    total = reference(rows, *weight, group)
+    return (total if bias is None else total + bias).to(dtype)
 
 
 def with_outliers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -54,7 +63,7 @@ def test_bits_are_those_of_the_loop(
     rows = with_outliers(29, in_features, seed=2).to(dtype)
     rows[3] = 0
     product = Int8Product([weight], [bias], dtype)
-    expected = int8_oracle.product(rows, weight, bias, dtype)
+    expected = product_of(rows, weight, bias, dtype)
     for count in (*range(1, 15), 29):
         assert torch.equal(product(rows[:count]), expected[:count]), count
     assert torch.equal(product(rows[7:8]), expected[7:8])
@@ -72,7 +81,7 @@ def test_so_are_those_of_sums_that_no_float_holds(in_features: int, scheme: str)
     rows[:, 8:48] -= torch.eye(40)
     rows[1] *= -1
     got = Int8Product([weight], [None], torch.float32)(rows)
-    assert torch.equal(got, int8_oracle.product(rows, weight, None, torch.float32))
+    assert torch.equal(got, product_of(rows, weight, None, torch.float32))
     exact = rows.double() @ values.double().T
     assert exact.abs().max() > 2**23
     assert ((got - exact).abs() <= 2.0**-20 * exact.abs()).all()
@@ -91,7 +100,7 @@ def test_the_narrow_instruction_has_the_same_bits(tmp_path: Path) -> None:
     products, instructions = torch.load(tmp_path / "got.pt")
     assert instructions == [integers.NARROW]
     for weight, got in zip(weights, products, strict=True):
-        assert torch.equal(got, int8_oracle.product(rows, weight, None, torch.float32))
+        assert torch.equal(got, product_of(rows, weight, None, torch.float32))
 
 
 @needs_kernel
@@ -100,7 +109,7 @@ def test_threads_do_not_change_them(num_threads: int) -> None:
     weight = quantize_weight(drawn(448, 128))
     product = Int8Product([weight], [None], torch.float32)
     rows = drawn(9, 128, seed=2)
-    expected = int8_oracle.product(rows, weight, None, torch.float32)
+    expected = product_of(rows, weight, None, torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -115,7 +124,7 @@ def test_rows_in_a_wider_tensor_and_columns_as_rows() -> None:
     weight = quantize_weight(drawn(32, 64))
     product = Int8Product([weight], [None], torch.float32)
     for rows in (drawn(5, 96)[:, 16:80], drawn(64, 5).T):
-        expected = int8_oracle.product(rows.contiguous(), weight, None, torch.float32)
+        expected = product_of(rows.contiguous(), weight, None, torch.float32)
         assert torch.equal(product(rows), expected)
 
 
@@ -152,7 +161,7 @@ def test_gated_rows_have_the_bits_of_gating_first(dtype: torch.dtype, gate: Gate
     product = Int8Product([weight], [bias], dtype)
     rows = drawn(40, 2080, seed=2).to(dtype)
     gated = gate_rows(rows, gate)
-    expected = int8_oracle.product(gated, weight, bias, dtype)
+    expected = product_of(gated, weight, bias, dtype)
     for count in (1, 2, 3, 4, 5, 11, 40):
         assert torch.equal(product(rows[:count], gate), expected[:count]), count
         assert torch.equal(product(gated[:count]), expected[:count]), count
@@ -165,7 +174,7 @@ def test_threads_do_not_change_those_either(num_threads: int) -> None:
     weight = quantize_weight(drawn(64, 1024))
     product = Int8Product([weight], [None], torch.float32)
     rows, gate = drawn(40, 2048, seed=2), Gate("silu", True)
-    expected = int8_oracle.product(gate_rows(rows, gate), weight, None, torch.float32)
+    expected = product_of(gate_rows(rows, gate), weight, None, torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from engine.kernels.rotary import can_rotate, rotate
+from engine.kernels.rotary import can_rotate, reference, rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,10 +34,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def check(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     assert can_rotate(query, key, cos, sin)
-    expected = apply_rotary_pos_emb(query, key, cos, sin)
-    for got, wanted in zip(rotate(query, key, cos, sin), expected, strict=True):
-        assert got.shape == wanted.shape
-        assert torch.equal(bits(got), bits(wanted))
+    transformers = apply_rotary_pos_emb(query, key, cos, sin)
+    plain = reference(query, cos, sin), reference(key, cos, sin)
+    for got, *expected in zip(rotate(query, key, cos, sin), transformers, plain, strict=True):
+        for wanted in expected:
+            assert got.shape == wanted.shape
+            assert torch.equal(bits(got), bits(wanted))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,72 +2,72 @@
 
 from __future__ import annotations
 
-from array import array
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
+from engine.kernels import lanes as v
 from engine.kernels import sequence
-from engine.kernels.compiled import Kernel
-from engine.kernels.lanes import argument, fetch_add, read_int, write_int
-from engine.kernels.sequence import NODE_INTS, run_sequence
+from engine.kernels.compiled import Loop
+from engine.kernels.records import Counter, Int64s
+from engine.kernels.sequence import run_sequence
 from engine.kernels.waiting import releasing
 
 COUNT = 64
 
 
-def add_neighbours(p: int) -> None:
-    """Each number of the second array becomes the sum of the first's numbers next to it, in a circle."""
-    while True:
-        index = fetch_add(p, 1)
-        if index >= COUNT:
-            break
-        left, right = (index + COUNT - 1) % COUNT, (index + 1) % COUNT
-        source = argument(p, 1)
-        write_int(
-            argument(p, 2) + 8 * index, read_int(source + 8 * left) + read_int(source + 8 * right)
-        )
+class Circle(NamedTuple):
+    source: Int64s
+    target: Int64s
+    next_place: Counter = 0
+    unused: int = 0
 
 
-KERNEL = Kernel(add_neighbours, 3)
+def add_neighbours(a: Circle) -> None:
+    """Each number of the target becomes the sum of the source's numbers next to it, in a circle."""
+    for place in v.shared(a.next_place, COUNT):
+        left, right = (place + COUNT - 1) % COUNT, (place + 1) % COUNT
+        a.target[place] = a.source[left] + a.source[right]
 
 
-def summed(num_threads: list[int]) -> list[int]:
+ADD = Loop(add_neighbours, Circle)
+
+
+def summed(num_threads: list[int]) -> torch.Tensor:
     """By so many kernels, each reading what the one before it wrote."""
-    planes = np.zeros((len(num_threads) + 1, COUNT), dtype=np.int64)
-    planes[0] = np.arange(COUNT) % 5 - 2
-    told = [
-        array("q", [0, planes[i].ctypes.data, planes[i + 1].ctypes.data])
-        for i in range(len(num_threads))
+    planes = torch.zeros(len(num_threads) + 1, COUNT, dtype=torch.int64)
+    planes[0] = torch.arange(COUNT) % 5 - 2
+    pairs = zip(planes, planes[1:], strict=False)
+    told = [ADD.layout.pack(Circle(*pair))[0] for pair in pairs]
+    code = ADD.kernel(()).address
+    nodes = [
+        (code, each.buffer_info()[0], count) for each, count in zip(told, num_threads, strict=True)
     ]
-    nodes = array("q")
-    for each, count in zip(told, num_threads, strict=True):
-        nodes.extend((KERNEL.address, each.buffer_info()[0], count))
-    run_sequence(torch.tensor(nodes).view(-1, NODE_INTS), max(num_threads))
-    return planes[-1].tolist()
+    run_sequence(torch.tensor(nodes), max(num_threads))
+    return planes[-1]
 
 
-def expected(count: int) -> list[int]:
-    plane = np.arange(COUNT) % 5 - 2
+def expected(count: int) -> torch.Tensor:
+    plane = torch.arange(COUNT) % 5 - 2
     for _ in range(count):
-        plane = np.roll(plane, 1) + np.roll(plane, -1)
-    return plane.tolist()
+        plane = plane.roll(1) + plane.roll(-1)
+    return plane
 
 
 @pytest.mark.parametrize("num_threads", [[1] * 40, [2] * 40, [1, 3, 1, 1, 2] * 8, [4, 1] * 20])
 def test_each_reads_what_the_one_before_it_wrote(num_threads: list[int]) -> None:
     for _ in range(20):
-        assert summed(num_threads) == expected(40)
+        assert torch.equal(summed(num_threads), expected(40))
 
 
 def test_without_openmp_one_thread_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "releasing", lambda: 0)
-    assert summed([1] * 10) == expected(10)
+    assert torch.equal(summed([1] * 10), expected(10))
 
 
 def test_one_that_waits_long_lets_others_run() -> None:
     """More threads than cores: who spins holds the core of the one it waits for."""
     assert releasing() != 0
     for _ in range(5):
-        assert summed([8] * 40) == expected(40)
+        assert torch.equal(summed([8] * 40), expected(40))

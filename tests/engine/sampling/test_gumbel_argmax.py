@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import engine.sampling.gumbel_argmax
+from engine.kernels.gumbel_argmax import reference
 from engine.params import SamplingParams
 from engine.sampling.gumbel_argmax import greedy_tokens, sampled_tokens
-from engine.sampling.noise import request_key
+from engine.sampling.noise import gumbel_list, request_key
 from worlds.device_world import no_host
 from worlds.sampling_oracle import expected_token
 
@@ -87,7 +88,15 @@ def test_kernel_finds_what_exhaustion_finds(vocab_size: int) -> None:
     num_rows = 12 if vocab_size > 100 else 60
     logits = random_logits(rng, num_rows, vocab_size)
     params = [random_params(rng, vocab_size) for _ in range(num_rows)]
-    assert draw(logits, params) == expected(logits, params)
+    found = [
+        reference(
+            row.numpy(),
+            np.array(gumbel_list(request_key(p.seed, 0), 100 + index, range(vocab_size))),
+            *(p.temperature, p.top_p, p.min_p, p.top_k),
+        )
+        for index, (row, p) in enumerate(zip(logits, params, strict=True))
+    ]
+    assert draw(logits, params) == found == expected(logits, params)
 
 
 def test_kernel_finds_what_tensors_find() -> None:
