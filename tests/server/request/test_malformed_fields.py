@@ -14,60 +14,43 @@ from worlds.serving import Connect
 
 pytestmark = pytest.mark.anyio
 
-MALFORMED: list[tuple[str, Any]] = [
-    ("n", 0),
-    ("n", True),
-    ("n", "2"),
-    ("n", 129),
-    ("temperature", 2.1),
-    ("temperature", "hot"),
-    ("temperature", float("nan")),
-    ("top_p", 0),
-    ("top_p", 1.5),
-    ("top_k", -2),
-    ("top_k", 1.5),
-    ("min_p", -0.1),
-    ("top_n_sigma", -1),
-    ("top_n_sigma", 101),
-    ("top_n_sigma", "2"),
-    ("presence_penalty", 3),
-    ("frequency_penalty", float("inf")),
-    ("repetition_penalty", 0),
-    ("seed", -1),
-    ("seed", 2**63),
-    ("min_tokens", -1),
-    ("min_tokens", 65),
-    ("max_tokens", 0),
-    ("max_tokens", 513),
-    ("max_tokens", 10**40),
-    ("stop", 5),
-    ("stop", [""]),
-    ("stop", ["a"] * 17),
-    ("stop", ["a" * 513]),
-    ("stop_token_ids", [270]),
-    ("stop_token_ids", ["a"]),
-    ("logit_bias", {"x": 1}),
-    ("logit_bias", {"270": 1}),
-    ("bad_words", [""]),
-    ("ignore_eos", 1),
-    ("priority", 2**31),
-    ("cache_salt", ""),
-    ("metadata", {"a": 1}),
-    ("metadata", {"a" * 65: "b"}),
-    ("metadata", {"a": "b" * 513}),
-    ("metadata", {str(number): "" for number in range(17)}),
-    ("logprob_token_ids", []),
-    ("logprob_token_ids", [270]),
-    ("logprob_token_ids", [-1]),
-    ("logprob_token_ids", [5] * 129),
-    ("stream", "true"),
-    ("stream_options", {}),
-    ("speculative", 4),
-]
+MALFORMED: dict[str, list[Any]] = {
+    "n": [0, True, "2", 129],
+    "temperature": [2.1, "hot", float("nan")],
+    "top_p": [0, 1.5],
+    "top_k": [-2, 1.5],
+    "min_p": [-0.1],
+    "top_n_sigma": [-1, 101, "2"],
+    "presence_penalty": [3],
+    "frequency_penalty": [float("inf")],
+    "repetition_penalty": [0],
+    "seed": [-1, 2**63],
+    "min_tokens": [-1, 65],
+    "max_tokens": [0, 513, 10**40],
+    "stop": [5, [""], ["a"] * 17, ["a" * 513]],
+    "stop_token_ids": [[270], ["a"]],
+    "logit_bias": [{"x": 1}, {"270": 1}],
+    "bad_words": [[""]],
+    "ignore_eos": [1],
+    "priority": [2**31],
+    "cache_salt": [""],
+    "metadata": [
+        {"a": 1},
+        {"a" * 65: "b"},
+        {"a": "b" * 513},
+        dict.fromkeys(map(str, range(17)), ""),
+    ],
+    "logprob_token_ids": [[], [270], [-1], [5] * 129],
+    "stream": ["true"],
+    "stream_options": [{}],
+    "speculative": [4],
+}
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-@pytest.mark.parametrize(("name", "value"), MALFORMED)
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in MALFORMED.items() for value in values]
+)
 async def test_a_malformed_value_is_a_400_that_names_the_field(
     connect: Connect, path: str, name: str, value: Any
 ) -> None:
