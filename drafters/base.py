@@ -340,12 +340,15 @@ class Drafter:
         self, request_id: str, token_ids: Sequence[int], options: Options, cache_salt: str
     ) -> None:
         """Starts a request. ``options`` that were left out get their defaults; those given have passed
-        ``DrafterInfo.resolve``. Raises ValueError for a request that is already open."""
+        ``DrafterInfo.resolve``. Raises ValueError for a request that is already open, and TypeError where
+        ``start`` returns no ``RequestState``."""
         if request_id in self._states:
             raise ValueError(f"request {request_id!r} is already open")
         complete = self.info.defaults() | dict(options)
-        new = NewRequest(request_id, token_ids, complete, cache_salt)
-        self._states[request_id] = self.start(new)
+        state = self.start(NewRequest(request_id, token_ids, complete, cache_salt))
+        if not isinstance(state, RequestState):
+            raise TypeError(f"start returned {type(state).__name__}, which is no RequestState")
+        self._states[request_id] = state
 
     def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
         """Called once, right after ``open``, if the request comes with a text that the output is expected

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from drafters.contexts import TOKEN_BITS
 from drafters.copying.history import TenantHistory
-from drafters.copying.suffix_index import MAX_MATCH_LENGTH, SuffixIndex, match_length
+from drafters.copying.runs import num_equal_before
+from drafters.copying.suffix_index import MAX_MATCH_LENGTH, SuffixIndex
 from drafters.copying.weights import (
     AHEAD_TOKENS,
     BEHIND_TOKENS,
@@ -223,7 +224,9 @@ class Alignment:
                 )
         found = []
         for position in places:
-            length = match_length(text, position, ending, end) if position < len(text) else 0
+            length = 0
+            if position < len(text):
+                length = num_equal_before(text, position, ending, end, MAX_MATCH_LENGTH)
             if length:
                 place = self._place(text, position)
                 found.append(Candidate(text, position, length, place, WEIGHTS[place][length]))
@@ -332,7 +335,7 @@ class Alignment:
         for position in positions:
             place = place_of(text, position)
             if position > 0 and text[position - 1] == last:
-                length = match_length(text, position, own, end)
+                length = num_equal_before(text, position, own, end, MAX_MATCH_LENGTH)
                 weight = WEIGHTS[place][length]
             elif place is _NEAR or place is _EARLIER:
                 length, weight = 0, unmatched_weight(self.num_lost_tokens)

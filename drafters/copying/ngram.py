@@ -23,6 +23,7 @@ from drafters.base import (
     in_order,
 )
 from drafters.contexts import advanced, pack, window_mask, windows
+from drafters.copying.runs import cyclic_run, num_equal_before
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
 
 MAX_INDEXED_TOKENS = 32_768
@@ -102,8 +103,8 @@ class NgramState(ReadingState):
         if match < 0 or depth < 1:
             return EMPTY
         tail = list(token_ids[-MAX_MATCH_LENGTH:])
-        length = common_suffix_length(token_ids, match, tail)
-        run = _copy(token_ids, match, depth)
+        length = num_equal_before(token_ids, match + 1, tail, len(tail), MAX_MATCH_LENGTH)
+        run = cyclic_run(token_ids, match + 1, depth)
         if request.shape.width > 1 and request.max_nodes > 1:
             return self._tree(request, tail, run, length)
         return chain(run, _run_features(length, len(run)))
@@ -128,7 +129,7 @@ class NgramState(ReadingState):
             found = self._alternatives(request, before, run[spine_depth])
             for rank, (end, match_length) in enumerate(found, start=1):
                 chance /= 2
-                other = _copy(request.token_ids, end, num_tokens)
+                other = cyclic_run(request.token_ids, end + 1, num_tokens)
                 _add_run(builder, other, parent, chance, match_length, rank)
         return builder.best(request.max_nodes)
 
@@ -143,20 +144,12 @@ class NgramState(ReadingState):
             token_id = token_ids[end + 1]
             if token_id == taken:
                 continue
-            length = common_suffix_length(token_ids, end, tail)
+            length = num_equal_before(token_ids, end + 1, tail, len(tail), MAX_MATCH_LENGTH)
             if token_id not in best or length > best[token_id][1]:
                 best[token_id] = (end, length)
         # Stable: among equal lengths the most recently seen stays first.
         ranked = sorted(best.values(), key=lambda found: found[1], reverse=True)
         return ranked[: request.shape.width - 1]
-
-
-def _copy(token_ids: Sequence[int], end: int, num_tokens: int) -> list[int]:
-    """``num_tokens`` tokens that follow position ``end``, cyclic past the end of the text."""
-    run = list(token_ids[end + 1 : end + 1 + num_tokens])
-    if len(run) < num_tokens:
-        run = (run * (num_tokens // len(run) + 1))[:num_tokens]
-    return run
 
 
 def _add_run(
@@ -261,14 +254,3 @@ class NgramIndex:
         self._base = self.num_tokens = start
         self._window = 0
         self.match = -1
-
-
-def common_suffix_length(
-    token_ids: Sequence[int], end: int, tail_token_ids: Sequence[int], limit: int = MAX_MATCH_LENGTH
-) -> int:
-    """Returns how many tokens ending at position ``end`` equal the last ones of ``tail_token_ids``."""
-    limit = min(limit, end + 1, len(tail_token_ids))
-    length = 0
-    while length < limit and token_ids[end - length] == tail_token_ids[-1 - length]:
-        length += 1
-    return length

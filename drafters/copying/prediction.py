@@ -21,6 +21,7 @@ from drafters.base import (
     RequestState,
     drafter,
 )
+from drafters.copying.runs import num_equal_before
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
 
 _BUCKET_STARTS = (0, 1, 2, 3, 5, 9, 17, 33)
@@ -181,9 +182,5 @@ class PredictionAligner:
 
     def _run_to(self, end: int) -> int:
         """Returns how many tokens up to the prediction's ``end`` equal the text's last ones."""
-        length = 0
-        while length < min(len(self._tail), end + 1):
-            if self.token_ids[end - length] != self._tail[-1 - length]:
-                break
-            length += 1
-        return length
+        tail = self._tail
+        return num_equal_before(self.token_ids, end + 1, tail, len(tail), len(tail))

@@ -37,6 +37,7 @@ from drafters.copying.alignment import (
     Candidate,
 )
 from drafters.copying.history import SEPARATOR, Histories, TenantHistory
+from drafters.copying.runs import cyclic_run
 from drafters.copying.suffix_index import MAX_MATCH_LENGTH
 from drafters.copying.weights import (
     LEADING_FACTOR,
@@ -177,14 +178,13 @@ class _Child(NamedTuple):
 
 
 def copied(text: Sequence[int], position: int, num_tokens: int, is_own: bool) -> list[int]:
-    """Copies what stands at ``position``; past the end of the request's own text, the copy goes on into
-    itself, as an overlapped copy in LZ77 does; at the end of another text it ends."""
+    """Copies what stands at ``position``: from the request's own text a ``cyclic_run``, from another what
+    is left of it."""
+    if is_own:
+        return cyclic_run(text, position, num_tokens)
     run = list(text[position : position + num_tokens])
-    if not is_own:
-        if SEPARATOR in run:
-            del run[run.index(SEPARATOR) :]
-    elif 0 < len(run) < num_tokens:
-        run = (run * (num_tokens // len(run) + 1))[:num_tokens]
+    if SEPARATOR in run:
+        del run[run.index(SEPARATOR) :]
     return run
 
 

@@ -88,15 +88,3 @@ class SuffixIndex:
 def _window(token_ids: Sequence[int], end: int) -> int:
     """The last tokens before ``end``, packed."""
     return pack(token_ids[max(0, end - _LONGEST.num_tokens) : end])
-
-
-def match_length(token_ids: Sequence[int], position: int, ending: Sequence[int], end: int) -> int:
-    """Returns how many tokens before ``position`` equal the last ones of ``ending[:end]``, at most
-    ``MAX_MATCH_LENGTH``."""
-    if position <= 0 or end <= 0 or token_ids[position - 1] != ending[end - 1]:
-        return 0
-    limit = min(MAX_MATCH_LENGTH, position, end)
-    length = 1
-    while length < limit and token_ids[position - 1 - length] == ending[end - 1 - length]:
-        length += 1
-    return length

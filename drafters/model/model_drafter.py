@@ -153,7 +153,7 @@ class ModelDrafter(Drafter):
     ) -> Callable[[], list[DraftTree]]:
         """See ``Drafter``. The first round is begun here, and all rounds of chains that run ahead."""
         trees = [EMPTY] * len(requests)
-        turns = [self._turn(index, ask) for index, ask in enumerate(requests)]
+        turns = [self._first_round(index, ask) for index, ask in enumerate(requests)]
         rows = self._deal([turn for turn in turns if self._has_room(turn.ask)])
         if not rows:
             return lambda: trees
@@ -183,7 +183,7 @@ class ModelDrafter(Drafter):
 
     # The first round: known tokens
 
-    def _turn(self, index: int, ask: DraftRequest) -> _FirstRound:
+    def _first_round(self, index: int, ask: DraftRequest) -> _FirstRound:
         state = self._states[ask.request_id]
         if not self._model.owns_rows:
             return _FirstRound(

@@ -8,6 +8,8 @@ target runs.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,48 +40,40 @@ logger = logging.getLogger(__name__)
 _SETTINGS = {medusa_heads.KIND: "medusa_heads", eagle_head.KIND: "eagle_head"}
 
 
+@dataclass(frozen=True, slots=True)
 class DraftHeads:
-    """The heads of an engine, by kind. ``facts`` are the target's; ``ends``: its input and output
-    embeddings, where its own cannot be used in one process alone."""
+    """The heads of an engine. ``folders``, or the ``reasons`` why there is none, are by kind; ``dtype``
+    and ``device`` are the target's. ``ends``: its input and output embeddings, where its own cannot be
+    used in one process alone."""
 
-    def __init__(
-        self,
-        facts: TargetFacts,
-        folders: dict[str, HeadFolder],
-        reasons: dict[str, str],
-        config: EngineConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        ends: tuple[nn.Module, nn.Module] | None = None,
-    ) -> None:
-        self.facts = facts
-        self._folders = folders
-        self._reasons = reasons
-        self._config = config
-        self._dtype = dtype
-        self._device = device
-        self._ends = ends
+    facts: TargetFacts
+    folders: Mapping[str, HeadFolder]
+    reasons: Mapping[str, str]
+    config: EngineConfig
+    dtype: torch.dtype
+    device: torch.device
+    ends: tuple[nn.Module, nn.Module] | None = None
 
     def bytes_per_block(self) -> int:
         """Returns the bytes that one more block of the pool costs in the store of the eagle head."""
-        folder = self._folders.get(eagle_head.KIND)
+        folder = self.folders.get(eagle_head.KIND)
         if folder is None:
             return 0
         needs = self._eagle_needs(folder)
-        backend = choose_backend(self._config.attention_backend, needs, strict=False)
+        backend = choose_backend(self.config.attention_backend, needs, strict=False)
         return backend.bytes_per_block(needs)
 
     def medusa(self, runner: ModelRunner) -> MedusaHeads:
         """Raises DrafterUnavailableError with the reason where there are none."""
         folder = self._folder(medusa_heads.KIND)
-        return load_medusa(folder, self._ends_of(runner)[1], self._dtype, self._device)
+        return load_medusa(folder, self._ends_of(runner)[1], self.dtype, self.device)
 
     def eagle(self, runner: ModelRunner) -> EagleModel:
         """Raises DrafterUnavailableError with the reason where there is none."""
         folder = self._folder(eagle_head.KIND)
-        layer = eagle_head.load_layer(folder, self._dtype, self._device)
+        layer = eagle_head.load_layer(folder, self.dtype, self.device)
         needs, max_len = self._eagle_needs(folder), layer.sizes["max_position_embeddings"]
-        wanted = self._config.attention_backend
+        wanted = self.config.attention_backend
         attention = build_attention(needs, runner.store.num_blocks, wanted, strict=False)
         model = EagleModel(
             layer,
@@ -87,26 +81,26 @@ class DraftHeads:
             attention,
             vocab_size=self.facts.vocab_size,
             max_len=max_len,
-            max_catch_up_rows=self._config.max_num_batched_tokens,
-            graphs=graph_sizes(self._config, attention, max_len, strict=False),
+            max_catch_up_rows=self.config.max_num_batched_tokens,
+            graphs=graph_sizes(self.config, attention, max_len, strict=False),
         )
         model.prepare()
         return model
 
     def _ends_of(self, runner: ModelRunner) -> tuple[nn.Module, nn.Module]:
-        return self._ends or _ends(runner.model)
+        return self.ends or _ends(runner.model)
 
     def _eagle_needs(self, folder: HeadFolder) -> AttentionNeeds:
         num_heads, num_kv_heads, dim = folder.sizes(
             "num_attention_heads", "num_key_value_heads", "head_dim"
         )
         shape = KVShape(num_heads, num_kv_heads, dim, dim)
-        return AttentionNeeds("fast", self._device, self._dtype, self._config.block_size, [shape])
+        return AttentionNeeds("fast", self.device, self.dtype, self.config.block_size, [shape])
 
     def _folder(self, kind: str) -> HeadFolder:
-        if kind not in self._folders:
-            raise DrafterUnavailableError(self._reasons[kind])
-        return self._folders[kind]
+        if kind not in self.folders:
+            raise DrafterUnavailableError(self.reasons[kind])
+        return self.folders[kind]
 
 
 def prepare_heads(target: PreTrainedModel, config: EngineConfig) -> DraftHeads:

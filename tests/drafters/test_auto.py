@@ -23,7 +23,7 @@ from drafters.copying.ngram import NgramDrafter
 from drafters.copying.prediction import PredictionDrafter
 from drafters.registry import PlainContext, build_drafters
 from drafters.tree import EMPTY, DraftTree, chain
-from worlds.simulated_target import decode
+from worlds.simulated_target import decode, node_paths
 
 Guess = Callable[[Sequence[int]], list[int]]
 
@@ -243,7 +243,7 @@ def test_what_was_nearly_said_goes_on_as_it_did_before() -> None:
     text.append(2)
     auto.observe([Observation("r", text, EMPTY, [2], [0], [2], [[2, 6, 4]])])
     (tree,) = auto.propose([DraftRequest("r", text, 4, DraftShape(width=2, depth=3))])
-    assert [list(path) for path in paths(tree)] == [[6], [6, 7], [6, 7, 8], [4]]
+    assert [list(path) for path in node_paths(tree)] == [[6], [6, 7], [6, 7, 8], [4]]
 
 
 def test_members_are_those_of_the_registry_that_need_no_model(
@@ -334,13 +334,6 @@ def weighed_trees(draw: st.DrawFn) -> tuple[DraftTree, list[float]]:
     return DraftTree(token_ids, parents, [0] * len(token_ids)), survivals
 
 
-def paths(tree: DraftTree) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
-        found.append((*(found[parent] if parent >= 0 else ()), token_id))
-    return found
-
-
 @given(st.lists(weighed_trees(), max_size=4), st.integers(1, 12), st.integers(1, 3))
 def test_what_is_taken_is_what_definition_says(
     weighed: list[tuple[DraftTree, list[float]]], num_nodes: int, width: int
@@ -349,14 +342,14 @@ def test_what_is_taken_is_what_definition_says(
     overlay = Overlay()
     for tree, survivals in weighed:
         overlay.lay(tree, survivals)
-        for path, survival in zip(paths(tree), survivals, strict=True):
+        for path, survival in zip(node_paths(tree), survivals, strict=True):
             worth[path] = max(worth.get(path, 0.0), survival)
     tree = overlay.tree(num_nodes, width, 6)
     tree.validate()
     assert len(tree) <= num_nodes
     assert all(0 <= feature < 64 for feature in tree.features)
     assert all(list(tree.parents).count(parent) <= width for parent in range(-1, len(tree)))
-    taken = paths(tree)
+    taken = node_paths(tree)
     assert set(taken) <= set(worth)
     if width == 3:
         fitting = [path for path in worth if len(path) <= 6 and _narrow(path, worth)]
@@ -370,7 +363,7 @@ def test_what_is_taken_is_what_definition_says(
         (sum(worth[path[: d + 1]] for d in range(len(path))) for path in worth if len(path) <= 4),
         default=0.0,
     )
-    got = paths(single)
+    got = node_paths(single)
     assert abs(sum(worth[path] for path in got) - most) < 1e-9
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from drafters.base import (
     Drafter,
+    DrafterInfo,
     DrafterUnavailableError,
     DraftRequest,
     DraftShape,
@@ -109,6 +110,17 @@ def test_the_live_text_is_neither_kept_nor_changed(name):
     token_ids.clear()
     (after,) = drafter.propose([request])
     assert list(before.token_ids) == list(after.token_ids)
+
+
+def test_a_start_that_returns_no_state_is_refused():
+    class Stateless(Drafter):
+        info = DrafterInfo("stateless", "Forgets.")
+
+        def start(self, request):
+            del request
+
+    with pytest.raises(TypeError, match="start returned NoneType, which is no RequestState"):
+        Stateless().open("r", TEXT, {}, "")
 
 
 @pytest.fixture

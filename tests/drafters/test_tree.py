@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.tree import EMPTY, ROOT, Branch, DraftTree, TreeBuilder, best_first, chain
-from worlds.simulated_target import assert_spine_first
+from worlds.simulated_target import assert_spine_first, node_paths
 
 TREE = DraftTree([5, 6, 7, 5, 8], [ROOT, 0, ROOT, 2, 0], [0, 1, 2, 3, 4])
 
@@ -74,22 +74,15 @@ def builders(draw: st.DrawFn) -> TreeBuilder:
     return builder
 
 
-def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
-        paths.append((*(paths[parent] if parent != ROOT else ()), token_id))
-    return paths
-
-
 @given(builders(), st.integers(0, 12), st.integers(1, 3), st.integers(1, 4))
 def test_the_best_nodes_are_those_of_most_weight_that_fit(
     builder: TreeBuilder, nodes: int, width: int, depth: int
 ) -> None:
     every = builder.take(range(len(builder)))
-    weights = dict(zip(paths_of(every), builder.weights, strict=True))
+    weights = dict(zip(node_paths(every), builder.weights, strict=True))
     tree = builder.best(nodes)
     tree.validate()
-    taken = paths_of(tree)
+    taken = node_paths(tree)
     assert len(taken) == min(nodes, len(builder))
     left_out = max((weight for path, weight in weights.items() if path not in taken), default=0.0)
     assert all(weights[path] >= left_out for path in taken)
@@ -123,7 +116,7 @@ def test_best_first_expands_what_it_takes_and_nothing_else() -> None:
         return [Branch(branch.weight * share, node, t, 0, path) for t, share in SHARES]
 
     tree = best_first([Branch(share, ROOT, t, 0, ()) for t, share in SHARES], expand, 5)
-    assert paths_of(tree) == [(1,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2,)]
+    assert node_paths(tree) == [(1,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2,)]
     assert expanded == [(1,), (1, 1), (1, 1, 1), (2,)]  # not the last one taken
     assert (
         len(best_first([], expand, 5)) == len(best_first([Branch(1, -1, 1, 0, ())], expand, 0)) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.tree import ROOT, DraftTree
 from worlds.simulated_target import Target
 
 
@@ -77,11 +76,3 @@ class ReferenceLookahead:
         while tuple(emitted) in paths:
             emitted.append(target(text + emitted))
         return emitted
-
-
-def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
-        above = () if parent == ROOT else paths[parent]
-        paths.append((*above, token_id))
-    return set(paths)

@@ -57,7 +57,7 @@ def decode(
         (tree,) = drafter.propose([DraftRequest(request_id, run.token_ids, max_nodes, shape)])
         check_tree(tree, max_nodes, shape)
         path, emitted = verify_step(tree, run.token_ids, target)
-        contexts = [_row_context(tree, row, run.token_ids) for row in range(len(tree) + 1)]
+        contexts = [[*run.token_ids, *path] for path in ((), *node_paths(tree))]
         row_token_ids = [target(context) for context in contexts]
         top_token_ids = None
         if top_tokens is not None:
@@ -75,13 +75,12 @@ def decode(
     return run
 
 
-def _row_context(tree: DraftTree, row: int, token_ids: Sequence[int]) -> list[int]:
-    branch: list[int] = []
-    node = row - 1
-    while node != ROOT:
-        branch.append(tree.token_ids[node])
-        node = tree.parents[node]
-    return [*token_ids, *reversed(branch)]
+def node_paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens from the root to every node."""
+    paths: list[tuple[int, ...]] = []
+    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
+        paths.append((*(() if parent == ROOT else paths[parent]), token_id))
+    return paths
 
 
 def check_tree(tree: DraftTree, max_nodes: int, shape: DraftShape) -> None:

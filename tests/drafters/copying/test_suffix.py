@@ -12,13 +12,13 @@ from drafters.base import DraftRequest, DraftShape, Observation
 from drafters.copying import alignment as suffix_alignment
 from drafters.copying.alignment import Alignment
 from drafters.copying.history import Histories, TenantHistory
+from drafters.copying.runs import num_equal_before
 from drafters.copying.suffix import SuffixDrafter
 from drafters.copying.suffix_index import (
     CONTEXT_LENGTHS,
     MAX_MATCH_LENGTH,
     MAX_OCCURRENCES,
     SuffixIndex,
-    match_length,
 )
 from drafters.copying.weights import WEIGHTS, Place
 from drafters.tree import EMPTY
@@ -96,7 +96,8 @@ def test_the_index_finds_what_brute_force_finds(text, ending, cuts):
 def test_match_lengths_are_exact(text, ending, position):
     position = min(position, len(text))
     expected = naive_match_length(text, position, ending, len(ending))
-    assert match_length(text, position, ending, len(ending)) == expected
+    found = num_equal_before(text, position, ending, len(ending), MAX_MATCH_LENGTH)
+    assert found == expected
 
 
 def test_a_context_keeps_a_bounded_number_of_occurrences():

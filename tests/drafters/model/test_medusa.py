@@ -16,8 +16,8 @@ from drafters.base import DraftRequest, DraftShape, HiddenRows
 from drafters.model.growth import feature_of
 from drafters.model.medusa import MedusaDrafter, product_tree
 from drafters.model.protocol import Candidates
-from drafters.tree import ROOT, DraftTree
-from worlds.simulated_target import check_tree
+from drafters.tree import ROOT
+from worlds.simulated_target import check_tree, node_paths
 
 
 def level(*confidences: float) -> Candidates:
@@ -26,14 +26,6 @@ def level(*confidences: float) -> Candidates:
 
 def choices(each: Candidates, width: int) -> list[tuple[int, float]]:
     return list(zip(each.token_ids, each.confidences, strict=True))[:width]
-
-
-def paths(tree: DraftTree) -> list[tuple[int, ...]]:
-    """The tokens from the root to every node."""
-    found: list[tuple[int, ...]] = []
-    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
-        found.append((*(() if parent == ROOT else found[parent]), token_id))
-    return found
 
 
 WEIGHTS = st.lists(st.floats(0.01, 0.9), min_size=1, max_size=4)
@@ -54,7 +46,7 @@ def test_the_tree_holds_the_heaviest_paths(
         for path in product(*(choices(each, width) for each in levels[:at]))
     }
     best = sorted(every.values(), reverse=True)[:max_nodes]
-    assert sorted((every[path] for path in paths(tree)), reverse=True) == pytest.approx(best)
+    assert sorted((every[path] for path in node_paths(tree)), reverse=True) == pytest.approx(best)
 
 
 def test_a_chain_is_every_heads_first_choice() -> None:
@@ -88,7 +80,7 @@ def test_a_published_shape_comes_out_where_the_weights_ask_for_it() -> None:
     """The choices 0, 1, 00, 01, 10, 000: as rows with their depths, ancestors and paths."""
     levels = [level(0.6, 0.3, 0.1), level(0.7, 0.3), level(0.5, 0.2)]
     tree = product_tree(levels, 6, DraftShape(10, 4))
-    nodes = [tuple(token - 10 for token in path) for path in paths(tree)]
+    nodes = [tuple(token - 10 for token in path) for path in node_paths(tree)]
     assert set(nodes) == {(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)}
     assert sorted(tree.depths()) == [1, 1, 2, 2, 2, 3]
     assert nodes[:3] == [(0,), (0, 0), (0, 0, 0)], "the likeliest chain lies in place"

@@ -21,8 +21,15 @@ from drafters.parallel.lookahead import (
 )
 from drafters.tree import EMPTY, TreeBuilder
 from worlds.lanes import examples
-from worlds.lookahead_reference import ReferenceLookahead, paths_of
-from worlds.simulated_target import Target, check_tree, decode, propose_once, verify_step
+from worlds.lookahead_reference import ReferenceLookahead
+from worlds.simulated_target import (
+    Target,
+    check_tree,
+    decode,
+    node_paths,
+    propose_once,
+    verify_step,
+)
 
 WIDE = DraftShape(64, 64)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -52,15 +59,8 @@ def state(prompt: Sequence[int] = PROMPT, **options: bool | int) -> LookaheadSta
 def observed(text: Sequence[int], tree, target: Target) -> Observation:
     """One verification of ``tree``, row by row."""
     path, emitted = verify_step(tree, text, target)
-    rows = [target(text), *(target([*text, *each]) for each in _node_paths(tree))]
+    rows = [target(text), *(target([*text, *each]) for each in node_paths(tree))]
     return Observation("r", [*text, *emitted], tree, rows, path, emitted)
-
-
-def _node_paths(tree) -> list[list[int]]:
-    paths: list[list[int]] = []
-    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
-        paths.append([*(paths[parent] if parent >= 0 else []), token_id])
-    return paths
 
 
 # --- the recipe ---
@@ -100,7 +100,7 @@ def test_every_step_is_the_naive_recipes(
     for _ in range(12):
         tree = mine.propose(DraftRequest("r", text, 10**4, WIDE))
         check_tree(tree, 10**4, WIDE)
-        assert paths_of(tree) == reference.paths(text[-1])
+        assert set(node_paths(tree)) == reference.paths(text[-1])
         seen = observed(text, tree, target)
         assert list(seen.emitted_token_ids) == reference.step(text, target)
         mine.observe(seen)
@@ -133,7 +133,7 @@ def test_the_worked_example_of_the_alphabet() -> None:
     for ngram in ("CDEF", "CDFE", "CDFG"):
         mine._pool.insert(ord(ngram[0]), word(ngram[1:]))
     tree = mine.propose(DraftRequest("r", word("ABC"), 64, WIDE))
-    assert paths_of(tree) >= {word("DEF"), word("DFE"), word("DFG")}
+    assert set(node_paths(tree)) >= {word("DEF"), word("DFE"), word("DFG")}
     seen = observed(list(word("ABC")), tree, alphabet)
     assert tuple(seen.emitted_token_ids) == word("DEFG")
 
@@ -265,7 +265,7 @@ def test_features_tell_guesses_by_rank_and_window_rows_apart() -> None:
     for token_id in (30, 40, 50):
         mine._pool.insert(2, (token_id, 9))
     tree = mine.propose(DraftRequest("r", [7, 1, 2], 64, WIDE))
-    by_path = dict(zip(map(tuple, _node_paths(tree)), tree.features, strict=True))
+    by_path = dict(zip(node_paths(tree), tree.features, strict=True))
     assert [by_path[token_id, 9] for token_id in (50, 40, 30)] == [0, 1, 2]
     assert {by_path[path] for path in by_path if path[0] in (7, 1, 2)} == {WINDOW_FEATURE}
 

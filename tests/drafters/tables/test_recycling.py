@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from drafters.base import DraftRequest, DraftShape, Observation
 from drafters.tables.recycling import LEVEL_SIZES, RANK_SHARES, RecyclingDrafter, level_template
 from drafters.tree import EMPTY, ROOT, DraftTree
-from worlds.simulated_target import check_tree
+from worlds.simulated_target import check_tree, node_paths
 
 
 def observed(
@@ -116,8 +116,6 @@ def test_trees_equal_a_matrix_read_naively(seed: int, num: int, width: int, dept
             assert above is not None
             expected[path] = (*above, row[path[-1]])
     tree = propose(drafter, [3], num, DraftShape(width, depth))
-    found: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
-        found.append((*((3,) if parent == ROOT else found[parent]), token))
+    found = [(3, *path) for path in node_paths(tree)]
     del expected[()]
     assert sorted(found) == sorted(expected.values())

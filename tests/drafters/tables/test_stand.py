@@ -18,7 +18,7 @@ from drafters.tree import EMPTY, ROOT, DraftTree
 from engine.sampling.noise import gumbel_list, request_key
 from worlds.sampled_rows import gumbel_scalar
 from worlds.sampled_target import choose, decode, markov_probs, noise_of, sampling_of
-from worlds.simulated_target import check_tree
+from worlds.simulated_target import check_tree, node_paths
 
 A, B = [0.6, 0.3, 0.1], [0.9, 0.1]
 
@@ -50,13 +50,6 @@ def propose(
     return tree
 
 
-def nodes(tree: DraftTree) -> set[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
-        paths.append((*(() if parent == ROOT else paths[parent]), token))
-    return set(paths)
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, DraftSampling(0.0, verification="rejection")])
 def test_greedy_chain_takes_the_likeliest_and_a_tree_adds_the_others(
     sampling: DraftSampling,
@@ -64,7 +57,7 @@ def test_greedy_chain_takes_the_likeliest_and_a_tree_adds_the_others(
     drafter = taught()
     assert list(propose(drafter, [5, 1, 2], sampling=sampling).token_ids) == [3, 6]
     tree = propose(drafter, [5, 1, 2], 8, DraftShape(3, 4), sampling)
-    assert nodes(tree) == {(3,), (4,), (5,), (3, 6), (3, 7), (4, 8)}
+    assert set(node_paths(tree)) == {(3,), (4,), (5,), (3, 6), (3, 7), (4, 8)}
     assert list(tree.token_ids[:2]) == [3, 6]
     assert tree.draft_probs == {}
 
@@ -120,10 +113,9 @@ REJECTION = DraftSampling(0.8, noise=noise_of(4), verification="rejection")
 def test_when_another_verifier_asks_the_distributions_drawn_from_are_attached() -> None:
     assert StandDrafter.info.samples
     tree = propose(taught(), [1, 5, 1, 2], 40, DraftShape(3, 4), REJECTION)
-    paths: list[tuple[int, ...]] = []
+    paths = node_paths(tree)
     children: dict[int, list[int]] = {}
     for token, parent in zip(tree.token_ids, tree.parents, strict=True):
-        paths.append((*(() if parent == ROOT else paths[parent]), token))
         children.setdefault(parent, []).append(token)
     assert set(tree.draft_probs) == set(children)
     for parent, probs in tree.draft_probs.items():
@@ -181,7 +173,7 @@ def test_a_template_file_decides_the_tree(tmp_path: Path) -> None:
     drafter = StandDrafter(str(tmp_path / "t.json"))
     drafter.open("r", [1, 2, 3, 9, 1, 2, 4, 8, 1, 2], {}, "")
     tree = propose(drafter, [1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 9, DraftShape(4, 9))
-    assert nodes(tree) == {(4,), (3,), (3, 9)}  # of equal counts, the newer one first
+    assert set(node_paths(tree)) == {(4,), (3,), (3, 9)}  # of equal counts, the newer one first
     with pytest.raises(ValueError, match=r"none\.json"):
         StandDrafter(str(tmp_path / "none.json"))
 
