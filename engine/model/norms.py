@@ -25,7 +25,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**
 
 
 RowNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
-"""Of rows, float32 weights and an epsilon, rounded before they are weighed or not."""
+"""Takes rows, float32 weights, an epsilon, and whether rows are rounded before they are weighed."""
 
 
 def row_norm_for(device: torch.device, length: int) -> RowNorm | None:
