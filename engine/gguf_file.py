@@ -26,7 +26,8 @@ from engine.errors import UnsupportedModelError
 _VERSIONS = (2, 3)
 _MOST_HEADER_BYTES = 1 << 28
 _MOST_ELEMENTS = 1 << 22
-"""Of all arrays of a header together; the largest are vocabularies, and parsers loop over them."""
+"""Elements of all arrays of a header together; the largest are vocabularies, and parsers loop over
+them."""
 _MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
 _MOST_DIMENSIONS = 4
 _USUAL_ALIGNMENT = 32
@@ -63,7 +64,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says before its data."""
+    """The metadata and list of tensors that a file has before its data."""
 
     metadata: Mapping[str, Any]
     tensors: tuple[StoredTensor, ...]
@@ -74,8 +75,8 @@ class GgufHeader:
 
 
 def find_gguf(model: str) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one of a folder without other weights. Raises
-    UnsupportedModelError where a folder has several."""
+    """Returns the GGUF file that a path means: itself, or the only one of a folder without other weights.
+    Raises UnsupportedModelError where a folder has several."""
     path = Path(model)
     if path.is_file():
         return path if path.suffix == ".gguf" or _has_magic(path) else None
@@ -107,7 +108,8 @@ def needing_gguf() -> Iterator[None]:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of a file that holds all that it says: strings, arrays and tensors end within it.
+    """Returns the header of a file that holds all that it says: strings, arrays and tensors end within
+    it.
 
     Raises UnsupportedModelError with what is wrong, OSError where the file cannot be read.
     """
@@ -258,7 +260,7 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
 
 @lru_cache(maxsize=1)
 def _block_sizes() -> dict[int, tuple[int, int]]:
-    """Values and bytes of a block, by the type's number."""
+    """Returns the values and bytes of a block, by the type's number."""
     with needing_gguf():
         from gguf.constants import GGML_QUANT_SIZES
     return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}

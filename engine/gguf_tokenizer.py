@@ -55,7 +55,7 @@ _GPT2_SPLITTERS = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-
 
 
 def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """``chat_template``: in place of the file's.
+    """Returns the tokenizer of a file. ``chat_template``: in place of the file's.
 
     Raises UnsupportedModelError where the file has no tokenizer or one that does not fit together,
     ValueError for a kind that transformers does not build."""
@@ -88,7 +88,7 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
 
 
 def end_token_ids(header: GgufHeader) -> tuple[int, ...]:
-    """Every token that ends a text: those that the file says and those known by their names."""
+    """Returns every token that ends a text: those that the file says and those known by their names."""
     found = {_special_id(header, name) for name in _ENDS} - {None}
     kinds = header.metadata.get("tokenizer.ggml.token_type", ())
     for number, (token, kind) in enumerate(zip(_tokens(header), kinds, strict=False)):
@@ -123,8 +123,8 @@ def _special_id(header: GgufHeader, name: str) -> int | None:
 
 
 def _only_own(backend: Any, num_tokens: int) -> Any:
-    """Without tokens past the file's: transformers' classes add those that their families usually have,
-    and no model has embeddings for them."""
+    """Returns it without tokens past the file's: transformers' classes add those that their families
+    usually have, and no model has embeddings for them."""
     if backend.get_vocab_size(with_added_tokens=True) <= num_tokens:
         return backend
     parts = json.loads(backend.to_str())

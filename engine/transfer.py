@@ -24,8 +24,8 @@ def is_host(device: torch.device) -> bool:
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A list, an array or a tensor of the host's as a tensor on ``device``. On a CPU it may share memory
-    with an array."""
+    """Returns a list, an array or a tensor of the host's as a tensor on ``device``. On a CPU it may share
+    memory with an array."""
     tensor = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
         return tensor.to(device)
@@ -68,7 +68,7 @@ class Readback:
         return len(self._added)
 
     def fetch(self) -> None:
-        """What was added since the last fetch. Nobody waits where that is nothing."""
+        """Brings what was added since the last fetch. Nobody waits where that is nothing."""
         added, self._added = self._added, []
         if not added:
             return
@@ -96,7 +96,7 @@ class Stopwatch:
         self._begun.record(self._stream)
 
     def stop(self) -> Callable[[], float]:
-        """What tells the seconds; it waits where the work is not done yet."""
+        """Returns a function that tells the seconds; it waits where the work is not done yet."""
         self._ended.record(self._stream)
         return self._seconds
 
@@ -117,14 +117,14 @@ def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors' bytes: those of the widest types first, so that all stay aligned."""
+    """Returns the tensors' bytes: those of the widest types first, so that all stay aligned."""
     return torch.cat(
         [tensors[at].contiguous().view(-1).view(torch.uint8) for at in _order(tensors)]
     )
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of packed bytes, of the types and shapes of ``like``, in their order."""
+    """Returns views of packed bytes, of the types and shapes of ``like``, in their order."""
     found: dict[int, Tensor] = {}
     first = 0
     for at in _order(like):

@@ -27,13 +27,13 @@ _VALUES_AT_ONCE = 1 << 24
 """Types without a kernel for extremes are made wider in slices, which bounds the memory that takes."""
 _WITH_EXTREMES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _LEFT_OVER = re.compile(r"\.rotary_emb\.\w+$|\.masked_bias$|\.[qkv]_scale$")
-"""What older versions wrote beside the weights, and scales for keys and values in 8 bits: none of
+"""Names that older versions wrote beside the weights, and scales for keys and values in 8 bits: none of
 them is a weight of the model."""
 
 
 def load_weights(model: str, config: Any, **options: Any) -> PreTrainedModel:
-    """The causal LM of a folder or hub id, with exactly the weights that its configuration asks for.
-    ``options``: of ``from_pretrained``.
+    """Returns the causal LM of a folder or hub id, with exactly the weights that its configuration asks
+    for. ``options``: of ``from_pretrained``.
 
     Raises UnsupportedModelError naming the tensors that are missing, of another shape, left over or not
     finite, or the file that cannot be read; whatever else transformers raises.
@@ -57,8 +57,8 @@ def load_weights(model: str, config: Any, **options: Any) -> PreTrainedModel:
 
 
 def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """What to say of those of the named tensors that hold infinities or no numbers: nothing or one
-    fault. One pass over the values and no copy of them: 0.2 s for half a billion in bf16 on a core."""
+    """Returns a fault that names those tensors that hold infinities or no numbers, or nothing. The values
+    are passed over once and not copied: 0.2 s for half a billion in bf16 on a core."""
     found = [name for name, tensor in tensors if not _is_finite(local_part(tensor.detach()))]
     return [f"weights that are not finite: {_named(found)}"] if found else []
 
@@ -77,7 +77,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _misfits(model: PreTrainedModel, found: Mapping[str, Any]) -> list[str]:
-    """What to say of names and shapes."""
+    """Returns the faults of names and shapes."""
     wrong = [
         f"{name} {list(stored)} instead of {list(wanted)}"
         for name, stored, wanted in sorted(found["mismatched_keys"])
@@ -99,9 +99,9 @@ def _named(names: list[str]) -> str:
 
 
 def _dropped(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's unused tensors that its decoder would have computed with: they hang at a
-    module that the model has, or lie within its list of layers. Other parts of a larger model (a vision
-    tower, heads that predict further tokens) are no loss."""
+    """Returns those of a checkpoint's unused tensors that its decoder would have computed with: they hang
+    at a module that the model has, or lie within its list of layers. Other parts of a larger model (a
+    vision tower, heads that predict further tokens) are no loss."""
     modules = dict(model.named_modules())
     lists = [name for name, each in modules.items() if isinstance(each, nn.ModuleList)]
     own = modules.keys() - {"", model.base_model_prefix}

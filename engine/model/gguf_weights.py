@@ -33,14 +33,15 @@ _F32, _F16, _BF16 = 0, 1, 30
 _FLOATS = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 """Types of tensors that are values, not blocks, by ggml's numbers."""
 _ROPE_FACTORS = "rope_freqs.weight"
-"""By what each frequency of the rotary embedding is divided. transformers does not read it."""
+"""The tensor of what each frequency of the rotary embedding is divided by; transformers does not read
+it."""
 
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """Within it transformers parses a file once, not anew for its configuration and its weights, and
-    makes its table of names once, not for every module: half of the time that loading takes. And its
-    progress is shown only to who watches.
+    """Lets transformers parse a file once within it, not anew for its configuration and its weights, and
+    make its table of names once, not for every module: that is two thirds of the time that loading takes,
+    and transformers has no seam for it. Its progress is shown on terminals alone.
 
     Raises UnsupportedModelError where a package of the extra is missing.
     """
@@ -64,8 +65,8 @@ def parsed_once() -> Iterator[None]:
 
 
 def read_config(path: Path) -> tuple[GgufHeader, Any]:
-    """A file's header and configuration. Raises UnsupportedModelError for what rules it out, whatever
-    transformers raises for an architecture that it does not know."""
+    """Returns a file's header and configuration. Raises UnsupportedModelError for what rules it out,
+    whatever transformers raises for an architecture that it does not know."""
     header = read_header(path)
     _check_sizes(header)
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=str(path.absolute()))
@@ -76,7 +77,7 @@ def read_config(path: Path) -> tuple[GgufHeader, Any]:
 def load_gguf(
     path: Path, header: GgufHeader, config: Any, dtype: torch.dtype | str
 ) -> PreTrainedModel:
-    """The causal LM of a file. ``dtype`` "auto": its values' own, bf16 where they are blocks.
+    """Returns the causal LM of a file. ``dtype`` "auto": its values' own, bf16 where they are blocks.
 
     Raises UnsupportedModelError where the file's tensors are not those of its configuration, and as
     ``load_weights``.
@@ -102,7 +103,8 @@ def load_gguf(
 
 
 def stored_dtype(header: GgufHeader) -> torch.dtype:
-    """The type in which to compute with a file's weights. Norms are float32 whatever the others are."""
+    """Returns the type in which to compute with a file's weights. Norms are float32 whatever the others
+    are."""
     kinds = {tensor.kind for tensor in header.tensors}
     if not kinds <= set(_FLOATS):
         return torch.bfloat16
@@ -153,7 +155,7 @@ def _check_values(header: GgufHeader, config: Any) -> None:
 
 
 def _forget_quantization(model: Any) -> None:
-    """What was dequantised is a model like any other."""
+    """Makes what was dequantised a model like any other."""
     for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(owner, name):
             delattr(owner, name)
@@ -161,8 +163,8 @@ def _forget_quantization(model: Any) -> None:
 
 
 def _divide_frequencies(model: PreTrainedModel, path: Path, header: GgufHeader) -> None:
-    """Long contexts: what the file divides the rotary embedding's frequencies by (Llama 3.1 and later).
-    Raises UnsupportedModelError where it does not fit."""
+    """Divides the rotary embedding's frequencies by what the file says for long contexts (Llama 3.1 and
+    later). Raises UnsupportedModelError where it does not fit."""
     found = next((each for each in header.tensors if each.name == _ROPE_FACTORS), None)
     if found is None:
         return

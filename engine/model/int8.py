@@ -195,7 +195,7 @@ class StoredInt8Linear(nn.Module):
         return Int8Weight(self.weight.detach(), self.weight_scale.detach().float().flatten())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """As if the weights were of the inputs' type; for forwards before the layer is replaced."""
+        """Computes as if the weights were of the inputs' type; for forwards before it is replaced."""
         return F.linear(inputs, (self.weight * self.weight_scale).to(inputs.dtype), self.bias)
 
 

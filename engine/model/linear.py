@@ -273,8 +273,8 @@ class Experts:
 
 
 class OneOrderProducts(TorchFunctionMode):
-    """Within it, products of rows with a matrix add a row's features in one order. ``failures`` names
-    other products, which do not."""
+    """A mode in which products of rows with a matrix add a row's features in one order. ``failures``
+    names other products, which do not."""
 
     def __init__(self, failures: set[str]) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class OneOrderProducts(TorchFunctionMode):
 def _product(
     rows: torch.Tensor, weight: torch.Tensor | Expert, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As ``F.linear``. A weight that is not an expert's is packed anew: routers are small."""
+    """Computes ``F.linear``. A weight that is not an expert's is packed anew: routers are small."""
     if isinstance(weight, Expert):
         product = weight.packed.times(rows.reshape(-1, rows.shape[-1]))
         product = product.view(*rows.shape[:-1], -1)
@@ -317,8 +317,8 @@ def _product(
 
 _MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 _WITH_TAILS = (torch.sigmoid, torch.Tensor.sigmoid, F.silu)
-"""Of a length that vectors do not divide, torch computes the rest in another way; which elements are the
-rest depends on the number of rows."""
+"""Functions that torch computes in another way for the rest of a length that vectors do not divide; which
+elements are the rest depends on the number of rows."""
 _OTHER_PRODUCTS = (*_MATMULS, torch.addmm, torch.bmm, torch.baddbmm, torch.einsum, F.grouped_mm)
 
 

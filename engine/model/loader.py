@@ -53,8 +53,8 @@ def load_model(
     trust_remote_code: bool = False,
     num_ranks: int = 1,
 ) -> PreTrainedModel:
-    """The model in eval mode on ``device``, still on transformers' own attention; of several ranks, which
-    load it at the same time, each gets its part.
+    """Returns the model in eval mode on ``device``, still on transformers' own attention; of several
+    ranks, which load it at the same time, each gets its part.
 
     Raises UnsupportedModelError for what the configuration already rules out and for weights that are
     not those that it asks for, OSError if there is no such folder or hub id, or no model in it.
@@ -88,7 +88,7 @@ def load_model(
 
 
 def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Check an already built model and move it to the device."""
+    """Checks an already built model and moves it to the device."""
     refuse_unservable(model.config)
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(
@@ -147,7 +147,7 @@ class ShapeProbe:
 
 @torch.inference_mode()
 def attach_attention(model: PreTrainedModel) -> list[KVShape]:
-    """Switch the model to the engine's attention; returns each layer's shapes.
+    """Switches the model to the engine's attention; returns each layer's shapes.
 
     Raises UnsupportedModelError if its layers do not follow.
     """
@@ -171,7 +171,7 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
 
 @contextmanager
 def borrowed_attention(model: PreTrainedModel) -> Iterator[list[KVShape]]:
-    """Within it, the model runs on the engine's attention; gives each layer's shapes. Raises as
+    """Runs the model on the engine's attention within it; yields each layer's shapes. Raises as
     ``attach_attention``."""
     before = model.config._attn_implementation
     try:
@@ -181,7 +181,7 @@ def borrowed_attention(model: PreTrainedModel) -> Iterator[list[KVShape]]:
 
 
 def max_position(config: Any) -> int:
-    """Positions the model was made for; tokens.
+    """Returns the positions that the model was made for.
 
     Some rotary embeddings change their frequencies for the whole call once any row of it passes a
     length. There they end: else a request's tokens would depend on who shares its step.
@@ -195,7 +195,7 @@ def max_position(config: Any) -> int:
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
-    """Every id that ends a text, from the generation config, else the tokenizer."""
+    """Returns every id that ends a text, from the generation config, else the tokenizer."""
     ids = model.generation_config.eos_token_id if model.generation_config else None
     if ids is None:
         ids = getattr(model.config, "eos_token_id", None)

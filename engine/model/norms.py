@@ -9,7 +9,6 @@ seen in what they do with random rows, not in what they are called.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -26,11 +25,11 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**
 
 
 RowNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
-"""Of rows, float32 weights and an epsilon, rounded before they are weighed or not."""
+"""Takes rows, float32 weights, an epsilon, and whether rows are rounded before they are weighed."""
 
 
 def row_norm_for(device: torch.device, length: int) -> RowNorm | None:
-    """One pass over rows of a length; None: there is none for the device."""
+    """Returns one pass over rows of a length; None: there is none for the device."""
     if device.type == "cuda":
         return row_norm if missing_for(device) is None else None
     if device.type != "cpu" or length % LANES:
@@ -66,18 +65,17 @@ class FusedNorm(nn.Module):
 
 
 @torch.inference_mode()
-def fuse_norms(model: nn.Module, compute: RowNorm | None = None) -> int:
-    """Replaces them; returns how many. ``compute``: by what; None: by what there is for the device they
-    are on: numba on a CPU, triton on a GPU, if it is installed."""
-    return replace_modules(model, FusedNorm, partial(_fused, asked=compute))
+def fuse_norms(model: nn.Module) -> int:
+    """Replaces them by what there is for the device they are on; returns how many."""
+    return replace_modules(model, FusedNorm, _fused)
 
 
-def _fused(module: nn.Module, asked: RowNorm | None) -> FusedNorm | None:
-    """What computes the same; None: nothing here does."""
+def _fused(module: nn.Module) -> FusedNorm | None:
+    """Returns what computes the same; None: nothing here does."""
     weight, epsilon = _parts(module)
     if weight is None or epsilon is None:
         return None
-    compute = asked or row_norm_for(weight.device, weight.shape[0])
+    compute = row_norm_for(weight.device, weight.shape[0])
     if compute is None:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +97,7 @@ def _fused(module: nn.Module, asked: RowNorm | None) -> FusedNorm | None:
 
 
 def _parts(module: nn.Module) -> tuple[nn.Parameter | None, float | None]:
-    """Weight and epsilon of what may be a norm: a module of one vector and nothing else."""
+    """Returns weight and epsilon of what may be a norm: a module of one vector and nothing else."""
     own = dict(module.named_parameters())
     weight = own.get("weight")
     has_more = any(True for _ in module.children()) or any(True for _ in module.buffers())

@@ -36,7 +36,7 @@ _METHOD = "int8"
 
 
 class _Place(NamedTuple):
-    """Where a linear layer hangs, and its sizes."""
+    """The place where a linear layer hangs, and its sizes."""
 
     parent: nn.Module
     name: str
@@ -66,7 +66,7 @@ def has_stored_weights(model: nn.Module) -> bool:
 
 @torch.inference_mode()
 def quantize_model(model: PreTrainedModel, with_head: bool = True) -> QuantizationInfo:
-    """Replace linear layers by ones of 8 bits, group by group: memory never holds more than the model
+    """Replaces linear layers by ones of 8 bits, group by group: memory never holds more than the model
     and its largest group twice. ``model`` still runs on transformers' own attention. ``with_head``: the
     output head, too; weights that come in 8 bits stay what they are.
 
@@ -112,14 +112,14 @@ def check_machine(device: torch.device) -> None:
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why models on this device cannot be served in 8 bits; None: they can."""
+    """Returns why models on this device cannot be served in 8 bits; None: they can."""
     if device.type != "cpu":
         return f"it is for CPUs, not for {device.type}"
     return None if is_exact() else _INEXACT
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Of all weights, as they are held."""
+    """Returns the bytes of all weights, as they are held."""
     products = {
         id(module.shared.product): module.shared.product
         for module in model.modules()
@@ -131,7 +131,7 @@ def num_bytes(model: nn.Module) -> int:
 
 
 def _num_parameters(model: nn.Module) -> int:
-    """Weights; not their scales."""
+    """Returns how many weights there are; scales are not counted."""
     named = ((name, each) for name, each in model.named_parameters())
     return sum(each.numel() for name, each in named if not name.endswith(".weight_scale"))
 
@@ -174,7 +174,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
 
 
 def _sizes(module: Any) -> tuple[int, int] | None:
-    """Features in and out; None: no linear layer."""
+    """Returns features in and out; None: no linear layer."""
     if type(module) is Conv1D:
         return module.weight.shape[0], module.weight.shape[1]
     if type(module) in (nn.Linear, StoredInt8Linear):

@@ -60,7 +60,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture what is captured at start. Once, while the store is unused."""
+        """Captures what is captured at start. Once, while the store is unused."""
 
         def planned(batch: InputBatch) -> Callable[[], ForwardOutput]:
             return partial(self._run, *self._plan(batch), batch.wants_hidden)
@@ -69,7 +69,7 @@ class ModelRunner:
 
     @property
     def num_graphs(self) -> int:
-        """Of a device's, captured by ``prepare``."""
+        """Graphs of a device that ``prepare`` captured."""
         return self._replays.num_graphs
 
     def _plan(self, batch: InputBatch) -> tuple[InputTensors, AttentionPlan]:
@@ -89,7 +89,7 @@ class ModelRunner:
         return ForwardOutput(output.logits[0], hidden[0] if hidden else None)
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
-        """Copy accepted rows to their committed slots, all layers at once."""
+        """Copies accepted rows to their committed slots, all layers at once."""
         if source_slots:
             slots = upload([source_slots, target_slots], self.device)
             self.store.move(slots[0], slots[1])
@@ -117,7 +117,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def time_step(self, num_rows: int, num_kv_tokens: int, num_requests: int = 1) -> float:
-        """Seconds of one forward of ``num_requests`` requests with ``num_rows`` rows after
+        """Returns the seconds of one forward of ``num_requests`` requests with ``num_rows`` rows after
         ``num_kv_tokens`` tokens between them, in equal shares; for the cost model. Overwrites the
         store's first blocks: only while it is unused."""
         shape = num_rows, num_kv_tokens, num_requests
@@ -130,7 +130,7 @@ class ModelRunner:
         return time.perf_counter() - start
 
     def _settle(self, shape: tuple[int, int, int]) -> None:
-        """Until forwards of that shape take as long as they will."""
+        """Runs forwards of that shape until they take as long as they will."""
         for token_id in count():
             batch = self._sample_batch(shape, token_id)
             if self._replays.is_settled(batch, self._buffers.fill(batch)):

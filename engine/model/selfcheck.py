@@ -30,7 +30,7 @@ _SANE_IN_8_BITS = 5e-1
 
 
 def blocks_needed(block_size: int) -> int:
-    """Of a store that has room for the checks."""
+    """Returns the blocks of a store that has room for the checks."""
     return 2 * -(-_NUM_TOKENS // block_size)
 
 
@@ -41,7 +41,7 @@ def _token_ids(vocab_size: int) -> list[int]:
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel) -> torch.Tensor:
-    """transformers' own logits of the check's text, ``[24, vocab_size]`` float32."""
+    """Returns transformers' own logits of the check's text, ``[24, vocab_size]`` float32."""
     ids = torch.tensor([_token_ids(_vocab_size(model))], device=model.device)
     return model(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
@@ -89,7 +89,7 @@ def _tolerance(runner: ModelRunner) -> tuple[float, str]:
 
 
 class Exactness(NamedTuple):
-    """As in ``EngineInfo``."""
+    """The fields of ``EngineInfo`` that begin with ``exact_``."""
 
     verified: bool | None = None
     probed: tuple[str, ...] = ()

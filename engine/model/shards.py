@@ -22,8 +22,8 @@ _BY_HEADS = ("q_proj", "k_proj", "qkv_proj", "query_key_value")
 
 
 def sharding_options(config: Any, num_ranks: int) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` with which each of so many ranks gets its part of a model of this
-    configuration. Raises UnsupportedModelError with the reason where it cannot be divided so."""
+    """Returns arguments of ``from_pretrained`` with which each of so many ranks gets its part of a model
+    of this configuration. Raises UnsupportedModelError with the reason where it cannot be divided so."""
     if num_ranks == 1:
         return {}
     if find_spec("accelerate") is None:
@@ -58,19 +58,19 @@ def _check_heads(config: Any, num_ranks: int) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
+    """Returns the part of it that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it. Where it is divided, every rank has to ask."""
+    """Returns all of it. Where it is divided, every rank has to ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def whole_layer(layer: nn.Module) -> nn.Module:
-    """A layer that computes in this rank alone what ``layer``, an embedding or a linear one, computes in
-    all of them; every rank has to ask. The layer itself where it is not divided."""
+    """Returns a layer that computes in this rank alone what ``layer``, an embedding or a linear one,
+    computes in all of them; every rank has to ask. The layer itself where it is not divided."""
     if not any(isinstance(each, DTensor) for each in layer.parameters()):
         return layer
     made = copy.copy(layer)
