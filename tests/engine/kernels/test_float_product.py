@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +19,7 @@ from engine.kernels.float_product import (
 from engine.kernels.int8_rows import ACTIVATIONS
 from engine.kernels.tiling import has_wide_registers
 from engine.kernels.watch import watch_kernels
+from worlds.threads import threads
 
 pytestmark = pytest.mark.skipif(
     not has_wide_registers(), reason="this CPU has no registers for so many sums"
@@ -42,16 +40,6 @@ every_way = pytest.mark.parametrize(("dtype", "has_pairs"), WAYS)
 # Fewer features than are taken at once, as many, more; channels that fill blocks and that do not.
 SHAPES = [(2, 64), (40, 97), (256, 128), (578, 200), (1100, 64)]
 every_shape = pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -24,6 +24,7 @@ from engine.model.int8 import (
     quantize_by_channel,
     quantize_weight,
 )
+from worlds.threads import threads
 
 needs_kernel = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
 SCHEMES = {"by group": quantize_weight, "by channel": quantize_by_channel}
@@ -103,53 +104,6 @@ def test_the_narrow_instruction_has_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(got, product_of(rows, weight, None, torch.float32))
 
 
-@needs_kernel
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_threads_do_not_change_them(num_threads: int) -> None:
-    weight = quantize_weight(drawn(448, 128))
-    product = Int8Product([weight], [None], torch.float32)
-    rows = drawn(9, 128, seed=2)
-    expected = product_of(rows, weight, None, torch.float32)
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        for _ in range(50):
-            assert torch.equal(product(rows), expected)
-    finally:
-        torch.set_num_threads(before)
-
-
-@needs_kernel
-def test_rows_in_a_wider_tensor_and_columns_as_rows() -> None:
-    weight = quantize_weight(drawn(32, 64))
-    product = Int8Product([weight], [None], torch.float32)
-    for rows in (drawn(5, 96)[:, 16:80], drawn(64, 5).T):
-        expected = product_of(rows.contiguous(), weight, None, torch.float32)
-        assert torch.equal(product(rows), expected)
-
-
-@needs_kernel
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice(scheme: str) -> None:
-    product = Int8Product([SCHEMES[scheme](drawn(32, 64))], [None], torch.float32)
-    rows = drawn(3, 64)
-    alone = product(rows)
-    for value in (torch.nan, torch.inf):
-        rows[1, 5] = value
-        got = product(rows)
-        assert not got[1].isfinite().any()
-        assert torch.equal(got[::2], alone[::2])
-
-
-def test_where_numba_compiles_for_another_machine_there_is_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
-    assert not can_multiply()
-
-
-# --- rows that are gated first ---
-
 GATES = [Gate(activation, is_first) for activation in ACTIVATIONS for is_first in (True, False)]
 
 
@@ -168,36 +122,65 @@ def test_gated_rows_have_the_bits_of_gating_first(dtype: torch.dtype, gate: Gate
     assert torch.equal(product(rows[7:8], gate), expected[7:8])
 
 
+# --- of rows as they are, and gated first ---
+
+EVERY_WAY = pytest.mark.parametrize("gate", [None, *GATES])
+
+
+def rows_for(gate: Gate | None, *shape: int) -> torch.Tensor:
+    num_rows, num_features = shape
+    return drawn(num_rows, num_features * (2 if gate else 1), seed=2)
+
+
+def plain(rows: torch.Tensor, gate: Gate | None) -> torch.Tensor:
+    """What is multiplied."""
+    return gate_rows(rows.contiguous(), gate) if gate else rows.contiguous()
+
+
 @needs_kernel
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_threads_do_not_change_those_either(num_threads: int) -> None:
-    weight = quantize_weight(drawn(64, 1024))
+@pytest.mark.parametrize("gate", [None, Gate("silu", True)])
+def test_threads_do_not_change_them(gate: Gate | None, num_threads: int) -> None:
+    weight = quantize_weight(drawn(448, 512))
     product = Int8Product([weight], [None], torch.float32)
-    rows, gate = drawn(40, 2048, seed=2), Gate("silu", True)
-    expected = product_of(gate_rows(rows, gate), weight, None, torch.float32)
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    rows = rows_for(gate, 40 if gate else 9, 512)
+    expected = product_of(plain(rows, gate), weight, None, torch.float32)
+    with threads(num_threads):
         for _ in range(50):
             assert torch.equal(product(rows, gate), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 @needs_kernel
-@pytest.mark.parametrize("gate", GATES)
-def test_gated_rows_in_a_wider_tensor_and_columns_as_rows(gate: Gate) -> None:
-    product = Int8Product([quantize_weight(drawn(32, 64))], [None], torch.float32)
-    for rows in (drawn(5, 160)[:, 16:144], drawn(128, 5).T):
-        assert torch.equal(product(rows, gate), product(gate_rows(rows.contiguous(), gate)))
+@EVERY_WAY
+def test_rows_in_a_wider_tensor_and_columns_as_rows(gate: Gate | None) -> None:
+    weight = quantize_weight(drawn(32, 64))
+    product = Int8Product([weight], [None], torch.float32)
+    wide = rows_for(gate, 5, 64)
+    for rows in (torch.cat([wide, wide, wide], 1)[:, 16 : 16 + wide.shape[1]], wide.T.clone().T):
+        expected = product_of(plain(rows, gate), weight, None, torch.float32)
+        assert torch.equal(product(rows, gate), expected)
 
 
 @needs_kernel
-def test_gated_rows_that_are_no_numbers_leave_their_neighbours_alone() -> None:
-    product = Int8Product([quantize_weight(drawn(32, 64))], [None], torch.float32)
-    rows, gate = drawn(3, 128), Gate("gelu_tanh", False)
+@EVERY_WAY
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice(
+    scheme: str, gate: Gate | None
+) -> None:
+    product = Int8Product([SCHEMES[scheme](drawn(32, 64))], [None], torch.float32)
+    rows = rows_for(gate, 3, 64)
     alone = product(rows, gate)
-    rows[1, 70] = torch.nan
-    got = product(rows, gate)
-    assert got[1].isnan().all()
-    assert torch.equal(got[::2], alone[::2])
+    for value in (torch.nan, torch.inf):
+        rows[1, 5] = value
+        if gate:
+            rows[1, 5 + 64] = value
+        got = product(rows, gate)
+        assert not got[1].isfinite().any()
+        assert torch.equal(got[::2], alone[::2])
+
+
+def test_where_numba_compiles_for_another_machine_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
+    assert not can_multiply()

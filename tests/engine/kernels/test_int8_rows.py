@@ -17,6 +17,7 @@ from engine.kernels.int8_rows import (
     read_records,
     reference,
 )
+from worlds.threads import threads
 
 GROUPS = [32, 64, 96]
 
@@ -33,28 +34,6 @@ def test_records_have_the_bits_of_operations_one_by_one(
     rows[0, -1] = 1e-20  # so small that its scale is the smallest
     got = read_records(quantize_rows(rows, group), group)
     assert all(torch.equal(*pair) for pair in zip(got, reference(rows, group), strict=True))
-
-
-def test_values_are_halfway_to_the_next_step_at_most() -> None:
-    rows = torch.cat([torch.randn(6, 64), 1e6 * torch.randn(1, 64), torch.zeros(1, 64)])
-    values, scales, _ = read_records(quantize_rows(rows, 32), 32)
-    error = values * scales[:, :, None] - rows.unflatten(1, (2, 32))
-    assert (error.abs() <= 0.5001 * scales[:, :, None]).all()
-
-
-def test_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice() -> None:
-    rows = torch.randn(3, 64)
-    alone = quantize_rows(rows[2:], 32)
-    rows[1, 5] = torch.nan
-    records = quantize_rows(rows, 32)
-    scales = read_records(records, 32).scales
-    assert scales.isnan().tolist() == [[False, False], [True, False], [False, False]]
-    assert torch.equal(records[2:], alone)
-
-
-def test_rows_in_a_wider_tensor_are_read_where_they_lie() -> None:
-    part = torch.randn(5, 96)[:, 32:64]
-    assert torch.equal(quantize_rows(part, 32), quantize_rows(part.clone(), 32))
 
 
 # --- gated ---
@@ -117,41 +96,47 @@ def test_a_gated_row_has_the_same_bits_alone_and_among_others(
         assert torch.equal(quantize_rows(rows[alone], 32, gate), records[alone])
 
 
+# --- as they are, or gated ---
+
+EVERY_WAY = pytest.mark.parametrize("gate", [None, *GATES])
+
+
+def made(rows: torch.Tensor, gate: Gate | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is quantised, and its records."""
+    return gate_rows(rows, gate) if gate else rows.clone(), quantize_rows(rows, 32, gate)
+
+
+@EVERY_WAY
 @pytest.mark.parametrize("num_threads", [2, 3])
-def test_threads_do_not_change_gated_rows(num_threads: int) -> None:
-    rows, gate = drawn(300, 2048), Gate("silu", True)
-    expected = gate_rows(rows, gate), quantize_rows(rows, 32, gate)
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+def test_threads_do_not_change_rows(num_threads: int, gate: Gate | None) -> None:
+    rows = drawn(300, 2048)
+    expected = made(rows, gate)
+    with threads(num_threads):
         for _ in range(20):
-            got = gate_rows(rows, gate), quantize_rows(rows, 32, gate)
-            assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
-    finally:
-        torch.set_num_threads(before)
+            assert all(torch.equal(*pair) for pair in zip(made(rows, gate), expected, strict=True))
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_gated_rows_in_a_wider_tensor_are_read_where_they_lie(gate: Gate) -> None:
-    part = drawn(10, 160)[::2, 32:128]
+@EVERY_WAY
+def test_rows_in_a_wider_tensor_are_read_where_they_lie(gate: Gate | None) -> None:
+    part = drawn(10, 160)[::2, 32:96]
     before = part.clone()
-    assert torch.equal(gate_rows(part, gate), gate_rows(before, gate))
-    assert torch.equal(quantize_rows(part, 32, gate), quantize_rows(before, 32, gate))
+    for got, expected in zip(made(part, gate), made(before, gate), strict=True):
+        assert torch.equal(got, expected)
     assert torch.equal(part, before)
 
 
-@pytest.mark.parametrize("gate", GATES)
+@EVERY_WAY
 @pytest.mark.parametrize("column", [5, 40])
-def test_gated_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice(
-    column: int, gate: Gate
+def test_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice(
+    column: int, gate: Gate | None
 ) -> None:
     rows = drawn(3, 64)
-    values, records = gate_rows(rows, gate), quantize_rows(rows, 32, gate)
+    values, records = made(rows, gate)
     rows[1, column] = torch.nan
-    got = gate_rows(rows, gate)
-    assert got.isnan().nonzero().tolist() == [[1, column % 32]]
-    assert torch.equal(got[::2], values[::2])
-    after = quantize_rows(rows, 32, gate)
-    scales = read_records(after, 32).scales
-    assert scales.isnan().flatten().tolist() == [False, True, False]
-    assert torch.equal(after[::2], records[::2])
+    got, after = made(rows, gate)
+    width = got.shape[1]
+    assert got.isnan().nonzero().tolist() == [[1, column % width]]
+    groups = read_records(after, 32).scales.isnan()
+    assert groups.nonzero().tolist() == [[1, column % width // 32]]
+    for now, alone in ((got, values), (after, records)):
+        assert torch.equal(now[::2], alone[::2])

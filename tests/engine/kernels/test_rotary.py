@@ -9,6 +9,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from engine.kernels.rotary import can_rotate, reference, rotate
+from worlds.threads import threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -98,13 +99,9 @@ def test_inputs_stay_what_they_are() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_threads_do_not_change_bits(num_threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with threads(num_threads):
         for _ in range(10):
             check(*parts((8, 2), 150, 64, torch.bfloat16))
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice() -> None:
