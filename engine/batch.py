@@ -21,9 +21,6 @@ class RequestRows:
     model that grows its tree level by level leaves them. Then there are no known rows, and -1 is the
     token before ``base``.
 
-    ``seen``: which nodes each of its node rows sees ``[num_rows, num_nodes]``, bool, its own among them,
-    where only the device knows; ``parents`` then say how deep nodes lie.
-
     ``first_row``, ``first_logit``: where its rows begin in the batch, and its logits among the batch's;
     ``build_batch`` says so.
     """
@@ -37,7 +34,6 @@ class RequestRows:
     num_stored: int = 0
     first_row: int = 0
     first_logit: int = 0
-    seen: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:

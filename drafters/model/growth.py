@@ -22,13 +22,9 @@ from drafters.base import DraftRequest
 from drafters.model.protocol import Candidates, DraftRows
 from drafters.tree import ROOT, DraftTree, TreeBuilder
 
-EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
-NUM_LEVELS = len(EDGES) + 1
+_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
+NUM_LEVELS = len(_EDGES) + 1
 NUM_RANKS = 4
-NUM_FEATURES = (NUM_LEVELS + 1) * NUM_RANKS
-
-STRENGTH = 8.0
-"""For how many nodes of a feature the draft model's own opinion counts."""
 _SAMPLED = NUM_LEVELS * NUM_RANKS
 """The first feature of nodes of sampled trees: one per rank, whatever the draft model thought."""
 _SAMPLED_CONFIDENCE = 0.7
@@ -39,7 +35,7 @@ _NUM_RECENT = 64
 
 def feature_of(confidence: float, rank: int) -> int:
     """A bucket for the acceptance estimates: how sure the draft model was, and which sibling it is."""
-    level = sum(confidence >= edge for edge in EDGES)
+    level = sum(confidence >= edge for edge in _EDGES)
     return level + NUM_LEVELS * min(rank, NUM_RANKS - 1)
 
 
@@ -86,15 +82,14 @@ class DraftGrowth:
         return min(self.ask.shape.width, self.ask.max_nodes)
 
     @property
-    def has_known_places(self) -> bool:
-        """Where its nodes come to lie does not depend on what is chosen; but a chain may end early."""
-        return self.is_sampled or self.num_candidates == 1
+    def is_chain(self) -> bool:
+        """Whether each of its levels has one node, whose place is known before its token is."""
+        return self.num_candidates == 1
 
-    def fillers(self) -> list[int]:
-        """Distinct tokens to complete a sampled node's children by; enough of them."""
-        recent = self.ask.token_ids[: -_NUM_RECENT - 1 : -1]
-        tokens = dict.fromkeys((*recent, *range(self.num_candidates)))
-        return list(tokens)[: 2 * self.num_candidates]
+    @property
+    def most_levels(self) -> int:
+        """Of a chain."""
+        return min(self.max_depth, self.ask.max_nodes)
 
     def add_level(self, nodes: Sequence[int], candidates: Sequence[Candidates]) -> None:
         """Hang each node's candidates under it; ``[ROOT]`` first, then what ``frontier`` was."""
@@ -121,7 +116,7 @@ class DraftGrowth:
         self._stored = run
         tokens = [self.nodes.token_ids[node] for node in self.frontier]
         num_scored, wanted = len(self.frontier), self.num_candidates
-        if len(self.frontier) == 1 and self._is_chain(run):
+        if len(self.frontier) == 1 and self._are_a_chain(run):
             return DraftRows(self.ask, tokens, self.base + len(stored), num_scored, wanted)
         place = {ROOT: ROOT} | {node: index for index, node in enumerate(run)}
         parents = [place[self.nodes.parents[node]] for node in run]
@@ -142,12 +137,13 @@ class DraftGrowth:
         tokens = list(each.token_ids[:wanted])
         if tokens and each.distribution is not None:
             self.nodes.draft_probs[node] = each.distribution
-        if self.num_candidates == 1:
+        if self.is_chain:
             pairs = zip(tokens, each.confidences, strict=False)
             return self._add_children(node, [(t, feature_of(sure, 0), sure) for t, sure in pairs])
         if len(tokens) < wanted:
-            others = [token for token in self.fillers() if token not in tokens]
-            tokens += others[: wanted - len(tokens)]
+            recent = self.ask.token_ids[: -_NUM_RECENT - 1 : -1]
+            others = dict.fromkeys((*recent, *range(self.num_candidates)))
+            tokens += [token for token in others if token not in tokens][: wanted - len(tokens)]
         ranks = [min(rank, NUM_RANKS - 1) for rank in range(wanted)]
         return self._add_children(
             node,
@@ -183,7 +179,7 @@ class DraftGrowth:
         likely.sort(key=lambda node: (-self.nodes.weights[node], node))
         self.frontier = likely[: min(self.ask.shape.width, room)]
 
-    def _is_chain(self, nodes: Sequence[int]) -> bool:
+    def _are_a_chain(self, nodes: Sequence[int]) -> bool:
         return all(
             self.nodes.parents[node] == above
             for above, node in zip((ROOT, *nodes), nodes, strict=False)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from drafters.base import (
     Drafter,
@@ -29,14 +29,13 @@ from drafters.base import (
     Observation,
     drafter,
 )
-from drafters.model.ahead import Ahead, Planned, Reader, plan_ahead
 from drafters.model.block_contents import BlockContents, TextDigests
-from drafters.model.growth import NUM_LEVELS, NUM_RANKS, STRENGTH, DraftGrowth, is_first_child
+from drafters.model.growth import DraftGrowth, is_first_child
 from drafters.model.protocol import Candidates, DraftModel, DraftRows, Levels
-from drafters.tree import EMPTY, FORCED, DraftTree, chain_length
+from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, chain_length
 
-_Growth = TypeVar("_Growth", DraftGrowth, Planned)
-
+_STRENGTH = 8.0
+"""For how many nodes of a feature the draft model's own opinion counts."""
 _EMA = 0.1
 _DECAY = 0.995
 
@@ -90,12 +89,7 @@ class Calibration:
 
     def acceptance(self, feature: int, confidence: float) -> float:
         num_accepted, num_labels = self._counts.get(feature, (0.0, 0.0))
-        return (num_accepted + STRENGTH * confidence) / (num_labels + STRENGTH)
-
-    def counts(self) -> list[tuple[float, float]]:
-        """Accepted and labelled nodes of each feature but those of sampled trees."""
-        none = (0.0, 0.0)
-        return [self._counts.get(feature, none) for feature in range(NUM_LEVELS * NUM_RANKS)]
+        return (num_accepted + _STRENGTH * confidence) / (num_labels + _STRENGTH)
 
     def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
         """``path``: accepted rows, as in ``Observation``. Nodes whose parent was reached are labelled."""
@@ -155,17 +149,14 @@ class ModelDrafter(Drafter):
     def begin(
         self, requests: Sequence[DraftRequest], readback: Any
     ) -> Callable[[], list[DraftTree]]:
-        """See ``Drafter``: rounds that can be run ahead of what is read, the first of all among them."""
+        """See ``Drafter``. The first round is begun here, and all rounds of chains that run ahead."""
         trees = [EMPTY] * len(requests)
         turns = [self._turn(index, ask) for index, ask in enumerate(requests)]
-        rows, drafting = self._deal([turn for turn in turns if self._has_room(turn.ask)])
+        rows = self._deal([turn for turn in turns if self._has_room(turn.ask)])
         if not rows:
             return lambda: trees
-        growing = {
-            turn.index: Reader(self._growth(turn)) for turn, _ in rows if turn.index in drafting
-        }
-        ahead = self._ahead([each.growth for each in growing.values()])
-        levels = [ahead.first([part for _, part in rows]), *ahead.levels]
+        growths = {turn.index: self._growth(turn) for turn, first in rows if first.num_scored}
+        levels = [[first for _, first in rows], *self._chains_ahead(growths.values())]
         for level in levels:
             self._forget(level)
         pending = self._model.begin(levels, readback)
@@ -174,12 +165,12 @@ class ModelDrafter(Drafter):
             found = pending()
             self._wrote(levels[0])
             for (turn, _), candidates in zip(rows, found.candidates[0], strict=True):
-                if turn.index in drafting:
-                    growing[turn.index].start(candidates)
-            self._grow_along(list(growing.values()), ahead, found)
-            self._grow_on([each.growth for each in growing.values()], ahead)
-            for index, each in growing.items():
-                trees[index] = each.growth.tree()
+                if turn.index in growths:
+                    growths[turn.index].add_level([ROOT], candidates)
+            self._read_ahead(growths.values(), levels, found)
+            self._grow_on(growths.values())
+            for index, growth in growths.items():
+                trees[index] = growth.tree()
             return trees
 
         return finish
@@ -204,14 +195,14 @@ class ModelDrafter(Drafter):
             ask.max_nodes > 0 and ask.shape.depth > 0 and len(ask.token_ids) < self._model.max_len
         )
 
-    def _deal(self, turns: Sequence[_Turn]) -> tuple[list[tuple[_Turn, DraftRows]], set[int]]:
-        """Rows within the budget, those with the least to catch up first, and who drafts.
+    def _deal(self, turns: Sequence[_Turn]) -> list[tuple[_Turn, DraftRows]]:
+        """Rows within the budget, those with the least to catch up first. Requests whose rows reach to
+        the anchor have that one scored, and draft.
 
         Requests that share blocks may lack the same rows: then one of them waits, and finds the rows
         written at its next turn.
         """
         rows: list[tuple[_Turn, DraftRows]] = []
-        drafting: set[int] = set()
         claimed: set[int] = set()
         budget = self._model.max_catch_up_rows
         for turn in sorted(turns, key=lambda turn: (turn.lag, turn.index)):
@@ -223,9 +214,7 @@ class ModelDrafter(Drafter):
             claimed |= blocks
             budget -= count
             rows.append((turn, self._known_rows(turn, count, whole)))
-            if whole:
-                drafting.add(turn.index)
-        return rows, drafting
+        return rows
 
     def _blocks_of(self, turn: _Turn) -> set[int]:
         size = self._model.block_size
@@ -245,52 +234,58 @@ class ModelDrafter(Drafter):
         depth = min(ask.shape.depth, self._model.max_len - len(ask.token_ids))
         return DraftGrowth(ask, turn.state.min_confidence, depth, self._calibration.acceptance)
 
-    def _ahead(self, growing: Iterable[DraftGrowth]) -> Ahead:
-        """The rounds that are run before the first one's candidates are read."""
-        if not self._model.runs_ahead:
-            return Ahead({}, [])
-        counts = self._calibration.counts() if self._model.picks_ahead else None
-        return plan_ahead(growing, self._calibration.mean, counts, self._worth_a_round)
+    def _chains_ahead(self, growths: Iterable[DraftGrowth]) -> list[list[DraftRows]]:
+        """The later rounds of chains, where to read a round means to wait for a device: they are run to
+        the full depth, and cut when they are read where the draft model was unsure."""
+        chains = [each for each in growths if each.is_chain and self._model.runs_ahead]
+        levels: list[list[DraftRows]] = []
+        for depth in range(1, max((each.most_levels for each in chains), default=0)):
+            ready = [each for each in chains if each.most_levels > depth]
+            if not self._pays(ready, len(ready), len(ready) * self._calibration.mean**depth):
+                break
+            levels.append([DraftRows(each.ask, [0], each.base + depth - 1, 1) for each in ready])
+        return levels
 
-    def _worth_a_round(self, growing: Iterable[_Growth]) -> list[_Growth]:
-        """Who runs another round: all that can, if it is expected to bring more tokens than the engine
-        writes in the time it takes. Requests that do not weigh costs pay for the others."""
-        ready = [growth for growth in growing if growth.frontier]
-        rates = [growth.ask.tokens_per_second for growth in ready]
-        if not ready or not min(rates):
-            return ready
-        num_rows = sum(len(growth.frontier) for growth in ready)
-        price = max(rates) * self._times.expect(num_rows)
-        gain = self._calibration.mean * sum(growth.expected_gain for growth in ready)
-        return ready if gain > price else []
+    def _pays(self, growths: Sequence[DraftGrowth], num_rows: int, reached: float) -> bool:
+        """Whether a round of these rows is expected to bring more tokens than the engine writes in the
+        time it takes. ``reached``: how many rows are expected to be. Requests that do not weigh costs
+        pay for the others."""
+        rates = [growth.ask.tokens_per_second for growth in growths]
+        if not min(rates):
+            return True
+        return self._calibration.mean * reached > max(rates) * self._times.expect(num_rows)
 
-    def _grow_along(self, growing: Sequence[Reader], ahead: Ahead, found: Levels) -> None:
-        """By what the rounds that were run ahead have found."""
-        for number, level in enumerate(ahead.levels):
-            read = ahead.read(number, found)
-            for each in growing:
-                mine = read.get(each.growth.ask.request_id)
-                rows = None if mine is None else each.read(mine)
-                if rows is not None:
-                    self._wrote([rows])
-            num_rows = sum(len(planned.token_ids) for planned in level)
-            self._times.observe(num_rows, found.seconds / len(ahead.levels))
-        for each in growing:
-            if each.has_gaps:
-                self._model.keep(each.growth.ask, each.kept)
+    def _read_ahead(
+        self,
+        growths: Iterable[DraftGrowth],
+        levels: Sequence[Sequence[DraftRows]],
+        found: Levels,
+    ) -> None:
+        """Grow chains by the rounds that were run ahead, ``levels`` but the first."""
+        growth_of = {growth.ask.request_id: growth for growth in growths}
+        for level, candidates in zip(levels[1:], found.candidates[1:], strict=True):
+            for run, each in zip(level, candidates, strict=True):
+                growth = growth_of[run.ask.request_id]
+                nodes = growth.frontier
+                if nodes:
+                    self._wrote([growth.next_rows()])
+                    growth.add_level(nodes, each)
+            self._times.observe(len(level), found.seconds / (len(levels) - 1))
 
-    def _grow_on(self, growing: Sequence[DraftGrowth], ahead: Ahead) -> None:
-        """Round by round, each by what the one before has found: all that could not be planned."""
-        growing = [each for each in growing if not ahead.is_final(each)]
-        while ready := self._worth_a_round(growing):
+    def _grow_on(self, growths: Iterable[DraftGrowth]) -> None:
+        """Round by round, each by what the one before has found: what was not run ahead."""
+        growing = [each for each in growths if not (each.is_chain and self._model.runs_ahead)]
+        while ready := [growth for growth in growing if growth.frontier]:
+            num_rows = sum(len(growth.frontier) for growth in ready)
+            if not self._pays(ready, num_rows, sum(each.expected_gain for each in ready)):
+                return
             frontiers = [growth.frontier for growth in ready]
             rows = [growth.next_rows() for growth in ready]
             start = time.perf_counter()
             candidates = self._run(rows)
-            num_rows = sum(len(each.token_ids) for each in rows)
             self._times.observe(num_rows, time.perf_counter() - start)
-            for growth, nodes, found in zip(ready, frontiers, candidates, strict=True):
-                growth.add_level(nodes, found)
+            for growth, nodes, each in zip(ready, frontiers, candidates, strict=True):
+                growth.add_level(nodes, each)
 
     # The model, and what is known of its store
 

@@ -1,5 +1,4 @@
-"""What drafters ask of the models and heads that an engine lends them; ``engine/drafting`` has the real
-ones."""
+"""The models and heads that an engine lends to drafters; ``engine/drafting`` implements them."""
 
 from __future__ import annotations
 
@@ -13,17 +12,6 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Beam:
-    """By what the nodes of a tree are chosen that are followed further, where nobody reads what they are
-    before: as ``DraftGrowth`` chooses them. ``counts``: by feature, how many nodes were accepted of how
-    many; ``strength``: how many the draft model's own opinion counts for."""
-
-    min_survival: float
-    counts: Sequence[tuple[float, float]]
-    strength: float
-
-
-@dataclass(frozen=True, slots=True)
 class DraftRows:
     """One request's rows of a draft forward.
 
@@ -33,12 +21,6 @@ class DraftRows:
     order of the nodes; the ``num_stored`` nodes before them are in the store already.
 
     The last ``num_scored`` rows are each asked for ``num_candidates`` tokens that may follow.
-
-    ``picks``: of rows whose tokens nobody has read yet, what they are: which of the request's scored rows
-    of the level before, and which of its candidates. ``token_ids`` are stand-ins then. ``fillers``:
-    distinct tokens that complete the candidates that are picked, in this order, where the request's
-    sampling leaves fewer. ``beam``: the likeliest candidates of the level before are picked, by this;
-    ``parents`` then say how deep nodes lie, not what they hang on.
     """
 
     ask: DraftRequest
@@ -48,14 +30,11 @@ class DraftRows:
     num_candidates: int = 1
     parents: Sequence[int] = ()
     num_stored: int = 0
-    picks: Sequence[tuple[int, int]] = ()
-    fillers: Sequence[int] = ()
-    beam: Beam | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What the draft model would let follow one row, in its order of preference.
+    """The tokens that the draft model would let follow one row, best first.
 
     ``confidences[i]`` is the share of token i among ``exp(log draft probability + noise)``: with
     greedy drafting its draft probability, with the verifier's noise how clearly it won.
@@ -72,20 +51,18 @@ class Candidates:
 
 
 class Levels(NamedTuple):
-    """What forwards one after another said: by level and by request, candidates per scored row.
-    ``seconds``: that all levels but the first took. ``picks``: by level and request, for rows with a
-    ``beam``, what each holds, best first, as in ``DraftRows``; rows past these hold nothing."""
+    """The results of forwards that ran one after another. ``candidates``: by level, request and scored
+    row. ``seconds``: the time that all levels but the first took."""
 
     candidates: list[list[list[Candidates]]]
     seconds: float
-    picks: list[list[list[tuple[int, int]]]]
 
 
 class Reader(Protocol):
-    """What can begin something whose results are read later, once for all that was begun."""
+    """Something on a device whose results the host reads later, once for all that was begun."""
 
     def read_now(self, begin: Callable[[Any], Callable[[], _Result]]) -> _Result:
-        """Begin it with a readback of its own, wait for what it reads, and finish it."""
+        """Begin with a readback of its own, fetch it, and return the results."""
 
 
 class DraftModel(Reader, Protocol):
@@ -94,8 +71,7 @@ class DraftModel(Reader, Protocol):
     ``owns_rows``: it keeps keys and values of its own, so that the drafter has to feed it the text;
     otherwise it reads the target's committed rows, and what it writes is overwritten by verification.
     ``max_catch_up_rows``: the most rows of known text per ``propose``. ``max_len``: positions it has.
-    ``runs_ahead``: to read what it chose means to wait, so that levels whose places are known are run
-    before; ``picks_ahead``: it can pick rows by a ``Beam``.
+    ``runs_ahead``: the host has to wait to read what was chosen, so chains run all levels before.
     """
 
     @property
@@ -108,16 +84,14 @@ class DraftModel(Reader, Protocol):
     def max_catch_up_rows(self) -> int: ...
     @property
     def runs_ahead(self) -> bool: ...
-    @property
-    def picks_ahead(self) -> bool: ...
 
     def begin(self, levels: Sequence[Sequence[DraftRows]], readback: Any) -> Callable[[], Levels]:
-        """Run one level after another, all rows of each at once, and keep their keys and values. What
-        they said is there once ``readback`` was fetched."""
+        """Run one level after another, all rows of each at once, and keep their keys and values.
 
-    def keep(self, ask: DraftRequest, rows: Sequence[int]) -> None:
-        """Of the rows of drafts that a request has in the store, by their order, move these to the first
-        slots."""
+        The levels after the first have one row per request. Its token is the first candidate of the
+        request's scored row in the level above, whatever ``token_ids`` holds in its place. What is
+        returned gives the results once ``readback`` was fetched.
+        """
 
 
 class FeatureModel(DraftModel, Protocol):

@@ -128,8 +128,7 @@ class AttentionBackend(ABC):
     the input tensors, which keep their addresses, and memory that the backend keeps, and they renew
     what kernels are told (``CapturablePlan``). ``can_graph``: steps padded to one bucket may be
     captured in a device's graph: their kernels are launched alike, with memory that keeps its place,
-    whatever they hold. ``can_see_by_tensor``: what a draft's rows see may be known to the device alone
-    (``RequestRows.seen``).
+    whatever they hold.
     """
 
     name: ClassVar[str]
@@ -140,7 +139,6 @@ class AttentionBackend(ABC):
     dim_multiple: ClassVar[int] = 1
     can_capture: ClassVar[bool] = False
     can_graph: ClassVar[bool] = False
-    can_see_by_tensor: ClassVar[bool] = False
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         self.store = store

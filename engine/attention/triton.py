@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from engine.attention.backend import (
     LARGEST_KEY,
@@ -42,17 +41,14 @@ _BYTES_OF_SUMS = 64 << 20
 
 @attention_backend("triton")
 class TritonAttention(AttentionBackend):
-    """``chunk``: keys whose sums are merged with those before; not of a step's making, or a row's bits
-    would be. ``failures``: see ``verify_exact``; here equal bits are a matter of arithmetic, not of a
-    probe. Where determinism is exact, tiles have one size, and branches of draft trees read their keys in
+    """``chunk``: keys whose sums are merged with those before; it follows from no step, or a row's bits
+    would. Where determinism is exact, tiles have one size, and branches of draft trees read their keys in
     the order of their text."""
 
     determinisms: ClassVar[frozenset[Determinism]] = frozenset({"exact", "fast"})
     device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu", "cuda"})
     rank: ClassVar[int] = 2
     can_graph: ClassVar[bool] = True
-    can_see_by_tensor: ClassVar[bool] = True
-    failures: ClassVar[tuple[str, ...]] = ()
     chunk: ClassVar[int] = 512
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
@@ -88,7 +84,7 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def rank_for(cls, needs: AttentionNeeds) -> int:
-        """Under the interpreter it is for those who ask for it."""
+        """Returns a rank below 0 on a CPU, where its programs run under Triton's interpreter."""
         return cls.rank if needs.device.type == "cuda" else -1
 
     def plan(self, batch: InputBatch, inputs: InputTensors) -> TritonPlan:
@@ -116,7 +112,7 @@ class TritonAttention(AttentionBackend):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """What captured launches read and write beside inputs and store."""
+        """Addresses of the memory that captured launches use beside inputs and store."""
         return self._ints.address, self._sums.data_ptr(), self._stats.data_ptr()
 
     def _memory_for_sums(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,9 +196,6 @@ class _StepInts:
             self._pieces.append(_Ints(self._device, 2 * count))
         piece = next(each for each in self._pieces if count <= len(each.tensor))
         piece.fill(work)
-        for at, seen in work.unknown:
-            words = _words_of(seen).flatten()
-            piece.tensor[at : at + len(words)].copy_(words)
         return piece.tensor
 
 
@@ -220,13 +213,6 @@ class _Ints:
         host = torch.empty(work.num_ints, dtype=torch.int32, pin_memory=True)
         work.write(host.numpy())
         self.tensor[: work.num_ints].copy_(host, non_blocking=True)
-
-
-def _words_of(seen: torch.Tensor) -> torch.Tensor:
-    """As ``work`` has them: ``[num_rows, num_nodes]`` bool to ``[num_rows, num_words]``, int32."""
-    num_words = -(-seen.shape[1] // 32)
-    padded = F.pad(seen, (0, 32 * num_words - seen.shape[1])).view(-1, num_words, 32)
-    return (padded.long() << torch.arange(32, device=seen.device)).sum(dim=-1).to(torch.int32)
 
 
 def _cut(needs: AttentionNeeds, chunk: int) -> Cut:

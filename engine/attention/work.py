@@ -1,4 +1,4 @@
-"""What a step's attention has to do, in ints that kernels read: which rows take which keys together.
+"""The work of a step's attention, in ints that kernels read: which rows take which keys together.
 
 A work item is a tile of one request's rows and a run of chunks of its keys. Chunks are counted from the
 text's first key and have one length, and each has sums of its own, which are merged in the order of the
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from engine.attention.branches import branches_of
 from engine.batch import RequestRows, slot_of
@@ -141,8 +140,6 @@ class Work:
         self.num_joins = num_joins if room is None else room.num_joins
         self.joins_at = -(-self.num_items * ITEM_INTS // _ALIGNED_INTS) * _ALIGNED_INTS
         self._rest_at = self.joins_at + self.num_joins * JOIN_INTS
-        self.unknown: list[tuple[int, torch.Tensor]] = []
-        """Where words of draft nodes were written that are stand-ins, and what they should say."""
         self.num_ints = self._rest_at + self._rows.size
         self.num_ints += sum(self._num_ints(each) for each in self._requests)
         if room is not None and (
@@ -164,8 +161,6 @@ class Work:
             positions_at = 0
             if len(each.words):
                 words_at = writer.put(each.words.reshape(-1))
-                if each.request.seen is not None:
-                    self.unknown.append((words_at, each.request.seen))
                 mine = rows[each.first : each.first + len(each.rows), 4]
                 mine[mine >= 0] += words_at
                 positions_at = writer.put(_node_positions(each.request))

@@ -43,12 +43,10 @@ class ScoredRow:
 
 
 class Choice(NamedTuple):
-    """What was chosen, on the device: ``token_ids`` and ``confidences`` ``[num_rows, most]``, best first,
-    of confidence 0 where a token is ruled out. ``finish``: each row's candidates, once what was added to
-    the readback is fetched."""
+    """The tokens that were chosen, on the device: ``token_ids`` ``[num_rows, most]``, best first.
+    ``finish`` returns each row's candidates, once what was added to the readback is fetched."""
 
     token_ids: Tensor
-    confidences: Tensor
     finish: Callable[[], list[Candidates]]
 
 
@@ -67,7 +65,7 @@ def begin_candidates(
     if all(row.is_greedy for row in rows):
         top, token_ids = values.topk(min(most, values.shape[1]), dim=-1)  # [num_rows, most]
         shares = (top - values.logsumexp(dim=-1, keepdim=True)).exp()
-        return Choice(token_ids, shares, _listed(token_ids, shares, rows, readback))
+        return Choice(token_ids, _listed(token_ids, shares, rows, readback))
     top, token_ids = values.topk(min(max(most, _NUM_SAMPLED_FROM), values.shape[1]), dim=-1)
     covered = None
     if any(sampling.top_p < 1 and not sampling.top_k for sampling in samplings):
@@ -81,7 +79,7 @@ def begin_candidates(
     chosen = token_ids.gather(1, order)
     listed = _listed(chosen, confidences, rows, readback)
     if not any(row.is_sampled for row in rows):
-        return Choice(chosen, confidences, listed)
+        return Choice(chosen, listed)
     probs = log_probs.exp().float()
     likeliest = readback.add(probs[:, 0])
     distributions = probs.new_zeros(len(rows), vocab_size).scatter_(1, token_ids, probs)
@@ -94,24 +92,7 @@ def begin_candidates(
             )
         ]
 
-    return Choice(chosen, confidences, finish)
-
-
-def completed(choice: Choice, rows: Sequence[int], fillers: Sequence[Sequence[int]]) -> Tensor:
-    """The chosen tokens; in these rows ``fillers``, each row's own, stand in the order given for tokens
-    that are ruled out, none twice: ``[num_rows, most]``."""
-    device = choice.token_ids.device
-    longest = max(map(len, fillers))
-    padded = [[*each, *[-1] * (longest - len(each))] for each in fillers]
-    index, others = upload(rows, device), upload(padded, device)
-    tokens = choice.token_ids.index_select(0, index)
-    is_ruled_out = ~(choice.confidences.index_select(0, index) > 0)
-    taken = tokens.masked_fill(is_ruled_out, -1)
-    is_taken = (others[:, :, None] == taken[:, None, :]).any(dim=-1) | (others < 0)
-    order = torch.cat([is_ruled_out, is_taken], dim=1).int().argsort(dim=1, stable=True)
-    pool = torch.cat([tokens, others], dim=1)
-    best = pool.gather(1, order[:, : tokens.shape[1]])
-    return choice.token_ids.index_copy(0, index, best)
+    return Choice(chosen, finish)
 
 
 def _noise(token_ids: Tensor, rows: Sequence[ScoredRow]) -> Tensor:

@@ -20,14 +20,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.base import DraftRequest
 from drafters.model.protocol import DraftRows
 from drafters.tree import ROOT
 from engine.attention.backend import IMPLEMENTATION, AttentionBackend, AttentionPlan
 from engine.batch import ForwardOutput, InputBatch, InputBuffers, InputTensors
 from engine.capture.replays import GraphSizes, make_replays
+from engine.drafting.draft_model import LevelModel
 from engine.drafting.head_files import HeadFolder, HeadsRefusedError
-from engine.drafting.levels import LevelModel
 from engine.drafting.medusa import OutputHead
 from engine.machine import can_pack
 from engine.model.fusing import fuse
@@ -87,13 +86,11 @@ class FeatureLayer(nn.Module):
 @dataclass(slots=True)
 class _Features:
     """One request's states. ``known``: the target's, of positions ``first ..``; ``drafted``: the
-    layer's own, of the anchor and of this step's drafted rows in the order of their slots, of which
-    ``num_newest`` are the newest level's."""
+    layer's own, of the anchor and of this step's drafted rows in the order of their slots."""
 
     first: int = 0
     known: list[torch.Tensor] = field(default_factory=list)  # each [num_rows, hidden_size]
     drafted: list[torch.Tensor] = field(default_factory=list)  # each [hidden_size]
-    num_newest: int = 0
 
     @property
     def end(self) -> int:
@@ -124,7 +121,7 @@ class _Features:
 
 
 class EagleModel(LevelModel):
-    """``drafters.model.eagle.FeatureModel``: a draft model whose rows also read hidden states."""
+    """A ``drafters.model.protocol.FeatureModel``: its rows also read hidden states."""
 
     owns_rows = True
 
@@ -172,20 +169,11 @@ class EagleModel(LevelModel):
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
-    @torch.inference_mode()
-    def keep(self, ask: DraftRequest, rows: Sequence[int]) -> None:
-        super().keep(ask, rows)
-        state = self._requests[ask.request_id]
-        anchor, *drafted = state.drafted
-        state.drafted = [anchor, *(drafted[row] for row in rows)]
-
-    def _logits(
-        self, rows: Sequence[DraftRows], batch: InputBatch, lanes: Sequence[torch.Tensor | None]
-    ) -> torch.Tensor:
+    def _logits(self, rows: Sequence[DraftRows], batch: InputBatch) -> torch.Tensor:
         padded = self._replays.pad(batch)
         hidden = self._memory(padded.num_rows)
-        for each, run, above in zip(rows, batch.requests, lanes, strict=True):
-            hidden[run.first_row : run.first_row + run.num_rows] = self._read(each, above)
+        for each, run in zip(rows, batch.requests, strict=True):
+            hidden[run.first_row : run.first_row + run.num_rows] = self._read(each)
         output = self._forward(padded, hidden)
         features = output.hidden
         assert features is not None
@@ -199,18 +187,15 @@ class EagleModel(LevelModel):
             return self._captured_hidden[:num_rows]
         return self._blank.repeat(num_rows, 1)
 
-    def _read(self, rows: DraftRows, lanes: torch.Tensor | None) -> torch.Tensor:
-        """What stands before each row: the target's states, or those of the draft's own parents."""
+    def _read(self, rows: DraftRows) -> torch.Tensor:
+        """The states before each row: the target's, or those of the draft's own parents."""
         state = self._requests.setdefault(rows.ask.request_id, _Features())
-        drafted_before = rows.base + rows.num_stored - len(rows.ask.token_ids)
         if rows.base < len(rows.ask.token_ids):
             return state.before(rows.base, len(rows.token_ids), self._blank)
-        if lanes is not None:
-            return torch.stack(state.drafted[-state.num_newest :]).index_select(0, lanes)
         if rows.parents:
             parents = rows.parents[rows.num_stored :]
             return torch.stack([state.drafted[parent - ROOT] for parent in parents])
-        return state.drafted[drafted_before][None]
+        return state.drafted[rows.base - len(rows.ask.token_ids)][None]
 
     def _keep(self, rows: DraftRows, features: torch.Tensor) -> None:
         state = self._requests[rows.ask.request_id]
@@ -219,10 +204,9 @@ class EagleModel(LevelModel):
             state.drop(rows.base + len(rows.token_ids) - 1)
             state.drafted = []
             if rows.base + len(rows.token_ids) == known_end:
-                state.drafted, state.num_newest = [features[-1]], 1
+                state.drafted = [features[-1]]
         else:
             state.drafted += features.unbind(0)
-            state.num_newest = len(features)
 
     def _forward(self, batch: InputBatch, hidden: torch.Tensor) -> ForwardOutput:
         inputs, plan = self._plan(batch)

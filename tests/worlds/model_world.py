@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from drafters.base import DraftRequest, DraftSampling, DraftShape, Observation, OptionValue
@@ -38,46 +39,24 @@ class Forwards:
     """What of a draft model follows from its ``forward`` of one level. It takes half a second."""
 
     runs_ahead = False
-    picks_ahead = False
-
-    def keep(self, ask: DraftRequest, rows: Sequence[int]) -> None:
-        raise AssertionError(f"{ask.request_id} has picked no rows ahead: {rows}")
 
     def read_now(self, begin: Callable[[Any], Callable[[], Any]]) -> Any:
         return begin(None)()
 
     def begin(self, levels: Sequence[Sequence[DraftRows]], readback: Any) -> Callable[[], Levels]:
         del readback
-        found: list[list[list[Candidates]]] = []
-        above: Sequence[DraftRows] = ()
-        for rows in levels:
-            found.append(self.forward(_picked(rows, above, found[-1]) if found else rows))
-            above = rows
-        picks: list[list[list[tuple[int, int]]]] = [[[] for _ in rows] for rows in levels]
-        return lambda: Levels(found, 0.5 * (len(found) - 1), picks)
+        found = [self.forward(levels[0])]
+        for above, rows in pairwise(levels):
+            scored = zip(above, found[-1], strict=True)
+            chosen = {each.ask.request_id: one[0].token_ids[0] for each, one in scored if one}
+            found.append(
+                self.forward([replace(r, token_ids=[chosen[r.ask.request_id]]) for r in rows])
+            )
+        return lambda: Levels(found, 0.5 * (len(found) - 1))
 
     def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
         """Of all rows at once; per request, candidates per scored row."""
         raise NotImplementedError
-
-
-def _picked(
-    rows: Sequence[DraftRows], above: Sequence[DraftRows], found: Sequence[Sequence[Candidates]]
-) -> list[DraftRows]:
-    """The rows with the tokens that the level above has chosen for them."""
-    chosen = {
-        each.ask.request_id: [
-            [*one.token_ids, *(token for token in each.fillers if token not in one.token_ids)]
-            for one in scored
-        ]
-        for each, scored in zip(above, found, strict=True)
-    }
-    return [
-        replace(
-            each, token_ids=[chosen[each.ask.request_id][lane][rank] for lane, rank in each.picks]
-        )
-        for each in rows
-    ]
 
 
 class FakeDraftModel(Forwards):

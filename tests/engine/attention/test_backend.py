@@ -11,28 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.tree import depths_of
 from engine import attention
 from engine.attention import backend
 from engine.attention.backend import (
     AttentionBackend,
     AttentionNeeds,
-    AttentionOptions,
     KVShape,
     attention_backend,
     attention_backends,
     build_attention,
     choose_backend,
 )
-from engine.batch import InputBatch, InputBuffers, InputTensors, build_batch
+from engine.batch import InputBatch, InputTensors, build_batch
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
 from engine.model.loader import attach_attention
 from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
-from worlds.attended import World
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
-from worlds.tiny_models import VOCAB_SIZE, chunk, path_to, random_ids, tiny_model
+from worlds.tiny_models import VOCAB_SIZE, chunk, random_ids, tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -174,42 +171,3 @@ def test_inputs_of_equal_steps_reach_a_backend_at_the_same_addresses() -> None:
         base += count
     assert len(watching.addresses) == 5
     assert watching.addresses[1] == watching.addresses[3]
-
-
-LEVELS = {
-    "few": (-1, -1, 1, 0, 3, 2, 2),
-    "many": (
-        *[-1] * 8,
-        *[(8 * level + 5 * node) % 8 + 8 * level for level in range(4) for node in range(8)],
-    ),
-}
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("name", LEVELS)
-@pytest.mark.parametrize("backend", ["sdpa", "triton"])
-def test_what_rows_see_may_be_known_to_the_device_alone(
-    backend: str, name: str, window: int | None
-) -> None:
-    """Parents then say how deep nodes lie, and nothing else."""
-    parents = LEVELS[name]
-    depths = depths_of(parents)
-    stored = next(node for node, depth in enumerate(depths) if depth == depths[-1])
-    stand_ins = [
-        -1 if depth == 1 else max(n for n in range(node) if depths[n] == depth - 1)
-        for node, depth in enumerate(depths)
-    ]
-    assert stand_ins != list(parents)
-    seen = torch.zeros(len(parents), len(parents), dtype=torch.bool)
-    for node in range(len(parents)):
-        seen[node, path_to(node, parents)] = True
-    world = World(4, 2, 32, 32, torch.float32, backend=backend, determinism="fast")
-    options = AttentionOptions(None, window, None, None)
-    outputs = []
-    for is_known in (True, False):
-        store, batch, rows = world.lay([(1, 20, 0, parents), (2, 9, 0, parents)], stored)
-        if not is_known:
-            batch.requests[0].parents, batch.requests[0].seen = stand_ins, seen[stored:]
-        plan = world.over(store).plan(batch, InputBuffers(CPU, 64).fill(batch))
-        outputs.append(plan.attend(0, *rows, options))
-    torch.testing.assert_close(outputs[1], outputs[0])

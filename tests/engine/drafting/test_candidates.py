@@ -10,7 +10,7 @@ import torch
 
 from drafters.base import GREEDY, DraftSampling
 from drafters.model.protocol import Candidates
-from engine.drafting.candidates import Choice, ScoredRow, begin_candidates, completed
+from engine.drafting.candidates import ScoredRow, begin_candidates
 from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.distribution import target_probs
 from engine.sampling.sampler import sample_tokens
@@ -146,13 +146,3 @@ def test_nothing_beyond_the_truncation_is_offered() -> None:
     sampling = DraftSampling(1.0, top_k=2, key=9)
     found = choose_candidates(logits(), [ScoredRow(sampling, 5, 4)] * NUM_ROWS, VOCAB_SIZE)
     assert {len(each.token_ids) for each in found} == {2}
-
-
-def test_fillers_complete_what_truncation_leaves_and_repeat_nothing() -> None:
-    choice = Choice(
-        torch.tensor([[7, 3, 9], [7, 3, 9], [1, 2, 3]]),
-        torch.tensor([[0.5, 0.0, float("nan")], [0.5, 0.2, 0.1], [0.5, 0.0, 0.0]]),
-        list,
-    )
-    tokens = completed(choice, [0, 1], [[7, 3, 7 + 1, 4, 5], [0]])
-    assert tokens.tolist() == [[7, 3, 8], [7, 3, 9], [1, 2, 3]]
