@@ -28,10 +28,25 @@ from engine.attention.branches import branches_of
 from engine.batch import InputBatch, InputTensors, RequestRows, slot_of
 from engine.config import Determinism
 from engine.kernels import KINDS, LANES, STORED_KINDS, find_kernel
+from engine.kernels.attention_records import (
+    CALL,
+    CHUNK,
+    COUNTERS,
+    LAYER,
+    NUM_ARGS,
+    QUERY_MULTIPLE,
+    STEP,
+    TILE_QUERIES,
+    Branch,
+    Layer,
+    Row,
+    Step,
+    Tile,
+    layer_arguments,
+)
 from engine.kernels.watch import Renewal
 from kvpool.store import KVStore
 
-_KERNEL = "paged_attention"
 _WORTH_A_TEAM = 1 << 20
 """Pairs of a query and a key, times their dimensions: fewer are done sooner than a team has begun."""
 _ROWS_FOR_A_TEAM = 64
@@ -49,9 +64,9 @@ class PagedAttention(AttentionBackend):
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         super().__init__(store, needs)
         self._layers: dict[int, _Layer] = {}
-        self.arguments = np.zeros(find_kernel(_KERNEL).NUM_ARGS, dtype=np.int64)
+        self.arguments = np.zeros(NUM_ARGS, dtype=np.int64)
         self.address: int = self.arguments.ctypes.data
-        self.scratch = np.zeros(0, dtype=np.float32)
+        self._scratch = np.zeros(0, dtype=np.float32)
 
     @classmethod
     def refusal(cls, needs: AttentionNeeds) -> str | None:
@@ -66,6 +81,15 @@ class PagedAttention(AttentionBackend):
     def plan(self, batch: InputBatch, inputs: InputTensors) -> PagedPlan:
         return PagedPlan(self, batch, inputs)
 
+    def scratch_of(self, size: int) -> Any:
+        """Returns at least so many floats, the first of which begins a line of a cache: sixteen that lie
+        in two lines take twice the time. Made anew only where more are wanted than ever before."""
+        if self._scratch.size < size:
+            floats = np.zeros(size + LANES, dtype=np.float32)
+            start = -floats.ctypes.data // 4 % LANES
+            self._scratch = floats[start : start + size]
+        return self._scratch
+
     def layer(self, number: int, options: AttentionOptions, share: int) -> _Layer:
         """Returns what does not change from step to step. Another takes its place where a layer asks for
         other options; what is recorded holds the one that it was recorded with."""
@@ -77,36 +101,34 @@ class PagedAttention(AttentionBackend):
 
 
 class _Layer:
-    """A layer's part of the arguments, and what they point to."""
+    """A layer's part of the arguments, and the memory that it points to."""
 
     def __init__(
         self, store: KVStore, number: int, options: AttentionOptions, share: int, dtype: torch.dtype
     ) -> None:
         keys, values = store.key[number], store.value[number]
-        _, self.num_kv_heads, key_dim = keys.shape
-        scale = key_dim**-0.5 if options.scaling is None else options.scaling
-        numbers = [scale, options.softcap or 0.0, LARGEST_KEY, float("inf")]
-        self._numbers = np.array(numbers, dtype=np.float32)
+        _, self.num_kv_heads, own_dim = keys.shape
+        self.dims = keys.stride(0), values.stride(0)
         self._options = options
         self._sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        size = keys.element_size()
-        self.dims = (keys.stride(0), values.stride(0))
-        self.arguments = np.array(
-            [
-                self.num_kv_heads,
-                share,
-                *self.dims,
-                KINDS[dtype],
-                STORED_KINDS[store.dtype],
-                keys.data_ptr(),
-                keys.stride(1) * size,
-                values.data_ptr(),
-                values.stride(1) * size,
-                self._numbers.ctypes.data,
-                options.window or 0,
-                0 if self._sinks is None else self._sinks.data_ptr(),
-            ],
-            dtype=np.int64,
+        self.arguments = layer_arguments(
+            Layer(
+                num_kv_heads=self.num_kv_heads,
+                share=share,
+                key_dim=self.dims[0],
+                value_dim=self.dims[1],
+                kind=KINDS[dtype],
+                store_kind=STORED_KINDS[store.dtype],
+                keys=keys.data_ptr(),
+                key_head=keys.stride(1) * keys.element_size(),
+                values=values.data_ptr(),
+                value_head=values.stride(1) * values.element_size(),
+                window=options.window or 0,
+                sinks=0 if self._sinks is None else self._sinks.data_ptr(),
+                scale=own_dim**-0.5 if options.scaling is None else options.scaling,
+                softcap=options.softcap or 0.0,
+                largest_key=LARGEST_KEY,
+            )
         )
 
     def serves(self, options: AttentionOptions) -> bool:
@@ -138,7 +160,7 @@ class PagedPlan:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        kernel, backend = find_kernel(_KERNEL), self._backend
+        backend = self._backend
         num_rows, num_heads, _ = query.shape
         told = backend.layer(layer, options, num_heads // key.shape[1])
         key_dim, value_dim = told.dims
@@ -147,13 +169,14 @@ class PagedPlan:
         shape = (told.num_kv_heads, num_heads, key_dim, value_dim)
         output = query.new_empty(num_rows, num_heads, value_dim)
         arguments = backend.arguments
-        arguments[kernel.LAYER] = told.arguments
-        arguments[kernel.CALL] = [*_lying(query), *_lying(key), *_lying(value), *_lying(output)]
-        for part, run in (("store", kernel.store_rows.run), ("attend", kernel.attend.run)):
+        arguments[LAYER] = told.arguments
+        arguments[CALL] = [*_lying(query), *_lying(key), *_lying(value), *_lying(output)]
+        kernels = find_kernel("kv_rows").store_rows, find_kernel("paged_attention").attend
+        for part, kernel in zip(("store", "attend"), kernels, strict=True):
             asked = (shape, part)
-            arguments[kernel.COUNTS] = 0
-            arguments[kernel.STEP], num_threads = self.renewed(asked)
-            run(backend.address, num_threads, Renewal(asked, kernel.STEP, told))
+            arguments[COUNTERS] = 0
+            arguments[STEP], num_threads = self.renewed(asked)
+            kernel.run(backend.address, num_threads, Renewal(asked, STEP, told))
         return output if own_dim == value_dim else output[..., :own_dim]
 
     def renewed(self, key: tuple[_Shape, str]) -> tuple[Any, int]:
@@ -164,7 +187,7 @@ class PagedPlan:
         return step.arguments, self._num_threads if self._num_rows >= _ROWS_FOR_A_TEAM else 1
 
     def _step(self, key: _Shape) -> _Step:
-        """Made once for layers of equal shape."""
+        """Returns what layers of equal shape share, made once."""
         if key not in self._steps:
             self._steps[key] = _Step(
                 self._backend, self._requests, self._inputs, key, self._num_rows, self._num_threads
@@ -257,11 +280,11 @@ def _branch(
     return _BranchRows(rows, _grouped(slots))
 
 
-# --- tiles ---
+# --- the step's records ---
 
 
 class _Step:
-    """The step's part of the arguments for layers of one shape, and what they point to."""
+    """The step's part of the arguments for layers of one shape, and the memory that it points to."""
 
     def __init__(
         self,
@@ -272,96 +295,77 @@ class _Step:
         num_rows: int,
         num_threads: int,
     ) -> None:
-        kernel = find_kernel(_KERNEL)
+        kernel = find_kernel("paged_attention")
         kv_heads, num_heads, key_dim, value_dim = shape
-        share = num_heads // kv_heads
-        self._tables = tables = _Tables(kernel, share)
+        tiles = _Tiles(num_heads // kv_heads)
         for request in requests:
-            tables.add(request)
-        tables.divide(kv_heads, _TASKS_PER_THREAD * num_threads)
-        products = sum(seen for _, seen, _ in tables.rows) * num_heads * (key_dim + value_dim)
+            tiles.add(request)
+        tiles.divide(kv_heads, _TASKS_PER_THREAD * num_threads)
+        products = sum(row.num_seen for row in tiles.rows) * num_heads * (key_dim + value_dim)
         self.num_threads = num_threads if products >= _WORTH_A_TEAM else 1
-        most = tables.most_queries
-        size = -(-kernel.scratch_floats(most, key_dim, value_dim) // LANES) * LANES
-        parts = tables.num_parts * kv_heads * kernel.part_floats(most, value_dim)
-        if backend.scratch.size < size * num_threads + parts:
-            backend.scratch = _lines(size * num_threads + parts)
-        self._kept = (backend.scratch, inputs)
-        scratch = backend.scratch.ctypes.data
-        self._arrays = [
-            np.array(each, dtype=np.int64).reshape(-1)
-            for each in (tables.tiles, tables.rows, tables.groups, tables.branches, tables.slots)
+        most = tiles.most_queries
+        worker_floats = _round_up(kernel.scratch_floats(most, key_dim, value_dim), LANES)
+        num_sums = tiles.num_parts * kv_heads
+        part_floats = num_sums * kernel.sums_floats(most, value_dim)
+        scratch = backend.scratch_of(worker_floats * num_threads + part_floats)
+        counters = np.zeros(num_sums, dtype=np.int64)
+        records = [
+            np.array(each, dtype=np.int64)
+            for each in (tiles.tiles, tiles.rows, tiles.branches, tiles.groups, tiles.slots)
         ]
-        self._counters = np.zeros(tables.num_parts * kv_heads, dtype=np.int64)
-        tiles, rows, groups, branches, slots = (each.ctypes.data for each in self._arrays)
-        if len(self._arrays[0]):
-            records = self._arrays[0].reshape(-1, kernel.TILE_INTS)
-            records[:, :2] = rows + 8 * kernel.ROW_INTS * records[:, :2]
-            records[:, 4:6] = branches + 8 * kernel.BRANCH_INTS * records[:, 4:6]
-        self.arguments = np.array(
-            [
-                num_rows,
-                inputs.slot_mapping.data_ptr(),
-                len(tables.tiles) * kv_heads,
-                tiles,
-                rows,
-                groups,
-                branches,
-                slots,
-                most,
-                scratch,
-                4 * size,
-                scratch + 4 * size * num_threads,
-                self._counters.ctypes.data,
-            ],
-            dtype=np.int64,
+        self._held = scratch, inputs, counters, records
+        tiles_at, rows_at, branches_at, groups_at, slots_at = (each.ctypes.data for each in records)
+        step = Step(
+            num_rows=num_rows,
+            slot_mapping=inputs.slot_mapping.data_ptr(),
+            num_tasks=len(tiles.tiles) * kv_heads,
+            tiles=tiles_at,
+            rows=rows_at,
+            branches=branches_at,
+            groups=groups_at,
+            slots=slots_at,
+            most_queries=most,
+            scratch=scratch.ctypes.data,
+            scratch_bytes=4 * worker_floats,
+            parts=scratch.ctypes.data + 4 * worker_floats * num_threads,
+            counters=counters.ctypes.data,
         )
+        self.arguments = np.array(list(step), dtype=np.int64)
 
 
-def _lines(size: int) -> Any:
-    """So many floats, the first of which begins a line of a cache: sixteen that lie in two take twice the
-    time."""
-    floats = np.zeros(size + LANES, dtype=np.float32)
-    start = -floats.ctypes.data // 4 % LANES
-    return floats[start : start + size]
+class _Tiles:
+    """The rows of a step in tiles: of one request each, of one of its branches after another, as many as
+    fit. ``groups`` and ``slots`` as in ``Step``."""
 
-
-class _Tables:
-    """Records as the kernel reads them; rows and branches by number."""
-
-    def __init__(self, kernel: Any, share: int) -> None:
-        self._kernel = kernel
+    def __init__(self, share: int) -> None:
         self._share = share
-        self.most_queries = max(kernel.TILE_QUERIES, -(-share // LANES) * LANES)
-        self.tiles: list[list[int]] = []
-        self.rows: list[tuple[int, int, int]] = []
+        self.most_queries = max(TILE_QUERIES, _round_up(share, LANES))
+        self.tiles: list[Tile] = []
+        self.rows: list[Row] = []
+        self.branches: list[Branch] = []
         self.groups: list[int] = []
-        self.branches: list[tuple[int, int, int, int]] = []
         self.slots: list[int] = []
         self.num_parts = 0
+        # Of the tile that is being filled.
+        self._first_row = self._first_branch = self._num_queries = 0
 
     def add(self, request: _RequestKeys) -> None:
-        """Tiles of as many rows as fit, of one branch after another."""
-        num_common, common = len(request.common), self._put_groups(request.common)
-        owns = [self._put_groups(branch.groups) for branch in request.branches]
-        first_row, first_branch, num_queries = len(self.rows), len(self.branches), 0
-        for branch, own in zip(request.branches, owns, strict=True):
-            begin = num_queries
-            for row, seen in branch.rows:
-                if num_queries + self._share > self.most_queries:
-                    self._close_branch(begin, num_queries, own, branch, num_common)
-                    self._close_tile(first_row, first_branch, num_queries, common, num_common)
-                    first_row, first_branch, begin, num_queries = (
-                        len(self.rows), len(self.branches), 0, 0,
-                    )  # fmt: skip
-                self.rows.append((row, seen, num_queries))
-                num_queries += self._share
-            num_queries = self._padded(num_queries)
-            self._close_branch(begin, num_queries, own, branch, num_common)
-        self._close_tile(first_row, first_branch, num_queries, common, num_common)
+        num_common, common = len(request.common), self._put(request.common)
+        for branch in request.branches:
+            own, end_group = self._put(branch.groups), num_common + len(branch.groups)
+            first_query = self._num_queries
+            for number, num_seen in branch.rows:
+                if self._num_queries + self._share > self.most_queries:
+                    self._close_branch(first_query, own, end_group, num_common)
+                    self._close_tile(common, num_common)
+                    first_query = 0
+                self.rows.append(Row(number, num_seen, self._num_queries))
+                self._num_queries += self._share
+            self._close_branch(first_query, own, end_group, num_common)
+        self._close_tile(common, num_common)
 
-    def _put_groups(self, groups: Sequence[int | Sequence[int]]) -> int:
-        """Returns where they begin."""
+    def _put(self, groups: Sequence[int | Sequence[int]]) -> int:
+        """Returns the number of the first of them."""
         first = len(self.groups)
         for group in groups:
             if isinstance(group, int):
@@ -371,50 +375,56 @@ class _Tables:
                 self.slots += group
         return first
 
-    def _padded(self, num_queries: int) -> int:
-        multiple = self._kernel.QUERY_MULTIPLE
-        return -(-num_queries // multiple) * multiple  # type: ignore[no-any-return]
+    def _close_branch(self, first_query: int, groups: int, end_group: int, num_common: int) -> None:
+        self._num_queries = _round_up(self._num_queries, QUERY_MULTIPLE)
+        if end_group > num_common and self._num_queries > first_query:
+            branch = Branch(first_query, self._num_queries, groups, end_group)
+            self.branches.append(branch)
 
-    def _close_branch(
-        self, begin: int, end: int, own: int, branch: _BranchRows, num_common: int
-    ) -> None:
-        if branch.groups and end > begin:
-            self.branches.append((begin, self._padded(end), own, num_common + len(branch.groups)))
-
-    def _close_tile(
-        self, first_row: int, first_branch: int, num_queries: int, common: int, num_common: int
-    ) -> None:
-        rows = self.rows[first_row:]
-        if not rows:
-            return
-        num_chunks = -(-max(seen for _, seen, _ in rows) // self._kernel.CHUNK)
-        self.tiles.append(
-            [
-                *(first_row, len(self.rows)),
-                *(0, num_chunks),
-                *(first_branch, len(self.branches)),
-                *(self._padded(num_queries), common, num_common),
-                *(-1, num_chunks, 1),
-            ]
-        )
+    def _close_tile(self, common: int, num_common: int) -> None:
+        rows = self.rows[self._first_row :]
+        if rows:
+            num_chunks = -(-max(row.num_seen for row in rows) // CHUNK)
+            tile = Tile(
+                first_row=self._first_row,
+                end_row=len(self.rows),
+                first_chunk=0,
+                end_chunk=num_chunks,
+                first_branch=self._first_branch,
+                end_branch=len(self.branches),
+                num_queries=self._num_queries,
+                groups=common,
+                num_common=num_common,
+                first_part=-1,
+                num_chunks=num_chunks,
+                num_tiles=1,
+            )
+            self.tiles.append(tile)
+        self._first_row, self._first_branch = len(self.rows), len(self.branches)
+        self._num_queries = 0
 
     def divide(self, kv_heads: int, wanted: int) -> None:
-        """Where tasks are few, each tile's chunks go to several; ``wanted``: tasks."""
+        """Divides tiles by chunks where there are fewer than ``wanted`` tasks, one for each key head."""
         pieces = -(-wanted // max(1, len(self.tiles) * kv_heads))
-        if pieces < 2:
-            return
-        tiles = []
-        for tile in self.tiles:
-            num_chunks = tile[3]
-            each = -(-num_chunks // min(pieces, num_chunks))
-            starts = range(0, num_chunks, each)
-            if len(starts) == 1:
-                tiles.append(tile)
-                continue
-            for start in starts:
-                end = min(start + each, num_chunks)
-                tiles.append(
-                    [*tile[:2], start, end, *tile[4:9], self.num_parts, num_chunks, len(starts)]
-                )
-            self.num_parts += num_chunks
-        self.tiles = tiles
+        if pieces > 1:
+            self.tiles = [part for tile in self.tiles for part in self._parts(tile, pieces)]
+
+    def _parts(self, tile: Tile, pieces: int) -> list[Tile]:
+        each = -(-tile.num_chunks // min(pieces, tile.num_chunks))
+        starts = range(0, tile.num_chunks, each)
+        if len(starts) == 1:
+            return [tile]
+        first_part, self.num_parts = self.num_parts, self.num_parts + tile.num_chunks
+        return [
+            tile._replace(
+                first_chunk=start,
+                end_chunk=min(start + each, tile.num_chunks),
+                first_part=first_part,
+                num_tiles=len(starts),
+            )
+            for start in starts
+        ]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -98,45 +98,38 @@ class _Call:
         self._visible: dict[int | None, torch.Tensor] = {}
 
     def by_request(self, gathered: torch.Tensor) -> torch.Tensor:
-        """``[num_requests, num_kv_heads, most_keys, dim]``"""
-        divided: torch.Tensor = gathered.unflatten(1, (self.num_requests, -1))
-        return divided.transpose(0, 1)
+        """Returns ``[num_requests, num_kv_heads, most_keys, dim]``."""
+        parted: torch.Tensor = gathered.unflatten(1, (self.num_requests, -1))
+        return parted.transpose(0, 1)
 
     def visible(self, window: int | None) -> torch.Tensor:
-        """Which keys each row sees, ``[num_requests, most_rows, most_keys]`` bool; rows of padding see
+        """Returns which keys each row sees, ``[num_requests, most_rows, most_keys]`` bool; padding sees
         the first key. Made once for all layers of a window."""
         if window not in self._visible:
             seen = np.zeros((self.num_requests, self._most_rows, self._most_keys), dtype=bool)
             seen[:, :, 0] = True
             for index, each in enumerate(self._requests):
                 seen[index, : each.num_rows, : each.end] = visibility(each, window)
-            mask = torch.from_numpy(seen).to(self._device, non_blocking=True)
-            self._visible[window] = mask
+            self._visible[window] = torch.from_numpy(seen).to(self._device, non_blocking=True)
         return self._visible[window]
 
 
 def visibility(request: RequestRows, window: int | None) -> Array:
     """Returns which of its keys each row of a request sees, ``[num_rows, num_keys]`` bool: a known row
-    the text up to itself, a draft node the known text, its ancestors and itself. A window
-    counts positions, not slots."""
+    the text up to itself, a draft node the known text, its ancestors and itself. A window counts
+    positions, not slots."""
     root_end, end = request.base + request.num_known, request.end
     positions = np.arange(end)
     positions[root_end:] = root_end - 1 + np.array(request.depths(), dtype=np.int64)
     own = np.arange(end - request.num_rows, end)
     seen = np.arange(end) <= own[:, None]
-    seen[request.num_known :, root_end:] = _ancestors(request)[request.num_stored :]
-    if window is not None:
-        seen &= positions[own][:, None] - positions < window
-    return seen
-
-
-def _ancestors(request: RequestRows) -> Array:
-    """Returns ``[num_nodes, num_nodes]`` bool, whether one node is another's ancestor or itself."""
-    count = len(request.parents)
-    seen = np.eye(count, dtype=bool)
+    ancestors = np.eye(len(request.parents), dtype=bool)
     for node, parent in enumerate(request.parents):
         if parent >= 0:
-            seen[node] |= seen[parent]
+            ancestors[node] |= ancestors[parent]
+    seen[request.num_known :, root_end:] = ancestors[request.num_stored :]
+    if window is not None:
+        seen &= positions[own][:, None] - positions < window
     return seen
 
 
@@ -175,5 +168,5 @@ def _attend(
         sinks = options.sinks.float().view(1, *split.shape[1:3], 1, 1)
         scores = torch.cat([scores, sinks.expand(*scores.shape[:4], 1)], dim=4)
     weights = scores.softmax(dim=4)[..., : keys.shape[2]].to(values.dtype)
-    attended: torch.Tensor = (weights @ values[:, :, None]).flatten(1, 2)
-    return attended.transpose(1, 2)
+    output: torch.Tensor = weights @ values[:, :, None]
+    return output.flatten(1, 2).transpose(1, 2)

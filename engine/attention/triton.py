@@ -41,16 +41,14 @@ _BYTES_OF_SUMS = 64 << 20
 
 @attention_backend("triton")
 class TritonAttention(AttentionBackend):
-    """``chunk``: keys whose sums are merged with those before; not of a step's making, or a row's bits
-    would be. ``failures``: see ``verify_exact``; here equal bits are a matter of arithmetic, not of a
-    probe. Where determinism is exact, tiles have one size, and branches of draft trees read their keys in
+    """``chunk``: keys whose sums are merged with those before; it follows from no step, or a row's bits
+    would. Where determinism is exact, tiles have one size, and branches of draft trees read their keys in
     the order of their text."""
 
     determinisms: ClassVar[frozenset[Determinism]] = frozenset({"exact", "fast"})
     device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu", "cuda"})
     rank: ClassVar[int] = 2
     can_graph: ClassVar[bool] = True
-    failures: ClassVar[tuple[str, ...]] = ()
     chunk: ClassVar[int] = 512
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
@@ -86,7 +84,7 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def rank_for(cls, needs: AttentionNeeds) -> int:
-        """Under the interpreter it is for those who ask for it."""
+        """Returns a rank below 0 on a CPU, where its programs run under Triton's interpreter."""
         return cls.rank if needs.device.type == "cuda" else -1
 
     def plan(self, batch: InputBatch, inputs: InputTensors) -> TritonPlan:
@@ -114,7 +112,7 @@ class TritonAttention(AttentionBackend):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """What captured launches read and write beside inputs and store."""
+        """Addresses of the memory that captured launches use beside inputs and store."""
         return self._ints.address, self._sums.data_ptr(), self._stats.data_ptr()
 
     def _memory_for_sums(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a step's attention has to do, in ints that kernels read: which rows take which keys together.
+"""The work of a step's attention, in ints that kernels read: which rows take which keys together.
 
 A work item is a tile of one request's rows and a run of chunks of its keys. Chunks are counted from the
 text's first key and have one length, and each has sums of its own, which are merged in the order of the

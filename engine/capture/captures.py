@@ -1,4 +1,4 @@
-"""Which forwards are captured, and when their recordings are used."""
+"""Decides which forwards are recorded, and when their recordings are used."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ from engine.attention.backend import AttentionBackend, AttentionPlan, Capturable
 from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
 from engine.capture.graph import CapturedForward
 from engine.capture.recorder import Recorder
-from engine.kernels import find_kernel
 
 logger = logging.getLogger(__name__)
 
 _MOST_ROWS = 96
-"""A forward of more rows takes so long that what is between its kernels does not matter."""
+"""Forwards of more rows are not recorded: beside them the interpreter's time does not count."""
 _MOST_BYTES = 256 << 20
+"""Memory of all recordings together."""
 _OFTEN = 5
-"""To record a forward and to compare it takes what some six replays save, for models of every size: after
-about as many, what a shape has cost is at most twice what it would have, had one known the future."""
+"""A shape is recorded when it comes for this time. Recording and comparing a forward cost what about six
+replays save; with a threshold of about as many, a shape costs at most twice what the best choice in
+hindsight would (the ski rental problem)."""
 _SHORT_SECONDS = 6e-3
-"""Of a forward in a team, beyond which nothing is tried: what others need the cores for is short, too."""
+"""Forwards that take a team longer always run in a team; shorter ones may run in one thread."""
 _TRIALS = 5
+"""Replays that are timed of either number of threads."""
 _MUCH_FASTER = 1.15
+"""A team is taken for a short forward only if it is faster by this factor: the server's other threads and
+processes need cores, too."""
 _PADDING_SHARE = 3
-"""A step is padded by at most one row for so many that it has."""
+"""A step is padded by at most one row for each so many rows of its own."""
 _PADDED_SECONDS = 20e-3
-"""Of a recorded forward, beyond which rows of padding cost more than the interpreter does."""
+"""Longer recordings serve no padded steps: there a row of padding costs more than the interpreter."""
 _MUCH_PADDING = 60
-"""So many rows of padding in all, and a number of rows is worth a recording of its own."""
+"""A shape whose steps have had so many rows of padding in all is recorded itself."""
 
 
 class _Shape(NamedTuple):
-    """What forwards that one recording serves have in common."""
+    """The key of a recording: it serves all forwards that are equal in this."""
 
     num_rows: int
     num_logits: int
@@ -47,8 +51,9 @@ class _Shape(NamedTuple):
 
 
 class _Capture:
-    """Of a shape: how often it has come without a recording, with how many rows of padding another's
-    was used for it, its recording, whether that was found to be true, and in how many threads it runs."""
+    """A shape's recording. ``num_seen``: its forwards that had none; ``num_padding_rows``: rows of
+    padding of those that ran in a larger shape's; ``is_trusted``: a replay has had the bits of the
+    model's own forward."""
 
     def __init__(self) -> None:
         self.num_seen = 0
@@ -59,16 +64,17 @@ class _Capture:
 
     @property
     def is_expected(self) -> bool:
-        """It has a recording, or gets one when it comes next."""
+        """Whether there is a recording, or the next forward is recorded."""
         return self.graph is not None or self.num_seen >= _OFTEN - 1
 
     def expect(self) -> None:
+        """Lets the next forward be recorded."""
         self.num_seen = max(self.num_seen, _OFTEN - 1)
 
 
 class _Threads:
-    """In how many threads a recording runs whose attention is work for one: found by trying both. A short
-    forward leaves further cores to those who read and write for it, unless a team is much faster."""
+    """The number of threads for replays of one recording: replays in one thread and in a team are timed
+    in turn, then one of the two is chosen."""
 
     def __init__(self) -> None:
         self.chosen: int | None = None
@@ -76,11 +82,11 @@ class _Threads:
 
     @property
     def seconds(self) -> float:
-        """Of the fastest forward that was timed."""
+        """The shortest time of a replay."""
         return min((min(each) for each in self._seconds.values() if each), default=float("inf"))
 
     def next(self) -> int:
-        """The team first."""
+        """Returns the number of threads for the next replay; the first is a team's."""
         if self.chosen is not None:
             return self.chosen
         return min(reversed(self._seconds), key=lambda count: len(self._seconds[count]))
@@ -114,7 +120,7 @@ class Captures:
         self._clock = clock
         self._captures: OrderedDict[_Shape, _Capture] = OrderedDict()
         on_cpu = attention.can_capture and attention.needs.device.type == "cpu"
-        self._is_open = can_capture and on_cpu and find_kernel("sequence") is not None
+        self._is_open = can_capture and on_cpu
 
     @property
     def num_graphs(self) -> int:

@@ -1,60 +1,106 @@
 """Attention that reads keys and values where they lie in the block store: nothing is gathered.
 
-A row's keys come in the order of its text, sixteen at a time (a *group*: a piece of a block, or slots
-one by one where a draft tree's branch has strangers between its ancestors). Over 256 keys (a *chunk*)
-there is one softmax; chunks are merged in the order of the text, as in online softmax (Milakov and
-Gimelshein 2018) and flash decoding. Every sum runs over keys or over dimensions in one order, which no
-other row changes, so a row has the same bits in whatever company it is computed.
+``attended`` is what is computed for each query (one head of a row). Compiled code does so for many
+queries at once, over these units:
 
-Rows that share keys are computed together, in a *tile* of up to so many queries (a query is one head of
-a row): keys are converted and transposed once for them. What is beyond a row's own keys weighs exactly 0.
+- A *group* is sixteen keys of a text: a piece of a block, or slots one by one where a draft tree's branch
+  has strangers between its ancestors. A *chunk* is 256 keys, counted from the text's first.
+- A *tile* is up to so many queries whose rows share keys: these are converted and transposed once for
+  all of them. A tile is a task for a thread, or several where tasks are few and texts are long: then
+  each takes some of its chunks, and the last one merges them.
+- A *branch* is a run of a tile's queries that see further groups after those which all rows share.
+
+Every sum runs over keys or over dimensions in one order, which no other row changes, so a row has the
+same bits in whatever company it is computed. What is beyond a row's own keys weighs exactly 0.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 
 from engine.kernels import FLOAT32, LANES
-from engine.kernels.compiled import Kernel
-from engine.kernels.lanes import (
-    add,
-    argument,
-    clean,
-    div,
-    exp,
-    fetch_add,
-    fetch_all,
-    first_of,
-    itemsize_of,
-    keep,
-    larger,
-    largest_of,
-    load,
-    load32,
-    mul,
-    read_float,
-    read_int,
-    splat,
-    store,
-    store32,
-    sub,
-    sum_of,
-    tanh,
-    widen,
-    write_float,
+from engine.kernels import lanes as v
+from engine.kernels.attention_records import (
+    CALL_AT,
+    CHUNK,
+    LAYER_AT,
+    NEXT_TASK,
+    NUM_ARGS,
+    NUM_WORKERS,
+    QUERY_MULTIPLE,
+    STEP_AT,
+    Branch,
+    Call,
+    Layer,
+    Row,
+    Step,
+    Tile,
 )
+from engine.kernels.compiled import Kernel
+from engine.kernels.records import Record
 from engine.kernels.tiles import interleave, score4, score8, transpose, weigh16, weigh64
 
-CHUNK = 256
 GROUP = LANES
-TILE_QUERIES = 64
-QUERY_MULTIPLE = 4
+
+
+def attended(
+    query: Any,  # [key_dim]
+    keys: Any,  # [num_keys, key_dim], those that the query sees, in the order of its text
+    values: Any,  # [num_keys, value_dim]
+    scale: float,
+    softcap: float | None = None,
+    sink: float | None = None,
+) -> Any:
+    """Returns what a query gets, ``[value_dim]``: chunk after chunk, as in online softmax (Milakov and
+    Gimelshein 2018) and flash decoding. numpy's arrays of any type of floats."""
+    largest, total, weighted = -np.inf, 0.0, np.zeros(values.shape[1])
+    for start in range(0, len(keys), CHUNK):
+        scores = keys[start : start + CHUNK] @ query * scale
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        before, largest = largest, max(largest, scores.max())
+        weights = np.exp(scores - largest)
+        total = total * np.exp(before - largest) + weights.sum()
+        weighted = weighted * np.exp(before - largest) + weights @ values[start : start + CHUNK]
+    if sink is not None:
+        total += np.exp(sink - largest)
+    return weighted / total
+
+
+# --- arguments and records by the names of their fields ---
+
+
+@intrinsic
+def record_at(_typing: Any, declaration: Any, address: Any) -> Any:
+    """The record of 64-bit numbers at ``address``, with fields named as in ``declaration``."""
+    del address
+    record = Record(declaration.instance_class, ())
+    return record(declaration, types.int64), lambda _c, _builder, _s, values: values[1]
+
+
+_ROW_BYTES, _BRANCH_BYTES = 8 * len(Row._fields), 8 * len(Branch._fields)
+_TILE_BYTES = 8 * len(Tile._fields)
+
+
+@njit(inline="always")
+def _row(step: Step, number: int) -> Row:
+    return record_at(Row, step.rows + _ROW_BYTES * number)
+
+
+@njit(inline="always")
+def _branch(step: Step, number: int) -> Branch:
+    return record_at(Branch, step.branches + _BRANCH_BYTES * number)
+
+
+# --- a worker's memory ---
+
 _LOWEST = np.float32(-3.0e38)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
-_ROW = 4 * LANES  # bytes of sixteen floats
+_VECTOR = 4 * LANES  # bytes of sixteen floats
 # Bytes from a query's scores to the next one's: a chunk's, and one group more, for half a pair of groups
 # to be scored into and for queries' scores to lie in different sets of a cache.
 _SCORES = 4 * (CHUNK + GROUP)
@@ -65,177 +111,186 @@ _PAIR = 2  # groups that are scored at once
 _WEIGHED = 4  # and whose values are weighed at once
 
 
-class Arg(IntEnum):
-    """What a kernel is told: numbers, strides in bytes, and addresses of arrays of int64 whose records
-    are described below."""
+class Sums(NamedTuple):
+    """Sums over some keys, by query: addresses of float32. ``largest``: score; ``total``: of weights
+    relative to it; ``weighted``: values, ``[most_queries, value_dim]``."""
 
-    # 0 before a call.
-    NEXT_TASK = 0
-    NUM_WORKERS = 1
-    # The layer's. KINDs as in engine.kernels; SHARE: queries to a key head; NUMBERS, float32: scale
-    # of the scores, soft cap or 0, largest key, largest value; WINDOW: keys that a row sees, its own
-    # included, 0: all; SINKS, float32, one for each query head, or 0.
-    NUM_KV_HEADS = 2
-    SHARE = 3
-    KEY_DIM = 4
-    VALUE_DIM = 5
-    KIND = 6
-    STORE_KIND = 7
-    KEYS = 8
-    KEY_HEAD = 9
-    VALUES = 10
-    VALUE_HEAD = 11
-    NUMBERS = 12
-    WINDOW = 13
-    SINKS = 14
-    # The step's. SLOT_MAPPING: where new rows go; SCRATCH_BYTES: of each worker.
-    NUM_ROWS = 15
-    SLOT_MAPPING = 16
-    NUM_TASKS = 17  # tiles times key heads
-    TILES = 18
-    ROWS = 19
-    GROUPS = 20
-    BRANCHES = 21
-    SLOTS = 22
-    MOST_QUERIES = 23  # of a tile
-    SCRATCH = 24
-    SCRATCH_BYTES = 25
-    PARTS = 26
-    COUNTERS = 27
-    # The call's: new rows and results.
-    QUERY = 28
-    QUERY_ROW = 29
-    QUERY_HEAD = 30
-    NEW_KEYS = 31
-    NEW_KEY_ROW = 32
-    NEW_KEY_HEAD = 33
-    NEW_VALUES = 34
-    NEW_VALUE_ROW = 35
-    NEW_VALUE_HEAD = 36
-    OUTPUT = 37
-    OUTPUT_ROW = 38
-    OUTPUT_HEAD = 39
+    weighted: int
+    largest: int
+    total: int
 
 
-NUM_ARGS = len(Arg)
-COUNTS, LAYER = slice(0, Arg.NUM_KV_HEADS), slice(Arg.NUM_KV_HEADS, Arg.NUM_ROWS)
-STEP, CALL = slice(Arg.NUM_ROWS, Arg.QUERY), slice(Arg.QUERY, NUM_ARGS)
+class Memory(NamedTuple):
+    """Addresses of float32. ``groups``: keys or values, converted; ``queries``: by fours, as ``score8``
+    takes them, ``rows``: one after another; ``scores``: of a chunk, then its weights, ``_SCORES`` bytes
+    for each query; ``factors``: what merged sums are multiplied by."""
 
-# A row: its number in the batch, how many keys of its text it sees, its first query in the tile.
-ROW_INTS = 3
-# A tile: its first row and the end of its rows; first chunk and end; first branch and end; queries, a
-# multiple of QUERY_MULTIPLE; where its groups begin, and how many of them all its rows share; first part
-# (-1: it is not divided), chunks and tiles that it is divided into.
-TILE_INTS = 12
-# A branch: first query and end, both multiples of QUERY_MULTIPLE; where its own groups begin; the number
-# of the group after its last.
-BRANCH_INTS = 4
-# A group: its first slot; or, below 0, where in SLOTS its sixteen are: -1 - number.
+    groups: int
+    queries: int
+    rows: int
+    scores: int
+    factors: int
+    chunk: Sums
+    text: Sums
 
 
 def scratch_floats(most_queries: int, key_dim: int, value_dim: int) -> int:
-    """Of one worker."""
+    """Returns what one worker needs."""
     groups = GROUP * ((_PAIR + 1) * key_dim + _WEIGHED * value_dim)
     return groups + most_queries * (2 * key_dim + _SCORES // 4 + 2 * value_dim + 6)
 
 
-def part_floats(most_queries: int, value_dim: int) -> int:
-    """Of one chunk of a divided tile, for each key head."""
+def sums_floats(most_queries: int, value_dim: int) -> int:
+    """Returns what ``Sums`` need: of one chunk of a divided tile, for each key head."""
     return most_queries * (value_dim + 2)
+
+
+@njit(inline="always")
+def _sums_at(layer: Layer, step: Step, address: int) -> Sums:
+    largest = address + 4 * step.most_queries * layer.value_dim
+    return Sums(address, largest, largest + 4 * step.most_queries)
+
+
+@njit(inline="always")
+def _memory(layer: Layer, step: Step, worker: int) -> Memory:
+    groups = step.scratch + worker * step.scratch_bytes
+    queries = groups + 4 * GROUP * ((_PAIR + 1) * layer.key_dim + _WEIGHED * layer.value_dim)
+    rows = queries + 4 * step.most_queries * layer.key_dim
+    scores = rows + 4 * step.most_queries * layer.key_dim
+    factors = scores + _SCORES * step.most_queries
+    chunk = _sums_at(layer, step, factors + 8 * step.most_queries)
+    text = _sums_at(layer, step, chunk.total + 4 * step.most_queries)
+    return Memory(groups, queries, rows, scores, factors, chunk, text)
+
+
+@njit
+def _clear(at: int, end: int) -> None:
+    """Writes zeros; a multiple of sixteen floats."""
+    while at < end:
+        v.store32(at, v.splat(_ZERO))
+        at += _VECTOR
+
+
+@njit
+def _begin(sums: Sums, most_queries: int) -> None:
+    """The largest score and the sum of weights of no keys."""
+    for at in range(sums.largest, sums.largest + 4 * most_queries, _VECTOR):
+        v.store32(at, v.splat(_LOWEST))
+    _clear(sums.total, sums.total + 4 * most_queries)
 
 
 # --- groups of keys ---
 
 
 @njit
-def _gather(p: int, plane: int, dim: int, group: int, out: int) -> None:
-    kind = argument(p, Arg.STORE_KIND)
-    itemsize = itemsize_of(kind)
-    slots = argument(p, Arg.SLOTS) + 8 * GROUP * (-1 - group)
+def _gather(layer: Layer, step: Step, plane: int, dim: int, group: int, out: int) -> None:
+    """Rows of a group that does not lie together, as floats; ``plane``: where slot 0 is."""
+    itemsize = v.itemsize_of(layer.store_kind)
+    slots = step.slots + 8 * GROUP * (-1 - group)
     for key in range(GROUP):
-        source = plane + read_int(slots + 8 * key) * dim * itemsize
+        source = plane + v.read_int(slots + 8 * key) * dim * itemsize
         for d in range(0, dim, LANES):
-            store32(out + 4 * (key * dim + d), load(kind, source + itemsize * d))
+            v.store32(out + 4 * (key * dim + d), v.load(layer.store_kind, source + itemsize * d))
 
 
 @njit(inline="always")
-def _keys_at(p: int, head: int, group: int) -> int:
+def keys_at(layer: Layer, head: int, group: int) -> int:
     """Where the keys of a group are that lie together; of another, some that are there."""
-    plane = argument(p, Arg.KEYS) + head * argument(p, Arg.KEY_HEAD)
-    size = argument(p, Arg.KEY_DIM) * itemsize_of(argument(p, Arg.STORE_KIND))
-    return plane + max(0, group) * size
+    size = layer.key_dim * v.itemsize_of(layer.store_kind)
+    return layer.keys + head * layer.key_head + max(0, group) * size
 
 
 @njit(inline="always")
-def _values_at(p: int, head: int, group: int) -> int:
-    plane = argument(p, Arg.VALUES) + head * argument(p, Arg.VALUE_HEAD)
-    size = argument(p, Arg.VALUE_DIM) * itemsize_of(argument(p, Arg.STORE_KIND))
-    return plane + max(0, group) * size
+def values_at(layer: Layer, head: int, group: int) -> int:
+    size = layer.value_dim * v.itemsize_of(layer.store_kind)
+    return layer.values + head * layer.value_head + max(0, group) * size
 
 
 @njit
-def _read_keys(p: int, head: int, group: int, ahead: int, keys: int, rows: int) -> None:
+def _read_keys(
+    layer: Layer, step: Step, head: int, group: int, ahead: int, keys: int, rows: int
+) -> None:
     """Of sixteen keys, each dimension's sixteen floats, ``_PAIR`` groups apart. ``rows``: memory to
     use; what is at ``ahead`` is fetched meanwhile."""
-    kind, dim, source = argument(p, Arg.STORE_KIND), argument(p, Arg.KEY_DIM), rows
+    kind, dim, source = layer.store_kind, layer.key_dim, rows
     if group < 0:
-        _gather(p, _keys_at(p, head, 0), dim, group, rows)
+        _gather(layer, step, keys_at(layer, head, 0), dim, group, rows)
         kind = FLOAT32
     else:
-        source = _keys_at(p, head, group)
-    transpose(kind, source, dim * itemsize_of(kind), dim, ahead, keys, _PAIR * _ROW)
+        source = keys_at(layer, head, group)
+    transpose(kind, source, dim * v.itemsize_of(kind), dim, ahead, keys, _PAIR * _VECTOR)
 
 
 @njit
-def _read_values(p: int, head: int, group: int, ahead: int, values: int) -> None:
+def _read_values(layer: Layer, step: Step, head: int, group: int, ahead: int, values: int) -> None:
     """``[16, value_dim]`` floats; what is at ``ahead`` is fetched meanwhile."""
-    kind, dim = argument(p, Arg.STORE_KIND), argument(p, Arg.VALUE_DIM)
+    dim = layer.value_dim
     if group < 0:
-        _gather(p, _values_at(p, head, 0), dim, group, values)
+        _gather(layer, step, values_at(layer, head, 0), dim, group, values)
     else:
-        widen(kind, _values_at(p, head, group), GROUP * dim, ahead, values)
+        v.widen(layer.store_kind, values_at(layer, head, group), GROUP * dim, ahead, values)
 
 
-# --- scores ---
+# --- a chunk of keys ---
+
+
+class Run(NamedTuple):
+    """Groups of a chunk that some queries of a tile see, the first at ``place`` in the chunk;
+    ``groups``: address of their numbers."""
+
+    groups: int
+    num_groups: int
+    place: int
+    first_query: int
+    end_query: int
+
+
+@njit(inline="always")
+def _group(run: Run, place: int) -> int:
+    return v.read_int(run.groups + 8 * place)
 
 
 @njit
-def _score(
-    p: int, head: int, groups: int, count: int, scratch: int,
-    queries: int, first: int, end: int, scores: int, is_first: bool,
-) -> None:  # fmt: skip
-    """Of queries ``first`` .. ``end - 1`` with ``count`` groups, whose numbers are at ``groups``;
-    ``scores``: of query 0 and the first of them. Half a pair has another half, which nobody reads.
-    ``is_first``: nobody has fetched their keys."""
-    dim = argument(p, Arg.KEY_DIM)
-    rows = scratch + 4 * GROUP * _PAIR * dim
+def _score(layer: Layer, step: Step, head: int, run: Run, memory: Memory, is_first: bool) -> None:
+    """Scores of a run. Half a pair of groups has another half, which nobody reads. ``is_first``: nobody
+    has fetched its keys."""
+    dim = layer.key_dim
+    rows = memory.groups + 4 * GROUP * _PAIR * dim
     if is_first:
-        group_bytes = GROUP * dim * itemsize_of(argument(p, Arg.STORE_KIND))
-        for place in range(min(_AHEAD, count)):
-            fetch_all(_keys_at(p, head, read_int(groups + 8 * place)), group_bytes)
-    for place in range(0, count, _PAIR):
-        for half in range(min(_PAIR, count - place)):
-            group, later = read_int(groups + 8 * (place + half)), place + half + _AHEAD
-            if later < count:
-                ahead = _keys_at(p, head, read_int(groups + 8 * later))
+        group_bytes = GROUP * dim * v.itemsize_of(layer.store_kind)
+        for place in range(min(_AHEAD, run.num_groups)):
+            v.fetch_all(keys_at(layer, head, _group(run, place)), group_bytes)
+    for place in range(0, run.num_groups, _PAIR):
+        for half in range(min(_PAIR, run.num_groups - place)):
+            later = place + half + _AHEAD
+            if later < run.num_groups:
+                ahead = keys_at(layer, head, _group(run, later))
             else:
-                ahead = _values_at(p, head, read_int(groups + 8 * min(later - count, count - 1)))
-            _read_keys(p, head, group, ahead, scratch + _ROW * half, rows)
-        query, out = queries + 4 * dim * first, scores + _ROW * place + _SCORES * first
-        left = end - first
-        while left >= 8:
-            score8(scratch, dim, query, out, _SCORES)
-            query, out, left = query + 32 * dim, out + 8 * _SCORES, left - 8
-        if left > 0:
-            score4(scratch, dim, query, out, _SCORES)
+                wanted = min(later - run.num_groups, run.num_groups - 1)
+                ahead = values_at(layer, head, _group(run, wanted))
+            keys = memory.groups + _VECTOR * half
+            _read_keys(layer, step, head, _group(run, place + half), ahead, keys, rows)
+        out = memory.scores + _VECTOR * (run.place + place)
+        _score_pair(dim, run.first_query, run.end_query, memory, out)
+
+
+@njit(inline="always")
+def _score_pair(dim: int, first: int, end: int, memory: Memory, out: int) -> None:
+    """Of queries ``first`` .. ``end - 1`` with the pair of groups that was read; ``out``: query 0's."""
+    query, out, left = memory.queries + 4 * dim * first, out + _SCORES * first, end - first
+    while left >= 8:
+        score8(memory.groups, dim, query, out, _SCORES)
+        query, out, left = query + 32 * dim, out + 8 * _SCORES, left - 8
+    if left > 0:
+        score4(memory.groups, dim, query, out, _SCORES)
 
 
 @njit
 def _bend(scores: int, end: int, cap: float) -> None:
     """Soft caps."""
-    by = splat(cap)
-    for at in range(scores, end, _ROW):
-        store32(at, mul(tanh(div(load32(at), by)), by))
+    by = v.splat(cap)
+    for at in range(scores, end, _VECTOR):
+        v.store32(at, v.mul(v.tanh(v.div(v.load32(at), by)), by))
 
 
 @njit
@@ -243,36 +298,64 @@ def _hide(scores: int, num_groups: int, first: int, end: int) -> None:
     """Scores of keys other than ``first`` .. ``end - 1`` become minus infinity."""
     for group in range(num_groups):
         if GROUP * group < first or GROUP * (group + 1) > end:
-            at = scores + _ROW * group
-            store32(at, keep(load32(at), first - GROUP * group, end - GROUP * group))
+            at = scores + _VECTOR * group
+            v.store32(at, v.keep(v.load32(at), first - GROUP * group, end - GROUP * group))
 
 
 @njit
 def _softmax(scores: int, num_groups: int, first: int, end: int, cap: float) -> tuple[float, float]:
     """In place, over a chunk, of which keys ``first`` .. ``end - 1`` are seen: weights relative to the
     largest score, which is returned, and their sum."""
-    stop = scores + _ROW * num_groups
+    stop = scores + _VECTOR * num_groups
     if cap != _ZERO:
         _bend(scores, stop, cap)
     if first > 0 or end < GROUP * num_groups:
         _hide(scores, num_groups, first, end)
-    most = splat(_LOWEST)
-    for at in range(scores, stop, _ROW):
-        most = larger(load32(at), most)
-    high = largest_of(most)
-    shift, total = splat(high), splat(_ZERO)
-    for at in range(scores, stop, _ROW):
-        weight = exp(sub(load32(at), shift))
-        store32(at, weight)
-        total = add(total, weight)
-    return high, sum_of(total)
+    most = v.splat(_LOWEST)
+    for at in range(scores, stop, _VECTOR):
+        most = v.larger(v.load32(at), most)
+    high = v.largest_of(most)
+    shift, total = v.splat(high), v.splat(_ZERO)
+    for at in range(scores, stop, _VECTOR):
+        weight = v.exp(v.sub(v.load32(at), shift))
+        v.store32(at, weight)
+        total = v.add(total, weight)
+    return high, v.sum_of(total)
 
 
-# --- weighted values ---
+@njit
+def _take_weights(
+    layer: Layer,
+    step: Step,
+    tile: Tile,
+    begin: int,
+    first: int,
+    end: int,
+    memory: Memory,
+    sums: Sums,
+) -> None:
+    """Scores of groups ``first`` .. ``end - 1`` of the chunk that begins with key ``begin`` become
+    weights: 0 where no row is."""
+    cap, scores, done = np.float32(layer.softcap), memory.scores, 0
+    for number in range(tile.first_row, tile.end_row):
+        row = _row(step, number)
+        seen = row.num_seen - begin
+        low = max(0, seen - layer.window) if layer.window > 0 else 0
+        _clear(scores + _SCORES * done, scores + _SCORES * row.query)
+        for query in range(row.query, row.query + layer.share):
+            high, total = _softmax(
+                scores + _SCORES * query + _VECTOR * first, end - first,
+                low - GROUP * first, seen - GROUP * first, cap,
+            )  # fmt: skip
+            v.write_float(sums.largest + 4 * query, high)
+            v.write_float(sums.total + 4 * query, total)
+        done = row.query + layer.share
+    _clear(scores + _SCORES * done, scores + _SCORES * tile.num_queries)
 
 
 @njit
 def _weigh_4(values: int, dim: int, weights: int, count: int, out: int) -> None:
+    """Four queries' weighted values, added to ``out``."""
     d = 0
     while d < dim:
         if dim - d >= 64:
@@ -285,104 +368,127 @@ def _weigh_4(values: int, dim: int, weights: int, count: int, out: int) -> None:
 
 @njit
 def _weigh(
-    p: int, head: int, groups: int, count: int, scratch: int,
-    weights: int, first: int, end: int, out: int, num_next: int,
-) -> None:  # fmt: skip
-    """As ``_score`` is told, for values: added to ``out``, of query 0. ``num_next``: groups of the next
-    chunk, whose keys are wanted after that."""
-    dim = argument(p, Arg.VALUE_DIM)
-    for place in range(0, count, _WEIGHED):
-        these = min(_WEIGHED, count - place)
+    layer: Layer, step: Step, head: int, run: Run, memory: Memory, out: int, num_next: int
+) -> None:
+    """Weighted values of a run, added to ``out``, of query 0. ``num_next``: groups of the next chunk,
+    whose numbers follow and whose keys are wanted after that."""
+    dim = layer.value_dim
+    for place in range(0, run.num_groups, _WEIGHED):
+        these = min(_WEIGHED, run.num_groups - place)
         for which in range(these):
-            group, later = read_int(groups + 8 * (place + which)), place + which + _AHEAD
-            if later < count:
-                ahead = _values_at(p, head, read_int(groups + 8 * later))
-            elif later - count < num_next:
-                next_ = groups + 8 * (CHUNK // GROUP + later - count)
-                ahead = _keys_at(p, head, read_int(next_))
+            group, later = _group(run, place + which), place + which + _AHEAD
+            if later < run.num_groups:
+                ahead = values_at(layer, head, _group(run, later))
+            elif later - run.num_groups < num_next:
+                ahead = keys_at(layer, head, _group(run, CHUNK // GROUP + later - run.num_groups))
             else:
-                ahead = _values_at(p, head, group)
-            _read_values(p, head, group, ahead, scratch + 4 * GROUP * dim * which)
-        for query in range(first, end, QUERY_MULTIPLE):
-            mine = weights + _SCORES * query + _ROW * place
-            _weigh_4(scratch, dim, mine, GROUP * these, out + 4 * dim * query)
+                ahead = values_at(layer, head, group)
+            _read_values(layer, step, head, group, ahead, memory.groups + 4 * GROUP * dim * which)
+        weights = memory.scores + _VECTOR * (run.place + place)
+        for query in range(run.first_query, run.end_query, QUERY_MULTIPLE):
+            mine = weights + _SCORES * query
+            _weigh_4(memory.groups, dim, mine, GROUP * these, out + 4 * dim * query)
 
 
-# --- a query's chunks, one after another ---
+class Seen(NamedTuple):
+    """Keys ``least`` .. ``end - 1``, which the rows of a tile see between them."""
+
+    least: int
+    end: int
 
 
 @njit(inline="always")
-def _exp(value: float) -> float:
-    return first_of(exp(splat(value)))
+def _own_run(step: Step, tile: Tile, number: int, base: int, own: int, end: int) -> Run:
+    """Of a branch; ``base``: the chunk's first group in the text, ``own`` and ``end``: in the chunk."""
+    branch = _branch(step, number)
+    groups = step.groups + 8 * (branch.groups + base + own - tile.num_common)
+    count = min(end, branch.end_group - base) - own
+    return Run(groups, count, own, branch.first_query, branch.end_query)
 
 
 @njit
-def _merge_states(
-    num_queries: int, stride: int, chunk_state: int, state: int, factors: int
+def _attend_chunk(
+    layer: Layer,
+    step: Step,
+    tile: Tile,
+    head: int,
+    chunk: int,
+    seen: Seen,
+    memory: Memory,
+    sums: Sums,
 ) -> None:
-    """A chunk's largest scores and sums of weights into those of the chunks before, sixteen queries at a
-    time; ``factors``: what weighted values are to be multiplied by, those before and the chunk's."""
-    for at in range(0, 4 * num_queries, _ROW):
-        before, high = load32(state + at), load32(chunk_state + at)
-        most = larger(before, high)
-        old, new = exp(sub(before, most)), exp(sub(high, most))
-        total, added = load32(state + stride + at), load32(chunk_state + stride + at)
-        store32(state + at, most)
-        store32(state + stride + at, add(mul(total, old), mul(added, new)))
-        store32(factors + at, old)
-        store32(factors + stride + at, new)
+    """Writes one chunk's sums of all queries of a tile."""
+    begin, base = chunk * CHUNK, chunk * CHUNK // GROUP
+    first = max(0, seen.least - begin) // GROUP
+    end = (min(CHUNK, seen.end - begin) + GROUP - 1) // GROUP
+    own = max(first, min(end, tile.num_common - base))
+    groups = step.groups + 8 * (tile.groups + base + first)
+    common = Run(groups, own - first, first, 0, tile.num_queries)
+    _begin(sums, step.most_queries)
+    _score(layer, step, head, common, memory, chunk == tile.first_chunk or begin <= seen.least)
+    for number in range(tile.first_branch, tile.end_branch):
+        run = _own_run(step, tile, number, base, own, end)
+        _score(layer, step, head, run, memory, True)
+    _take_weights(layer, step, tile, begin, first, end, memory, sums)
+    _clear(sums.weighted, sums.weighted + 4 * layer.value_dim * tile.num_queries)
+    is_last = chunk + 1 == tile.end_chunk
+    num_next = 0 if is_last or first > 0 else tile.num_common - base - CHUNK // GROUP
+    _weigh(layer, step, head, common, memory, sums.weighted, num_next)
+    for number in range(tile.first_branch, tile.end_branch):
+        run = _own_run(step, tile, number, base, own, end)
+        _weigh(layer, step, head, run, memory, sums.weighted, 0)
+
+
+# --- chunk after chunk ---
 
 
 @njit
-def _merge(
-    p: int, num_queries: int, chunk_state: int, chunk: int, state: int, out: int, factors: int
-) -> None:
-    """A chunk's state and weighted values into those of the chunks before."""
-    row, stride = 4 * argument(p, Arg.VALUE_DIM), 4 * argument(p, Arg.MOST_QUERIES)
-    _merge_states(num_queries, stride, chunk_state, state, factors)
-    for at in range(0, 4 * num_queries, 4):
-        if read_float(chunk_state + at) != _LOWEST:
-            old, new = splat(read_float(factors + at)), splat(read_float(factors + stride + at))
-            for d in range(0, row, _ROW):
-                store32(out + d, add(mul(load32(out + d), old), mul(load32(chunk + d), new)))
-        chunk, out = chunk + row, out + row
+def _merge_totals(num_queries: int, chunk: Sums, text: Sums, old: int, new: int) -> None:
+    """Sixteen queries at a time. ``old``, ``new``: where factors of weighted values are left."""
+    for at in range(0, 4 * num_queries, _VECTOR):
+        before, high = v.load32(text.largest + at), v.load32(chunk.largest + at)
+        most = v.larger(before, high)
+        mine, theirs = v.exp(v.sub(before, most)), v.exp(v.sub(high, most))
+        total, added = v.load32(text.total + at), v.load32(chunk.total + at)
+        v.store32(text.largest + at, most)
+        v.store32(text.total + at, v.add(v.mul(total, mine), v.mul(added, theirs)))
+        v.store32(old + at, mine)
+        v.store32(new + at, theirs)
 
 
 @njit
-def _finish(p: int, row: int, head: int, state: int, weighted: int) -> None:
-    dim, kind = argument(p, Arg.VALUE_DIM), argument(p, Arg.KIND)
-    high, total = read_float(state), read_float(state + 4 * argument(p, Arg.MOST_QUERIES))
+def _merge(layer: Layer, step: Step, tile: Tile, chunk: Sums, memory: Memory) -> None:
+    """Adds a chunk's sums to those of the chunks before it."""
+    text, size = memory.text, 4 * layer.value_dim
+    old, new = memory.factors, memory.factors + 4 * step.most_queries
+    _merge_totals(tile.num_queries, chunk, text, old, new)
+    for query in range(tile.num_queries):
+        if v.read_float(chunk.largest + 4 * query) == _LOWEST:
+            continue
+        mine = v.splat(v.read_float(old + 4 * query))
+        theirs = v.splat(v.read_float(new + 4 * query))
+        out, added = text.weighted + size * query, chunk.weighted + size * query
+        for d in range(0, size, _VECTOR):
+            v.store32(
+                out + d, v.add(v.mul(v.load32(out + d), mine), v.mul(v.load32(added + d), theirs))
+            )
+
+
+@njit
+def _finish(layer: Layer, call: Call, row: Row, head: int, query: int, text: Sums) -> None:
+    """Writes the weighted mean to the output; a sink has a score and no value."""
+    high, total = v.read_float(text.largest + 4 * query), v.read_float(text.total + 4 * query)
     factor = _ONE
-    sinks = argument(p, Arg.SINKS)
-    if sinks != 0:
-        sink = read_float(sinks + 4 * head)
+    if layer.sinks != 0:
+        sink = v.read_float(layer.sinks + 4 * head)
         most = max(high, sink)
-        factor = _exp(high - most)
-        total = total * factor + _exp(sink - most)
-    out = (
-        argument(p, Arg.OUTPUT)
-        + row * argument(p, Arg.OUTPUT_ROW)
-        + head * argument(p, Arg.OUTPUT_HEAD)
-    )
-    itemsize = itemsize_of(kind)
-    share = splat(factor / total)
-    for d in range(0, dim, LANES):
-        store(kind, out + itemsize * d, mul(load32(weighted + 4 * d), share))
-
-
-@njit
-def _clear(at: int, end: int) -> None:
-    """Floats from ``at`` on; a multiple of sixteen of them."""
-    while at < end:
-        store32(at, splat(_ZERO))
-        at += _ROW
-
-
-@njit
-def _begin(state: int, most_queries: int) -> None:
-    for at in range(state, state + 4 * most_queries, _ROW):
-        store32(at, splat(_LOWEST))
-    _clear(state + 4 * most_queries, state + 8 * most_queries)
+        factor = v.first_of(v.exp(v.splat(high - most)))
+        total = total * factor + v.first_of(v.exp(v.splat(sink - most)))
+    out = call.output + row.number * call.output_row + head * call.output_head
+    weighted, itemsize = text.weighted + 4 * layer.value_dim * query, v.itemsize_of(layer.kind)
+    share = v.splat(factor / total)
+    for d in range(0, layer.value_dim, LANES):
+        v.store(layer.kind, out + itemsize * d, v.mul(v.load32(weighted + 4 * d), share))
 
 
 # --- tiles ---
@@ -390,202 +496,105 @@ def _begin(state: int, most_queries: int) -> None:
 
 @njit
 def _read_queries(
-    p: int, head: int, first_row: int, end_row: int, num_queries: int, rows: int, out: int
+    layer: Layer, step: Step, call: Call, tile: Tile, head: int, memory: Memory
 ) -> None:
-    """As floats, scaled, and by fours as ``score8`` takes them; what lies between rows is 0. ``rows``:
-    memory to use."""
-    dim, kind, share = argument(p, Arg.KEY_DIM), argument(p, Arg.KIND), argument(p, Arg.SHARE)
-    itemsize, factor = itemsize_of(kind), splat(read_float(argument(p, Arg.NUMBERS)))
-    _clear(rows, rows + 4 * dim * num_queries)
-    for row in range(first_row, end_row, 8 * ROW_INTS):
-        source = argument(p, Arg.QUERY) + read_int(row) * argument(p, Arg.QUERY_ROW)
-        for offset in range(share):
-            mine = source + (head * share + offset) * argument(p, Arg.QUERY_HEAD)
-            to = rows + 4 * dim * (read_int(row + 16) + offset)
+    """As floats, scaled, and by fours as ``score8`` takes them; what lies between rows is 0."""
+    dim, kind, rows = layer.key_dim, layer.kind, memory.rows
+    itemsize, factor = v.itemsize_of(kind), v.splat(np.float32(layer.scale))
+    _clear(rows, rows + 4 * dim * tile.num_queries)
+    for number in range(tile.first_row, tile.end_row):
+        row = _row(step, number)
+        source = call.query + row.number * call.query_row + head * layer.share * call.query_head
+        for offset in range(layer.share):
+            to = rows + 4 * dim * (row.query + offset)
             for d in range(0, dim, LANES):
-                store32(to + 4 * d, mul(load(kind, mine + itemsize * d), factor))
-    for at in range(0, 4 * dim * num_queries, 16 * dim):
-        interleave(rows + at, dim, out + at)
+                mine = v.load(kind, source + offset * call.query_head + itemsize * d)
+                v.store32(to + 4 * d, v.mul(mine, factor))
+    for at in range(0, 4 * dim * tile.num_queries, 16 * dim):
+        interleave(rows + at, dim, memory.queries + at)
 
 
 @njit
-def _weights(
-    p: int, tile: int, begin: int, first: int, end: int, scores: int, chunk_state: int
+def _seen_by(layer: Layer, step: Step, tile: Tile) -> Seen:
+    least = end = _row(step, tile.first_row).num_seen
+    for number in range(tile.first_row, tile.end_row):
+        num_seen = _row(step, number).num_seen
+        least, end = min(least, num_seen), max(end, num_seen)
+    return Seen(max(0, least - layer.window) if layer.window > 0 else 0, end)
+
+
+@njit(inline="always")
+def _is_seen(chunk: int, seen: Seen) -> bool:
+    return chunk * CHUNK + CHUNK > seen.least and chunk * CHUNK < seen.end
+
+
+@njit(inline="always")
+def _part(layer: Layer, step: Step, tile: Tile, head: int, chunk: int) -> Sums:
+    """Where a divided tile leaves a chunk's sums."""
+    number = (tile.first_part + chunk) * layer.num_kv_heads + head
+    size = 4 * step.most_queries * (layer.value_dim + 2)
+    return _sums_at(layer, step, step.parts + size * number)
+
+
+@njit
+def _attend_whole(
+    layer: Layer, step: Step, tile: Tile, head: int, seen: Seen, memory: Memory
 ) -> None:
-    """Scores of a chunk's groups ``first`` .. ``end - 1`` become weights: 0 where no row is."""
-    share, window = argument(p, Arg.SHARE), argument(p, Arg.WINDOW)
-    stride = 4 * argument(p, Arg.MOST_QUERIES)
-    cap = read_float(argument(p, Arg.NUMBERS) + 4)
-    done = 0
-    for row in range(read_int(tile), read_int(tile + 8), 8 * ROW_INTS):
-        seen = read_int(row + 8) - begin
-        low = max(0, seen - window) if window > 0 else 0
-        query = read_int(row + 16)
-        _clear(scores + _SCORES * done, scores + _SCORES * query)
-        for mine in range(query, query + share):
-            high, total = _softmax(
-                scores + _SCORES * mine + _ROW * first, end - first,
-                low - GROUP * first, seen - GROUP * first, cap,
-            )  # fmt: skip
-            write_float(chunk_state + 4 * mine, high)
-            write_float(chunk_state + stride + 4 * mine, total)
-        done = query + share
-    _clear(scores + _SCORES * done, scores + _SCORES * read_int(tile + 48))
+    for chunk in range(tile.first_chunk, tile.end_chunk):
+        if _is_seen(chunk, seen):
+            _attend_chunk(layer, step, tile, head, chunk, seen, memory, memory.chunk)
+            _merge(layer, step, tile, memory.chunk, memory)
 
 
 @njit
-def _attend_chunk(
-    p: int, tile: int, head: int, chunk: int, least: int, most: int,
-    scratch: int, queries: int, scores: int, chunk_state: int, weighted: int,
-) -> None:  # fmt: skip
-    """One chunk's softmax and weighted values of all queries of a tile, whose rows see keys ``least`` ..
-    ``most - 1`` between them."""
-    num_queries, begin = read_int(tile + 48), chunk * CHUNK
-    groups, num_common = argument(p, Arg.GROUPS) + 8 * read_int(tile + 56), read_int(tile + 64)
-    base = begin // GROUP
-    first, end = max(0, least - begin) // GROUP, (min(CHUNK, most - begin) + GROUP - 1) // GROUP
-    own = max(first, min(end, num_common - base))
-    common, mine = groups + 8 * (base + first), own + base - num_common
-    _begin(chunk_state, argument(p, Arg.MOST_QUERIES))
-    is_first = chunk == read_int(tile + 16) or begin <= least
-    _score(
-        p, head, common, own - first, scratch,
-        queries, 0, num_queries, scores + _ROW * first, is_first,
-    )  # fmt: skip
-    for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
-        _score(
-            p, head, argument(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + mine),
-            min(end, read_int(branch + 24) - base) - own, scratch,
-            queries, read_int(branch), read_int(branch + 8), scores + _ROW * own, True,
-        )  # fmt: skip
-    _weights(p, tile, begin, first, end, scores, chunk_state)
-    _clear(weighted, weighted + 4 * argument(p, Arg.VALUE_DIM) * num_queries)
-    is_last = chunk + 1 == read_int(tile + 24)
-    num_next = 0 if is_last or first > 0 else num_common - base - CHUNK // GROUP
-    _weigh(
-        p, head, common, own - first, scratch,
-        scores + _ROW * first, 0, num_queries, weighted, num_next,
-    )  # fmt: skip
-    for branch in range(read_int(tile + 32), read_int(tile + 40), 8 * BRANCH_INTS):
-        _weigh(
-            p, head, argument(p, Arg.GROUPS) + 8 * (read_int(branch + 16) + mine),
-            min(end, read_int(branch + 24) - base) - own, scratch,
-            scores + _ROW * own, read_int(branch), read_int(branch + 8), weighted, 0,
-        )  # fmt: skip
+def _attend_part(
+    layer: Layer, step: Step, tile: Tile, head: int, seen: Seen, memory: Memory
+) -> bool:
+    """Leaves the sums of its own chunks. Whoever comes last merges all, and returns True."""
+    for chunk in range(tile.first_chunk, tile.end_chunk):
+        if _is_seen(chunk, seen):
+            part = _part(layer, step, tile, head, chunk)
+            _attend_chunk(layer, step, tile, head, chunk, seen, memory, part)
+    counter = step.counters + 8 * (tile.first_part * layer.num_kv_heads + head)
+    if v.fetch_add(counter, 1) % tile.num_tiles != tile.num_tiles - 1:
+        return False
+    for chunk in range(tile.num_chunks):
+        if _is_seen(chunk, seen):
+            _merge(layer, step, tile, _part(layer, step, tile, head, chunk), memory)
+    return True
 
 
 @njit
-def _attend_tile(p: int, tile: int, head: int, scratch: int) -> None:
-    key_dim, value_dim = argument(p, Arg.KEY_DIM), argument(p, Arg.VALUE_DIM)
-    share, window = argument(p, Arg.SHARE), argument(p, Arg.WINDOW)
-    most_queries, num_queries = argument(p, Arg.MOST_QUERIES), read_int(tile + 48)
-    first_row, end_row = read_int(tile), read_int(tile + 8)
-    queries = scratch + 4 * GROUP * ((_PAIR + 1) * key_dim + _WEIGHED * value_dim)
-    scores = queries + 4 * most_queries * key_dim
-    weighted = scores + _SCORES * most_queries
-    out = weighted + 4 * most_queries * value_dim
-    chunk_state = out + 4 * most_queries * value_dim
-    state = chunk_state + 8 * most_queries
-    factors = state + 8 * most_queries
-    least, most = read_int(first_row + 8), 0
-    for row in range(first_row, end_row, 8 * ROW_INTS):
-        least, most = min(least, read_int(row + 8)), max(most, read_int(row + 8))
-    least = max(0, least - window) if window > 0 else 0
-    _read_queries(p, head, first_row, end_row, num_queries, factors + 8 * most_queries, queries)
-    _clear(out, out + 4 * value_dim * num_queries)
-    _begin(state, most_queries)
-    first_part = read_int(tile + 72)
-    part_bytes = 4 * most_queries * (value_dim + 2)
-    parts = argument(p, Arg.PARTS) + part_bytes * (
-        first_part * argument(p, Arg.NUM_KV_HEADS) + head
-    )
-    stride = part_bytes * argument(p, Arg.NUM_KV_HEADS)
-    for chunk in range(read_int(tile + 16), read_int(tile + 24)):
-        if first_part >= 0:
-            weighted = parts + stride * chunk
-            chunk_state = weighted + 4 * most_queries * value_dim
-        if chunk * CHUNK + CHUNK <= least or chunk * CHUNK >= most:
-            continue
-        _attend_chunk(
-            p, tile, head, chunk, least, most, scratch, queries, scores, chunk_state, weighted
-        )
-        if first_part < 0:
-            _merge(p, num_queries, chunk_state, weighted, state, out, factors)
-    if first_part >= 0:
-        # Whoever comes last merges what all have left.
-        counter = argument(p, Arg.COUNTERS) + 8 * (
-            first_part * argument(p, Arg.NUM_KV_HEADS) + head
-        )
-        num_tiles = read_int(tile + 88)
-        if fetch_add(counter, 1) % num_tiles != num_tiles - 1:
-            return
-        for chunk in range(read_int(tile + 80)):
-            if chunk * CHUNK + CHUNK <= least or chunk * CHUNK >= most:
-                continue
-            weighted = parts + stride * chunk
-            chunk_state = weighted + 4 * most_queries * value_dim
-            _merge(p, num_queries, chunk_state, weighted, state, out, factors)
-    for row in range(first_row, end_row, 8 * ROW_INTS):
-        for offset in range(share):
-            query = read_int(row + 16) + offset
-            _finish(p, read_int(row), head * share + offset, state + 4 * query,
-                    out + 4 * value_dim * query)  # fmt: skip
+def _attend_tile(
+    layer: Layer, step: Step, call: Call, tile: Tile, head: int, memory: Memory
+) -> None:
+    """One key head's queries of a tile."""
+    seen = _seen_by(layer, step, tile)
+    _read_queries(layer, step, call, tile, head, memory)
+    text = memory.text
+    _clear(text.weighted, text.weighted + 4 * layer.value_dim * tile.num_queries)
+    _begin(text, step.most_queries)
+    if tile.first_part < 0:
+        _attend_whole(layer, step, tile, head, seen, memory)
+    elif not _attend_part(layer, step, tile, head, seen, memory):
+        return
+    for number in range(tile.first_row, tile.end_row):
+        row = _row(step, number)
+        for offset in range(layer.share):
+            _finish(layer, call, row, head * layer.share + offset, row.query + offset, text)
 
 
 def _attend(p: int) -> None:
-    worker = fetch_add(p + 8 * Arg.NUM_WORKERS, 1)
-    scratch = argument(p, Arg.SCRATCH) + worker * argument(p, Arg.SCRATCH_BYTES)
-    heads, num_tasks = argument(p, Arg.NUM_KV_HEADS), argument(p, Arg.NUM_TASKS)
+    layer, step = record_at(Layer, p + 8 * LAYER_AT), record_at(Step, p + 8 * STEP_AT)
+    call = record_at(Call, p + 8 * CALL_AT)
+    memory = _memory(layer, step, v.fetch_add(p + 8 * NUM_WORKERS, 1))
     while True:
-        task = fetch_add(p + 8 * Arg.NEXT_TASK, 1)
-        if task >= num_tasks:
+        task = v.fetch_add(p + 8 * NEXT_TASK, 1)
+        if task >= step.num_tasks:
             break
-        tile = argument(p, Arg.TILES) + 8 * TILE_INTS * (task // heads)
-        _attend_tile(p, tile, task % heads, scratch)
+        tile = record_at(Tile, step.tiles + _TILE_BYTES * (task // layer.num_kv_heads))
+        _attend_tile(layer, step, call, tile, task % layer.num_kv_heads, memory)
 
 
-# --- new keys and values ---
-
-
-@njit
-def _store_row(
-    kind: int, source: int, store_kind: int, target: int, dim: int, largest: float
-) -> None:
-    itemsize, store_itemsize = itemsize_of(kind), itemsize_of(store_kind)
-    for d in range(0, dim, LANES):
-        row = clean(load(kind, source + itemsize * d), largest)
-        store(store_kind, target + store_itemsize * d, row)
-
-
-def _store_rows(p: int) -> None:
-    kind, store_kind = argument(p, Arg.KIND), argument(p, Arg.STORE_KIND)
-    key_dim, value_dim = argument(p, Arg.KEY_DIM), argument(p, Arg.VALUE_DIM)
-    itemsize, numbers = itemsize_of(store_kind), argument(p, Arg.NUMBERS)
-    largest_key, largest_value = read_float(numbers + 8), read_float(numbers + 12)
-    num_rows = argument(p, Arg.NUM_ROWS)
-    while True:
-        row = fetch_add(p + 8 * Arg.NEXT_TASK, 1)
-        if row >= num_rows:
-            break
-        slot = read_int(argument(p, Arg.SLOT_MAPPING) + 8 * row)
-        if slot < 0:  # padding's
-            continue
-        keys = argument(p, Arg.NEW_KEYS) + row * argument(p, Arg.NEW_KEY_ROW)
-        values = argument(p, Arg.NEW_VALUES) + row * argument(p, Arg.NEW_VALUE_ROW)
-        key_slot = argument(p, Arg.KEYS) + slot * key_dim * itemsize
-        value_slot = argument(p, Arg.VALUES) + slot * value_dim * itemsize
-        for head in range(argument(p, Arg.NUM_KV_HEADS)):
-            _store_row(
-                kind, keys + head * argument(p, Arg.NEW_KEY_HEAD), store_kind,
-                key_slot + head * argument(p, Arg.KEY_HEAD), key_dim, largest_key,
-            )  # fmt: skip
-            _store_row(
-                kind, values + head * argument(p, Arg.NEW_VALUE_HEAD), store_kind,
-                value_slot + head * argument(p, Arg.VALUE_HEAD), value_dim, largest_value,
-            )  # fmt: skip
-
-
-attend = Kernel(_attend, len(Arg))
-"""Every tile's rows, into OUTPUT."""
-store_rows = Kernel(_store_rows, len(Arg))
-"""New keys and values into their slots, finite ones."""
+attend = Kernel(_attend, NUM_ARGS)
+"""Lets every tile's rows attend."""

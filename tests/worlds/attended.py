@@ -1,11 +1,12 @@
-"""Requests whose keys and values are known, and what each of their rows has to get from attention: a
-plain sum over what it may see."""
+"""Requests whose keys and values are known, and what each of their rows has to get from attention: the
+plain loop over what it may see."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from engine.attention.backend import (
 )
 from engine.batch import InputBatch, InputBuffers, RequestRows, build_batch, slot_of
 from engine.config import Determinism
+from engine.kernels.paged_attention import attended
 from kvpool.store import KVStore
 from worlds.tiny_models import path_to, scattered_table
 
@@ -102,7 +104,7 @@ class World:
         return store, build_batch(requests, self.size), rows
 
     def expected(self, part: Part, options: AttentionOptions) -> torch.Tensor:
-        """In float64, row by row."""
+        """Returns the rows' outputs by the definition, in float64."""
         text, base, known, parents = part
         query, key, value = self.rows(text, base + known + len(parents))
         if self.needs.kv_dtype is not None:
@@ -118,19 +120,18 @@ class World:
                 seen += [base + known + each for each in path_to(node, parents)]
             if options.window is not None:
                 seen = seen[-options.window :]
-            scores = torch.einsum(
-                "hd,khd->hk", query[base + row], key[seen].repeat_interleave(share, 1)
-            )
-            scores = scores * scale
-            if options.softcap is not None:
-                scores = options.softcap * torch.tanh(scores / options.softcap)
-            if options.sinks is not None:
-                scores = torch.cat([scores, options.sinks.double()[:, None]], 1)
-            weights = scores.softmax(-1)[:, : len(seen)]
-            outputs.append(
-                torch.einsum("hk,khd->hd", weights, value[seen].repeat_interleave(share, 1))
-            )
-        return torch.stack(outputs)
+            outputs += [
+                attended(
+                    query[base + row, head].numpy(),
+                    key[seen, head // share].numpy(),
+                    value[seen, head // share].numpy(),
+                    scale,
+                    options.softcap,
+                    None if options.sinks is None else float(options.sinks[head]),
+                )
+                for head in range(query.shape[1])
+            ]
+        return torch.from_numpy(np.stack(outputs)).view(-1, query.shape[1], value.shape[2])
 
 
 def chains(length: int) -> tuple[int, ...]:

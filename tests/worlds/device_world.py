@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.transfer
+from engine.capture import captures
 from engine.core import EngineCore
 from engine.drafting.eagle import EagleModel
 from engine.model.runner import ModelRunner
@@ -65,7 +66,7 @@ class Looks:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """On a device without a host's kernels."""
+    """Yields on a device, without a host's kernels or recordings of forwards."""
         fetch = Readback.fetch
 
         def counted(readback: Readback) -> None:
@@ -78,6 +79,7 @@ class Looks:
                     patch.setattr(module, "upload", self._flagged("_is_transfer", upload))
             patch.setattr(Arrival, "tolist", self._flagged("_is_transfer", Arrival.tolist))
             patch.setattr(Readback, "fetch", counted)
+            patch.setattr(captures, "_MOST_ROWS", 0)
             for owner, name in _FORWARDS:
                 patch.setattr(owner, name, self._flagged("_is_forward", getattr(owner, name)))
             with _Methods(self), _Operations(self):
