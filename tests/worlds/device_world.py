@@ -66,7 +66,7 @@ class Looks:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-    """Yields on a device, without a host's kernels or recordings of forwards."""
+        """Yields on a device, without a host's kernels or recordings of forwards."""
         fetch = Readback.fetch
 
         def counted(readback: Readback) -> None:
