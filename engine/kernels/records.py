@@ -71,7 +71,8 @@ class Layout:
             "".join("d" if hint is float else "q" for hint in self.hints.values())
         )
         self._floats = [name for name, hint in self.hints.items() if hint == Floats]
-        self._dtypes = attrgetter(*[f"{name}.dtype" for name in self._floats] or ["__class__"])
+        of_floats = [f"{name}.dtype" for name in self._floats]
+        self._dtypes = attrgetter(*of_floats) if of_floats else lambda _: ()
 
     def type_of(self, name: str, dtypes: Dtypes) -> types.Type:
         """The type in compiled code of the field ``name``."""

@@ -66,7 +66,7 @@ class Looks:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """On a device: without a host's kernels, and without recordings of forwards, which are a CPU's."""
+        """On a device: without kernels of a host, and without recordings of its forwards."""
         fetch = Readback.fetch
 
         def counted(readback: Readback) -> None:
