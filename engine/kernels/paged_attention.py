@@ -165,7 +165,7 @@ def _memory(layer: Layer, step: Step, worker: int) -> Memory:
 
 @njit
 def _clear(at: int, end: int) -> None:
-    """Writes zeros; a multiple of sixteen floats."""
+    """Writes zeros, a multiple of sixteen floats."""
     while at < end:
         v.store32(at, v.splat(_ZERO))
         at += _VECTOR
@@ -173,7 +173,7 @@ def _clear(at: int, end: int) -> None:
 
 @njit
 def _begin(sums: Sums, most_queries: int) -> None:
-    """The largest score and the sum of weights of no keys."""
+    """Writes the largest score and the total of no keys."""
     for at in range(sums.largest, sums.largest + 4 * most_queries, _VECTOR):
         v.store32(at, v.splat(_LOWEST))
     _clear(sums.total, sums.total + 4 * most_queries)
@@ -184,7 +184,7 @@ def _begin(sums: Sums, most_queries: int) -> None:
 
 @njit
 def _gather(layer: Layer, step: Step, plane: int, dim: int, group: int, out: int) -> None:
-    """Rows of a group that does not lie together, as floats; ``plane``: where slot 0 is."""
+    """Copies a group that does not lie together, as floats; ``plane``: the address of slot 0."""
     itemsize = v.itemsize_of(layer.store_kind)
     slots = step.slots + 8 * GROUP * (-1 - group)
     for key in range(GROUP):
@@ -195,7 +195,7 @@ def _gather(layer: Layer, step: Step, plane: int, dim: int, group: int, out: int
 
 @njit(inline="always")
 def keys_at(layer: Layer, head: int, group: int) -> int:
-    """Where the keys of a group are that lie together; of another, some that are there."""
+    """Returns the address of a group of keys that lies together; of another, one that may be fetched."""
     size = layer.key_dim * v.itemsize_of(layer.store_kind)
     return layer.keys + head * layer.key_head + max(0, group) * size
 
@@ -210,8 +210,8 @@ def values_at(layer: Layer, head: int, group: int) -> int:
 def _read_keys(
     layer: Layer, step: Step, head: int, group: int, ahead: int, keys: int, rows: int
 ) -> None:
-    """Of sixteen keys, each dimension's sixteen floats, ``_PAIR`` groups apart. ``rows``: memory to
-    use; what is at ``ahead`` is fetched meanwhile."""
+    """Reads sixteen keys as floats, each dimension's together, ``_PAIR`` groups apart. ``rows``: memory
+    to use; what is at ``ahead`` is fetched meanwhile."""
     kind, dim, source = layer.store_kind, layer.key_dim, rows
     if group < 0:
         _gather(layer, step, keys_at(layer, head, 0), dim, group, rows)
@@ -223,7 +223,7 @@ def _read_keys(
 
 @njit
 def _read_values(layer: Layer, step: Step, head: int, group: int, ahead: int, values: int) -> None:
-    """``[16, value_dim]`` floats; what is at ``ahead`` is fetched meanwhile."""
+    """Reads sixteen values as floats, ``[16, value_dim]``; what is at ``ahead`` is fetched meanwhile."""
     dim = layer.value_dim
     if group < 0:
         _gather(layer, step, values_at(layer, head, 0), dim, group, values)
@@ -252,8 +252,8 @@ def _group(run: Run, place: int) -> int:
 
 @njit
 def _score(layer: Layer, step: Step, head: int, run: Run, memory: Memory, is_first: bool) -> None:
-    """Scores of a run. Half a pair of groups has another half, which nobody reads. ``is_first``: nobody
-    has fetched its keys."""
+    """Writes the scores of a run. Half a pair of groups has another half, which nobody reads.
+    ``is_first``: its keys were not fetched by what came before."""
     dim = layer.key_dim
     rows = memory.groups + 4 * GROUP * _PAIR * dim
     if is_first:
@@ -276,7 +276,7 @@ def _score(layer: Layer, step: Step, head: int, run: Run, memory: Memory, is_fir
 
 @njit(inline="always")
 def _score_pair(dim: int, first: int, end: int, memory: Memory, out: int) -> None:
-    """Of queries ``first`` .. ``end - 1`` with the pair of groups that was read; ``out``: query 0's."""
+    """Scores queries ``first`` .. ``end - 1`` with the groups that were read; ``out``: of query 0."""
     query, out, left = memory.queries + 4 * dim * first, out + _SCORES * first, end - first
     while left >= 8:
         score8(memory.groups, dim, query, out, _SCORES)
@@ -287,7 +287,7 @@ def _score_pair(dim: int, first: int, end: int, memory: Memory, out: int) -> Non
 
 @njit
 def _bend(scores: int, end: int, cap: float) -> None:
-    """Soft caps."""
+    """Applies a soft cap."""
     by = v.splat(cap)
     for at in range(scores, end, _VECTOR):
         v.store32(at, v.mul(v.tanh(v.div(v.load32(at), by)), by))
@@ -295,7 +295,7 @@ def _bend(scores: int, end: int, cap: float) -> None:
 
 @njit
 def _hide(scores: int, num_groups: int, first: int, end: int) -> None:
-    """Scores of keys other than ``first`` .. ``end - 1`` become minus infinity."""
+    """Makes scores of keys other than ``first`` .. ``end - 1`` minus infinity."""
     for group in range(num_groups):
         if GROUP * group < first or GROUP * (group + 1) > end:
             at = scores + _VECTOR * group
@@ -304,8 +304,8 @@ def _hide(scores: int, num_groups: int, first: int, end: int) -> None:
 
 @njit
 def _softmax(scores: int, num_groups: int, first: int, end: int, cap: float) -> tuple[float, float]:
-    """In place, over a chunk, of which keys ``first`` .. ``end - 1`` are seen: weights relative to the
-    largest score, which is returned, and their sum."""
+    """Turns a chunk's scores, of which keys ``first`` .. ``end - 1`` are seen, into weights relative to
+    the largest. Returns the largest, and the sum of weights."""
     stop = scores + _VECTOR * num_groups
     if cap != _ZERO:
         _bend(scores, stop, cap)
@@ -334,8 +334,8 @@ def _take_weights(
     memory: Memory,
     sums: Sums,
 ) -> None:
-    """Scores of groups ``first`` .. ``end - 1`` of the chunk that begins with key ``begin`` become
-    weights: 0 where no row is."""
+    """Turns scores of groups ``first`` .. ``end - 1`` of the chunk that begins with key ``begin`` into
+    weights, 0 where no row is."""
     cap, scores, done = np.float32(layer.softcap), memory.scores, 0
     for number in range(tile.first_row, tile.end_row):
         row = _row(step, number)
@@ -355,7 +355,7 @@ def _take_weights(
 
 @njit
 def _weigh_4(values: int, dim: int, weights: int, count: int, out: int) -> None:
-    """Four queries' weighted values, added to ``out``."""
+    """Adds four queries' weighted values to ``out``."""
     d = 0
     while d < dim:
         if dim - d >= 64:
@@ -370,8 +370,8 @@ def _weigh_4(values: int, dim: int, weights: int, count: int, out: int) -> None:
 def _weigh(
     layer: Layer, step: Step, head: int, run: Run, memory: Memory, out: int, num_next: int
 ) -> None:
-    """Weighted values of a run, added to ``out``, of query 0. ``num_next``: groups of the next chunk,
-    whose numbers follow and whose keys are wanted after that."""
+    """Adds weighted values of a run to ``out``, of query 0. ``num_next``: groups of the next chunk, whose
+    numbers follow and whose keys are wanted after that."""
     dim = layer.value_dim
     for place in range(0, run.num_groups, _WEIGHED):
         these = min(_WEIGHED, run.num_groups - place)
@@ -399,7 +399,7 @@ class Seen(NamedTuple):
 
 @njit(inline="always")
 def _own_run(step: Step, tile: Tile, number: int, base: int, own: int, end: int) -> Run:
-    """Of a branch; ``base``: the chunk's first group in the text, ``own`` and ``end``: in the chunk."""
+    """Returns a branch's run: groups ``own`` .. ``end - 1`` of the chunk that begins with ``base``."""
     branch = _branch(step, number)
     groups = step.groups + 8 * (branch.groups + base + own - tile.num_common)
     count = min(end, branch.end_group - base) - own
@@ -444,7 +444,7 @@ def _attend_chunk(
 
 @njit
 def _merge_totals(num_queries: int, chunk: Sums, text: Sums, old: int, new: int) -> None:
-    """Sixteen queries at a time. ``old``, ``new``: where factors of weighted values are left."""
+    """Merges all but weighted values, whose factors are left at ``old`` and ``new``."""
     for at in range(0, 4 * num_queries, _VECTOR):
         before, high = v.load32(text.largest + at), v.load32(chunk.largest + at)
         most = v.larger(before, high)
@@ -498,7 +498,7 @@ def _finish(layer: Layer, call: Call, row: Row, head: int, query: int, text: Sum
 def _read_queries(
     layer: Layer, step: Step, call: Call, tile: Tile, head: int, memory: Memory
 ) -> None:
-    """As floats, scaled, and by fours as ``score8`` takes them; what lies between rows is 0."""
+    """Reads queries as floats, scaled, and by fours as ``score8`` takes them, with zeros between rows."""
     dim, kind, rows = layer.key_dim, layer.kind, memory.rows
     itemsize, factor = v.itemsize_of(kind), v.splat(np.float32(layer.scale))
     _clear(rows, rows + 4 * dim * tile.num_queries)
@@ -530,7 +530,7 @@ def _is_seen(chunk: int, seen: Seen) -> bool:
 
 @njit(inline="always")
 def _part(layer: Layer, step: Step, tile: Tile, head: int, chunk: int) -> Sums:
-    """Where a divided tile leaves a chunk's sums."""
+    """Returns where a divided tile leaves a chunk's sums."""
     number = (tile.first_part + chunk) * layer.num_kv_heads + head
     size = 4 * step.most_queries * (layer.value_dim + 2)
     return _sums_at(layer, step, step.parts + size * number)
@@ -550,7 +550,7 @@ def _attend_whole(
 def _attend_part(
     layer: Layer, step: Step, tile: Tile, head: int, seen: Seen, memory: Memory
 ) -> bool:
-    """Leaves the sums of its own chunks. Whoever comes last merges all, and returns True."""
+    """Leaves sums of its chunks. The last task of the tile merges those of all, and returns True."""
     for chunk in range(tile.first_chunk, tile.end_chunk):
         if _is_seen(chunk, seen):
             part = _part(layer, step, tile, head, chunk)
@@ -568,7 +568,7 @@ def _attend_part(
 def _attend_tile(
     layer: Layer, step: Step, call: Call, tile: Tile, head: int, memory: Memory
 ) -> None:
-    """One key head's queries of a tile."""
+    """Lets the queries of a tile that share a key head attend."""
     seen = _seen_by(layer, step, tile)
     _read_queries(layer, step, call, tile, head, memory)
     text = memory.text
