@@ -1,8 +1,8 @@
 """Loops over rows, compiled by numba for the machine they run on.
 
-``lanes`` is what they are written in, ``compiled`` how they are compiled and run by torch's own threads;
-every other file is one kernel. Those are imported through ``find_kernel`` and where they are used: numba
-takes a while, and need not be there.
+``lanes`` is what they are written in, ``records`` what they are told, ``compiled`` how they are compiled
+and run by torch's own threads; a kernel's file begins with what it computes, in plain Python. Kernels are
+imported through ``find_kernel`` and where they are used: numba takes a while, and need not be there.
 """
 
 from __future__ import annotations

@@ -70,6 +70,18 @@ _room_for_sums = v.room_for(_ROWS_OF_AN_ITEM * CHANNELS)
 
 
 @njit
+def _add_dots(
+    has_pairs: bool, rows: Any, num_rows: int, row: int, num_features: int,
+    weights: Any, ahead: Any, sums: Any,
+) -> None:  # fmt: skip
+    """Is a function of its own, in whose loops addresses have registers, too."""
+    if has_pairs:
+        add_pairs(rows, num_rows, row, num_features, weights, ahead, sums)
+    else:
+        add_dots(rows, num_rows, row, num_features, weights, ahead, sums)
+
+
+@njit
 def _add_block(
     a: Arguments, first_row: int, num_rows: int, weights: Any, following: Any, sums: Any
 ) -> None:
@@ -87,10 +99,7 @@ def _add_block(
             lines = ahead + group * v.line_length(ahead) if group < _LINES_OF_A_STEP else here
             row, end = share_of(num_rows, num_groups, group)
             rows, mine = a.rows + (first_row + row) * a.row + first, sums + CHANNELS * row
-            if a.has_pairs:
-                add_pairs(rows, end - row, a.row, num_features, here, lines, mine)
-            else:
-                add_dots(rows, end - row, a.row, num_features, here, lines, mine)
+            _add_dots(a.has_pairs, rows, end - row, a.row, num_features, here, lines, mine)
 
 
 @njit

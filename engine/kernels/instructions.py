@@ -19,7 +19,6 @@ from engine.kernels import LANES
 from engine.kernels.records import Pointer
 
 FLOAT, INT8, INT16, INT32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
-DOUBLE = ir.DoubleType()
 FLOATS = ir.VectorType(FLOAT, LANES)
 INTS = ir.VectorType(INT32, LANES)
 

@@ -65,18 +65,10 @@ class Gate(NamedTuple):
     is_first: bool
 
 
-class Gating(NamedTuple):
-    """A gate as kernels take it. ``rows``: from the half on that ``activation`` is for, 0 where rows are
-    taken as they are; ``other``: features from there to the other half."""
-
-    rows: torch.Tensor
-    activation: int
-    other: int
-
-
 class Arguments(NamedTuple):
-    """``rows`` ``[num_rows, num_features]``, ``row`` features apart, with what ``Gating`` says of them;
-    ``gated``: room for as many, where they are gated; ``group``: features of a group."""
+    """``rows`` ``[num_rows, num_features]``, ``row`` features apart; where ``activation`` is not 0, the
+    halves that it is for, with the other halves ``other`` features further and room in ``gated``;
+    ``group``: features of a group."""
 
     rows: Floats
     gated: Floats
@@ -178,11 +170,12 @@ def quantize_rows(rows: torch.Tensor, group: int, gate: Gate | None = None) -> t
     return records
 
 
-def gating_of(rows: torch.Tensor, gate: Gate | None) -> Gating:
-    """``rows`` ``[num_rows, num_features]``, or twice as many that ``gate`` halves."""
+def gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[torch.Tensor, int, int]:
+    """Returns ``rows``, ``activation`` and ``other`` as a kernel is told them. ``rows`` ``[num_rows,
+    num_features]``, or twice as many that ``gate`` halves."""
     if gate is None:
-        return Gating(rows, 0, 0)
+        return rows, 0, 0
     half, activation = rows.shape[1] // 2, ACTIVATIONS[gate.activation]
     if gate.is_first:
-        return Gating(rows, activation, half)
-    return Gating(rows[:, half:], activation, -half)
+        return rows, activation, half
+    return rows[:, half:], activation, -half

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 from numba import njit
 
@@ -14,8 +15,8 @@ _SPINS = 1 << 14
 
 
 @njit
-def wait_until(counter: int, least: int, release: int) -> None:
-    """Until the counter at an address has reached ``least``. ``release``: of ``releasing``."""
+def wait_until(counter: Any, least: int, release: int) -> None:
+    """Returns when what ``counter`` points to has reached ``least``. ``release``: of ``releasing``."""
     spins = 0
     while read_shared(counter) < least:
         spins += 1
@@ -25,7 +26,7 @@ def wait_until(counter: int, least: int, release: int) -> None:
 
 @cache
 def function_address(name: str) -> int:
-    """Of a C function that the process has loaded; 0: there is none."""
+    """Returns where a C function is that the process has loaded, or 0."""
     loaded = ctypes.CDLL(None)
     if not hasattr(loaded, name):
         return 0
@@ -33,5 +34,5 @@ def function_address(name: str) -> int:
 
 
 def releasing() -> int:
-    """Where the function is that lets other threads run; 0: there is none."""
+    """Returns where the function is that lets other threads run, or 0."""
     return function_address("sched_yield")
