@@ -252,25 +252,24 @@ _OWN_FIELDS = {
 }
 
 
+_FORMS: dict[str, list[dict[str, JsonDict]]] = {
+    **dict.fromkeys(("system", "developer", "user"), [{"content": _TEXT}]),
+    "assistant": [{"content": _TEXT}, {"tool_calls": _SEVERAL}, {"reasoning_content": _SOME}],
+    "tool": [{"tool_call_id": _SOME, "content": _TEXT}],
+}
+"""By role, what messages hold at least: the fields of one of these."""
+
+
 def _foreign_to(role: str) -> tuple[str, ...]:
     """Returns the fields that messages of this role have no place for."""
     return tuple(chain(*(names for owner, names in _OWN_FIELDS.items() if owner != role)))
 
 
-def _messages_of(role: str, *forms: dict[str, JsonDict]) -> list[JsonDict]:
-    """Returns the schemas of a role's messages: each has at least what one of ``forms`` says."""
-    return [in_case({"role": {"const": role}, **form}, _foreign_to(role)) for form in forms]
-
-
 _MESSAGES: JsonDict = {
     "anyOf": [
-        *chain(
-            *(_messages_of(each, {"content": _TEXT}) for each in ("system", "developer", "user"))
-        ),
-        *_messages_of(
-            "assistant", {"content": _TEXT}, {"tool_calls": _SEVERAL}, {"reasoning_content": _SOME}
-        ),
-        *_messages_of("tool", {"content": _TEXT, "tool_call_id": _SOME}),
+        in_case({"role": {"const": role}, **form}, _foreign_to(role))
+        for role, forms in _FORMS.items()
+        for form in forms
     ]
 }
 
@@ -306,14 +305,17 @@ class ChatMessage(Body):
         for name in _foreign_to(self.role):
             if getattr(self, name):
                 raise refusal(name, message=f"messages of {self.role!r} have no place for it")
-        if self.role == "tool" and not self.tool_call_id:
-            message = "says which call this answers; it is missing"
-            raise refusal("tool_call_id", message=message)
         if self.reasoning and self.reasoning_content not in (None, self.reasoning):
             raise refusal("reasoning", message="contradicts 'reasoning_content'")
-        if self.content is None and not (self.tool_calls or self.thoughts):
-            raise refusal("content", message="is missing")
+        missing = [[name for name in form if not self._has(name)] for form in _FORMS[self.role]]
+        if all(missing):
+            raise refusal(missing[0][0], message="is missing")
         return self
+
+    def _has(self, name: str) -> bool:
+        if name == "content":
+            return self.content is not None
+        return bool(self.thoughts if name == "reasoning_content" else getattr(self, name))
 
 
 class TemplateFields(Body):
