@@ -46,7 +46,9 @@ async def answers(app: ASGIApp, request: Forwarded) -> AsyncGenerator[list[Messa
     cancelling it ends the request."""
     exchange = _Exchange(request.body)
     scope = {**request.scope, "asgi": {"version": "3.0"}, "state": {}}
-    running = asyncio.ensure_future(_run(app(scope, exchange.receive, exchange.send)))
+    running: asyncio.Future[None] = asyncio.ensure_future(
+        app(scope, exchange.receive, exchange.send)
+    )
     running.add_done_callback(exchange.end)
     try:
         async for messages in exchange.messages():
@@ -103,7 +105,3 @@ class _Exchange:
             if self._sent:
                 sent, self._sent = self._sent, []
                 yield sent
-
-
-async def _run(work: Any) -> None:
-    await work

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,13 +26,8 @@ def merge(texts: Mapping[str, str], label: str = "replica") -> bytes:
             kept = families.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type)
             )
-            for name, labels, value in _samples(family):
-                kept.add_sample(name, {**labels, label: source}, value)
+            for each in family.samples:
+                kept.add_sample(each.name, {**each.labels, label: source}, each.value)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Found(families))
     return generate_latest(registry)
-
-
-def _samples(family: Metric) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    for sample in family.samples:
-        yield sample.name, sample.labels, sample.value

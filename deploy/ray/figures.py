@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Collection
-from types import TracebackType
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -77,9 +77,33 @@ class Figures:
             self._errors.labels(code)
         self._open_at: Tally[str] = Tally()
 
-    def sent(self, *, is_first: bool) -> Sent:
-        """A request on its way to a replica, for the length of a block."""
-        return Sent(self, is_first=is_first)
+    @contextmanager
+    def sent(self, *, is_first: bool) -> Iterator[Callable[[str, str], None]]:
+        """A request on its way to a replica, for the length of a block, which calls what it is given with
+        the replica that has taken it and the route by which it came there."""
+        start = time.perf_counter()
+        at: str | None = None
+
+        def taken(replica: str, route: str) -> None:
+            nonlocal at
+            at = replica
+            self._waiting.dec()
+            self._open_at[replica] += 1
+            self._queue.observe(time.perf_counter() - start)
+            if is_first:
+                self._requests.labels(route).inc()
+            else:
+                self._redone.inc()
+
+        self._waiting.inc()
+        try:
+            yield taken
+        finally:
+            if at is None:
+                self._waiting.dec()
+            else:
+                self._open_at[at] -= 1
+                self._open_at += Tally()  # without those that have none
 
     def lost_stream(self) -> None:
         self._lost.inc()
@@ -95,43 +119,3 @@ class Figures:
             self._open.labels(name).set(self._open_at[name])
             self._leaving.labels(name).set(name not in replicas)
         return generate_latest(self.registry).decode()
-
-
-class Sent:
-    """One request on its way to a replica, as ``Figures.sent`` begins it."""
-
-    def __init__(self, figures: Figures, *, is_first: bool) -> None:
-        self._figures = figures
-        self._is_first = is_first
-        self._start = time.perf_counter()
-        self._replica: str | None = None
-
-    def __enter__(self) -> Sent:
-        self._figures._waiting.inc()
-        return self
-
-    def taken(self, replica: str, route: str) -> None:
-        """This replica has it now; ``route`` says how it came there."""
-        figures = self._figures
-        self._replica = replica
-        figures._waiting.dec()
-        figures._open_at[replica] += 1
-        figures._queue.observe(time.perf_counter() - self._start)
-        if self._is_first:
-            figures._requests.labels(route).inc()
-        else:
-            figures._redone.inc()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        figures = self._figures
-        if self._replica is None:
-            figures._waiting.dec()
-            return
-        figures._open_at[self._replica] -= 1
-        if not figures._open_at[self._replica]:
-            del figures._open_at[self._replica]

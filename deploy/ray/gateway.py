@@ -137,12 +137,12 @@ class Gateway:
     async def _ask_in_turn(self, request: Forwarded, answer: Answer) -> ApiError | None:
         """One replica after the other, until one has answered; the error where none has."""
         for attempt in range(ATTEMPTS):
-            with self._figures.sent(is_first=attempt == 0) as sent:
+            with self._figures.sent(is_first=attempt == 0) as taken:
                 async with aclosing(self._replicas.answer(request)) as messages:
                     try:
                         async for found in messages:
                             if isinstance(found, str):
-                                sent.taken(found, _route(request, found))
+                                taken(found, _route(request, found))
                                 request = replace(request, avoid=request.avoid | {found})
                                 continue
                             for message in found:
