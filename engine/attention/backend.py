@@ -36,15 +36,12 @@ LARGEST_KEY = 2.0**60
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Heads and dimensions of one layer's queries, keys and values, and the options that it asks for
-    (see ``AttentionOptions``)."""
+    """Heads and dimensions of one layer's queries, keys and values."""
 
     num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    softcap: float | None = None
-    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

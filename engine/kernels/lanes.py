@@ -161,12 +161,6 @@ prefetch = operation("int -> none", asm.fetch)
 
 
 @njit(inline="always")
-def argument(arguments: int, number: int) -> int:
-    """Of the array of int64 that a kernel is given."""
-    return read_int(arguments + 8 * number)
-
-
-@njit(inline="always")
 def itemsize_of(kind: int) -> int:
     if kind == FLOAT8:
         return 1

@@ -97,15 +97,11 @@ class Exactness(NamedTuple):
 
 
 def verify_exact(runner: ModelRunner, failed_products: Set[str]) -> Exactness:
-    """Returns what the probes of attention and of products (``failed_products``) found, and whether a
-    text in steps of several kinds bears them out."""
-    attention = getattr(runner.attention, "failures", None)
+    """Returns what the probes of products (``failed_products``) found, and whether a text in steps of
+    several kinds bears them out."""
     text = check_exact(runner)
     probed = ["linear layers and other products"]
     failed = sorted(failed_products)  # complete only now: some are probed when first computed
-    if attention is not None:
-        probed.append("attention")
-        failed += attention
     if text is not None:
         probed.append("a text in steps of several kinds")
     if text is False:
