@@ -44,8 +44,6 @@ COPY server server
 COPY engine engine
 COPY drafters drafters
 COPY kvpool kvpool
-COPY client client
-COPY tools tools
 COPY slipstream slipstream
 RUN pip install --no-deps .
 

@@ -33,7 +33,7 @@ from bench.workloads import PromptSource, load_prompts
 from drafters.registry import drafter_names
 from engine.config import EngineConfig
 from engine.model.loader import bundled_path
-from engine.params import PLAIN, SpeculativeParams
+from engine.request.params import PLAIN, SpeculativeParams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

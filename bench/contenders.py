@@ -27,9 +27,9 @@ from drafters.auto import AutoDrafter
 from drafters.base import DrafterUnavailableError, OptionValue
 from drafters.registry import build_drafters
 from engine.core import EngineCore
-from engine.events import FinishInfo, TokenEvent
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
-from engine.stats import StepStats
+from engine.request.events import FinishInfo, TokenEvent
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.stats import StepStats
 
 GAMMA_0 = "gamma 0"
 TRANSFORMERS = "transformers"

@@ -34,7 +34,7 @@ from drafters.base import (
 from drafters.registry import build_drafters
 from drafters.tree import DraftTree
 from engine.model.loader import bundled_path, load_tokenizer
-from tools.replay.replay import accepted_path
+from slipstream.tools.replay.replay import accepted_path
 
 FILES = {"edit": EDITS_FILE, "code": CODE_FILE}
 MODEL_FREE = tuple(name for name in build_drafters() if name != "none")

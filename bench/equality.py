@@ -26,9 +26,9 @@ from bench.models import core_of
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.events import TokenEvent
 from engine.model.loader import prepare_model
-from engine.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.events import TokenEvent
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 
 _VOCAB_SIZE = 48
 _SIZES: dict[str, Any] = {

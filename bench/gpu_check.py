@@ -65,7 +65,7 @@ from bench.workloads import PromptSource, load_prompts
 from engine.config import EngineConfig
 from engine.kernels.triton import missing_for
 from engine.model.runner import ModelRunner
-from engine.params import PLAIN, SamplingParams, SpeculativeParams
+from engine.request.params import PLAIN, SamplingParams, SpeculativeParams
 
 _TOY = {
     "large": "none",

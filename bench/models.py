@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from bench.scaled_model import build_scaled_copy
-from engine.async_engine import AsyncEngine
 from engine.build import build_engine_for, with_fastest_weights
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.info import EngineInfo
 from engine.model.loader import bundled_path, load_model, load_tokenizer, prepare_model
-from engine.model_names import BUNDLED_MODEL
+from engine.names import BUNDLED_MODEL
+from engine.process.async_engine import AsyncEngine
+from engine.request.info import EngineInfo
 
 BUNDLED = BUNDLED_MODEL
 SCALED = "scaled"

@@ -23,10 +23,10 @@ from bench.progress import progress_bar
 from drafters.base import Drafter, DrafterInfo, DraftRequest, Observation, OptionValue
 from drafters.tree import EMPTY, DraftTree
 from engine.model.loader import bundled_path, load_tokenizer
-from tools.replay.cost import StepCost
-from tools.replay.log import LogLine, read_log
-from tools.replay.replay import ReplayCase, ReplayResult, build_replayable, replay
-from tools.replay.report import table
+from slipstream.tools.replay.cost import StepCost
+from slipstream.tools.replay.log import LogLine, read_log
+from slipstream.tools.replay.replay import ReplayCase, ReplayResult, build_replayable, replay
+from slipstream.tools.replay.report import table
 
 OURS = ("ngram", "suffix")
 ARCTIC = "arctic"

@@ -54,7 +54,7 @@ def step_alone(control: Connection, model: str | None, max_num_seqs: int) -> Non
     """In a process of its own: answer (batch, prompt tokens, tokens) with tokens per second."""
     from engine.build import build_engine
     from engine.config import EngineConfig
-    from engine.params import GenerationRequest, SamplingParams
+    from engine.request.params import GenerationRequest, SamplingParams
 
     engine, _ = build_engine(EngineConfig(model=model, max_num_seqs=max_num_seqs))
     core, number = engine.core, 0
@@ -99,7 +99,7 @@ def alone(model: str | None, max_num_seqs: int) -> Iterator[Connection]:
 
 @contextmanager
 def served(model: str | None, max_num_seqs: int, flags: list[str]) -> Iterator[str]:
-    command = [sys.executable, "-m", "server.cli", "serve", model or "bundled"]
+    command = [sys.executable, "-m", "slipstream.cli", "serve", model or "bundled"]
     command += ["--port", "0", "--max-num-seqs", str(max_num_seqs), "--log-level", "info", *flags]
     with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(command, stderr=log, env=child_environment())

@@ -26,7 +26,7 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.grammar.constraint import GrammarConstraint
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processors.grammar import Grammar
 from engine.speculation import manager
 

@@ -19,16 +19,16 @@ from prometheus_client import CollectorRegistry, Metric
 from pydantic.fields import FieldInfo
 
 from deploy.ray.figures import Figures
+from drafters.options import SpeculativeParams
 from drafters.registry import drafter_settings
-from engine.info import EngineInfo
+from engine.request.info import EngineInfo
 from engine.sampling.processor import parameters
 from engine.speculation.gamma import gamma_policy_names
 from server.endpoints import routers
-from server.metric_aliases import aliases
-from server.metrics import Metrics
+from server.metrics.aliases import aliases
+from server.metrics.prometheus import Metrics
 from server.settings import all_settings, flag_name, with_drafters
 from server.tenants.file import TenantEntry
-from slipstream.options import SpeculativeParams
 
 DOCS = Path(__file__).resolve().parent
 ExportedMetric: TypeAlias = tuple[str, str, tuple[str, ...], str]

@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
+from drafters.options import DraftShape as DraftShape
 from drafters.tree import EMPTY, DraftTree
-from slipstream.options import DraftShape as DraftShape
 
 OptionValue: TypeAlias = bool | int | float | str
 Options: TypeAlias = Mapping[str, OptionValue]

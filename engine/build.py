@@ -13,7 +13,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafters.base import Drafter
 from drafters.registry import build_drafters, find_plugins
-from engine.async_engine import AsyncEngine
 from engine.attention.backend import (
     IMPLEMENTATION,
     AttentionBackend,
@@ -30,9 +29,7 @@ from engine.core import EngineCore, ModelLimits
 from engine.drafting.context import EngineContext
 from engine.drafting.heads import prepare_heads
 from engine.drafting.models import prepare_drafts, with_bundled_draft
-from engine.errors import UnsupportedModelError
 from engine.grammar.compiler import GrammarCompiler
-from engine.info import EngineInfo, QuantizationInfo
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
 from engine.machine import can_pack, free_bytes
@@ -55,8 +52,11 @@ from engine.model.selfcheck import (
     reference_logits,
     verify_exact,
 )
+from engine.process.async_engine import AsyncEngine
 from engine.ranks.group import Ranks, join_ranks
 from engine.ranks.runner import LeadingRunner, follow_steps
+from engine.request.errors import UnsupportedModelError
+from engine.request.info import EngineInfo, QuantizationInfo
 from engine.sampling.warm_up import warm_up
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from engine.model_names import BUNDLED_MODEL
-from slipstream.options import check_ranges, described
+from drafters.options import check_ranges, described
+from engine.names import BUNDLED_MODEL
 
 Determinism = Literal["exact", "fast"]
 ShedSpeculation = Literal["never", "unpaid", "all"]

@@ -18,20 +18,20 @@ import torch
 
 from drafters.checks import is_interrupt
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
-from engine.errors import DeadlineExceededError, RanksError, RequestFailedError
-from engine.events import ErrorEvent, StepResult, TokenEvent
 from engine.grammar.constraint import GrammarConstraint
 from engine.kv_events.begin import KvEvents
-from engine.outputs import hidden_rows, read_step
-from engine.params import GenerationRequest
+from engine.request.errors import DeadlineExceededError, RanksError, RequestFailedError
+from engine.request.events import ErrorEvent, StepResult, TokenEvent
+from engine.request.params import GenerationRequest
+from engine.request.stats import RequestStats, SpeculativeStats, StepClock, StepStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan, Scheduler
 from engine.speculation.baseline import Baseline, EarlyFinishers, StepShape, estimate_baseline
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
-from engine.stats import RequestStats, SpeculativeStats, StepClock, StepStats
 from engine.transfer import Readback
+from engine.verification.outputs import hidden_rows, read_step
 from kvpool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import EngineError, UnsupportedModelError
-from engine.gguf_file import find_gguf, read_header
-from engine.gguf_tokenizer import gguf_tokenizer
+from engine.gguf.file import find_gguf, read_header
+from engine.gguf.tokenizer import gguf_tokenizer
 from engine.logs import log_through_root
-from engine.model_names import BUNDLED as BUNDLED
-from engine.model_names import bundled_path as bundled_path
-from engine.model_names import locate, own_chat_template
+from engine.names import BUNDLED as BUNDLED
+from engine.names import bundled_path as bundled_path
+from engine.names import locate, own_chat_template
+from engine.request.errors import EngineError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

@@ -38,9 +38,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVING = ("server", "engine", "drafters", "kvpool")
-PACKAGES = (*SERVING, "slipstream", "client", "tools")
+PACKAGES = (*SERVING, "slipstream")
 TESTS = "tests"
-REST = ("slipstream", "client", "tools", "bench", "training", "deploy", "examples", "scripts")
+REST = ("slipstream", "bench", "training", "deploy", "examples", "scripts")
 LONG = 60
 """Lines; functions of more are long."""
 RIDDLES = ("What", "Who", "Of", "By")

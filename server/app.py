@@ -14,13 +14,15 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from engine.info import EngineInfo
-from engine.streams import EventStreams
+from engine.process.streams import EventStreams
+from engine.request.info import EngineInfo
 from server.endpoints import Services, routers
 from server.errors import install_error_handlers
-from server.metrics import Metrics, RequestMetrics
-from server.middleware import AnswerMiddleware, BodyLimitMiddleware, GuardMiddleware
-from server.openapi import describe_as_it_is
+from server.http.middleware import AnswerMiddleware, BodyLimitMiddleware, GuardMiddleware
+from server.http.openapi import describe_as_it_is
+from server.http.protocol import HttpConfig, Patience
+from server.metrics.prometheus import Metrics, RequestMetrics
+from server.metrics.telemetry.begin import begin_telemetry
 from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader, default_body_bytes
@@ -29,7 +31,6 @@ from server.request.message_formats import MessageFormats
 from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
 from server.settings import Settings
-from server.telemetry.begin import begin_telemetry
 from server.tenants.keys import keys_of
 from server.version import server_version
 
@@ -134,7 +135,7 @@ def build_app(
     )
     if telemetry is not None:
         # Imported late: what it builds on is an extra.
-        from server.telemetry.watch import WatchMiddleware
+        from server.metrics.telemetry.watch import WatchMiddleware
 
         app.add_middleware(WatchMiddleware, telemetry=telemetry)
     app.add_middleware(AnswerMiddleware, metrics=metrics)
@@ -156,3 +157,14 @@ def _fingerprint(info: EngineInfo, model_name: str) -> str:
     if info.quantization is not None:
         parts.append(f"{info.quantization.method}, {info.quantization.num_quantized} weights")
     return "fp_" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:10]
+
+
+def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
+    """How every process that speaks HTTP does so."""
+    patience = Patience(
+        read=settings.read_timeout,
+        write=settings.write_timeout,
+        keep_alive=settings.keep_alive_timeout,
+        cut_off=app.state.services.metrics.count_cut_off,
+    )
+    return HttpConfig(app, patience)

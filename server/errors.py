@@ -28,7 +28,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
-from engine.errors import (
+from engine.request.errors import (
     DeadlineExceededError,
     EngineDeadError,
     EngineError,

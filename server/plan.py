@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.params import GenerationRequest
+from engine.request.params import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)

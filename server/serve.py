@@ -6,33 +6,28 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import suppress
 from typing import Any
-
-from fastapi import FastAPI
 
 from drafters.registry import find_plugins
 from engine.config import EngineConfig
-from engine.info import EngineInfo
-from engine.model_names import locate
+from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.process.preload import preload_environment
-from engine.rank import rank_here
-from engine.streams import EventStreams
+from engine.process.streams import EventStreams
+from engine.ranks.rank import rank_here
+from engine.request.info import EngineInfo
 from engine.tokenizer import load_tokenizer
-from server.app import build_app, public_name
-from server.connections.draining import DrainingServer
-from server.connections.listener import bind
-from server.connections.protocol import HttpConfig, Patience
-from server.metrics import Metrics
+from server.app import build_app, http_config, public_name
+from server.http.draining import DrainingServer, exit_at_sigterm
+from server.http.listener import bind
+from server.metrics.prometheus import Metrics
+from server.metrics.telemetry.begin import check_telemetry
 from server.request.speculative import SpeculativeResolver
 from server.settings import Settings
-from server.telemetry.begin import check_telemetry
 from server.tenants.keys import keys_of
-from server.workers import Serve, SpeculationChanges, Workers
+from server.workers.parent import Serve, SpeculationChanges, Workers
 
 logger = logging.getLogger("slipstream")
 
@@ -86,17 +81,6 @@ def _follow(config: EngineConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     follow_engine(config)
-
-
-def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
-    """How every process that speaks HTTP does so."""
-    patience = Patience(
-        read=settings.read_timeout,
-        write=settings.write_timeout,
-        keep_alive=settings.keep_alive_timeout,
-        cut_off=app.state.services.metrics.count_cut_off,
-    )
-    return HttpConfig(app, patience)
 
 
 def _serve_alone(
@@ -153,19 +137,3 @@ def preloads(settings: Settings, config: EngineConfig) -> dict[str, str]:
     found = preload_environment()
     logger.info("preloaded into the engine's process: %s", found.get("LD_PRELOAD", "nothing"))
     return found
-
-
-@contextmanager
-def exit_at_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block with the status that it has in shells, and cleans up on the way. uvicorn
-    catches the signal, drains, and raises it once more."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        del frame
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

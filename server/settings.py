@@ -38,6 +38,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from drafters.options import SpeculativeParams
 from drafters.registry import drafter_settings
 from engine.config import EngineConfig
 from engine.logs import LogFormat, LogLevel, LogOptions
@@ -46,7 +47,6 @@ from server.formats.reasoning import reasoning_formats
 from server.formats.tool_calls import tool_call_formats
 from server.request.body import described_by
 from server.request.speculative import SpeculativeCaps, SpeculativeField
-from slipstream.options import SpeculativeParams
 
 _PREFIX = "SLIPSTREAM_"
 

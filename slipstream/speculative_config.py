@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from engine.config import USUAL_GRAPH_ROWS, EngineConfig, Quantization
-from engine.params import SamplingParams
-from slipstream.options import (
+from drafters.options import (
     FIXED_POLICY,
     NO_DRAFTER,
     SpeculativeParams,
     TreeStrategy,
     check_ranges,
 )
+from engine.config import USUAL_GRAPH_ROWS, EngineConfig, Quantization
+from engine.request.params import SamplingParams
 
 _REFUSED: dict[tuple[str, Any], str] = {
     ("share_kv_cache", False): (

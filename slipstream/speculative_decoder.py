@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from engine.async_engine import AsyncEngine
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.events import ErrorEvent, FinishInfo
-from engine.params import GenerationRequest
+from engine.process.async_engine import AsyncEngine
+from engine.request.events import ErrorEvent, FinishInfo
+from engine.request.params import GenerationRequest
+from engine.request.stats import SpeculativeStats
 from engine.speculation.gamma.target_rate import SteeredGamma
-from engine.stats import SpeculativeStats
 from slipstream.speculative_config import SpeculativeConfig
 
 

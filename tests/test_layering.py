@@ -12,112 +12,151 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
-    "server": {"server", "engine", "drafters"},
-    "engine": {"engine", "drafters", "kvpool"},
     "drafters": {"drafters"},
     "kvpool": {"kvpool"},
-    "client": {"client"},
-    "tools": {"tools", "client", "engine", "drafters", "kvpool"},
-    "slipstream": {"slipstream", "engine", "drafters"},
+    "engine": {"engine", "drafters", "kvpool"},
+    "server": {"server", "engine", "drafters"},
+    "slipstream": {"slipstream", "server", "engine", "drafters", "kvpool"},
 }
-# A module that imports nothing of the project, so that everybody may have its words.
-SHARED = {"slipstream.options"}
-# The command line is the door to all commands.
-DOOR = {"server/cli.py": {"client", "tools"}}
-# Wings of a package and the wings of the same package that each may import. "base" is what stands below
-# all wings and "top" what stands on them: the package's own files, and BASE says which is which.
-WINGS: dict[str, dict[str, set[str]]] = {
+# The rooms of a package, its folders and its own files, from the ground up, and which of the same package
+# each of them may import.
+ROOMS: dict[str, dict[str, set[str]]] = {
     "engine": {
-        "base": set(),
-        "grammar": {"base"},
-        "sampling": {"base", "kernels", "grammar"},
-        "verification": {"base", "sampling"},
-        "schedule": {"base", "sampling", "verification"},
-        "kernels": {"base"},
-        "attention": {"base", "kernels"},
-        "capture": {"base", "attention", "kernels"},
-        "model": {"base", "attention", "kernels", "capture"},
-        "drafting": {"base", "sampling", "attention", "capture", "model"},
-        "ranks": {"base", "attention", "model"},
-        "speculation": {"base", "grammar", "schedule"},
-        "kv_events": {"base"},
-        "process": {"base", "top"},
-        "top": {
-            "base",
+        "batch": set(),
+        "logs": set(),
+        "machine": set(),
+        "names": set(),
+        "noise_numbers": set(),
+        "request": set(),
+        "transfer": set(),
+        "config": {"names"},
+        "gguf": {"request"},
+        "grammar": {"request"},
+        "kernels": {"noise_numbers", "transfer"},
+        "attention": {"batch", "config", "kernels"},
+        "kv_events": {"config"},
+        "sampling": {"grammar", "kernels", "noise_numbers", "request", "transfer"},
+        "tokenizer": {"gguf", "logs", "names", "request"},
+        "capture": {"attention", "batch", "config", "kernels"},
+        "schedule": {"batch", "request", "sampling"},
+        "model": {
+            "attention",
+            "batch",
+            "capture",
+            "gguf",
+            "kernels",
+            "machine",
+            "names",
+            "request",
+            "tokenizer",
+            "transfer",
+        },
+        "speculation": {"config", "grammar", "request", "schedule", "transfer"},
+        "verification": {"request", "sampling", "schedule", "transfer"},
+        "core": {
+            "batch",
             "grammar",
+            "kv_events",
+            "request",
             "sampling",
-            "verification",
             "schedule",
+            "speculation",
+            "transfer",
+            "verification",
+        },
+        "drafting": {
+            "attention",
+            "batch",
+            "capture",
+            "config",
+            "machine",
+            "model",
+            "names",
+            "request",
+            "sampling",
+            "transfer",
+        },
+        "ranks": {"attention", "batch", "config", "model", "request"},
+        "process": {
+            "config",
+            "core",
+            "logs",
+            "machine",
+            "ranks",
+            "request",
+            "schedule",
+            "speculation",
+        },
+        "build": {
             "attention",
             "capture",
-            "model",
-            "kv_events",
-            "ranks",
+            "config",
+            "core",
             "drafting",
+            "grammar",
+            "kv_events",
+            "logs",
+            "machine",
+            "model",
+            "process",
+            "ranks",
+            "request",
+            "sampling",
+            "schedule",
             "speculation",
+            "tokenizer",
         },
     },
     "drafters": {
-        "base": set(),
-        "copying": {"base"},
-        "tables": {"base"},
-        "parallel": {"base"},
-        "model": {"base"},
-        "top": {"base", "copying", "tables", "parallel", "model"},
+        "checks": set(),
+        "contexts": set(),
+        "options": set(),
+        "tree": set(),
+        "base": {"options", "tree"},
+        "estimator": {"tree"},
+        "copying": {"base", "contexts", "tree"},
+        "grammar": {"base"},
+        "last_top": {"base", "tree"},
+        "model": {"base", "tree"},
+        "reading": {"base"},
+        "registry": {"base"},
+        "auto": {"base", "checks", "estimator", "last_top", "tree"},
+        "parallel": {"base", "reading", "tree"},
+        "tables": {"base", "contexts", "reading", "tree"},
     },
     "server": {
-        "base": set(),
-        "formats": {"base"},
-        "request": {"base", "formats"},
-        "reply": {"base", "formats", "request"},
-        "tenants": {"base"},
-        "endpoints": {"base", "formats", "request", "reply", "tenants"},
-        "connections": {"base"},
-        "telemetry": {"base"},
-        "top": {
-            "base",
-            "formats",
-            "request",
-            "reply",
+        "errors": set(),
+        "plan": set(),
+        "version": set(),
+        "formats": {"plan"},
+        "metrics": {"plan", "version"},
+        "tenants": {"errors", "plan"},
+        "http": {"errors", "metrics"},
+        "request": {"errors", "formats", "plan"},
+        "reply": {"errors", "formats", "http", "metrics", "plan"},
+        "settings": {"formats", "request"},
+        "endpoints": {"errors", "http", "metrics", "reply", "request", "tenants", "version"},
+        "app": {
             "endpoints",
-            "connections",
+            "errors",
+            "http",
+            "metrics",
+            "reply",
+            "request",
+            "settings",
             "tenants",
-            "telemetry",
+            "version",
         },
+        "workers": {"app", "endpoints", "errors", "http", "metrics", "request", "settings"},
+        "serve": {"app", "http", "metrics", "request", "settings", "tenants", "workers"},
     },
-}
-BASE = {
-    "engine": {
-        "backlog",
-        "batch",
-        "config",
-        "errors",
-        "events",
-        "gguf_file",
-        "gguf_tokenizer",
-        "info",
-        "limits",
-        "logs",
-        "machine",
-        "model_names",
-        "noise_numbers",
-        "params",
-        "pulse",
-        "rank",
-        "stats",
-        "tokenizer",
-        "transfer",
-    },
-    "drafters": {"base", "checks", "contexts", "estimator", "reading", "tree"},
-    "server": {
-        "errors",
-        "metric_aliases",
-        "metrics",
-        "middleware",
-        "openapi",
-        "plan",
-        "record",
-        "version",
+    "slipstream": {
+        "client": set(),
+        "lookup_loop": set(),
+        "speculative_config": set(),
+        "speculative_decoder": {"speculative_config"},
+        "tools": {"client"},
+        "cli": {"client", "tools"},
     },
 }
 WEB = {"fastapi", "starlette", "pydantic", "pydantic_settings", "prometheus_client", "uvicorn"}
@@ -128,9 +167,9 @@ PLAIN = [
     "engine.speculation.cost",
     "engine.speculation.gamma",
     "engine.sampling.noise",
-    "engine.params",
+    "engine.request.params",
     "engine.verification.rejection",
-    "engine.limits",
+    "engine.schedule.limits",
     "engine.schedule.fair_queue",
     "engine.schedule.request",
     "engine.schedule.scheduler",
@@ -160,7 +199,7 @@ def imported_names(source: str) -> Iterator[str]:
 
 
 def top_level_imports(path: Path) -> set[str]:
-    names = set(imported_names(path.read_text(encoding="utf-8"))) - SHARED
+    names = set(imported_names(path.read_text(encoding="utf-8")))
     return {name.partition(".")[0] for name in names}
 
 
@@ -182,10 +221,9 @@ def test_packages_import_only_what_lies_below_them(package: str) -> None:
     files = sources(package)
     assert files
     forbidden = (set(MAY_IMPORT) | {"bench", "training", "tests"}) - MAY_IMPORT[package]
-    found = {}
-    for path in files:
-        name = path.relative_to(ROOT).as_posix()
-        found[name] = (top_level_imports(path) & forbidden) - DOOR.get(name, set())
+    found = {
+        path.relative_to(ROOT).as_posix(): top_level_imports(path) & forbidden for path in files
+    }
     assert {name: names for name, names in found.items() if names} == {}
 
 
@@ -209,41 +247,39 @@ def project_imports() -> dict[str, set[str]]:
     return found
 
 
-def wing_of(module: str) -> tuple[str, str]:
-    """A module's package and wing, as in ``WINGS``."""
+def room_of(module: str) -> tuple[str, str]:
+    """Returns a module's package and room; the room of a package's ``__init__`` is ""."""
     package, _, rest = module.partition(".")
-    first, _, deeper = rest.partition(".")
-    if package not in WINGS:
-        return package, ""
-    if deeper or first in WINGS[package]:
-        return package, first
-    return package, "base" if first in BASE[package] else "top"
+    return package, rest.partition(".")[0]
 
 
-@pytest.mark.parametrize("package", WINGS)
-def test_wings_import_only_the_wings_below_them(package: str) -> None:
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_only_the_rooms_below_them(package: str) -> None:
     found = set()
     for module, names in project_imports().items():
-        if wing_of(module)[0] != package or module == package:
+        if room_of(module)[0] != package or module == package:
             continue
-        wing = wing_of(module)[1]
+        room = room_of(module)[1]
         for name in names:
-            other_package, other = wing_of(name)
-            if other_package == package and other not in WINGS[package][wing] | {wing}:
+            other_package, other = room_of(name)
+            if other_package == package and other not in ROOMS[package][room] | {room, ""}:
                 found.add(f"{module} imports {name}")
     assert found == set()
 
 
-@pytest.mark.parametrize("package", WINGS)
-def test_the_table_of_wings_has_no_circle_and_names_what_there_is(package: str) -> None:
-    order: list[str] = []
-    while len(order) < len(WINGS[package]):
-        free = [w for w, below in WINGS[package].items() if w not in order and below <= {*order}]
-        assert free, f"the wings of {package} stand in a circle"
-        order += free
-    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
-    assert folders == set(WINGS[package]) - {"base", "top"}
-    assert {path.stem for path in (ROOT / package).glob("*.py")} >= BASE[package]
+@pytest.mark.parametrize("package", ROOMS)
+def test_the_table_of_rooms_stands_from_the_ground_up_and_names_what_there_is(package: str) -> None:
+    below: set[str] = set()
+    for room, names in ROOMS[package].items():
+        assert names <= below, f"{room} stands before a room that it imports"
+        below.add(room)
+    found = {room_of(module)[1] for module in project_imports() if room_of(module)[0] == package}
+    assert below == found - {""}
+
+
+@pytest.mark.parametrize("package", ["engine", "server"])
+def test_few_files_lie_flat(package: str) -> None:
+    assert len([path for path in (ROOT / package).glob("*.py") if path.stem != "__init__"]) <= 10
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -271,11 +307,6 @@ def test_only_the_server_knows_the_web(package: str) -> None:
     assert {name: names for name, names in found.items() if names} == {}
 
 
-def test_what_everybody_may_import_imports_nothing_of_ours() -> None:
-    for module in SHARED:
-        assert project_imports()[module] == set()
-
-
 def test_the_block_is_effective() -> None:
     result = run_without({"torch"}, "import engine.attention.backend")
     assert result.returncode != 0
@@ -289,13 +320,13 @@ def test_plain_modules_run_without_torch() -> None:
 
 
 def test_the_command_line_needs_no_torch_to_explain_itself() -> None:
-    result = run_without(MODEL, "from server.cli import main; main(['serve', '--help'])")
+    result = run_without(MODEL, "from slipstream.cli import main; main(['serve', '--help'])")
     assert result.returncode == 0, result.stderr
     assert "slipstream serve" in result.stdout
 
 
 def test_what_stands_in_front_of_an_engine_needs_no_torch() -> None:
-    result = run_without(MODEL, "import server.serve, server.worker")
+    result = run_without(MODEL, "import server.serve, server.workers.child")
     assert result.returncode == 0, result.stderr
 
 
@@ -331,23 +362,24 @@ def test_files_stay_readable(package: str) -> None:
 
 
 def test_the_terminal_client_needs_no_engine() -> None:
-    """It talks to servers elsewhere: nothing of the engine, the drafters or the web framework."""
-    files = sources("client")
+    """It talks to servers elsewhere: it has the words of ``speculative``, and nothing else below it."""
+    files = sources("slipstream/client")
     assert files
-    found = {
-        path.name: {name for name in names if name.partition(".")[0] in {"engine", "drafters"}}
-        for path in files
-        if (names := set(imported_names(path.read_text(encoding="utf-8"))))
+    names = {name for path in files for name in imported_names(path.read_text(encoding="utf-8"))}
+    assert {name for name in names if name.partition(".")[0] in MAY_IMPORT} <= {
+        "drafters.options",
+        *(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files),
     }
-    assert {name: names for name, names in found.items() if names} == {}
-    modules = ", ".join(f"client.{path.stem}" for path in files if path.stem != "__init__")
-    result = run_without(MODEL | WEB | {"engine", "drafters", "kvpool"}, f"import {modules}")
+    modules = ", ".join(
+        f"slipstream.client.{path.stem}" for path in files if path.stem != "__init__"
+    )
+    result = run_without(MODEL | WEB | {"server", "engine", "kvpool"}, f"import {modules}")
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("missing", ["httpx", "rich"])
 def test_a_missing_client_library_is_named_with_its_extra(missing: str) -> None:
-    code = "from server.cli import main; sys.exit(main(['complete', 'x']))"
+    code = "from slipstream.cli import main; sys.exit(main(['complete', 'x']))"
     result = run_without({missing}, code)
     assert result.returncode == 2
     assert f"needs {missing}: pip install 'slipstream-llm[client]'" in result.stderr

@@ -106,7 +106,7 @@ def test_the_wheel_brings_the_models_and_nothing_else(wheel: Path) -> None:
     assert "index.html" in shown
     assert {f"server/playground/{name}" for name in shown} <= names
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    assert b"slipstream = server.cli:main" in entry_points
+    assert b"slipstream = slipstream.cli:main" in entry_points
     info = wheel.name.split("-")[0] + "-" + wheel.name.split("-")[1] + ".dist-info"
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
 
@@ -114,7 +114,7 @@ def test_the_wheel_brings_the_models_and_nothing_else(wheel: Path) -> None:
 def test_the_wheel_runs_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    code = "import server.cli, sys; print(server.cli.__file__); server.cli.main(['serve', '-h'])"
+    code = "from slipstream import cli; print(cli.__file__); cli.main(['serve', '-h'])"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code],
         cwd=tmp_path,

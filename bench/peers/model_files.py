@@ -9,9 +9,9 @@ import torch
 
 from bench.models import OWN, SCALED, scaled_copy
 from bench.peers.place import once
-from engine.gguf_file import find_gguf
+from engine.gguf.file import find_gguf
 from engine.model.loader import bundled_path, load_model, load_tokenizer
-from engine.model_names import locate
+from engine.names import locate
 
 
 def model_folders(model: str, draft: str | None, cache: Path) -> tuple[Path, Path | None]:

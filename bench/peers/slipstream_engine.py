@@ -57,7 +57,7 @@ class Slipstream(Peer):
         )
 
     def _served(self, place: Place, weights: str, settings: dict[str, Any]) -> WorkerPlan:
-        command = [sys.executable, "-m", "server.cli", "serve", str(place.target)]
+        command = [sys.executable, "-m", "slipstream.cli", "serve", str(place.target)]
         command += ["--host", "127.0.0.1", "--port", "{port}", "--served-model-name", NAME]
         for name, value in settings.items():
             flag = name.replace("_", "-")
@@ -102,7 +102,7 @@ class SlipstreamRunner:
 
     def __init__(self, message: dict[str, Any]) -> None:
         config_type = import_module("engine.config").EngineConfig
-        self._params = import_module("engine.params")
+        self._params = import_module("engine.request.params")
         message["drafters"] = tuple(message["drafters"])
         preload = import_module("engine.process.preload").preload_environment()
         # Kept: the engine ends when nobody holds its pipe any more.

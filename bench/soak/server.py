@@ -78,7 +78,7 @@ def serving(folder: Path, flags: Mapping[str, str]) -> Iterator[Server]:
     Raises RuntimeError with its log where it does not start."""
     install_plugin(folder)
     log = folder / "log"
-    command = [sys.executable, "-m", "server.cli", "serve", "bundled", "--port", "0"]
+    command = [sys.executable, "-m", "slipstream.cli", "serve", "bundled", "--port", "0"]
     for name, value in flags.items():
         command += [f"--{name}", value] if value else [f"--{name}"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}

@@ -1,5 +1,5 @@
 """Which requests belong together: those of a tenant that begin alike. Where they go is said in
-``tools/simulate/affinity.py``."""
+``slipstream/tools/simulate/affinity.py``."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from deploy.ray.exchange import Forwarded, Whole
 from deploy.ray.exposition import merge
 from deploy.ray.figures import HOME, SPILLED, UNKEYED, Figures
 from server.errors import ApiError, body_too_large, to_api_error
-from server.middleware import BodyLimitMiddleware
+from server.http.middleware import BodyLimitMiddleware
 from server.reply.streaming import ClientGoneError, unless_client_leaves
 
 # How often a request may lose its replica.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from engine.events import TokenEvent
-from engine.params import GenerationRequest
+from engine.request.events import TokenEvent
+from engine.request.params import GenerationRequest
 
 
 class OpenTokens:

@@ -16,10 +16,10 @@ from deploy.ray.adoption import SharedSpeculation, Speculation
 from deploy.ray.exchange import Forwarded, Whole, answers, whole_answer
 from deploy.ray.open_tokens import OpenTokens
 from deploy.ray.settings import read_settings
-from engine.events import TokenEvent
-from engine.params import GenerationRequest
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
+from engine.request.events import TokenEvent
+from engine.request.params import GenerationRequest
 from engine.tokenizer import load_tokenizer
 from server.app import build_app
 from server.request.large_bodies import default_body_bytes

@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from deploy.ray.exchange import Forwarded
-from tools.simulate.affinity import home, preferred
+from slipstream.tools.simulate.affinity import home, preferred
 
 
 class AffinityRouter(RequestRouter):

@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.model_names import SMOLLM2
+from engine.names import SMOLLM2
 from server.app import build_app
 from server.settings import Settings
 

@@ -22,15 +22,15 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-from client.display import TerminalScreen
-from client.flags import request_fields
-from client.session import find_service, finish, new_reply, request_reply
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.model_names import SMOLLM2
+from engine.names import SMOLLM2
 from server.app import build_app
-from server.cli import build_parser
 from server.settings import Settings
+from slipstream.cli import build_parser
+from slipstream.client.display import TerminalScreen
+from slipstream.client.flags import request_fields
+from slipstream.client.session import find_service, finish, new_reply, request_reply
 
 FOLDER = Path(__file__).parent
 WIDTH = 96

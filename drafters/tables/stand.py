@@ -2,7 +2,7 @@
 
 Stochastic adaptive n-gram drafting (Song et al. 2025, arXiv 2506.04708), written from its
 description: tables of merged distributions per context (``drafters.tables.prob_tables``), a static tree
-that a search found (``tools/template``), children by Gumbel-top-k. Beyond the paper:
+that a search found (``slipstream/tools/template``), children by Gumbel-top-k. Beyond the paper:
 
 - the Gumbel noise is the verifier's, so a draft is the target's own choice wherever the stored
   distribution is right; candidates are tempered and truncated as the request asks;

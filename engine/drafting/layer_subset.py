@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.errors import UnsupportedModelError
+from engine.request.errors import UnsupportedModelError
 
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 

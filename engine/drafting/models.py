@@ -31,7 +31,6 @@ from engine.config import EngineConfig
 from engine.drafting.draft_model import EngineDraftModel
 from engine.drafting.layer_subset import layer_subset, parse_layers
 from engine.drafting.quantized import quantized_copy
-from engine.errors import UnsupportedModelError
 from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.int8 import Int8Linear
@@ -45,7 +44,8 @@ from engine.model.loader import (
 )
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
-from engine.model_names import BUNDLED_MODEL
+from engine.names import BUNDLED_MODEL
+from engine.request.errors import UnsupportedModelError
 from kvpool.store import KVStore
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from engine.errors import RequestError
 from engine.grammar.constraint import GrammarConstraint
+from engine.request.errors import RequestError
 
 _MAX_CACHED = 64
 """Compiled grammars: clients send the same few over and over."""

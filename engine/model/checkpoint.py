@@ -19,8 +19,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine.errors import UnsupportedModelError
 from engine.model.shards import local_part
+from engine.request.errors import UnsupportedModelError
 
 _MOST_NAMED = 3
 _VALUES_AT_ONCE = 1 << 24

@@ -24,10 +24,10 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
-from engine.errors import UnsupportedModelError
-from engine.gguf_file import GgufHeader, StoredTensor, needing_gguf, read_header
-from engine.gguf_tokenizer import end_token_ids
+from engine.gguf.file import GgufHeader, StoredTensor, needing_gguf, read_header
+from engine.gguf.tokenizer import end_token_ids
 from engine.model.checkpoint import load_weights
+from engine.request.errors import UnsupportedModelError
 
 _F32, _F16, _BF16 = 0, 1, 30
 _FLOATS = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}

@@ -16,15 +16,15 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
-from engine.errors import UnsupportedModelError
-from engine.gguf_file import find_gguf
+from engine.gguf.file import find_gguf
 from engine.model.checkpoint import load_weights
 from engine.model.gguf_weights import load_gguf, parsed_once, read_config
 from engine.model.shards import sharding_options
 from engine.model.stored_int8 import read_scheme
-from engine.model_names import BUNDLED as BUNDLED
-from engine.model_names import bundled_path as bundled_path
-from engine.model_names import locate
+from engine.names import BUNDLED as BUNDLED
+from engine.names import bundled_path as bundled_path
+from engine.names import locate
+from engine.request.errors import UnsupportedModelError
 from engine.tokenizer import check_folder, naming
 from engine.tokenizer import load_tokenizer as load_tokenizer
 

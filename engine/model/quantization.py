@@ -16,8 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.errors import UnsupportedModelError
-from engine.info import QuantizationInfo
 from engine.model.int8 import (
     MOST_IN_FEATURES,
     Int8Linear,
@@ -29,6 +27,8 @@ from engine.model.int8 import (
     quantize_weight,
 )
 from engine.model.linear import as_linear
+from engine.request.errors import UnsupportedModelError
+from engine.request.info import QuantizationInfo
 
 logger = logging.getLogger(__name__)
 

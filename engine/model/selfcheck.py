@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.batch import RequestRows, build_batch
-from engine.errors import UnsupportedModelError
 from engine.model.int8 import Int8Linear
 from engine.model.runner import ModelRunner
+from engine.request.errors import UnsupportedModelError
 
 _NUM_TOKENS = 24
 # Rows of the check's steps: a chunk, single rows, a chunk again.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from engine.errors import UnsupportedModelError
+from engine.request.errors import UnsupportedModelError
 
 _BY_HEADS = ("q_proj", "k_proj", "qkv_proj", "query_key_value")
 """Layers whose outputs are heads, where they are divided."""

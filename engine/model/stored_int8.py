@@ -18,8 +18,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from engine.errors import UnsupportedModelError
 from engine.model.int8 import MOST_IN_FEATURES, StoredInt8Linear, quantize_by_channel
+from engine.request.errors import UnsupportedModelError
 
 _METHOD = "slipstream-int8"
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}

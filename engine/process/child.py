@@ -24,11 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pkgutil import resolve_name
 
-from engine.errors import EngineError, RequestFailedError
-from engine.events import ErrorEvent, StepResult, TokenEvent
-from engine.info import EngineInfo
 from engine.logs import log_through_root
-from engine.params import GenerationRequest
 from engine.process.follower import begin_child
 from engine.process.followers import Followers
 from engine.process.link import Link
@@ -43,9 +39,13 @@ from engine.process.messages import (
     Stop,
     Submit,
 )
-from engine.pulse import Pulse
-from engine.rank import rank_here
-from engine.runtime import EngineRuntime
+from engine.process.pulse import Pulse
+from engine.process.runtime import EngineRuntime
+from engine.ranks.rank import rank_here
+from engine.request.errors import EngineError, RequestFailedError
+from engine.request.events import ErrorEvent, StepResult, TokenEvent
+from engine.request.info import EngineInfo
+from engine.request.params import GenerationRequest
 
 logger = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ import asyncio
 import logging
 from multiprocessing.connection import Connection
 
-from engine.errors import EngineDeadError
-from engine.events import ErrorEvent, StepResult
-from engine.info import EngineInfo
-from engine.params import GenerationRequest, Tenant
 from engine.process.link import Link, PeerGoneError
 from engine.process.messages import Abort, Charge, Died, Submit
-from engine.pulse import Pulse
-from engine.stats import idle_stats
-from engine.streams import EventStreams
+from engine.process.pulse import Pulse
+from engine.process.streams import EventStreams
+from engine.request.errors import EngineDeadError
+from engine.request.events import ErrorEvent, StepResult
+from engine.request.info import EngineInfo
+from engine.request.params import GenerationRequest, Tenant
+from engine.request.stats import idle_stats
 
 logger = logging.getLogger(__name__)
 

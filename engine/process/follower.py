@@ -14,9 +14,9 @@ import sys
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 
-from engine.errors import EngineError
 from engine.process.link import Link
 from engine.process.messages import Launch, Refused
+from engine.request.errors import EngineError
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from engine.process.launch import Child, describe, launch_child
 from engine.process.link import PeerGoneError
 from engine.process.messages import Launch, Refused, Stop
-from engine.rank import STORE, Rank
+from engine.ranks.rank import STORE, Rank
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.info import EngineInfo
 from engine.logs import LogOptions
 from engine.process.link import Link, PeerGoneError
 from engine.process.messages import Attach, Launch, Ready, Refused, Stop
-from engine.pulse import Pulse, shared_handle
+from engine.process.pulse import Pulse, shared_handle
+from engine.request.errors import EngineError
+from engine.request.info import EngineInfo
 
 logger = logging.getLogger(__name__)
 

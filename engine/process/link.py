@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from typing import Any
 
-from engine.errors import EngineError
+from engine.request.errors import EngineError
 
 logger = logging.getLogger(__name__)
 

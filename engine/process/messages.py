@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.info import EngineInfo
 from engine.logs import LogOptions
-from engine.params import GenerationRequest, Tenant
 from engine.process.link import WithHandle
+from engine.request.info import EngineInfo
+from engine.request.params import GenerationRequest, Tenant
 
 # --- between the process that launches an engine, or a rank of it, and that process ---
 

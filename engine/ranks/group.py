@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from engine.batch import InputBatch
 from engine.config import EngineConfig
-from engine.errors import RanksError, UnsupportedModelError
-from engine.rank import STORE, Rank, rank_here
+from engine.ranks.rank import STORE, Rank, rank_here
+from engine.request.errors import RanksError, UnsupportedModelError
 
 # Those that follow wait for the next step however long nobody asks for one; who dies is found out by its
 # connections and by whoever launched it.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import host_kernel
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from engine.sampling.noise_torch import vocabulary_noise
 from engine.sampling.truncation import truncated
 from engine.transfer import upload

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.events import TokenLogprobs
 from engine.kernels import host_kernel
+from engine.request.events import TokenLogprobs
 from engine.transfer import Arrival, Readback, upload
 
 _KERNEL = "top_tokens"

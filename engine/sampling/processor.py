@@ -16,9 +16,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import engine.sampling.processors
-from engine.errors import RequestError
 from engine.grammar.constraint import GrammarConstraint
-from engine.params import SamplingParams
+from engine.request.errors import RequestError
+from engine.request.params import SamplingParams
 
 if TYPE_CHECKING:
     import torch

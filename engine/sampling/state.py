@@ -12,9 +12,9 @@ from typing import Protocol
 
 from drafters.base import GREEDY, DraftSampling
 from drafters.tree import DraftTree
-from engine.errors import RequestError
 from engine.grammar.constraint import GrammarConstraint
-from engine.params import GenerationRequest, SamplingParams, VerificationName
+from engine.request.errors import RequestError
+from engine.request.params import GenerationRequest, SamplingParams, VerificationName
 from engine.sampling.noise import DRAFT_STREAM, gumbel_list, request_key, step_key
 from engine.sampling.processor import Facts, LogitsProcessor, Stage, check_token_ids, processors
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drafters.base import DraftSampling
 from engine.kernels import host_kernel
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from engine.transfer import upload
 
 _INFINITY = float("inf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from engine.sampling.gumbel_argmax import sampled_tokens
 from engine.sampling.logprobs import begin_top_tokens
 from engine.transfer import read_now

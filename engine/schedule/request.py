@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from drafters.tree import EMPTY, DraftTree
-from engine.events import FinishInfo, FinishReason, RequestTimings, TokenLogprobs
-from engine.params import GenerationRequest
+from engine.request.events import FinishInfo, FinishReason, RequestTimings, TokenLogprobs
+from engine.request.outcome import Outcome
+from engine.request.params import GenerationRequest
+from engine.request.stats import Reason, RequestStats
 from engine.sampling.state import SamplingState
-from engine.stats import Reason, RequestStats
-from engine.verification.match import Outcome
 
 if TYPE_CHECKING:
     from engine.batch import RequestRows

@@ -13,7 +13,7 @@ from typing import Protocol
 from drafters.base import Observation
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import FORCED, DraftTree, chain
-from engine.params import VerificationName
+from engine.request.params import VerificationName
 
 _MAX_RANK = 15
 _PATIENCE = 8

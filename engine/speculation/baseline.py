@@ -22,8 +22,8 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
+from engine.request.stats import SpeculativeStats
 from engine.speculation.cost import CostModel
-from engine.stats import SpeculativeStats
 
 
 class Baseline(NamedTuple):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, TreeBuilder
 from engine.grammar.constraint import GrammarConstraint, Path
-from engine.params import VerificationName
+from engine.request.params import VerificationName
 
 
 def constrained(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from drafters.base import Drafter, DraftRequest, DraftShape, HiddenRows, Observation
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan
 from engine.speculation.acceptance import new_acceptance

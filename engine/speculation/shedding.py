@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engine.config import ShedSpeculation
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 
 
 @dataclass(frozen=True, slots=True)

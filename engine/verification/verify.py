@@ -20,13 +20,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.params import VerificationName
+from engine.request.outcome import Outcome
+from engine.request.params import VerificationName
 from engine.sampling.distribution import target_probs
 from engine.sampling.noise import ACCEPT_STREAM, RESIDUAL_STREAM, step_key, uniform_scalar
 from engine.sampling.sampler import choose_tokens
 from engine.sampling.state import SampledRequest, SamplingState, rows_of
 from engine.transfer import Readback
-from engine.verification.match import Outcome, trimmed, verify
+from engine.verification.match import trimmed, verify
 from engine.verification.probs import (
     Questions,
     TensorDistributions,

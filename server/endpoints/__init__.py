@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from engine.errors import TryLaterError
-from engine.streams import EventStreams
-from server.metrics import RequestMetrics
-from server.middleware import KEY_OF
+from engine.process.streams import EventStreams
+from engine.request.errors import TryLaterError
+from server.http.middleware import KEY_OF
+from server.metrics.prometheus import RequestMetrics
 from server.reply.choices import ChoiceSource
 from server.reply.streaming import answer
 from server.reply.token_texts import TokenTexts

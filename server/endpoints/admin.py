@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from server.endpoints import Served, Services
 from server.endpoints.drafters import caps_of, described_fields, policy_names
 from server.errors import bad_request
-from server.openapi import REFUSED_BODY, errors
+from server.http.openapi import REFUSED_BODY, errors
 from server.request.large_bodies import BodyRoute, LargeBody
 from server.request.live_speculation import SpeculativeChange
 from server.request.speculative import SpeculativeResolver

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from server.endpoints import Served
-from server.openapi import generated
+from server.http.openapi import generated
 from server.reply.writers import Completion, CompletionChunk, CompletionWriter
 from server.request.large_bodies import BodyRoute
 from server.request.protocol import CompletionRequest

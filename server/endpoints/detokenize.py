@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from server.endpoints import Served
-from server.openapi import REFUSED_BODY, errors
+from server.http.openapi import REFUSED_BODY, errors
 from server.request.large_bodies import BodyRoute
 from server.request.protocol import DetokenizeRequest
 from server.request.translate import Translator

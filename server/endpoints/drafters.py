@@ -8,11 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from drafters.base import DrafterInfo
+from drafters.options import SpeculativeParams, about
 from engine.speculation.gamma.policy import registered_policies
 from server.endpoints import Served
-from server.openapi import errors
+from server.http.openapi import errors
 from server.request.speculative import SpeculativeResolver
-from slipstream.options import SpeculativeParams, about
 
 router = APIRouter(tags=["catalogue"])
 

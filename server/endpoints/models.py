@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from server.endpoints import Served, Services
 from server.errors import unknown_model
-from server.openapi import errors
+from server.http.openapi import errors
 
 router = APIRouter(tags=["catalogue"])
 

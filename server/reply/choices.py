@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from engine.errors import DeadlineExceededError, RequestError, TryLaterError
-from engine.events import FinishInfo, TokenEvent, TokenLogprobs
-from engine.streams import EventStreams
+from engine.process.streams import EventStreams
+from engine.request.errors import DeadlineExceededError, RequestError, TryLaterError
+from engine.request.events import FinishInfo, TokenEvent, TokenLogprobs
 from server.errors import shutting_down
 from server.formats.message import MessageParser, markers_of
 from server.formats.parts import Part, content_of
-from server.metrics import RequestMetrics
+from server.metrics.prometheus import RequestMetrics
+from server.metrics.record import ChoiceRecord
 from server.plan import ChoicePlan, TextOptions
-from server.record import ChoiceRecord
 from server.reply.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher, decoder
 from server.reply.token_texts import TokenTexts
 

@@ -23,9 +23,9 @@ from starlette.types import Receive, Scope, Send
 
 from engine.logs import add_log_fields
 from server.errors import to_api_error
-from server.middleware import REQUEST_ID_KEY
+from server.http.middleware import REQUEST_ID_KEY
+from server.metrics.record import RECORD_KEY, RequestRecord
 from server.plan import RequestPlan
-from server.record import RECORD_KEY, RequestRecord
 from server.reply.choices import ChoiceDelta, ChoiceEnd, ChoiceSource, Sink
 from server.reply.usage import Usage, build_usage
 from server.reply.writers import Writer, fold

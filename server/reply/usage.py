@@ -7,7 +7,7 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from engine.stats import RequestStats, SpeculativeStats
+from engine.request.stats import RequestStats, SpeculativeStats
 from server.reply.choices import ChoiceEnd
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
-from engine.events import TokenLogprobs
+from engine.request.events import TokenLogprobs
 from server.errors import ApiError
 from server.formats.parts import joined
 from server.plan import RequestPlan

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from drafters.options import SpeculativeParams
 from server.errors import refused
 from server.request.body import Body
 from server.request.large_bodies import BodyReader
@@ -18,7 +19,6 @@ from server.request.speculative import (
     SpeculativeResolver,
     UnfitSpeculationError,
 )
-from slipstream.options import SpeculativeParams
 
 _GROUPS = {"speculative": "defaults", "speculative_caps": "caps"}
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.info import EngineInfo
+from engine.request.info import EngineInfo
 from server.errors import ApiError, refused
 from server.plan import Prompt
 from server.request.chat_template import ChatTemplate

@@ -17,18 +17,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from drafters.base import DrafterInfo, OptionValue
-from engine.info import EngineInfo
-from engine.speculation.gamma import gamma_policy_names
-from engine.speculation.gamma.policy import policy_info
-from server.errors import ApiError, refused
-from server.request.body import Body, described_by
-from slipstream.options import (
+from drafters.options import (
     FIXED_POLICY,
     NO_DRAFTER,
     PLAIN,
     SpeculativeParams,
     VerificationName,
 )
+from engine.request.info import EngineInfo
+from engine.speculation.gamma import gamma_policy_names
+from engine.speculation.gamma.policy import policy_info
+from server.errors import ApiError, refused
+from server.request.body import Body, described_by
 
 PREDICTION_DRAFTER = "prediction"
 _BUILT_IN = SpeculativeParams()

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from engine.info import EngineInfo
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.info import EngineInfo
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import ApiError, refused, unknown_model
 from server.plan import (

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
-from engine.params import Tenant
+from engine.request.params import Tenant
 from server.tenants.terms import Terms
 
 _MOST = 2**31 - 1

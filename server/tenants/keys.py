@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from engine.params import Tenant
+from engine.request.params import Tenant
 from server.tenants.file import read_tenants
 from server.tenants.terms import Terms
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
-from engine.params import GenerationRequest, Tenant
+from engine.request.params import GenerationRequest, Tenant
 from server.errors import refused
 from server.plan import RequestPlan
 

@@ -20,9 +20,9 @@ from bench.replay_edits import (
     edit_lines,
     main,
 )
-from tools.replay.cost import StepCost
-from tools.replay.log import LogLine
-from tools.replay.replay import ReplayCase, replay
+from slipstream.tools.replay.cost import StepCost
+from slipstream.tools.replay.log import LogLine
+from slipstream.tools.replay.replay import ReplayCase, replay
 
 
 class Letters:

@@ -7,7 +7,7 @@ import pytest
 from bench.contenders import SAMPLINGS, Job, Run, parse_drafter
 from bench.runner import Cell, make_jobs, measure_cell
 from bench.workloads import Prompt
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 
 
 class LoggingContender:

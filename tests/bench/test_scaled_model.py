@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from bench import scaled_model
 from bench.scaled_model import build_scaled_copy
 from engine import model_names
-from engine.model_names import bundled_path
+from engine.names import bundled_path
 
 
 def tiny_model(tied: bool) -> LlamaForCausalLM:

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from engine.process.launch import _STOP_SECONDS
-from server.connections.draining import _LAST_BYTES_SECONDS
 from server.endpoints import routers
-from server.metrics import Metrics
+from server.http.draining import _LAST_BYTES_SECONDS
+from server.metrics.prometheus import Metrics
 from server.settings import Settings, all_settings
 from worlds.deploy_tools import DEPLOY, ROOT, find_tool
 from worlds.scripted_engine import engine_info

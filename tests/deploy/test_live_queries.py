@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-import engine.runtime
+import engine.process.runtime
 from worlds.deploy_tools import debian_tool
 from worlds.expressions import alerts, dashboard_queries, filled, selectors, variable_queries
 from worlds.live_prometheus import (

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.ray.errors import too_many_waiting
-from engine.errors import EngineDeadError
+from engine.request.errors import EngineDeadError
 from worlds.gathered_replicas import Fleet, fleet
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
 from worlds.serving import endless, events, until

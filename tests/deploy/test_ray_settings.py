@@ -12,8 +12,8 @@ import yaml
 from deploy.ray.open_tokens import OpenTokens
 from deploy.ray.scaling import TokenScaling
 from deploy.ray.settings import Arguments, read_settings
-from engine.params import GenerationRequest, SamplingParams
-from tools.simulate.affinity import preferred
+from engine.request.params import GenerationRequest, SamplingParams
+from slipstream.tools.simulate.affinity import preferred
 from worlds.scripted_engine import ScriptedEngine
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "ray"

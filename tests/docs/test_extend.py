@@ -67,7 +67,7 @@ def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def client(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """Of ``slipstream serve`` with the page's drafter setting and attention backend."""
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "server.cli", "serve", "bundled", "--port", "0"]
+    command = [sys.executable, "-m", "slipstream.cli", "serve", "bundled", "--port", "0"]
     command += ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
     command += ["--drafter.echo.most", "6", "--attention-backend", "row_by_row"]
     with log.open("wb") as stream:
@@ -183,7 +183,7 @@ def test_the_endpoint_is_part_of_the_application(client: httpx.Client) -> None:
 
 
 def test_help_and_the_generated_tables_name_them_all(project: Path) -> None:
-    helped = run(project, "-m", "server.cli", "serve", "--help")
+    helped = run(project, "-m", "slipstream.cli", "serve", "--help")
     assert helped.returncode == 0, helped.stderr
     assert "--drafter.echo.most" in helped.stdout
     written = run(project, "-m", "docs.generate")

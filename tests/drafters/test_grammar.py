@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
 from worlds.grammar_world import EOS, json_grammar, tiny_compiler
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from openai import AsyncOpenAI, OpenAI
 
-from engine.async_engine import AsyncEngine
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.process.async_engine import AsyncEngine
 from server.app import build_app
-from server.cli import main
 from server.settings import Settings
+from slipstream.cli import main
 from worlds.client_servers import listening
 
 pytestmark = pytest.mark.slow

@@ -196,7 +196,7 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
                 )
             texts.add(reply.choices[0].text)
         assert len(texts) == 1
-        workers = server.children(b"server.worker")
+        workers = server.children(b"server.workers.child")
         assert len(workers) == 2
         ended = 'slipstream_requests_total{finish_reason="length"}'
         until(lambda: figure(server, ended) == {12.0})
@@ -218,10 +218,10 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
         assert refused.json()["error"]["param"] == "caps.draft_strategies"
 
         os.kill(workers[0], signal.SIGKILL)
-        until(lambda: len({*server.children(b"server.worker")} - {workers[0]}) == 2)
+        until(lambda: len({*server.children(b"server.workers.child")} - {workers[0]}) == 2)
         assert figure(server, ended) == {12.0}
         os.kill(workers[1], signal.SIGKILL)
-        until(lambda: not {*server.children(b"server.worker")} & {*workers})
+        until(lambda: not {*server.children(b"server.workers.child")} & {*workers})
         assert default_depths(server) == {3}
 
         os.kill(server.engine_pid(), signal.SIGKILL)
@@ -232,7 +232,7 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
 
         assert_tenants_are_apart(server)
 
-        children = [*server.children(b"server.worker"), server.engine_pid()]
+        children = [*server.children(b"server.workers.child"), server.engine_pid()]
         assert_told(asyncio.run(drain(server)))
         server.process.wait(60)
         assert all(has_gone(pid) for pid in children)
@@ -298,7 +298,7 @@ def default_depths(server: Server) -> set[int]:
 def test_workers_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
     with serving(tmp_path, "--api-workers", "2") as server:
         until(lambda: server.is_ready())
-        children = [*server.children(b"server.worker"), server.engine_pid()]
+        children = [*server.children(b"server.workers.child"), server.engine_pid()]
         assert len(children) == 3
         server.process.kill()
         server.process.wait()
@@ -306,7 +306,7 @@ def test_workers_end_with_the_process_that_launched_them(tmp_path: Path) -> None
 
 
 def test_what_workers_cannot_serve_is_refused_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "server.cli", "serve", "bundled", "--port", "0"]
+    command = [sys.executable, "-m", "slipstream.cli", "serve", "bundled", "--port", "0"]
     command += ["--api-workers", "2", "--speculative.draft-strategy", "ngram", "--drafters", "none"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(

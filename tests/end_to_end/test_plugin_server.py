@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.cli import main
+from slipstream.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def served(
     folder = tmp_path_factory.mktemp("server")
     log = folder / "log"
     environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "server.cli", "serve", "bundled", "--port", "0"]
+    command = [sys.executable, "-m", "slipstream.cli", "serve", "bundled", "--port", "0"]
     command += ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
     command += ["--drafters", "none,ngram,phrase_book"]
     command += ["--speculative.draft-strategy", "phrase_book"]

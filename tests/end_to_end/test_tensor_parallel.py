@@ -106,7 +106,7 @@ def test_ranks_that_torchrun_launches_serve_and_end_with_it(tiny: Path, tmp_path
         )
         written: Any = answer.choices[0]
         assert written.token_ids == written_by_the_whole_model(str(tiny), prompt, 8)
-        ranks = launched.children(b"server.cli")
+        ranks = launched.children(b"slipstream.cli")
         (engine,) = (
             pid for rank in ranks for pid in launched.children(b"engine.process.child", rank)
         )

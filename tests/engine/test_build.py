@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from drafters.base import DraftRequest
 from drafters.tree import DraftTree, chain
 from engine import build, machine
-from engine.async_engine import AsyncEngine
 from engine.build import build_engine_for
 from engine.config import EngineConfig
-from engine.errors import RequestError, UnsupportedModelError
 from engine.machine import can_pack
 from engine.model.linear import OneDnnWeight, PackedLinear
-from engine.params import GenerationRequest, SamplingParams
+from engine.process.async_engine import AsyncEngine
+from engine.request.errors import RequestError, UnsupportedModelError
+from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import (
     CPU,

@@ -9,8 +9,8 @@ import pytest
 from drafters.base import DraftRequest
 from drafters.tree import DraftTree
 from engine.core import EngineCore
-from engine.errors import RequestError
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.errors import RequestError
+from engine.request.params import GenerationRequest, SamplingParams
 from kvpool.block_pool import BlockPool
 from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
 from worlds.fake_drafters import FakeDrafter, foreseeing

@@ -16,7 +16,7 @@ import torch
 from drafters.base import DraftRequest
 from drafters.registry import build_drafters
 from drafters.tree import DraftTree, chain
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_harness import Driver, Setup, drafting, request, traces_of
 from worlds.fake_drafters import FakeDrafter, foreseeing
 from worlds.scripted_target import ScriptedTarget

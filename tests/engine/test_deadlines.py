@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 
 from engine.core import EngineCore
-from engine.errors import DeadlineExceededError
-from engine.events import ErrorEvent, TokenEvent
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.errors import DeadlineExceededError
+from engine.request.events import ErrorEvent, TokenEvent
+from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_harness import Driver, Setup, drafting, request, traces_of
 from worlds.scripted_target import ScriptedTarget
 

@@ -13,7 +13,7 @@ from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.machine import free_bytes
 from engine.model.loader import prepare_model
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import VOCAB_SIZE, own_logits, random_ids, tiny_model
 

@@ -14,9 +14,9 @@ import torch
 from drafters.registry import build_drafters
 from engine.batch import ForwardOutput, InputBatch
 from engine.core import MAX_FAILED_STEPS, EngineCore
-from engine.errors import RequestFailedError
-from engine.events import ErrorEvent, TokenEvent
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.errors import RequestFailedError
+from engine.request.events import ErrorEvent, TokenEvent
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import LogitsProcessor, Path, Stage
 from engine.sampling.processors.grammar import Grammar
 from worlds.engine_harness import Driver, Setup, build_core, drafting, request, traces_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import QueueFullError
-from engine.params import SamplingParams
+from engine.request.errors import QueueFullError
+from engine.request.params import SamplingParams
+from engine.request.stats import SpeculativeStats
 from engine.speculation.shedding import Shedding
-from engine.stats import SpeculativeStats
 from worlds.engine_harness import Driver, drafting, request
 from worlds.gated_engine import Engine
 

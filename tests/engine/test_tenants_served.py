@@ -12,7 +12,7 @@ import torch
 from drafters.base import DraftRequest
 from drafters.registry import drafter_names
 from drafters.tree import DraftTree
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_harness import Driver, Setup, circle_prompt, drafting, request
 from worlds.every_drafter import EveryDrafterTarget
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from drafters.tree import DraftTree
-from engine.params import (
+from engine.request.params import (
     PLAIN,
     GenerationRequest,
     SamplingParams,

@@ -12,7 +12,7 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from engine.model.quantization import refusal
-from engine.model_names import SMOLLM2_REQUIREMENT
+from engine.names import SMOLLM2_REQUIREMENT
 from worlds.real_engine import WEIGHTS, RealEngine
 from worlds.real_model import is_installed, real_server
 from worlds.served_command import Server

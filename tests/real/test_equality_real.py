@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, drafting, request
 from worlds.equality import WIDTHS, partly_right
 from worlds.exact_situations import SITUATIONS, Signature, plain, signature

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.params import GenerationRequest, SamplingParams
 from server.request.grammars import json_grammar
 from worlds.engine_harness import Driver, drafting, request
 from worlds.equality import WIDTHS, partly_right

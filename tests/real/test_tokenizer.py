@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from engine.gguf_file import find_gguf, read_header
-from engine.gguf_tokenizer import end_token_ids, gguf_tokenizer
-from engine.model_names import locate
+from engine.gguf.file import find_gguf, read_header
+from engine.gguf.tokenizer import end_token_ids, gguf_tokenizer
+from engine.names import locate
 from engine.tokenizer import load_tokenizer
 from worlds.real_model import REAL
 

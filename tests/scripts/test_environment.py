@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from packaging.requirements import Requirement
 
-from engine.model_names import SMOLLM2_REQUIREMENT
+from engine.names import SMOLLM2_REQUIREMENT
 from worlds.lanes import examples
 
 ROOT = Path(__file__).resolve().parents[2]

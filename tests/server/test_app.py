@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engine.info import QuantizationInfo
+from engine.request.info import QuantizationInfo
 from server.app import build_app
 from server.settings import Settings
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info

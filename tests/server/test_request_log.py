@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.errors import RequestFailedError
 from engine.logs import JsonLines
+from engine.request.errors import RequestFailedError
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import Connect
 

@@ -11,7 +11,7 @@ from engine.process.link import PeerGoneError
 from server.errors import ApiError
 from server.request.live_speculation import SpeculativeChange
 from server.request.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver
-from server.workers import Adopt, Change, SpeculationChanges
+from server.workers.parent import Adopt, Change, SpeculationChanges
 from worlds.scripted_engine import engine_info
 
 

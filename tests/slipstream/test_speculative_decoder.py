@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.errors import RequestError, RequestFailedError
 from engine.model.loader import BUNDLED
 from engine.model.runner import ModelRunner
+from engine.request.errors import RequestError, RequestFailedError
 from slipstream.speculative_config import SpeculativeConfig
 from slipstream.speculative_decoder import SpeculativeDecoder
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from engine.batch import ForwardOutput, InputBatch
 from engine.config import EngineConfig
-from engine.errors import UnsupportedModelError
-from engine.info import EngineInfo
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
+from engine.request.errors import UnsupportedModelError
+from engine.request.info import EngineInfo
 from worlds.gated_engine import Engine, GatedRunner
 
 STEP_SECONDS = 0.003

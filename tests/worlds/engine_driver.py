@@ -19,8 +19,8 @@ from drafters.base import (
     OptionValue,
 )
 from drafters.tree import EMPTY, ROOT, DraftTree
-from engine.async_engine import AsyncEngine
-from engine.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.process.async_engine import AsyncEngine
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 
 
 class OracleDrafter(Drafter):

@@ -18,18 +18,18 @@ from drafters.base import Drafter, OptionValue
 from drafters.registry import build_drafters
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.core import EngineCore, ModelLimits, Runner
-from engine.events import ErrorEvent, FinishInfo, TokenEvent, TokenLogprobs
 from engine.grammar.constraint import GrammarConstraint
 from engine.kv_events.begin import KvEvents
 from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
-from engine.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.events import ErrorEvent, FinishInfo, TokenEvent, TokenLogprobs
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.stats import StepStats
 from engine.sampling.state import SamplingState
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.speculation.shedding import Shedding
-from engine.stats import StepStats
 from kvpool.block_pool import BlockPool
 from worlds.sampled_rows import RowGroup, sample_tokens
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from engine.params import PLAIN, GenerationRequest, SamplingParams
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams
 from worlds.engine_harness import (
     DictatedCost,
     Driver,

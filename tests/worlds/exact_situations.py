@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine.core import EngineCore
-from engine.params import PLAIN, GenerationRequest, SamplingParams
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams
 from worlds.engine_harness import Driver, Setup, drafting, request
 
 SETUP = Setup(

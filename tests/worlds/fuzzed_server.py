@@ -9,8 +9,8 @@ import asyncio
 import sys
 
 from server.app import build_app
-from server.connections.draining import DrainingServer
-from server.connections.listener import bind
+from server.http.draining import DrainingServer
+from server.http.listener import bind
 from server.serve import http_config
 from server.settings import Settings
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer

@@ -9,7 +9,7 @@ from itertools import combinations
 from hypothesis import strategies as st
 
 from drafters.tree import DraftTree, chain
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 from engine.speculation.gamma.policy import DraftCandidate, Grant, Load
 
 

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from engine.async_engine import AsyncEngine
 from engine.batch import ForwardOutput, InputBatch
-from engine.errors import EngineError
-from engine.events import TokenEvent
-from engine.info import EngineInfo
-from engine.params import GenerationRequest, SamplingParams
+from engine.process.async_engine import AsyncEngine
+from engine.request.errors import EngineError
+from engine.request.events import TokenEvent
+from engine.request.info import EngineInfo
+from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_harness import Setup, build_core, drafting, request
 from worlds.scripted_target import ScriptedRunner, ScriptedTarget
 

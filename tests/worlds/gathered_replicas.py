@@ -13,7 +13,7 @@ from starlette.types import Message
 from deploy.ray.errors import ReplicaLostError
 from deploy.ray.exchange import Forwarded, Whole, answers, whole_answer
 from deploy.ray.gateway import Gateway
-from tools.simulate.affinity import home, preferred
+from slipstream.tools.simulate.affinity import home, preferred
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import serve
 

@@ -19,9 +19,9 @@ import uvicorn
 import yaml
 
 from deploy.ray.exchange import Forwarded, Whole
-from engine.async_engine import AsyncEngine
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.process.async_engine import AsyncEngine
 from server.app import build_app
 from server.settings import Settings
 from worlds.deploy_tools import DEPLOY, debian_tool

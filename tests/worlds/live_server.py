@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.app import build_app
-from server.connections.draining import DrainingServer
-from server.connections.listener import bind
+from server.http.draining import DrainingServer
+from server.http.listener import bind
 from server.serve import http_config
 from server.settings import Settings
 from worlds.scripted_engine import byte_tokenizer

@@ -6,7 +6,7 @@ import os
 import threading
 
 from engine.config import EngineConfig
-from engine.errors import UnsupportedModelError
+from engine.request.errors import UnsupportedModelError
 
 
 def wait(config: EngineConfig) -> None:

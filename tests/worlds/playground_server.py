@@ -14,11 +14,11 @@ from typing import Any
 
 import uvicorn
 
-from engine.async_engine import AsyncEngine
 from engine.batch import ForwardOutput, InputBatch
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import Runner
+from engine.process.async_engine import AsyncEngine
 from server.app import build_app
 from server.settings import Settings
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import engine.sampling.processors
-from engine.params import SamplingParams, SpeculativeParams, VerificationName
+from engine.request.params import SamplingParams, SpeculativeParams, VerificationName
 
 NAME = "no_repeat_ngram_size"
 SIZE = 3

@@ -18,7 +18,7 @@ from drafters.registry import build_drafters, drafter_names
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.model_names import SMOLLM2
+from engine.names import SMOLLM2
 from worlds.engine_harness import Setup, build_core
 
 DRAFTERS = tuple(name for name in drafter_names() if name not in ("none", "medusa", "eagle"))

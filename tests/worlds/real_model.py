@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model_names import SMOLLM2, SMOLLM2_REQUIREMENT, locate
+from engine.names import SMOLLM2, SMOLLM2_REQUIREMENT, locate
 from worlds.served_command import Server, serving
 
 FLAGS = ("--num-blocks", "1024", "--max-num-seqs", "8", "--num-threads", "1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.params import GenerationRequest
+from engine.request.params import GenerationRequest
 from server.request.body import Body
 from server.request.protocol import ChatRequest, CompletionRequest
 from server.request.responses import ResponsesRequest

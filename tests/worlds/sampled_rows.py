@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from drafters.tree import EMPTY, DraftTree
-from engine.events import TokenLogprobs
+from engine.request.events import TokenLogprobs
+from engine.request.outcome import Outcome
 from engine.sampling.logprobs import Scored, begin_scoring, begin_top_tokens
 from engine.sampling.noise import gumbel_list
 from engine.sampling.sampler import choose_tokens
 from engine.sampling.state import SampledRequest, SamplingState, rows_of
 from engine.transfer import read_now
-from engine.verification.match import Outcome, verify
+from engine.verification.match import verify
 from engine.verification.verify import begin_verification
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from drafters.tree import EMPTY, ROOT, DraftTree
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.outcome import Outcome
+from engine.request.params import GenerationRequest, SamplingParams
 from engine.sampling.state import SamplingState
-from engine.verification.match import Outcome
 from worlds.sampled_rows import RowGroup, gumbel_scalar, sample_tokens, verify_all
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from engine.core import EngineCore
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import DictatedCost, Driver, Setup
 
 SETTLING_STEPS = 1500

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.stats import SpeculativeStats, StepStats
+from engine.request.stats import SpeculativeStats, StepStats
 
 STEP = StepStats(
     num_rows=20,

@@ -13,17 +13,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafters.base import DrafterInfo, DrafterOption
-from engine.errors import EngineDeadError, EngineError, QueueFullError, ShuttingDownError
-from engine.events import (
+from engine.request.errors import EngineDeadError, EngineError, QueueFullError, ShuttingDownError
+from engine.request.events import (
     FinishInfo,
     FinishReason,
     RequestTimings,
     TokenEvent,
     TokenLogprobs,
 )
-from engine.info import EngineInfo
-from engine.params import GenerationRequest, Tenant
-from engine.stats import GammaChange, RequestStats, StepStats
+from engine.request.info import EngineInfo
+from engine.request.params import GenerationRequest, Tenant
+from engine.request.stats import GammaChange, RequestStats, StepStats
 from server.reply.token_texts import byte_level_alphabet
 
 BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259

@@ -15,7 +15,7 @@ import torch
 
 from engine.batch import ForwardOutput, InputBatch, RequestRows, slot_of
 from engine.core import EngineCore
-from engine.params import GenerationRequest
+from engine.request.params import GenerationRequest
 from engine.sampling.state import SamplingState
 from worlds.engine_harness import Setup, build_core
 from worlds.sampled_rows import RowGroup, sample_tokens

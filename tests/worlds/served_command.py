@@ -71,7 +71,7 @@ def serving(
     """``launcher``: the module that runs the command in place of Python, and its own flags."""
     log = folder / "log"
     command = [sys.executable, *([] if not launcher else ["-m", *launcher])]
-    command += ["-m", "server.cli", "serve", model, "--port", "0", *flags]
+    command += ["-m", "slipstream.cli", "serve", model, "--port", "0", *flags]
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stderr=stream, env=child_environment(), cwd=folder)
     try:

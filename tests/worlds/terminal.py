@@ -39,7 +39,7 @@ class Terminal:
         environment = {key: value for key, value in os.environ.items() if key not in cleared}
         environment |= {"TERM": "xterm-256color", **variables}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "server.cli", *arguments],
+            [sys.executable, "-m", "slipstream.cli", *arguments],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

@@ -19,15 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.async_engine import AsyncEngine
 from engine.batch import ForwardOutput, InputBatch
 from engine.build import build_engine, build_engine_for, follow_engine
 from engine.config import EngineConfig
 from engine.model.loader import load_model
 from engine.model.runner import ModelRunner
+from engine.process.async_engine import AsyncEngine
 from engine.process.launch import child_environment
-from engine.rank import STORE, Rank
 from engine.ranks.group import join_ranks
+from engine.ranks.rank import STORE, Rank
 from engine.ranks.runner import LeadingRunner
 from worlds.tiny_models import tiny_model
 

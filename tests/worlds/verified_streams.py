@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from scipy.stats import chi2  # type: ignore[import-untyped]
 
-from engine.params import SamplingParams, SpeculativeParams, VerificationName
+from engine.request.params import SamplingParams, SpeculativeParams, VerificationName
 from worlds.engine_harness import Driver, drafting
 from worlds.sampling_oracle import edited_row, truncated_probs
 from worlds.scripted_target import ScriptedTarget

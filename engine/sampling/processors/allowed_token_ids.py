@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from annotated_types import MaxLen, MinLen
 
-from engine.errors import RequestError
-from engine.params import SamplingParams
+from engine.request.errors import RequestError
+from engine.request.params import SamplingParams
 from engine.sampling.processor import (
     Facts,
     LogitsProcessor,

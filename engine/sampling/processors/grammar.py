@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.grammar.constraint import GrammarConstraint
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from engine.sampling.processor import Facts, LogitsProcessor, Path, Stage, register, upload
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from annotated_types import Ge, Le
 
-from engine.errors import RequestError
+from engine.request.errors import RequestError
 from engine.sampling.processor import (
     Facts,
     LogitsProcessor,

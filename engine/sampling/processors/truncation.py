@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from engine.sampling.processor import Facts, LogitsProcessor, Parameter, Stage, Vocabulary, register
 
 

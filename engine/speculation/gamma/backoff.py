@@ -23,8 +23,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.request.stats import Reason
 from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, StepCost, Traffic
-from engine.stats import Reason
 
 MAX_NUM_KINDS = 1024
 """Kinds of traffic that are remembered; the one that was not met for longest is forgotten."""

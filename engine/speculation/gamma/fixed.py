@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 from engine.speculation.gamma.policy import GammaPolicy, gamma_policy
 
 

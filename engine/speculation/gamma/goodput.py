@@ -20,7 +20,8 @@ from operator import neg
 from typing import NamedTuple
 
 from drafters.tree import DraftTree
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
+from engine.request.stats import Reason
 from engine.speculation.gamma.backoff import AllOrNothing, Backoff, Plain
 from engine.speculation.gamma.policy import (
     DraftCandidate,
@@ -32,7 +33,6 @@ from engine.speculation.gamma.policy import (
     gamma_policy,
     why_nothing_offered,
 )
-from engine.stats import Reason
 
 
 class _Choice(NamedTuple):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from drafters.tree import DraftTree
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
+from engine.request.stats import Reason
 from engine.schedule.request import Request
-from engine.stats import Reason
 
 
 class Traffic(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 from engine.speculation.gamma.policy import GammaPolicy, StepCost, gamma_policy
 
 _WINDOW = 10

@@ -11,7 +11,7 @@ import torch
 from drafters.base import GREEDY, DraftSampling
 from drafters.model.protocol import Candidates
 from engine.drafting.candidates import ScoredRow, begin_candidates
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.distribution import target_probs
 from engine.sampling.state import SamplingState
 from engine.transfer import read_now

@@ -10,7 +10,7 @@ import torch
 from drafters.base import DrafterInfo, DrafterNeeds, DraftRequest, HiddenRows
 from drafters.registry import build_drafters
 from drafters.tree import EMPTY, DraftTree
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from engine.sampling.noise import request_key
 from worlds.engine_harness import (
     DictatedCost,

@@ -14,7 +14,7 @@ from engine.capture.device_graphs import DeviceGraphs
 from engine.capture.replays import GraphSizes
 from engine.drafting import eagle
 from engine.drafting.eagle import EagleModel
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.params import GenerationRequest, SamplingParams
 from kvpool.store import KVStore
 from worlds.device_world import no_host
 from worlds.engine_harness import TINY_VOCAB, Driver, Setup, circle_prompt, drafting, request

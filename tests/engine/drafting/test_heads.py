@@ -34,7 +34,7 @@ from engine.drafting.head_files import (
 from engine.drafting.heads import prepare_heads
 from engine.drafting.medusa import MedusaHeads, ResidualHeads
 from engine.model.loader import BUNDLED, load_model
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.params import GenerationRequest, SamplingParams
 from engine.sampling.noise import gumbel_list, request_key
 from engine.transfer import Readback, read_now
 from worlds.engine_harness import (

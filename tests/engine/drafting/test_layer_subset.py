@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engine.drafting.layer_subset import layer_subset, parse_layers
-from engine.errors import UnsupportedModelError
+from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import own_logits, random_ids, reference_model, tiny_model
 
 IDS = random_ids(5, 12)

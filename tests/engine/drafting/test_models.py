@@ -24,10 +24,10 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.drafting.draft_model import EngineDraftModel
 from engine.drafting.models import prepare_drafts
-from engine.errors import UnsupportedModelError
 from engine.model.loader import prepare_model
 from engine.model.quantization import quantize_model, refusal
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.errors import UnsupportedModelError
+from engine.request.params import GenerationRequest, SamplingParams
 from engine.transfer import Readback
 from worlds.engine_harness import Driver, drafting, request
 from worlds.model_world import Forwards

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import (
     TinyTarget,
     circle_prompt,

@@ -20,7 +20,7 @@ from engine.model.linear import pack_linears
 from engine.model.loader import BUNDLED, attach_attention, load_model, load_tokenizer
 from engine.model.quantization import quantize_model, refusal
 from engine.model.runner import ModelRunner
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_harness import Setup, build_core, drafting, request
 from worlds.exact_situations import SETUP, SITUATIONS, Signature, plain, signature
 from worlds.grammar_world import json_grammar

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from drafters.registry import build_drafters, drafter_names
-from engine.params import GenerationRequest, SpeculativeParams
+from engine.request.params import GenerationRequest, SpeculativeParams
 from worlds.engine_harness import Driver, Setup, circle_prompt, drafting, request, traces_of
 from worlds.equality import (
     DRAFTERS,

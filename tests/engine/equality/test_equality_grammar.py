@@ -20,7 +20,7 @@ import torch
 
 from drafters.registry import drafter_names
 from engine.core import EngineCore
-from engine.params import GenerationRequest, SamplingParams, VerificationName
+from engine.request.params import GenerationRequest, SamplingParams, VerificationName
 from worlds.engine_harness import (
     Driver,
     Setup,

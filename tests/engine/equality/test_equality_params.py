@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.events import TokenLogprobs
-from engine.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.events import TokenLogprobs
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from engine.params import PLAIN, GenerationRequest
+from engine.request.params import PLAIN, GenerationRequest
 from worlds.engine_harness import TINY_VOCAB, Driver, Setup, TinyTarget, request, traces_of
 from worlds.lanes import examples
 from worlds.schedules import Schedule, Totals, longest_text, play, schedules

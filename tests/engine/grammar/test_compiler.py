@@ -7,8 +7,8 @@ import threading
 import pytest
 from llguidance import LLMatcher
 
-from engine.errors import RequestError
 from engine.grammar.compiler import GrammarCompiler
+from engine.request.errors import RequestError
 from worlds.engine_harness import TINY_VOCAB
 from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_tokenizer
 

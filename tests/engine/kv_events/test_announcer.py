@@ -7,7 +7,7 @@ from collections.abc import Callable
 from engine.kv_events.announcer import Announcer
 from engine.kv_events.begin import KvEvents
 from engine.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, block_hash
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from kvpool.prefix_cache import block_digest, root_digest
 from worlds.checked_pool import SIZE, TOKENS, CheckedPool, run
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, request

@@ -17,7 +17,7 @@ from engine.kv_events import publisher as module
 from engine.kv_events.begin import begin_kv_events
 from engine.kv_events.publisher import Publisher
 from engine.kv_events.wire import Batch, BlockRemoved, BlockStored, decode, encode, sequence
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.params import GenerationRequest, SamplingParams
 from worlds.kv_index import KvIndex, cached_hashes
 from worlds.tiny_models import tiny_model
 

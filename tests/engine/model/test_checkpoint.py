@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
 from engine.drafting.models import prepare_drafts
-from engine.errors import UnsupportedModelError
 from engine.model.checkpoint import not_finite
 from engine.model.loader import load_model, load_tokenizer
 from engine.model.stored_int8 import store_int8
-from server.cli import main
+from engine.request.errors import UnsupportedModelError
+from slipstream.cli import main
 from worlds.tiny_models import CPU, tiny_model
 
 WEIGHTS = "model.safetensors"

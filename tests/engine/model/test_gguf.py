@@ -20,12 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine.errors import UnsupportedModelError
-from engine.gguf_file import find_gguf, read_header
-from engine.gguf_tokenizer import gguf_tokenizer
+from engine.gguf.file import find_gguf, read_header
+from engine.gguf.tokenizer import gguf_tokenizer
 from engine.model.gguf_weights import stored_dtype
 from engine.model.loader import eos_token_ids, load_model, load_tokenizer
-from server.cli import main
+from engine.request.errors import UnsupportedModelError
+from slipstream.cli import main
 from worlds.gguf_files import CONTROL, NUM_LAYERS, TEMPLATE, TOKENS, Tensors, tiny_llama, write_gguf
 
 ROOT = Path(__file__).resolve().parents[3]

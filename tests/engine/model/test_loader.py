@@ -17,7 +17,6 @@ from tokenizers.pre_tokenizers import Whitespace
 from engine.batch import ForwardOutput
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
-from engine.errors import UnsupportedModelError
 from engine.model import quantization, selfcheck
 from engine.model.int8 import Int8Weight, is_exact, quantize_weight
 from engine.model.loader import (
@@ -31,6 +30,7 @@ from engine.model.loader import (
     resolve_dtype,
 )
 from engine.model.selfcheck import check_logits, reference_logits
+from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import (
     CPU,
     VOCAB_SIZE,

@@ -12,7 +12,6 @@ from torch import nn
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.build import build_engine_for
 from engine.config import EngineConfig
-from engine.errors import UnsupportedModelError
 from engine.model import quantization
 from engine.model.int8 import GROUP, Int8Linear, is_exact, quantize_by_channel
 from engine.model.linear import pack_linears
@@ -21,6 +20,7 @@ from engine.model.quantization import has_stored_weights, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
 from engine.model.stored_int8 import store_int8
+from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, tiny_model
 
 pytestmark = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")

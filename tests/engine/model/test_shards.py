@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from engine.errors import UnsupportedModelError
 from engine.model import shards
 from engine.model.shards import local_part, sharding_options, whole, whole_layer
+from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import tiny_config
 
 

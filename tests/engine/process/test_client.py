@@ -14,13 +14,13 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import uvloop
 
-from engine.errors import EngineDeadError, TenantLimitError
-from engine.events import StepResult
-from engine.params import Tenant
 from engine.process.client import RemoteEngine
 from engine.process.link import Link
 from engine.process.messages import Charge, Submit
-from engine.stats import StepStats, idle_stats
+from engine.request.errors import EngineDeadError, TenantLimitError
+from engine.request.events import StepResult
+from engine.request.params import Tenant
+from engine.request.stats import StepStats, idle_stats
 from worlds.gated_engine import HANG, asking, until
 from worlds.scripted_engine import ScriptedEngine
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
 from engine.logs import LogOptions
 from engine.process.followers import Followers
 from engine.process.launch import EngineProcess
 from engine.process.messages import Launch
+from engine.request.errors import EngineError
 from worlds.engine_apart import connected, has_gone, num_handles
 from worlds.gated_engine import HANG, LONG, asking, collect, outcome_of, text_of, tokens_of, until
 

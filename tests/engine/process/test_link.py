@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from engine.errors import RequestError
 from engine.process.link import Link, PeerGoneError, WithHandle
+from engine.request.errors import RequestError
 
 HANG = 60.0
 

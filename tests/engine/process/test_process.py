@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from engine.errors import (
+from engine.process.client import RemoteEngine
+from engine.process.launch import EngineProcess
+from engine.request.errors import (
     EngineDeadError,
     EngineError,
     QueueFullError,
     RequestError,
     TenantLimitError,
 )
-from engine.info import EngineInfo
-from engine.params import SpeculativeParams, Tenant
-from engine.process.client import RemoteEngine
-from engine.process.launch import EngineProcess
-from engine.stats import StepStats
+from engine.request.info import EngineInfo
+from engine.request.params import SpeculativeParams, Tenant
+from engine.request.stats import StepStats
 from worlds.engine_apart import CHECKED, connected, has_gone, launched, num_handles
 from worlds.gated_engine import (
     GREEDY,

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from engine.attention.backend import AttentionBackend
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
 from engine.model.loader import BUNDLED, load_model
-from engine.params import SpeculativeParams
 from engine.ranks.runner import LeadingRunner
+from engine.request.errors import EngineDeadError
+from engine.request.params import SpeculativeParams
 from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import VOCAB_SIZE, random_ids, reference_model
 from worlds.two_ranks import SecondRank, build, kept_logits, saved_model

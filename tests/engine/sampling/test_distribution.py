@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.stats import chi2  # type: ignore[import-untyped]
 
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from engine.sampling.distribution import target_probs
 from engine.sampling.state import paths
 from worlds.sampled_rows import RowGroup, sample_tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import engine.sampling.gumbel_argmax
 from engine.kernels.gumbel_argmax import reference
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from engine.sampling.gumbel_argmax import greedy_tokens, sampled_tokens
 from engine.sampling.noise import gumbel_list, request_key
 from worlds.device_world import no_host

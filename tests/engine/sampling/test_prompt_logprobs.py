@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
 
 NUM_TOP = 3

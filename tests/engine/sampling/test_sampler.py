@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from drafters.tree import EMPTY, DraftTree, chain
-from engine.errors import RequestError
-from engine.params import SamplingParams
+from engine.request.errors import RequestError
+from engine.request.params import SamplingParams
 from engine.sampling.processors.bad_words import BadWords
 from engine.sampling.processors.penalties import TokenCounts
 from engine.sampling.state import SamplingState, paths, rows_of

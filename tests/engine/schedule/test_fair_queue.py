@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.params import GenerationRequest, SamplingParams, Tenant
+from engine.request.params import GenerationRequest, SamplingParams, Tenant
+from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
 from engine.schedule.fair_queue import FairQueue
 from engine.schedule.request import Request
 from engine.schedule.scheduler import Scheduler
-from engine.stats import RequestStats
 from kvpool.block_pool import BlockPool
 from worlds.lanes import examples
 

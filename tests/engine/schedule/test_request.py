@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.events import TokenLogprobs
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.events import TokenLogprobs
+from engine.request.params import GenerationRequest, SamplingParams
+from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, RequestStatus
-from engine.stats import RequestStats
 
 PROMPT = (5, 6, 7, 8, 9)
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.params import GenerationRequest, SamplingParams
+from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, RequestStatus
 from engine.schedule.scheduler import Plan, Scheduler
-from engine.stats import RequestStats
 from worlds.lanes import examples
 
 BLOCK_SIZE = 4

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from drafters.base import Observation
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree, chain
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 from engine.speculation.acceptance import (
     Acceptance,
     MatchAcceptance,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine.request.stats import SpeculativeStats
 from engine.speculation.baseline import EarlyFinishers, StepShape, estimate_baseline
-from engine.stats import SpeculativeStats
 from worlds.engine_harness import DictatedCost
 
 

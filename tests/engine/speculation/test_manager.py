@@ -11,16 +11,16 @@ import torch
 
 from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import EMPTY, DraftTree, chain
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.outcome import Outcome
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.speculation.shedding import Shedding
-from engine.stats import RequestStats
 from engine.transfer import Readback
-from engine.verification.match import Outcome
 from kvpool.block_pool import BlockPool
 from worlds.engine_harness import DictatedCost
 from worlds.fake_drafters import FakeDrafter, Propose

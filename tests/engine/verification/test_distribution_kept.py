@@ -20,7 +20,7 @@ from functools import cache
 import pytest
 import torch
 
-from engine.params import SamplingParams, SpeculativeParams
+from engine.request.params import SamplingParams, SpeculativeParams
 from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
 from worlds.scripted_target import ScriptedTarget
 from worlds.verified_streams import ALPHA, p_value

@@ -22,7 +22,7 @@ import torch
 from llguidance import LLMatcher
 
 from engine.grammar.compiler import GrammarCompiler
-from engine.params import SamplingParams, SpeculativeParams
+from engine.request.params import SamplingParams, SpeculativeParams
 from worlds.drawing_drafter import DrawingDrafter, as_mapping, as_tensor
 from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
 from worlds.grammar_world import letter_tokenizer

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.tree import EMPTY, DraftTree, chain
-from engine.params import SamplingParams
-from engine.verification.match import Outcome
+from engine.request.outcome import Outcome
+from engine.request.params import SamplingParams
 from worlds.lanes import examples
 from worlds.sampled_rows import RowGroup, verify_all
 from worlds.sampling_oracle import ToyModel, new_state, random_tree

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.params import SpeculativeParams, VerificationName
+from engine.request.params import SpeculativeParams, VerificationName
 from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
 from worlds.verified_streams import ALPHA, CASES, NUM_REQUESTS, PROMPT, TARGET, p_values
 

@@ -16,7 +16,12 @@ import pytest
 import torch
 
 from drafters.tree import DraftTree, chain
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams, VerificationName
+from engine.request.params import (
+    GenerationRequest,
+    SamplingParams,
+    SpeculativeParams,
+    VerificationName,
+)
 from engine.sampling.noise import (
     ACCEPT_STREAM,
     DRAFT_STREAM,

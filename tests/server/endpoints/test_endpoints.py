@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import server.endpoints
+from drafters.options import SpeculativeParams
 from engine.speculation.gamma import gamma_policy_names
 from server.request.speculative import SpeculativeField
-from slipstream.options import SpeculativeParams
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import Connect
 

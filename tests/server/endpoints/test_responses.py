@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import EngineDeadError
+from engine.request.errors import EngineDeadError
 from server.request.responses import MAX_ITEMS
 from worlds.request_bodies import TOOLS
 from worlds.scripted_engine import ASSISTANT, CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer

@@ -10,7 +10,7 @@ import pytest
 from openai import APIError, InternalServerError, RateLimitError
 
 import server.reply.streaming
-from engine.errors import EngineDeadError, QueueFullError, RequestError, RequestFailedError
+from engine.request.errors import EngineDeadError, QueueFullError, RequestError, RequestFailedError
 from server.errors import ApiError
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
 from worlds.serving import Connect, endless, events, openai_client, until

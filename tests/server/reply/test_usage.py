@@ -4,7 +4,7 @@ from collections import Counter, deque
 
 import pytest
 
-from engine.stats import GammaChange, RequestStats
+from engine.request.stats import GammaChange, RequestStats
 from server.reply.usage import PromptTokensDetails, Usage, merge, reply_metrics
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drafters.base import DraftShape
 from drafters.registry import build_drafters
-from engine.params import PLAIN, SpeculativeParams
+from engine.request.params import PLAIN, SpeculativeParams
 from engine.speculation.gamma import policy
 from server.errors import ApiError
 from server.request.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver

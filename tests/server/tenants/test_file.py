@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.params import Tenant
+from engine.request.params import Tenant
 from server.tenants.file import read_tenants
 
 KEY = "sk-very-secret"

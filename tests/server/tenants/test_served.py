@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.errors import DeadlineExceededError
+from engine.request.errors import DeadlineExceededError
 from server.app import build_app
 from server.request.large_bodies import LARGE
 from server.settings import Settings

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from drafters.tree import chain
-from engine.errors import RequestError
-from engine.params import SamplingParams
+from engine.request.errors import RequestError
+from engine.request.params import SamplingParams
 from engine.sampling.processor import Facts, Vocabulary
 from engine.sampling.processors.allowed_token_ids import AllowedTokenIds
 from engine.sampling.sampler import edited_logits

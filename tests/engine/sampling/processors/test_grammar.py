@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from drafters.tree import chain
-from engine.errors import RequestError
-from engine.params import GenerationRequest, SamplingParams
+from engine.request.errors import RequestError
+from engine.request.params import GenerationRequest, SamplingParams
 from engine.sampling.sampler import edited_logits
 from engine.sampling.state import SamplingState
 from worlds.engine_harness import TINY_VOCAB

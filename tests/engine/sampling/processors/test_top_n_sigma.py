@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters.tree import chain
-from engine.params import SamplingParams
+from engine.request.params import SamplingParams
 from engine.sampling.distribution import target_probs
 from engine.sampling.sampler import edited_logits
 from worlds.sampled_rows import RowGroup, sample_tokens

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 from engine.speculation.gamma import DraftCandidate, GammaController
 from engine.speculation.gamma.backoff import MAX_NUM_KINDS, AllOrNothing, Backoff
 from engine.speculation.gamma.goodput import GoodputPolicy

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from drafters.tree import DraftTree
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 from engine.speculation.gamma import DraftCandidate, GammaController
 from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request
 from engine.speculation.gamma.goodput import GoodputPolicy
 from engine.speculation.gamma.policy import DraftCandidate, Grant, Traffic
-from engine.stats import RequestStats
 from worlds.gamma_cases import (
     DictatedCost,
     best_goodput,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 from engine.speculation.gamma import GammaController, gamma_policy_names, policy
 from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
 

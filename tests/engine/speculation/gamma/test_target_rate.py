@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.params import SpeculativeParams
+from engine.request.params import SpeculativeParams
 from engine.speculation.gamma.target_rate import TargetRatePolicy
 from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
 

@@ -1,0 +1,266 @@
+"""GGUF files: found, and their headers read by a reader that trusts no count in them. Needs no torch.
+
+A header says how many values, tensors and bytes follow, and parsers believe it: one wrong number and
+they run for hours or ask for all memory there is. So every file is walked here first, within the bounds
+of its size, and only a sound one is handed on. What the walk finds is also what the server's process
+reads its tokenizer from.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from engine.request.errors import UnsupportedModelError
+
+_VERSIONS = (2, 3)
+_MOST_HEADER_BYTES = 1 << 28
+_MOST_ELEMENTS = 1 << 22
+"""Elements of all arrays of a header together; the largest are vocabularies, and parsers loop over
+them."""
+_MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
+_MOST_DIMENSIONS = 4
+_USUAL_ALIGNMENT = 32
+_FIXED = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+"""Types of metadata values by their numbers, as ``struct`` calls them."""
+_STRING, _ARRAY = 8, 9
+_LEAST_VALUE_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as the file has it. ``shape``: the fastest moving dimension first. ``kind``: number of its
+    type in ggml. ``start``: in bytes from the beginning of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The metadata and list of tensors that a file has before its data."""
+
+    metadata: Mapping[str, Any]
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+
+def find_gguf(model: str) -> Path | None:
+    """Returns the GGUF file that a path means: itself, or the only one of a folder without other weights.
+    Raises UnsupportedModelError where a folder has several."""
+    path = Path(model)
+    if path.is_file():
+        return path if path.suffix == ".gguf" or _has_magic(path) else None
+    if not path.is_dir() or any(next(path.glob(each), None) for each in _WEIGHTS):
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            f"the folder holds {len(found)} GGUF files ({found[0].name}, {found[1].name}"
+            f"{', ..' if len(found) > 2 else ''}): name one of them"
+        )
+    return found[0] if found else None
+
+
+def _has_magic(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+@contextmanager
+def needing_gguf() -> Iterator[None]:
+    """Raises UnsupportedModelError with the extra's name where one of its packages is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"GGUF files need {error.name or error}: pip install 'slipstream-llm[gguf]'"
+        ) from error
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Returns the header of a file that holds all that it says: strings, arrays and tensors end within
+    it.
+
+    Raises UnsupportedModelError with what is wrong, OSError where the file cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 24:
+            raise UnsupportedModelError(f"the file ends in its header, after {size} bytes")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return _Walk(mapped, size).header()
+
+
+class _Walk:
+    """One pass over a header. ``part``: what is being read, for messages."""
+
+    def __init__(self, mapped: mmap.mmap, size: int) -> None:
+        self._mapped = mapped
+        self._size = size
+        self._end = min(size, _MOST_HEADER_BYTES)
+        self._at = 0
+        self._num_elements = 0
+        self._part = "header"
+
+    def header(self) -> GgufHeader:
+        if self._bytes(4) != b"GGUF":
+            raise UnsupportedModelError("it does not begin as a GGUF file does")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise UnsupportedModelError(
+                f"GGUF version {version}; read are 2 and 3, in little-endian order"
+            )
+        num_tensors, num_values = self._number("Q"), self._number("Q")
+        self._check_count(num_values, _LEAST_VALUE_BYTES, "metadata values")
+        self._check_count(num_tensors, _LEAST_TENSOR_BYTES, "tensors")
+        if num_values > _MOST_VALUES or num_tensors > _MOST_TENSORS:
+            raise UnsupportedModelError(
+                f"it has {num_values} metadata values and {num_tensors} tensors; read are at most "
+                f"{_MOST_VALUES} and {_MOST_TENSORS}"
+            )
+        self._part = "metadata"
+        metadata = self._metadata(num_values)
+        if not isinstance(metadata.get("general.architecture"), str):
+            raise UnsupportedModelError("its metadata names no general.architecture")
+        self._part = "list of tensors"
+        return GgufHeader(metadata, self._tensors(num_tensors, _alignment(metadata)))
+
+    def _metadata(self, num_values: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = self._string()
+            if key in found:
+                raise UnsupportedModelError(f"its metadata says {key!r} twice")
+            found[key] = self._value(self._number("I"), key)
+        return found
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind in _FIXED:
+            return self._number(_FIXED[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array(key)
+        raise UnsupportedModelError(f"metadata {key!r} has the unknown type {kind}")
+
+    def _array(self, key: str) -> Any:
+        kind, count = self._number("I"), self._number("Q")
+        if kind not in _FIXED and kind != _STRING:
+            raise UnsupportedModelError(f"metadata {key!r} is an array of the unknown type {kind}")
+        width = 8 if kind == _STRING else struct.calcsize(_FIXED[kind])
+        self._check_count(count, width, f"elements of {key!r}")
+        self._num_elements += count
+        if self._num_elements > _MOST_ELEMENTS:
+            raise UnsupportedModelError(
+                f"its arrays have more than {_MOST_ELEMENTS} elements, up to {key!r}"
+            )
+        if kind == _STRING:
+            return [self._string() for _ in range(count)]
+        return list(struct.unpack(f"<{count}{_FIXED[kind]}", self._bytes(count * width)))
+
+    def _tensors(self, num_tensors: int, alignment: int) -> tuple[StoredTensor, ...]:
+        infos = [self._tensor_info() for _ in range(num_tensors)]
+        names = {name for name, *_ in infos}
+        if len(names) < len(infos):
+            raise UnsupportedModelError("its list of tensors names one twice")
+        start = -(-self._at // alignment) * alignment
+        return tuple(self._stored(*info, start) for info in infos)
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        num_dimensions = self._number("I")
+        if num_dimensions > _MOST_DIMENSIONS:
+            raise UnsupportedModelError(f"tensor {name!r} has {num_dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(num_dimensions))
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _stored(
+        self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int
+    ) -> StoredTensor:
+        block = _block_sizes().get(kind)
+        if block is None:
+            raise UnsupportedModelError(f"tensor {name!r} has the unknown type {kind}")
+        in_block, block_bytes = block
+        if not shape or not all(shape) or shape[0] % in_block:
+            raise UnsupportedModelError(
+                f"tensor {name!r} has the shape {list(shape)}, in blocks of {in_block}"
+            )
+        num_bytes = prod(shape) // in_block * block_bytes
+        if start + offset + num_bytes > self._size:
+            raise UnsupportedModelError(
+                f"the file ends in its data: it has {self._size} bytes, and tensor {name!r} ends at "
+                f"{start + offset + num_bytes}"
+            )
+        return StoredTensor(name, shape, kind, start + offset, num_bytes)
+
+    def _check_count(self, count: int, least_bytes: int, of_what: str) -> None:
+        if count * least_bytes > self._end - self._at:
+            raise UnsupportedModelError(
+                f"its {self._part} counts {count} {of_what}, for which the file's {self._size} bytes "
+                "have no room: it is cut or damaged"
+            )
+
+    def _string(self) -> str:
+        length = self._number("Q")
+        try:
+            return self._bytes(length).decode()
+        except UnicodeDecodeError as error:
+            raise UnsupportedModelError(f"its {self._part} holds text that is not UTF-8") from error
+
+    def _number(self, kind: str) -> Any:
+        (value,) = struct.unpack("<" + kind, self._bytes(struct.calcsize(kind)))
+        return value
+
+    def _bytes(self, count: int) -> bytes:
+        if count > self._end - self._at:
+            raise UnsupportedModelError(
+                f"the file ends in its {self._part}: {count} bytes more should follow byte {self._at} of "
+                f"{self._size}"
+            )
+        self._at += count
+        return self._mapped[self._at - count : self._at]
+
+
+def _alignment(metadata: Mapping[str, Any]) -> int:
+    alignment = metadata.get("general.alignment", _USUAL_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise UnsupportedModelError(f"its general.alignment is {alignment!r}")
+    return alignment
+
+
+@lru_cache(maxsize=1)
+def _block_sizes() -> dict[int, tuple[int, int]]:
+    """Returns the values and bytes of a block, by the type's number."""
+    with needing_gguf():
+        from gguf.constants import GGML_QUANT_SIZES
+    return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}

@@ -1,0 +1,150 @@
+"""The tokenizer in a GGUF file, with its special tokens, chat template and the tokens that end a text.
+
+transformers' own way from a file to a tokenizer loads torch, which the server's process does without;
+its way from the file's metadata to a tokenizer does not, and is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine.gguf.file import GgufHeader
+from engine.request.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Special tokens, as transformers and as a GGUF file call them."""
+_ENDS = ("eos", "eot", "eom")
+_NAMES_OF_ENDS = {
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+    "_<EOT>",
+    "<end_of_utterance>",
+}
+"""Control tokens that end a text wherever they are: files leave it to llama.cpp to know them by name
+(src/llama-vocab.cpp, special_eog_ids)."""
+_CONTROL = 3
+_DIGIT_SPLITTERS = {
+    "smollm",
+    "starcoder",
+    "refact",
+    "command-r",
+    "codeshell",
+    "exaone",
+    "minerva-7b",
+}
+"""Ways of cutting text before it is merged ("pre") that are GPT-2's, with each digit apart; transformers
+does not know them and would take GPT-2's."""
+_GPT2_SPLITTERS = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"}
+
+
+def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a file. ``chat_template``: in place of the file's.
+
+    Raises UnsupportedModelError where the file has no tokenizer or one that does not fit together,
+    ValueError for a kind that transformers does not build."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_PRE_TOKENIZER_SPLITS,
+        GGUF_TOKENIZER_MAPPING,
+        convert_gguf_tokenizer,
+    )
+
+    tokens = _tokens(header)
+    names = GGUF_TOKENIZER_MAPPING["tokenizer"]
+    parts = _parts(header.metadata, names)
+    converted, _ = convert_gguf_tokenizer(header.architecture, parts)
+    backend = _only_own(converted, len(tokens))
+    if parts.get("tokenizer_type") == "gpt2":
+        _split_digits(backend, parts.get("pre_tokenizer_type"), GGUF_PRE_TOKENIZER_SPLITS)
+    options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
+    if parts.get("tokenizer_type") == "llama":
+        # As llama.cpp takes files that do not say.
+        options.setdefault("add_bos_token", True)
+    if chat_template is not None:
+        options["chat_template"] = chat_template
+    for name, stored in _SPECIAL.items():
+        found = _special_id(header, stored)
+        options[f"{name}_token"] = None if found is None else tokens[found]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **options
+    )
+
+
+def end_token_ids(header: GgufHeader) -> tuple[int, ...]:
+    """Returns every token that ends a text: those that the file says and those known by their names."""
+    found = {_special_id(header, name) for name in _ENDS} - {None}
+    kinds = header.metadata.get("tokenizer.ggml.token_type", ())
+    for number, (token, kind) in enumerate(zip(_tokens(header), kinds, strict=False)):
+        if kind == _CONTROL and token in _NAMES_OF_ENDS:
+            found.add(number)
+    return tuple(sorted(number for number in found if number is not None))
+
+
+def _parts(metadata: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        name: metadata[f"tokenizer.{stored}"]
+        for stored, name in names.items()
+        if f"tokenizer.{stored}" in metadata
+    }
+
+
+def _tokens(header: GgufHeader) -> Sequence[str]:
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise UnsupportedModelError("the file holds no tokenizer (tokenizer.ggml.tokens)")
+    return tokens
+
+
+def _special_id(header: GgufHeader, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    number = header.metadata.get(key)
+    if number is None:
+        return None
+    if not isinstance(number, int) or not 0 <= number < len(_tokens(header)):
+        raise UnsupportedModelError(f"its {key} is {number!r}, which is none of its tokens")
+    return number
+
+
+def _only_own(backend: Any, num_tokens: int) -> Any:
+    """Returns it without tokens past the file's: transformers' classes add those that their families
+    usually have, and no model has embeddings for them."""
+    if backend.get_vocab_size(with_added_tokens=True) <= num_tokens:
+        return backend
+    parts = json.loads(backend.to_str())
+    parts["added_tokens"] = [each for each in parts["added_tokens"] if each["id"] < num_tokens]
+    return type(backend).from_str(json.dumps(parts))
+
+
+def _split_digits(backend: Any, splitter: str | None, known: Mapping[str, str]) -> None:
+    from tokenizers import pre_tokenizers
+
+    if splitter in _DIGIT_SPLITTERS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    elif splitter is not None and splitter not in known and splitter not in _GPT2_SPLITTERS:
+        logger.warning(
+            "the file's way of cutting text, %r, is unknown here: GPT-2's is taken, and token ids may "
+            "be others than those that the model was trained with",
+            splitter,
+        )

@@ -1,0 +1,173 @@
+"""An engine at work: who is admitted, the inbox between steps, and the loop that steps the core.
+
+Knows no event loop and no sockets: ``AsyncEngine`` runs it in a thread, ``engine.process`` in the
+main thread of a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.core import EngineCore
+from engine.machine import device_memory
+from engine.process.backlog import Backlog
+from engine.process.pulse import Pulse
+from engine.request.errors import QueueFullError, RequestError
+from engine.request.events import StepResult
+from engine.request.info import EngineInfo
+from engine.request.params import GenerationRequest, Tenant
+from engine.schedule.limits import TenantLimits
+from engine.schedule.request import Request
+from engine.speculation.gamma import gamma_policy_names
+
+# A client that is turned away is told to come back when what is ahead of it is done, within these.
+_RETRY_SECONDS = (1.0, 60.0)
+# How often a step tells of the device's memory.
+_MEMORY_SECONDS = 1.0
+
+
+class EngineRuntime:
+    """``core`` belongs to the thread that calls ``run``; everything else may be called from any.
+    ``pulse`` shows how long a step has been under way."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo, max_num_open: int) -> None:
+        self.core = core
+        self.info = info
+        self._max_num_open = max_num_open
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open: dict[str, Request] = {}
+        self._backlog = Backlog()
+        self._limits = TenantLimits()
+        self.pulse = Pulse()
+
+    # --- requests ---
+
+    def admit(self, request: GenerationRequest) -> Request:
+        """A place for the request, until ``release``, and what ``submit`` takes. Raises RequestError,
+        QueueFullError and TenantLimitError."""
+        self.check(request)
+        prepared = self.core.prepare(request)
+        with self._lock:
+            if request.request_id in self._open:
+                raise RequestError("request_id", f"request id {request.request_id!r} is in use")
+            if len(self._open) >= self._max_num_open:
+                low, high = _RETRY_SECONDS
+                wait = self._backlog.seconds(self._open.values())
+                raise QueueFullError(float(math.ceil(min(high, max(low, wait)))))
+            self._limits.admit(prepared)
+            self._open[request.request_id] = prepared
+        return prepared
+
+    def submit(self, prepared: Request) -> None:
+        self._inbox.put(lambda: self.core.submit(prepared))
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; its last event says so."""
+        self._inbox.put(lambda: self.core.abort(request_id))
+
+    def release(self, request_id: str) -> None:
+        """The request's place is free. Unknown ids are ignored."""
+        with self._lock:
+            request = self._open.pop(request_id, None)
+            if request is not None:
+                self._backlog.observe_end(request)
+                self._limits.release(request)
+
+    def charge(self, tenant: Tenant) -> None:
+        """Count a request in which the engine has no other part. Raises TenantLimitError."""
+        with self._lock:
+            self._limits.charge(tenant)
+
+    def check(self, request: GenerationRequest) -> None:
+        """The engine's own conditions on a request. Raises RequestError."""
+        prompt, limit = request.prompt_token_ids, self.info.max_model_len
+        if not prompt:
+            raise RequestError("prompt", "the prompt has no tokens")
+        if len(prompt) >= limit:
+            raise RequestError(
+                "prompt",
+                f"the prompt has {len(prompt)} tokens; with at least one token of output it must "
+                f"fit into {limit}",
+            )
+        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
+            raise RequestError("prompt", f"token ids must lie in 0..{self.info.vocab_size - 1}")
+        if request.sampling.max_tokens < 1:
+            raise RequestError("max_tokens", "max_tokens must be at least 1")
+        if request.speculative.draft_strategy not in self.info.drafters:
+            known = ", ".join(sorted(self.info.drafters))
+            raise RequestError(
+                "speculative.draft_strategy",
+                f"no drafter {request.speculative.draft_strategy!r}; loaded: {known}",
+            )
+        drafter = self.info.drafters[request.speculative.draft_strategy]
+        try:
+            drafter.resolve(request.speculative.options)
+        except ValueError as error:
+            raise RequestError("speculative.options", str(error)) from error
+        if request.speculative.adaptive_depth not in gamma_policy_names():
+            raise RequestError(
+                "speculative.adaptive_depth",
+                f"no gamma policy {request.speculative.adaptive_depth!r}; "
+                f"there are: {', '.join(gamma_policy_names())}",
+            )
+
+    # --- the loop ---
+
+    def run(self, post: Callable[[StepResult], None]) -> None:
+        """Step until ``stop``, and ``post`` what comes out. Raises what broke the core."""
+        events = self.core.kv_events
+        if events is None:
+            self._step_on(post)
+            return
+        events.start()
+        try:
+            self._step_on(post)
+        finally:
+            events.stop()
+
+    def _step_on(self, post: Callable[[StepResult], None]) -> None:
+        due = 0.0
+        while self._obey(post):
+            self.pulse.beat()
+            result = self.core.step()
+            if result.stats is None and result.events:
+                # Aborts left nothing to run: no step follows that would tell the gauges.
+                result.stats = self.core.gauges()
+            if result.stats is not None:
+                self._backlog.observe_step(result.stats)
+            if result.stats is not None and time.perf_counter() >= due:
+                memory = device_memory(self.info.device)
+                result.stats = replace(result.stats, device_memory=memory)
+                due = time.perf_counter() + _MEMORY_SECONDS
+            if result.events or result.stats is not None:
+                post(result)
+
+    def stop(self) -> None:
+        """Aborts what is open and ends ``run`` before the next step."""
+        self._inbox.put(self.core.abort_all)
+        self._inbox.put(None)
+
+    def _obey(self, post: Callable[[StepResult], None]) -> bool:
+        """Run the commands that have come in, waiting for one if there is nothing else to do.
+        False: stop."""
+        block = not self.core.has_work
+        if block:
+            self.pulse.rest()
+        while True:
+            try:
+                command = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            if block:
+                self.pulse.beat()
+            if command is None:
+                post(self.core.take_result())
+                return False
+            command()
+            block = False

@@ -1,0 +1,91 @@
+"""A server that goes on answering while its requests finish, and ends when they have."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from server.http.listener import open_to_successors, url
+from server.http.protocol import BoundedProtocol, HttpConfig
+
+logger = logging.getLogger("slipstream")
+
+# How long the last bytes may take on their way, once no request goes on.
+_LAST_BYTES_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
+
+Drain = Callable[[], Awaitable[None]]
+
+
+class DrainingServer(uvicorn.Server):
+    """On the first SIGTERM or SIGINT it awaits ``drain``, after which no request goes on, while its port
+    stays open; then it sees the last bytes out and ends. On the second it ends at once."""
+
+    def __init__(self, config: HttpConfig, drain: Drain) -> None:
+        super().__init__(config)
+        self._drain = drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or ():
+            open_to_successors(listener)
+        await super().startup(sockets)
+        for listener in sockets or ():
+            logger.info("running on %s", url(listener))
+
+    async def main_loop(self) -> None:
+        await super().main_loop()
+        logger.info("draining: no new requests are taken")
+        draining = asyncio.ensure_future(self._see_out())
+        while not (draining.done() or self.force_exit):
+            await asyncio.wait((draining,), timeout=_LOOK_SECONDS)
+        if draining.done():
+            draining.result()
+        else:
+            logger.warning("told to end once more: ending at once")
+            draining.cancel()
+
+    async def drain(self) -> None:
+        """Returns when no request goes on."""
+        await self._drain()
+
+    async def _see_out(self) -> None:
+        await self.drain()
+        for connection in self._connections():
+            connection.refuse_unsent()
+        if answers := set(self.server_state.tasks):
+            await asyncio.wait(answers, timeout=_LAST_BYTES_SECONDS)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for connection in self._connections():
+            connection.cut_off(at_once=self.force_exit)
+        await super().shutdown(sockets)
+
+    def _connections(self) -> list[BoundedProtocol]:
+        return [each for each in self.server_state.connections if isinstance(each, BoundedProtocol)]
+
+
+@contextmanager
+def exit_at_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block with the status that it has in shells, and cleans up on the way. uvicorn
+    catches the signal, drains, and raises it once more."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,134 @@
+"""Around every request: an id, a count, keys and a limit. Plain ASGI, so that disconnects pass
+through.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.logs import add_log_fields
+from server.errors import ApiError, body_too_large, not_found, shutting_down, unauthorized
+from server.metrics.prometheus import RequestMetrics
+
+REQUEST_ID_KEY = "slipstream.request_id"
+KEY_OF = "slipstream.key_of"
+_GUARDED = ("/v1", "/tokenize", "/detokenize")
+_ADMIN = "/admin"
+_REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
+
+
+class AnswerMiddleware:
+    """Gives answers an ``x-request-id``, the client's own where it is sound, else a new one, and counts
+    them by route template and status."""
+
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope[REQUEST_ID_KEY] = request_id
+        # The task is this request's own, so nothing has to take it back.
+        add_log_fields(x_request_id=request_id)
+
+        async def send_and_count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+                # The router has put the route it chose into the scope by now.
+                path = getattr(scope.get("route"), "path", "unmatched")
+                method = scope["method"] if path != "unmatched" else "any"
+                self._metrics.count_http(method, path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, send_and_count)
+
+
+class BodyLimitMiddleware:
+    """Refuses a body over ``max_bytes``, before reading it where its length is declared."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            await body_too_large().response()(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                # Raised where the application reads its body, an HTTPException gets through.
+                raise HTTPException(413)
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+
+class GuardMiddleware:
+    """Refuses, before a body is read, what has no right to be here.
+
+    ``/admin`` wants the admin key, ASCII too; without one there is nothing at those paths. ``/v1``,
+    ``/tokenize`` and ``/detokenize`` want a key that ``find`` knows, where there is a ``find``: it gets a
+    key as it came and returns what goes on with the request, as ``scope[KEY_OF]``, or None for a key that
+    nobody has. While the server ends, these three are refused to all. Health, metrics and the rest stay
+    open to probes and scrapers.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        admin_key: str | None,
+        find: Callable[[bytes], object | None] | None,
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._app = app
+        self._admin_key = None if admin_key is None else admin_key.encode("ascii")
+        self._find = find
+        self._is_draining = is_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        answer = self._app if refusal is None else refusal.response()
+        await answer(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        if scope["path"].startswith(_ADMIN):
+            if self._admin_key is None:
+                return not_found()
+            key = _given_key(scope)
+            is_right = key is not None and hmac.compare_digest(key, self._admin_key)
+            return None if is_right else unauthorized("admin")
+        if not scope["path"].startswith(_GUARDED):
+            return None
+        if self._find is not None:
+            key = _given_key(scope)
+            scope[KEY_OF] = None if key is None else self._find(key)
+            if scope[KEY_OF] is None:
+                return unauthorized()
+        return shutting_down() if self._is_draining() else None
+
+
+def _given_key(scope: Scope) -> bytes | None:
+    """In bytes, as it came: what is no ASCII is no key, and comparing text would fail over it."""
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    scheme, _, key = given.partition(b" ")
+    return key.strip(b" ") if scheme.lower() == b"bearer" else None

@@ -1,0 +1,72 @@
+"""The record of a request, written while it is answered, for those who watch from outside.
+
+It is plain data: a watcher puts an empty ``RequestRecord`` into the request's scope and reads it when
+the answer has ended. Where nobody does, nothing is written.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.request.events import FinishInfo, TokenEvent
+from server.plan import ChoicePlan, RequestPlan
+
+RECORD_KEY = "slipstream.record"
+MAX_STEPS = 128
+"""Most steps of a choice of which each is written down."""
+
+
+class StepRecord(NamedTuple):
+    """``time_ns`` since the epoch, when its tokens came; ``num_tokens``: that the step wrote, accepted
+    drafts among them. ``draft_seconds`` and ``verify_seconds``: the choice's shares of the step."""
+
+    time_ns: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_tokens: int
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass(slots=True)
+class ChoiceRecord:
+    """``steps``: the first; ``num_steps`` counts all. ``outcome`` as in the metrics;
+    ``finish_reason`` and ``num_tokens`` as in the reply. ``info`` is None where it did not come to an end
+    of its own."""
+
+    plan: ChoicePlan
+    steps: list[StepRecord] = field(default_factory=list)
+    num_steps: int = 0
+    outcome: str = "error"
+    finish_reason: str | None = None
+    num_tokens: int = 0
+    info: FinishInfo | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        """A step's."""
+        self.num_steps += 1
+        if self.num_steps <= MAX_STEPS:
+            step = StepRecord(
+                time.time_ns(),
+                event.num_draft_tokens,
+                sum(event.drafted),
+                len(event.token_ids),
+                event.draft_seconds,
+                event.verify_seconds,
+            )
+            self.steps.append(step)
+        self.info = event.finish
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """``plan`` is None while the body has not been read, or was refused."""
+
+    plan: RequestPlan | None = None
+    choices: list[ChoiceRecord] = field(default_factory=list)
+
+    def begin(self, plan: RequestPlan) -> None:
+        self.plan = plan
+        self.choices = [ChoiceRecord(choice) for choice in plan.choices]

@@ -1,0 +1,295 @@
+"""Several processes that speak HTTP on one port, in front of one engine.
+
+The process that was started launches the engine and the workers, hands them pipes to the engine, and
+keeps the one set of metrics: workers tell it what they count and ask it for what ``/metrics`` shows, so
+that it is the same whichever of them answers. Speculation is changed there, too: once for all workers. A
+worker that dies is replaced; all end with the first process.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from drafters.options import SpeculativeParams
+from engine.config import EngineConfig
+from engine.logs import LogOptions
+from engine.process.launch import Child, EngineProcess, describe, launch_child
+from engine.process.link import Link, WithHandle
+from engine.process.messages import Died
+from engine.request.errors import EngineError
+from engine.request.events import StepResult
+from engine.request.info import EngineInfo
+from engine.request.stats import idle_stats
+from server.metrics.prometheus import Metrics
+from server.request.live_speculation import SpeculativeChange, changed
+from server.request.speculative import SpeculativeField, SpeculativeResolver
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.2
+# Beside the time to drain: last events, and bodies that are being read.
+_END_SECONDS = 60.0
+
+
+# --- to a worker ---
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Serve this. ``settings``: fields of ``Settings``."""
+
+    settings: Mapping[str, Any]
+    config: EngineConfig
+    info: EngineInfo
+    logs: LogOptions
+
+
+@dataclass(frozen=True, slots=True)
+class NewEngine(WithHandle):
+    """Another engine runs; the handle is a pipe to it."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """A question: go by this speculation, and then answer."""
+
+    resolver: SpeculativeResolver
+
+
+# --- from a worker ---
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """It takes connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It cannot serve this."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A method of ``Metrics`` to call."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expose:
+    """A question: what do the metrics look like to a client with this Accept header? The answer is that
+    of ``Metrics.exposition``."""
+
+    accept: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A question: change speculation so. The answer is the resolver that all workers go by then, or the
+    ApiError."""
+
+    change: SpeculativeChange
+    from_built_in: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """A question: no request of this worker goes on; when is that true of all? The worker answers on the
+    port until it hears."""
+
+
+class SpeculationChanges:
+    """Speculation of all workers. Hold ``lock`` where one is launched with ``resolver`` and becomes one
+    of those who are told. ``show`` as in ``OwnSpeculation``. From any thread."""
+
+    def __init__(
+        self, resolver: SpeculativeResolver, show: Callable[[SpeculativeParams, bool], None]
+    ) -> None:
+        self.lock = threading.RLock()
+        self.resolver = resolver
+        self._show = show
+
+    def change(self, asked: Change, workers: Sequence[Link]) -> Future[SpeculativeResolver]:
+        """The new resolver, once all ``workers`` go by it or have gone: a request that follows finds the
+        change wherever it arrives. Raises ApiError."""
+        with self.lock:
+            found = changed(self.resolver, asked.change, from_built_in=asked.from_built_in)
+            self.resolver = found
+            self._show(found.defaults, True)
+            waiting = {each.ask(Adopt(found)) for each in workers}
+        answer: Future[SpeculativeResolver] = Future()
+
+        def adopted(by_one: Future[None]) -> None:
+            with self.lock:
+                waiting.remove(by_one)
+                is_last = not waiting
+            if is_last:
+                answer.set_result(found)
+
+        for each in list(waiting):
+            each.add_done_callback(adopted)
+        return answer
+
+
+class _Worker:
+    def __init__(self, child: Child) -> None:
+        self.process, self.link = child
+        self.started = threading.Event()
+        self.drained: Future[None] | None = None
+        self.failure: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.drained is not None or self.process.poll() is not None
+
+
+class Workers:
+    """``serve``'s fields are the same for all workers, but for the engine's own facts."""
+
+    def __init__(
+        self, num_workers: int, serve: Serve, listener: socket.socket, engine: EngineProcess,
+        metrics: Metrics, speculation: SpeculationChanges,
+    ) -> None:  # fmt: skip
+        self._num_workers = num_workers
+        self._serve = serve
+        self._listener = listener
+        self._engine = engine
+        self._metrics = metrics
+        self._speculation = speculation
+        self._info = serve.info
+        self._workers: list[_Worker] = []
+        self._num_signals = 0
+
+    @property
+    def is_draining(self) -> bool:
+        return self._num_signals > 0
+
+    def run(self, drain_seconds: float, restart_engine: bool, step_timeout: float) -> None:
+        """Serve until SIGTERM or SIGINT, and then let requests finish; a second signal ends them. Raises
+        EngineError where the workers cannot start."""
+        before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            self._count_steps()
+            self._engine.watch(self._on_new_engine if restart_engine else None, step_timeout)
+            with self._speculation.lock:
+                self._workers = [self._launch() for _ in range(self._num_workers)]
+            self._keep_up()
+        finally:
+            self._end(drain_seconds)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._num_signals += 1
+
+    def _keep_up(self) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            if self._num_signals:
+                return
+            for place, worker in enumerate(self._workers):
+                if worker.process.poll() is None:
+                    continue
+                if not worker.started.is_set():
+                    raise EngineError(worker.failure or "a server's process ended while it started")
+                if worker.failure is None:
+                    worker.failure = (
+                        f"a server's process ended: {describe(worker.process.returncode)}"
+                    )
+                    logger.error(worker.failure)
+                # Where the engine has died too, the worker hears of the next one.
+                with self._speculation.lock:
+                    self._workers[place] = self._launch()
+
+    def _end(self, drain_seconds: float) -> None:
+        # The port is open for as long as a worker answers on it, and not a moment longer.
+        self._listener.close()
+        for worker in self._workers:
+            worker.process.terminate()
+        deadline = time.monotonic() + drain_seconds + _END_SECONDS
+        while not all(worker.is_done for worker in self._workers):
+            self._kill_after(deadline)
+            time.sleep(_LOOK_SECONDS)
+        # Not before: one that ends may have accepted a connection that another would have answered.
+        for worker in self._workers:
+            if worker.drained is not None:
+                worker.drained.set_result(None)
+        while any(worker.process.poll() is None for worker in self._workers):
+            self._kill_after(deadline)
+            time.sleep(_LOOK_SECONDS)
+
+    def _kill_after(self, deadline: float) -> None:
+        if self._num_signals > 1 or time.monotonic() > deadline:
+            for worker in self._workers:
+                worker.process.kill()
+
+    def _launch(self) -> _Worker:
+        speculation = self._speculation.resolver
+        wished = {
+            "speculative": SpeculativeField(**speculation.wished),
+            "speculative_caps": speculation.caps,
+        }
+        settings = {**self._serve.settings, **wished}
+        with self._engine.connect(wants_steps=False) as to_engine:
+            handles = (self._listener.fileno(), to_engine.fileno(), self._engine.pulse_handle)
+            worker = _Worker(launch_child("server.workers.child", *handles))
+        worker.link.send(replace(self._serve, info=self._info, settings=settings))
+        # That it has gone is found by its process.
+        worker.link.listen_in_thread(partial(self._act, worker), lambda: None)
+        return worker
+
+    def _act(self, worker: _Worker, message: Any) -> Any:
+        match message:
+            case Count(name, arguments):
+                getattr(self._metrics, name)(*arguments)
+            case Expose(accept):
+                return self._metrics.exposition(accept)
+            case Change():
+                with self._speculation.lock:
+                    links = [each.link for each in self._workers]
+                    return self._speculation.change(message, links)
+            case Drained():
+                worker.drained = Future()
+                return worker.drained
+            case Started():
+                worker.started.set()
+            case Failed(reason):
+                worker.failure = reason
+        return None
+
+    def _on_new_engine(self, info: EngineInfo) -> None:
+        self._info = info
+        self._metrics.observe_step(idle_stats(info.num_blocks))
+        self._count_steps()
+        for worker in self._workers:
+            with self._engine.connect(wants_steps=False) as to_engine:
+                worker.link.send(NewEngine(to_engine.fileno(), info))
+
+    def _count_steps(self) -> None:
+        steps = Link(self._engine.connect(wants_steps=True))
+        # That it has gone is found by its process.
+        steps.listen_in_thread(self._count_step, lambda: None)
+
+    def _count_step(self, message: StepResult | Died) -> None:
+        if isinstance(message, StepResult) and message.stats is not None:
+            self._metrics.observe_step(message.stats)

@@ -1,0 +1,299 @@
+"""``slipstream bench``: what drafting gains on a running server, against plain decoding there.
+
+Arms differ in nothing but the ``speculative`` object. They run in turns, so that a machine that slows
+down slows all of them, and their texts are compared, so that a gain is one at equal text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from slipstream.client.bench_report import (
+    UNSTEADY,
+    Arm,
+    check_plot,
+    is_unsteady,
+    plot,
+    summarize,
+    table,
+    to_json,
+)
+from slipstream.client.connection import Connection
+from slipstream.client.errors import ClientError, FlagError
+from slipstream.client.flags import speculative_object, with_fields
+from slipstream.client.session import NOT_SLIPSTREAM, Service, connect, discover
+from slipstream.client.stream import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPrompt:
+    """An endpoint's path, and the field that holds the prompt."""
+
+    path: str
+    fields: Mapping[str, Any]
+
+
+_FUNCTION = '''\
+def load_table(path, separator=","):
+    """Read numbers from a file."""
+    rows = []
+    with open(path) as stream:
+        for line in stream:
+            parts = line.strip().split(separator)
+            rows.append([float(part) for part in parts])
+    return rows
+'''
+_CLASS = '''\
+class Account:
+    """A balance that cannot fall below zero."""
+
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
+'''
+_EDITS = (
+    f"Please rename `load_table` to `load_numbers`.\n\n{_FUNCTION}",
+    f"Please rename `rows` to `table`.\n\n{_FUNCTION}",
+    f"Please rename `Account` to `Wallet`.\n\n{_CLASS}",
+    f"Please add a method `withdraw`.\n\n{_CLASS}",
+)
+_BEGINNINGS = (
+    _FUNCTION + "\n\ndef save_table(path, rows, separator",
+    _CLASS + "\n    def withdraw(self, amount):\n",
+    "import json\n\n\ndef read_json(path):\n",
+    "def quicksort(values):\n",
+)
+
+
+def builtin_prompts() -> list[BenchPrompt]:
+    """Code to edit and code to continue, by turns: the first repeats its prompt, the second less."""
+    prompts = []
+    for edit, beginning in zip(_EDITS, _BEGINNINGS, strict=True):
+        prompts.append(_chat([{"role": "user", "content": edit}]))
+        prompts.append(_completion(beginning))
+    return prompts
+
+
+def read_prompts(path: Path) -> list[BenchPrompt]:
+    """JSON lines with "prompt" or "messages"; the server checks what is in them. Raises FlagError
+    naming the line."""
+    prompts = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise FlagError(f"cannot read {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise FlagError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(found, dict) or ("prompt" in found) == ("messages" in found):
+            raise FlagError(
+                f'{path}, line {number}: must be an object with either "prompt" or "messages"'
+            )
+        prompts.append(
+            _completion(found["prompt"]) if "prompt" in found else _chat(found["messages"])
+        )
+    if not prompts:
+        raise FlagError(f"{path} has no prompts")
+    return prompts
+
+
+def _chat(messages: Any) -> BenchPrompt:
+    return BenchPrompt("/v1/chat/completions", {"messages": messages})
+
+
+def _completion(prompt: Any) -> BenchPrompt:
+    return BenchPrompt("/v1/completions", {"prompt": prompt})
+
+
+BASELINE = "none"
+AS_IT_IS = "as it is"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests that each arm sends in each round."""
+
+    prompts: Sequence[BenchPrompt]
+    concurrency: int
+    fields: Mapping[str, Any]
+    first_seed: int
+
+
+def run(arguments: Namespace) -> int:
+    """Returns the exit status. Raises ClientError and FlagError."""
+    _check_outputs(arguments)
+    card, arms = asyncio.run(_measure(arguments, _load(arguments)))
+    _write(arguments, card, arms)
+    return 0
+
+
+def _check_outputs(arguments: Namespace) -> None:
+    """Before the bench, not after. Raises FlagError."""
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
+    for path in (arguments.json, arguments.plot):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise FlagError(f"cannot write {path}: no such folder, or it is one itself")
+
+
+def _load(arguments: Namespace) -> Load:
+    prompts = builtin_prompts() if arguments.prompts is None else read_prompts(arguments.prompts)
+    count = arguments.requests or len(prompts)
+    return Load(
+        [prompts[index % len(prompts)] for index in range(count)],
+        arguments.concurrency,
+        with_fields(
+            {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}, arguments
+        ),
+        arguments.seed,
+    )
+
+
+async def _measure(arguments: Namespace, load: Load) -> tuple[dict[str, Any] | None, list[Arm]]:
+    """The served model's card, and the arms with all their replies, ``none`` first."""
+    async with connect(arguments) as connection:
+        service = await discover(connection, arguments.model)
+        card = await _card(connection) if service.tells_drafts else None
+        arms = _arms(arguments, service)
+        await _run_arms(Sender(connection, service, load), arms, arguments.rounds)
+        if card is not None and await _card(connection) != card:
+            raise ClientError(
+                "the server was restarted during the bench: its figures do not compare"
+            )
+    return card, arms
+
+
+async def _run_arms(sender: Sender, arms: Sequence[Arm], num_rounds: int) -> None:
+    run_id = uuid.uuid4().hex
+    with _progress(len(arms) * (num_rounds * len(sender.load.prompts) + 1)) as bar:
+        for arm in arms:
+            # The first request of a kind pays for what is set up once; it counts nowhere.
+            bar.set_description(f"warm-up {arm.name}")
+            await sender.send(arm, 0, f"{run_id}-{arm.name}-warm-up")
+            bar.update()
+        for number in range(num_rounds):
+            for arm in _rotated(arms, number):
+                bar.set_description(f"round {number + 1} {arm.name}")
+                await _run_round(sender, arm, f"{run_id}-{arm.name}-{number}", bar.update)
+
+
+def _rotated(arms: Sequence[Arm], number: int) -> list[Arm]:
+    at = number % len(arms)
+    return [*arms[at:], *arms[:at]]
+
+
+def _arms(arguments: Namespace, service: Service) -> list[Arm]:
+    """Raises FlagError for a drafter that the server does not offer, and for contradictions."""
+    given = speculative_object(arguments)
+    if not service.tells_drafts and not given and arguments.drafters is None:
+        sys.stderr.write(f"# {NOT_SLIPSTREAM}: measured as it is, without a baseline\n")
+        return [Arm(AS_IT_IS, None)]
+    offered = service.drafters
+    default = given.pop("draft_strategy", service.default_drafter)
+    given_names = [default] if arguments.drafters is None else arguments.drafters
+    split = [name.strip() for each in given_names for name in each.split(",")]
+    names = [name for name in split if name not in (BASELINE, "")]
+    for name in names:
+        if name not in offered:
+            raise FlagError(f"this server has no drafter {name!r}; it has: {', '.join(offered)}")
+    if not names:
+        raise FlagError("there is nothing to compare with plain decoding: name --drafters")
+    if len(set(names)) < len(names):
+        raise FlagError("--drafters names a drafter twice")
+    return [
+        Arm(BASELINE, {"draft_strategy": BASELINE}),
+        *(Arm(name, {**given, "draft_strategy": name}) for name in names),
+    ]
+
+
+async def _card(connection: Connection) -> dict[str, Any]:
+    """Returns the served model's card; ``created`` is when the server started."""
+    try:
+        card: dict[str, Any] = (await connection.get("/v1/models"))["data"][0]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ClientError(f"{connection.url} does not say which model it serves") from error
+    return card
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Sends a load's requests to a server."""
+
+    connection: Connection
+    service: Service
+    load: Load
+
+    async def send(self, arm: Arm, index: int, cache_salt: str) -> Reply:
+        """The whole reply to a prompt. Raises ClientError."""
+        prompt = self.load.prompts[index]
+        fields = {**self.load.fields, **prompt.fields, "seed": self.load.first_seed + index}
+        if arm.speculative is not None:
+            fields |= {"cache_salt": cache_salt, "speculative": arm.speculative}
+        reply = Reply(time.perf_counter(), self.service.tells_drafts)
+        async with aclosing(self.connection.stream(prompt.path, self.service.body(fields))) as all_:
+            async for piece in all_:
+                reply.add(piece, time.perf_counter())
+        return reply
+
+
+async def _run_round(sender: Sender, arm: Arm, cache_salt: str, advance: Callable[[], Any]) -> None:
+    """All prompts, so many at a time; a failure ends all of them."""
+    load = sender.load
+    waiting = iter(range(len(load.prompts)))
+    replies: dict[int, Reply] = {}
+
+    async def work() -> None:
+        for index in waiting:
+            replies[index] = await sender.send(arm, index, cache_salt)
+            advance()
+
+    start = time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(load.concurrency, len(load.prompts))):
+                group.create_task(work())
+    except* ClientError as errors:
+        raise ClientError(f"{arm.name}: {errors.exceptions[0]}") from errors
+    arm.seconds.append(time.perf_counter() - start)
+    arm.rounds.append([replies[index] for index in range(len(load.prompts))])
+
+
+def _progress(total: int) -> Any:
+    """A bar on standard error, where someone watches."""
+    tqdm = import_module("tqdm").tqdm
+    return tqdm(total=total, unit="request", disable=not sys.stderr.isatty())
+
+
+def _write(arguments: Namespace, card: Mapping[str, Any] | None, arms: Sequence[Arm]) -> None:
+    summaries = summarize(arms)
+    sys.stdout.write(table(summaries) + "\n")
+    if any(is_unsteady(each) for each in summaries):
+        sys.stderr.write(f"# {UNSTEADY}\n")
+    try:
+        if arguments.json is not None:
+            document = to_json(card, arguments, arms, summaries)
+            arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if arguments.plot is not None:
+            plot(summaries, arms, arguments.plot)
+    except OSError as error:
+        raise FlagError(f"cannot write: {error}") from error

@@ -1,0 +1,319 @@
+"""Shows a reply while it arrives: on a terminal with drafted tokens underlined and a status line
+below; into a pipe as bare text.
+
+The text itself is always what the server sent as text. Tokens only say which stretches of it were
+drafted.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Literal, Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from slipstream.client.stream import Piece, Reply
+
+UNTOLD = "this server does not tell which tokens were drafted"
+
+
+def status_line(reply: Reply, now: float) -> str:
+    """The newest gamma, and acceptance, tokens per step and tokens per second so far."""
+    parts = []
+    if reply.gamma is not None:
+        parts.append(f"gamma {reply.gamma:.0f}")
+    if reply.acceptance_rate is not None:
+        parts.append(f"accepted {reply.acceptance_rate:.0%}")
+    if reply.tokens_per_step is not None:
+        parts.append(f"{reply.tokens_per_step:.2f} tokens/step")
+    speed = _tokens_per_second(reply, now)
+    if speed is not None:
+        parts.append(f"{speed:.0f} {_unit(reply)}/s")
+    if reply.first_token_time is None:
+        return f"waiting for the first token, {now - reply.started:.0f} s"
+    return "  ".join([*parts, f"{reply.num_tokens} {_unit(reply)}"])
+
+
+def _unit(reply: Reply) -> str:
+    return "chunks" if reply.counts_pieces else "tokens"
+
+
+def _tokens_per_second(reply: Reply, now: float) -> float | None:
+    """After the first piece: the prompt's time is not the text's."""
+    if reply.first_token_time is None or now <= reply.first_token_time:
+        return None
+    num_tokens = reply.num_tokens - reply.num_first_tokens
+    return num_tokens / (now - reply.first_token_time) if num_tokens > 0 else None
+
+
+def summary(reply: Reply) -> list[str]:
+    """The server's account of a finished reply; of one that was broken off, what is known here."""
+    lines = [_ending(reply)]
+    account = reply.speculative
+    if not reply.tells_drafts:
+        return [*lines, UNTOLD]
+    if account is None:
+        return [*lines, status_line(reply, reply.last_token_time or reply.started)]
+    lines.append(_speculation(account))
+    histogram = account["acceptance_histogram"]
+    if account["num_draft_tokens"]:
+        counted = [f"{count} x {number}" for number, count in enumerate(histogram) if count]
+        lines.append(f"steps x accepted drafts: {', '.join(counted)}")
+    return lines
+
+
+def _ending(reply: Reply) -> str:
+    why = {"stop": "ended", "length": "cut at the limit of tokens", None: "broken off"}
+    count = f"{reply.num_tokens} {_unit(reply)}"
+    parts = [f"{count}, {why.get(reply.finish_reason, reply.finish_reason)}"]
+    if reply.time_to_first_token is not None and reply.last_token_time is not None:
+        parts.append(f"first after {reply.time_to_first_token:.2f} s")
+        parts.append(f"all after {reply.latency:.2f} s")
+        speed = _tokens_per_second(reply, reply.last_token_time)
+        if speed is not None:
+            parts.append(f"{speed:.0f} {_unit(reply)}/s")
+    if reply.seed is not None:
+        parts.append(f"seed {reply.seed}")
+    return "; ".join(parts)
+
+
+def _speculation(account: dict[str, Any]) -> str:
+    steps = f"{account['num_steps']} steps"
+    if account["tokens_per_step"] is not None:
+        steps += f" of {account['tokens_per_step']:.2f} tokens"
+    if not account["num_draft_tokens"]:
+        return f"{account['drafter']}: {steps}, nothing drafted"
+    parts = [
+        f"{account['drafter']}: {steps}",
+        f"{account['num_accepted_tokens']} of {account['num_draft_tokens']} drafts accepted "
+        f"({account['acceptance_rate']:.1%})",
+        f"mean gamma {account['mean_gamma']:.2f}",
+    ]
+    if account["estimated_speedup"] is not None:
+        parts.append(f"estimated speed-up {account['estimated_speedup']:.2f}x")
+    return ", ".join(parts)
+
+
+Mark = Literal["auto", "brackets", "none"]
+MARKS: tuple[Mark, ...] = ("auto", "brackets", "none")
+DRAFTED_STYLE = "underline green"
+LEGEND = "underlined: drafted, and confirmed by the model"
+_OPEN, _CLOSE = "⟦", "⟧"
+_REFRESH_PER_SECOND = 10
+# A model may write anything: control characters are shown, not obeyed. Tabs and line breaks stay.
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_CONTROL_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(128, 160), 65533)
+
+
+class Marker:
+    """Cuts a reply's text into drafted and other stretches.
+
+    A token can be named before all of its text is sent (a stop string may yet begin in it), so
+    tokens wait here for their characters.
+    """
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[int, bool]] = deque()
+
+    def add(self, piece: Piece) -> Iterator[tuple[str, bool]]:
+        """The piece's text as (stretch, drafted) pairs, by turns."""
+        for drafted, found in groupby(self._by_token(piece), itemgetter(1)):
+            yield "".join(text for text, _ in found), drafted
+
+    def _by_token(self, piece: Piece) -> Iterator[tuple[str, bool]]:
+        self._spans.extend((len(token.text), token.drafted) for token in piece.tokens)
+        text = piece.text
+        while text:
+            length, drafted = self._spans.popleft() if self._spans else (len(text), False)
+            if length > len(text):
+                self._spans.appendleft((length - len(text), drafted))
+            if length:
+                yield text[:length], drafted
+            text = text[length:]
+
+
+class Screen(Protocol):
+    """Where replies are shown."""
+
+    def start(self, reply: Reply) -> None:
+        """A reply begins; nothing has come of it."""
+
+    def show(self, piece: Piece) -> None:
+        """The next piece has come; the reply holds it already."""
+
+    def stop(self) -> None:
+        """It has ended, by whatever end; what came of it stays readable."""
+
+    def account(self, reply: Reply) -> None:
+        """The lines that follow a reply."""
+
+    def note(self, text: str) -> None:
+        """A word of the client's own."""
+
+
+class PlainScreen:
+    """Text to ``out`` as it comes, everything else to ``err``."""
+
+    def __init__(self, mark: Mark, quiet: bool, out: TextIO, err: TextIO) -> None:
+        self._brackets = mark == "brackets"
+        self._quiet = quiet
+        self._out = out
+        self._err = err
+        self._marker = Marker()
+        self._drafted = False
+        self._at_line_start = True
+
+    def start(self, reply: Reply) -> None:
+        del reply
+        self._marker = Marker()
+
+    def show(self, piece: Piece) -> None:
+        for text, drafted in self._marker.add(piece):
+            self._switch(drafted)
+            self._write(text)
+        self._out.flush()
+
+    def stop(self) -> None:
+        self._switch(False)
+        if not self._at_line_start:
+            self._write("\n")
+        self._out.flush()
+
+    def account(self, reply: Reply) -> None:
+        if not self._quiet:
+            self._err.write("".join(f"# {line}\n" for line in summary(reply)))
+            self._err.flush()
+
+    def note(self, text: str) -> None:
+        self._err.write(f"# {text}\n")
+        self._err.flush()
+
+    def _switch(self, drafted: bool) -> None:
+        if self._brackets and drafted != self._drafted:
+            self._out.write(_OPEN if drafted else _CLOSE)
+        self._drafted = drafted
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._at_line_start = text.endswith("\n")
+
+
+class TerminalScreen:
+    """Finished lines scroll by; the line being written and the status stay below them."""
+
+    def __init__(self, mark: Mark, quiet: bool, console: Console) -> None:
+        self._mark = mark
+        self._quiet = quiet
+        self._console = console
+        self._marker = Marker()
+        self._line = Text()
+        self._reply: Reply | None = None
+        self._live: Live | None = None
+
+    def start(self, reply: Reply) -> None:
+        self._marker, self._line, self._reply = Marker(), Text(), reply
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._below,
+            refresh_per_second=_REFRESH_PER_SECOND,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    def show(self, piece: Piece) -> None:
+        for text, drafted in self._marker.add(piece):
+            self._append(text.translate(_CONTROL_PICTURES), drafted)
+        *finished, self._line = self._line.split("\n", allow_blank=True)
+        width = self._console.width
+        if self._line.cell_len > width:
+            *rows, self._line = self._line.wrap(self._console, width)
+            finished += rows
+        for line in finished:
+            self._console.print(line)
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._line:
+            self._console.print(self._line)
+            self._line = Text()
+
+    def account(self, reply: Reply) -> None:
+        if self._quiet:
+            return
+        if self._mark == "auto" and reply.num_accepted_tokens:
+            meaning = LEGEND.partition(": ")[2]
+            legend = Text.assemble(("drafted", DRAFTED_STYLE), (f": {meaning}", "dim"))
+            self._console.print(legend)
+        for line in summary(reply):
+            self._console.print(Text(line, "dim"))
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text, "dim"))
+
+    def _append(self, text: str, drafted: bool) -> None:
+        if drafted and self._mark == "brackets":
+            text = f"{_OPEN}{text}{_CLOSE}"
+        self._line.append(text, DRAFTED_STYLE if drafted and self._mark == "auto" else "")
+
+    def _below(self) -> Group:
+        status = "waiting for the server"
+        if self._reply is not None:
+            status = status_line(self._reply, time.perf_counter())
+            if not self._reply.tells_drafts:
+                status += f"   ({UNTOLD})"
+            elif self._mark == "auto":
+                status += f"   ({LEGEND})"
+        bar = Text(status, "reverse dim", no_wrap=True, overflow="ellipsis")
+        return Group(self._line, bar) if self._line else Group(bar)
+
+
+class SilentScreen:
+    """Shows no replies: for those who want them as JSON."""
+
+    def start(self, reply: Reply) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def show(self, piece: Piece) -> None: ...
+
+    def account(self, reply: Reply) -> None: ...
+
+    def note(self, text: str) -> None:
+        sys.stderr.write(f"# {text}\n")
+
+
+def choose_screen(arguments: Namespace) -> Screen:
+    """A terminal gets colours and a status line, a file or a pipe the bare text. Rich honours NO_COLOR
+    and TERM; without colour, drafted tokens are still underlined."""
+    mark: Mark = arguments.mark
+    if arguments.json:
+        return SilentScreen()
+    # None leaves the decision to NO_COLOR.
+    no_color = True if arguments.no_color else None
+    console = Console(highlight=False, markup=False, emoji=False, no_color=no_color)
+    if sys.stdout.isatty() and not console.is_dumb_terminal:
+        return TerminalScreen(mark, arguments.quiet, console)
+    return PlainScreen(mark, arguments.quiet, sys.stdout, sys.stderr)
+
+
+@contextmanager
+def showing(screen: Screen, reply: Reply) -> Iterator[None]:
+    """Brackets one reply."""
+    screen.start(reply)
+    try:
+        yield
+    finally:
+        screen.stop()

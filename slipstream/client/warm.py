@@ -1,0 +1,141 @@
+"""``slipstream warm``: teaches a fresh server what was written before, from a log of finished requests.
+
+Each line is sent as a prompt that already has its completion, of which one more token is asked for: the
+server caches the text, and its drafter keeps it for later requests with the same key and salt, as it does
+with every request that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.client.connection import Connection
+from slipstream.client.errors import FlagError, RefusedError
+from slipstream.client.session import NOT_SLIPSTREAM, Service, connect, discover
+
+FIELDS = ("prompt", "messages", "completion", "cache_salt")
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A line of the log as a request. ``number``: of the line."""
+
+    number: int
+    path: str
+    fields: Mapping[str, Any]
+
+
+def read_lessons(path: Path, last: int) -> list[Lesson]:
+    """Returns the log's last lessons, empty lines aside. Raises FlagError, which names the line."""
+    try:
+        texts = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FlagError(f"cannot read {path}: {error}") from error
+    numbered = [(number, text) for number, text in enumerate(texts, 1) if text.strip()]
+    if not numbered:
+        raise FlagError(f"{path} has no lines")
+    return [_lesson(number, text) for number, text in numbered[-last:]]
+
+
+def _lesson(number: int, text: str) -> Lesson:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise FlagError(f"line {number}: not JSON: {error.msg}") from error
+    if not isinstance(line, dict):
+        raise FlagError(f"line {number}: not an object")
+    if unknown := sorted(set(line) - set(FIELDS)):
+        known = ", ".join(FIELDS)
+        raise FlagError(f"line {number}: unknown field {unknown[0]!r} (known: {known})")
+    salt = line.get("cache_salt", "")
+    if not isinstance(salt, str):
+        raise FlagError(f"line {number}: cache_salt must be a string")
+    salted = {"cache_salt": salt} if salt else {}
+    if ("messages" in line) == ("prompt" in line):
+        raise FlagError(f"line {number}: give either prompt or messages")
+    completion = line.get("completion")
+    if "messages" in line:
+        return Lesson(number, "/v1/chat/completions", salted | _chat(number, line, completion))
+    prompt = line["prompt"]
+    if type(prompt) is not type(completion) or not isinstance(prompt, str | list) or not completion:
+        raise FlagError(f"line {number}: prompt and completion must both be texts, or token ids")
+    return Lesson(number, "/v1/completions", salted | {"prompt": prompt + completion})
+
+
+def _chat(number: int, line: Mapping[str, Any], completion: Any) -> dict[str, Any]:
+    messages = line["messages"]
+    if not isinstance(messages, list) or not isinstance(completion, str) or not completion:
+        raise FlagError(f"line {number}: messages must be a list, and completion then a text")
+    return {
+        "messages": [*messages, {"role": "assistant", "content": completion}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+
+
+def run(arguments: Namespace) -> int:
+    """0 if the server took every line."""
+    lessons = read_lessons(arguments.log, arguments.last)
+    refused = asyncio.run(_teach(arguments, lessons))
+    num_taught = len(lessons) - refused.total()
+    sys.stdout.write(f"taught {num_taught} of {len(lessons)} requests\n")
+    for reason, count in refused.most_common(5):
+        sys.stderr.write(f"slipstream: {count} not taken: {reason}\n")
+    return int(bool(refused))
+
+
+async def _teach(arguments: Namespace, lessons: Sequence[Lesson]) -> Counter[str]:
+    """Returns how many lines were refused, by reason."""
+    refused: Counter[str] = Counter()
+    async with connect(arguments) as connection:
+        service = await discover(connection, arguments.model)
+        if not service.tells_drafts:
+            raise FlagError(NOT_SLIPSTREAM)
+        # Each takes the next line, so that the newest text is learnt last.
+        waiting = iter(lessons)
+        options = {"draft_strategy": arguments.drafter}
+        work = [
+            _work(connection, service, waiting, options, refused)
+            for _ in range(arguments.concurrency)
+        ]
+        await asyncio.gather(*work)
+    return refused
+
+
+async def _work(
+    connection: Connection,
+    service: Service,
+    waiting: Iterator[Lesson],
+    options: Mapping[str, Any],
+    refused: Counter[str],
+) -> None:
+    for lesson in waiting:
+        fields = {"max_tokens": 1, "temperature": 0, "speculative": options, **lesson.fields}
+        try:
+            await _send(connection, lesson.path, service.body(fields))
+        except RefusedError as error:
+            refused[f"line {lesson.number}: {error}" if not error.is_busy else str(error)] += 1
+
+
+async def _send(connection: Connection, path: str, body: Mapping[str, Any]) -> None:
+    """Raises ClientError: RefusedError where the server does not take it."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            async with aclosing(connection.stream(path, body)) as pieces:
+                async for _ in pieces:
+                    pass
+            return
+        except RefusedError as error:
+            if not error.is_busy or attempt == _ATTEMPTS:
+                raise
+            await asyncio.sleep(attempt)

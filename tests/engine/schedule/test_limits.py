@@ -1,0 +1,171 @@
+"""What tenants may have, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, replace
+
+import pytest
+
+from engine.request.errors import TenantLimitError
+from engine.request.params import GenerationRequest, SamplingParams, Tenant
+from engine.schedule.limits import TenantLimits
+
+
+@dataclass
+class OpenRequest:
+    params: GenerationRequest
+    num_output_tokens: int = 0
+    first_scheduled_time: float | None = 0.0
+
+
+class World:
+    def __init__(self, tenant: Tenant) -> None:
+        self.now = 1000.0
+        self.tenant = tenant
+        self.limits = TenantLimits(lambda: self.now)
+        self.num_sent = 0
+
+    def admit(self, num_prompt: int = 1, choice: int = 0) -> OpenRequest:
+        self.num_sent += 1
+        sampling = SamplingParams(choice_index=choice)
+        prompt = (0,) * num_prompt
+        request = OpenRequest(
+            GenerationRequest(str(self.num_sent), prompt, sampling, tenant=self.tenant)
+        )
+        self.limits.admit(request)
+        return request
+
+    def refused(self, num_prompt: int = 1) -> TenantLimitError:
+        with pytest.raises(TenantLimitError) as caught:
+            self.admit(num_prompt)
+        return caught.value
+
+    def comes_back(self, error: TenantLimitError, num_prompt: int = 1) -> OpenRequest:
+        """What it was told is right: a second earlier is too early, and then is not."""
+        self.now += error.retry_after_seconds - 1
+        self.refused(num_prompt)
+        self.now += 1
+        return self.admit(num_prompt)
+
+
+def test_what_the_engine_has_no_part_in_counts_as_a_request() -> None:
+    world = World(Tenant("a", requests_per_minute=2))
+    world.limits.charge(world.tenant)
+    world.admit()
+    with pytest.raises(TenantLimitError, match="2 requests per minute") as caught:
+        world.limits.charge(world.tenant)
+    assert caught.value.retry_after_seconds == 30
+    world.refused()
+    world.now += 30
+    world.limits.charge(world.tenant)
+
+
+def test_requests_per_minute() -> None:
+    world = World(Tenant("a", requests_per_minute=3))
+    for _ in range(3):
+        world.limits.release(world.admit())
+    error = world.refused()
+    assert (error.code, error.retry_after_seconds) == ("rate_limited", 20)
+    assert "3 requests per minute" in str(error)
+    world.comes_back(error)
+    world.now += 60
+    for _ in range(3):
+        world.admit()
+    world.refused()
+
+
+def test_further_choices_of_a_prompt_are_no_request_and_cost_no_prompt() -> None:
+    world = World(Tenant("a", requests_per_minute=1, tokens_per_minute=10))
+    world.admit(10)
+    world.admit(10, choice=1)
+    world.now += 59
+    assert world.refused().code == "rate_limited"
+
+
+def test_tokens_are_charged_for_prompts_and_as_they_are_written() -> None:
+    world = World(Tenant("a", tokens_per_minute=60))
+    request = world.admit(20)
+    request.num_output_tokens = 30
+    error = world.refused(20)  # 10 are left
+    assert (error.code, error.retry_after_seconds) == ("token_limit", 10)
+    world.comes_back(error, 20)
+    request.num_output_tokens = 90  # what runs may overdraw it
+    assert world.refused(1).retry_after_seconds == 61
+    world.limits.release(request)
+    assert world.refused(1).retry_after_seconds == 61  # and it is paid once
+
+
+def test_a_prompt_of_more_than_a_minute_needs_a_full_bucket() -> None:
+    world = World(Tenant("a", tokens_per_minute=60))
+    world.limits.release(world.admit(600))
+    error = world.refused(600)
+    assert error.retry_after_seconds == 600
+    world.comes_back(error, 600)
+
+
+def test_a_prompt_that_never_ran_costs_no_tokens() -> None:
+    world = World(Tenant("a", tokens_per_minute=60))
+    request = world.admit(60)
+    world.refused()
+    request.first_scheduled_time = None
+    world.limits.release(request)
+    world.admit(60)
+
+
+def test_time_before_something_was_spent_does_not_pay_for_it() -> None:
+    world = World(Tenant("a", tokens_per_minute=60))
+    request = world.admit(1)
+    world.now += 600
+    request.num_output_tokens = 60
+    assert world.refused(1).retry_after_seconds == 1
+
+
+def test_choices_at_a_time() -> None:
+    world = World(Tenant("a", max_concurrent_requests=2))
+    first = world.admit()
+    world.admit(choice=1)
+    error = world.refused()
+    assert (error.code, error.retry_after_seconds) == ("too_many_concurrent", 1)
+    world.now += 30
+    world.limits.release(first)
+    world.limits.release(first)  # twice is once
+    world.admit()
+    assert world.refused().retry_after_seconds == 15  # two of 30 s
+
+
+def test_who_is_refused_has_taken_nothing() -> None:
+    world = World(Tenant("a", requests_per_minute=2, tokens_per_minute=10))
+    world.admit(10)
+    for _ in range(5):
+        assert world.refused(10).code == "token_limit"
+    world.now += 60
+    world.admit(5)
+    world.admit(5)
+
+
+def test_new_terms_count_at_once() -> None:
+    world = World(Tenant("a", requests_per_minute=1))
+    world.admit()
+    world.tenant = replace(world.tenant, requests_per_minute=None)
+    for _ in range(5):
+        world.admit()
+    world.tenant = replace(world.tenant, requests_per_minute=2)
+    world.admit()
+    world.admit()
+    world.refused()
+
+
+def test_tenants_do_not_spend_for_each_other_and_nobody_is_not_limited() -> None:
+    world = World(Tenant("a", requests_per_minute=1))
+    world.admit()
+    world.tenant = Tenant("b", requests_per_minute=1)
+    world.admit()
+    world.tenant = Tenant()
+    for _ in range(5):
+        world.admit()
+
+
+def test_the_refusal_survives_the_way_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(TenantLimitError("rate_limited", "text", 3.0)))
+    assert (error.code, str(error), error.retry_after_seconds) == ("rate_limited", "text", 3.0)

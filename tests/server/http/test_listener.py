@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from server.http.listener import bind, open_to_successors, url
+from server.serve import serve
+from server.settings import Settings
+
+
+def test_the_address_is_told_whatever_the_family() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        assert url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+    if socket.has_dualstack_ipv6():
+        with bind("::1", 0) as listener:
+            assert url(listener) == f"http://[::1]:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("engine_process", [True, False])
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_port_in_use_is_told_in_a_line_before_anything_is_loaded(
+    engine_process: bool, listens: bool
+) -> None:
+    with bind("127.0.0.1", 0) as other:
+        # Otherwise it is a server that still loads its model.
+        if listens:
+            open_to_successors(other)
+            other.listen()
+        port = other.getsockname()[1]
+        settings: Any = {"port": port, "engine_process": engine_process}
+        # A model that is not there would be refused otherwise.
+        config = EngineConfig(model="/nowhere/at/all")
+        with pytest.raises(
+            OSError, match=rf"^cannot listen on 127\.0\.0\.1, port {port}: "
+        ) as error:
+            serve(Settings(**settings), config)
+    assert "\n" not in str(error.value)
+
+
+def leave_a_connection_behind(listener: socket.socket) -> None:
+    """One that the listener's side closed first: the kernel remembers it for a minute."""
+    open_to_successors(listener)
+    listener.listen()
+    with socket.create_connection(listener.getsockname()) as client:
+        accepted, _ = listener.accept()
+        accepted.close()
+        assert client.recv(1) == b""
+
+
+def test_what_is_left_of_the_last_servers_connections_keeps_nobody_from_the_port() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        leave_a_connection_behind(first)
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+        plain.bind(("127.0.0.1", port))
+    with bind("127.0.0.1", port) as second:
+        # Nor does the second share it with a third that starts at once.
+        with pytest.raises(OSError, match="cannot listen"):
+            bind("127.0.0.1", port)
+        leave_a_connection_behind(second)
+    bind("127.0.0.1", port).close()
+
+
+def test_a_host_that_is_not_ours_is_told_in_a_line() -> None:
+    with pytest.raises(OSError, match=r"^cannot listen on 192\.0\.2\.1, port 0: "):
+        bind("192.0.2.1", 0)

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.request.stats import StepStats
+from server.metrics.prometheus import Metrics
+from worlds.scraping import STEP, scrape, value
+from worlds.scripted_engine import ScriptedEngine, engine_info
+from worlds.serving import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_blocks_are_told_before_the_first_request(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        text = (await client.get("http://test/metrics")).text
+    for state, number in (("free", 100.0), ("draft", 0.0), ("committed", 0.0), ("cached", 0.0)):
+        assert f'slipstream_kv_blocks{{state="{state}"}} {number}\n' in text
+
+
+async def test_steps_are_counted(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        engine.emit(STEP)
+        engine.emit(STEP)
+        seen = await scrape(client)
+    for name, drafter, expected in (
+        ("draft_tokens_total", "ngram", 14),
+        ("draft_tokens_total", "nasd", 6),
+        ("accepted_tokens_total", "ngram", 8),
+        ("emitted_tokens_total", "ngram", 10),
+        ("steps_total", "ngram", 6),
+        ("steps_total", "nasd", 2),
+        ("gamma_sum", "ngram", 14),
+        ("gamma_count", "ngram", 6),
+    ):
+        assert value(seen, f"slipstream_spec_{name}", drafter=drafter) == expected
+    at = "slipstream_spec_accepted_tokens_per_position_total"
+    assert value(seen, at, drafter="ngram", position="0") == 4
+    assert value(seen, at, drafter="ngram", position="2") == 2
+    disabled = "slipstream_spec_disabled_total"
+    assert value(seen, disabled, drafter="ngram", reason="too expensive") == 2
+    assert value(seen, "slipstream_spec_draft_failures_total") == 2
+    assert value(seen, "slipstream_step_seconds_total", part="draft") == 0.5
+    assert value(seen, "slipstream_step_seconds_total", part="verify") == 1.0
+    assert value(seen, "slipstream_baseline_seconds_total") == 6
+    assert value(seen, "slipstream_decode_seconds_total") == 4
+    assert value(seen, "slipstream_spec_speedup_ratio") == 1.5
+    assert value(seen, "slipstream_prompt_tokens_total") == 18
+    assert value(seen, "slipstream_generation_tokens_total") == 12
+    assert value(seen, "slipstream_preemptions_total") == 4
+    assert value(seen, "slipstream_requests_running") == 4
+    assert value(seen, "slipstream_requests_waiting") == 1
+    assert value(seen, "slipstream_kv_blocks", state="committed") == 25
+    assert value(seen, "slipstream_kv_blocks_total") == 100
+    assert value(seen, "slipstream_prefix_cache_queries_total") == 32
+    assert value(seen, "slipstream_prefix_cache_hits_total") == 16
+    assert value(seen, "slipstream_engine_up") == 1
+
+
+async def test_what_tenants_did_is_counted_under_their_names_in_the_file(
+    connect: Connect, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("tenants: [{name: a, key: ka}, {name: b, key: kb}]")
+    engine = ScriptedEngine("hello")
+    async with connect(engine, api_keys_file=str(file)) as client:
+        body = {"prompt": "abc", "user": "b"}
+        await client.post("/completions", json=body, headers={"Authorization": "Bearer ka"})
+        engine.capacity = 0
+        await client.post("/completions", json=body, headers={"Authorization": "Bearer kb"})
+        seen = await scrape(client)
+    requests = "slipstream_tenant_requests_total"
+    assert value(seen, requests, tenant="a", finish_reason="stop") == 1
+    assert value(seen, requests, tenant="b", finish_reason="rejected") == 1
+    assert value(seen, "slipstream_tenant_tokens_total", tenant="a", kind="prompt") == 3
+    assert value(seen, "slipstream_tenant_tokens_total", tenant="a", kind="written") == 11
+    rejections = "slipstream_tenant_rejections_total"
+    assert value(seen, rejections, tenant="b", reason="queue_full") == 1
+
+
+async def test_requests_are_observed(connect: Connect) -> None:
+    engine = ScriptedEngine("hello")
+    async with connect(engine) as client:
+        await client.post("/completions", json={"prompt": "abc", "n": 2})
+        seen = await scrape(client)
+    for name, expected in (
+        ("time_to_first_token_seconds_sum", 2 * 0.02),
+        ("time_per_output_token_seconds_sum", 2 * 0.01),
+        ("e2e_seconds_sum", 2 * 0.12),
+        ("queue_seconds_sum", 2 * 0.01),
+        ("request_inference_seconds_sum", 2 * 0.11),
+        ("request_prefill_seconds_sum", 2 * 0.01),
+        ("request_decode_seconds_sum", 2 * 0.1),
+        ("request_prompt_tokens_sum", 6),
+        ("request_generation_tokens_sum", 10),
+    ):
+        assert value(seen, f"slipstream_{name}") == pytest.approx(expected)
+    assert value(seen, "slipstream_requests_total", finish_reason="stop") == 2
+    rates = "slipstream_spec_request_acceptance_rate"
+    assert value(seen, f"{rates}_count", drafter="ngram") == 2
+    assert value(seen, f"{rates}_sum", drafter="ngram") == pytest.approx(1.4)
+    assert value(seen, "slipstream_spec_request_speedup_sum", drafter="ngram") == 5
+    draft = "slipstream_spec_draft_seconds_total"
+    assert value(seen, draft, drafter="ngram") == pytest.approx(0.002)
+    verify = "slipstream_spec_verify_seconds_total"
+    assert value(seen, verify, drafter="ngram") == pytest.approx(0.018)
+    http = "slipstream_http_requests_total"
+    assert value(seen, http, method="POST", path="/v1/completions", status="200") == 1
+
+
+async def test_rejections_are_counted_by_reason(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        await client.post("/completions", json={"prompt": 1})
+        await client.post("/completions", json={"prompt": "a" * 600})
+        seen = await scrape(client)
+    name = "slipstream_rejections_total"
+    assert value(seen, name, reason="invalid_value") == 1
+    assert value(seen, name, reason="context_length_exceeded") == 1
+
+
+async def test_outcomes_that_alerts_watch_are_there_before_the_first(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        samples = await scrape(client)
+    for outcome in ("stop", "length", "abort", "error", "rejected"):
+        assert value(samples, "slipstream_requests_total", finish_reason=outcome) == 0
+    assert value(samples, "slipstream_rejections_total", reason="queue_full") == 0
+
+
+async def test_no_label_grows_with_requests_or_clients(connect: Connect) -> None:
+    engine = ScriptedEngine()
+
+    async def visit(client: Any, number: int) -> None:
+        body = {"prompt": "a", "user": f"user-{number}", "cache_salt": f"cache_salt-{number}"}
+        headers = {"x-request-id": f"id-{number}"}
+        await client.post("/completions", json=body, headers=headers)
+        await client.post("/completions", json=body | {f"field_{number}": 1})
+        await client.post("/completions", json=body | {"model": f"model-{number}"})
+        await client.get(f"/no/such/{number}")
+        await client.get(f"/models/no-such-{number}")
+        await client.request(f"ODD{number}", f"/no/such/{number}")
+        engine.emit(STEP)
+
+    async with connect(engine) as client:
+        await visit(client, 1)
+        before = set(await scrape(client))
+        for number in range(2, 6):
+            await visit(client, number)
+        after = set(await scrape(client))
+    # The first scrape is an answer itself, counted in the second.
+    new = {(name, labels) for name, labels in after - before if "/metrics" not in str(labels)}
+    assert new == set()
+    assert not any("user-" in str(key) or "cache_salt-" in str(key) for key in after)
+
+
+async def test_openmetrics_is_given_to_those_who_ask(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+        reply = await client.get("http://test/metrics", headers=accept)
+    assert reply.headers["content-type"].startswith("application/openmetrics-text")
+    assert reply.text.endswith("# EOF\n")
+
+
+def test_gpu_memory_is_what_a_step_told_last() -> None:
+    metrics = Metrics(engine_info(), "m", lambda: True)
+
+    def used() -> float | None:
+        return metrics.registry.get_sample_value("slipstream_gpu_memory_bytes", {"kind": "used"})
+
+    assert used() is None
+    metrics.observe_step(StepStats(device_memory={"used": 1.0, "free": 9.0}))
+    metrics.observe_step(StepStats())
+    assert used() == 1.0
+    metrics.observe_step(StepStats(device_memory={"used": 3.0, "free": 7.0}))
+    assert used() == 3.0
+
+
+def test_the_speedup_gauge_forgets_old_steps() -> None:
+    metrics = Metrics(engine_info(), "m", lambda: True)
+    for _ in range(600):
+        metrics.observe_step(StepStats(baseline_seconds=1.0, step_seconds=1.0))
+    for _ in range(512):
+        metrics.observe_step(StepStats(baseline_seconds=2.0, step_seconds=1.0))
+    assert metrics.registry.get_sample_value("slipstream_spec_speedup_ratio") == 2.0
+
+
+def test_a_last_look_at_the_gauges_is_no_step() -> None:
+    metrics = Metrics(engine_info(), "m", lambda: True)
+    metrics.observe_step(StepStats(num_rows=3, num_running=2, blocks={"free": 5, "committed": 3}))
+    metrics.observe_step(StepStats(blocks={"free": 8, "committed": 0}))
+    read = metrics.registry.get_sample_value
+    assert read("slipstream_steps_total") == 1
+    assert read("slipstream_requests_running") == 0
+    assert read("slipstream_kv_blocks", {"state": "free"}) == 8
+
+
+def test_kv_events_are_counted_sent_and_dropped() -> None:
+    metrics = Metrics(engine_info(), "m", lambda: True)
+    read = metrics.registry.get_sample_value
+    assert read("slipstream_kv_events_total") == 0
+    for _ in range(2):
+        metrics.observe_step(StepStats(num_kv_events=3, num_kv_events_dropped=1))
+    assert read("slipstream_kv_events_total") == 6
+    assert read("slipstream_kv_events_dropped_total") == 2

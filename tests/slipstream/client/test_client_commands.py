@@ -1,0 +1,336 @@
+"""The commands as they are typed, against real servers over HTTP; standard output is a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.client.bench_report import UNSTEADY
+from worlds.client_servers import OtherServer, ScriptedEngine, listening, slipstream
+
+pytestmark = pytest.mark.slow
+
+MARKED = "h⟦el⟧l⟦o⟧ w⟦or⟧ld\n"
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine("hello world")
+
+
+@pytest.fixture
+def url(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with slipstream(engine) as found:
+        monkeypatch.setenv("SLIPSTREAM_URL", found)
+        yield found
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherServer]:
+    server = OtherServer()
+    with listening(server.app) as found:
+        monkeypatch.setenv("SLIPSTREAM_URL", found)
+        yield server
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+# --- complete ---
+
+
+@pytest.mark.usefixtures("url")
+def test_a_pipe_gets_bare_text_and_the_account_goes_to_stderr(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["complete", "say"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "hello world\n"
+    assert "# 11 tokens, ended; first after" in err
+    assert (
+        "# ngram: 4 steps of 2.75 tokens, 7 of 10 drafts accepted (70.0%), mean gamma 2.50" in err
+    )
+    assert "\x1b" not in out + err
+    assert main(["complete", "say", "--quiet", "--mark", "brackets"]) == 0
+    assert capsys.readouterr() == (MARKED, "")
+
+
+def test_flags_become_the_request(url: str, engine: ScriptedEngine) -> None:
+    flags = "--drafter nasd --gamma 3 --tree tree --option decay=0.25 --option fill=false"
+    sampling = "--max-tokens 7 --temperature 0.5 --top-k 9 --seed 4 --field min_tokens=2"
+    assert main(["complete", "ab", "--url", f"{url}/v1", *flags.split(), *sampling.split()]) == 0
+    (request,) = engine.requests
+    speculative, params = request.speculative, request.sampling
+    assert (
+        speculative.draft_strategy,
+        speculative.adaptive_depth,
+        speculative.num_speculative_tokens,
+    ) == (
+        "nasd",
+        "fixed",
+        3,
+    )
+    assert dict(speculative.options) == {"decay": 0.25, "fill": False}
+    assert speculative.shape is not None
+    assert (params.max_tokens, params.temperature, params.top_k) == (7, 0.5, 9)
+    assert (params.seed, params.min_tokens) == (4, 2)
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_a_prompt_comes_through_a_pipe(
+    url: str, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    del url
+    pipe(monkeypatch, "from a pipe\n")
+    assert main(["complete", *arguments]) == 0
+    assert bytes(engine.requests[0].prompt_token_ids[-12:]) == b"from a pipe\n"
+
+
+@pytest.mark.usefixtures("url")
+def test_json_holds_the_whole_reply(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["complete", "say", "--json"]) == 0
+    out, err = capsys.readouterr()
+    reply = json.loads(out)
+    assert reply["text"] == "hello world"
+    assert "".join(token["text"] for token in reply["tokens"] if token["drafted"]) == "eloor"
+    assert reply["usage"]["speculative"]["num_accepted_tokens"] == 7
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--drafter", "nope"], 1, "draft_strategy must be one of: none, ngram"),
+        (["--drafter", "none", "--gamma", "2"], 1, "has no effect with draft_strategy 'none'"),
+        (["--temperature", "-1"], 1, "temperature"),
+        (["--temperature", "nan"], 2, "numbers have to be finite"),
+        (["--drafter", "ngram", "--speculative", "draft_strategy=none"], 2, "is given twice"),
+        (["--field", "n=2"], 2, "--field n"),
+        (["--url", "nowhere"], 1, "'nowhere' is not an address"),
+    ],
+)
+@pytest.mark.usefixtures("url")
+def test_what_is_refused_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], flags: list[str], status: int, message: str
+) -> None:
+    assert main(["complete", "x", *flags]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("slipstream: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["complete", "x"], ["chat", "--message", "x"], ["bench"]])
+def test_a_refused_connection_is_explained(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    with socket.socket() as taken:
+        # Bound, and nobody listens.
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert main([*command, "--url", url]) == 1
+    assert f"no server answers at {url}" in capsys.readouterr().err
+
+
+def test_a_key_comes_by_flag_or_variable(
+    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slipstream(engine, api_key="sesame") as url:
+        assert main(["complete", "x", "--url", url]) == 1
+        assert "--api-key, or the variable SLIPSTREAM_API_KEY" in capsys.readouterr().err
+        assert main(["complete", "x", "--url", url, "--api-key", "sesame"]) == 0
+        monkeypatch.setenv("SLIPSTREAM_API_KEY", "sesame")
+        assert main(["complete", "x", "--url", url]) == 0
+
+
+@pytest.mark.usefixtures("url")
+def test_what_came_before_a_failure_stays(
+    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.break_after = 2
+    assert main(["complete", "x"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "hell\n"
+    assert "slipstream: " in err
+    assert "Traceback" not in err
+
+
+# --- another server ---
+
+
+def test_another_server_is_used_and_said_to_tell_nothing(
+    other: OtherServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["complete", "count", "--mark", "brackets", "--seed", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "one two three\n"
+    assert "# 5 tokens, ended" in err
+    assert "# this server does not tell which tokens were drafted" in err
+    assert other.bodies[0]["model"] == "other/model"
+    assert main(["chat", "--message", "count"]) == 0
+    assert capsys.readouterr().out == "one two three\n"
+
+
+def test_another_servers_refusal_is_told(
+    other: OtherServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["complete", "count", "--model", "mine"]) == 1
+    assert "refused: [], mine" in capsys.readouterr().err
+    assert main(["complete", "count", "--drafter", "ngram"]) == 2
+    assert "this server is not Slipstream" in capsys.readouterr().err
+    assert len(other.bodies) == 1
+
+
+# --- chat ---
+
+
+def test_piped_lines_are_turns_and_commands(
+    url: str,
+    engine: ScriptedEngine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    del url
+    saved = tmp_path / "talk.json"
+    turns = ["hi", "/drafter nasd", "again", f"/save {saved}", "/reset", "//new", "/history"]
+    pipe(monkeypatch, "\n".join([*turns, "/quit", "not sent"]))
+    assert main(["chat", "--system", "be brief", "--drafter", "ngram", "--gamma", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "hello world\n" * 3
+    prompts = [bytes(t for t in each.prompt_token_ids if t < 256) for each in engine.requests]
+    start = b"system: be brief\nuser: "
+    assert prompts == [
+        start + b"hi\n",
+        start + b"hi\nassistant: hello world\nuser: again\n",
+        start + b"/new\n",
+    ]
+    assert [each.speculative.draft_strategy for each in engine.requests] == [
+        "ngram",
+        "nasd",
+        "nasd",
+    ]
+    assert "drafting with nasd, without the adaptive_depth, num_speculative_tokens given" in err
+    assert "# user: /new\n# assistant: hello world" in err
+    assert [each["content"] for each in json.loads(saved.read_text())["messages"]] == [
+        *("be brief", "hi", "hello world", "again", "hello world")
+    ]
+
+    pipe(monkeypatch, f"/load {saved}\nmore\n")
+    assert main(["chat"]) == 0
+    last = bytes(t for t in engine.requests[-1].prompt_token_ids if t < 256)
+    assert last.endswith(b"user: again\nassistant: hello world\nuser: more\n")
+
+
+@pytest.mark.parametrize("line", ["/drafter nope", "/bogus", "/load /nowhere/x", "/save"])
+def test_a_command_that_fails_ends_a_piped_conversation(
+    url: str,
+    engine: ScriptedEngine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+) -> None:
+    del url
+    pipe(monkeypatch, f"{line}\nnot sent\n")
+    assert main(["chat"]) == 2
+    assert capsys.readouterr().err.startswith("slipstream: ")
+    assert engine.requests == []
+
+
+# --- bench ---
+
+
+@pytest.mark.usefixtures("url")
+def test_a_bench_compares_with_plain_decoding(
+    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}]}\n')
+    json_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
+    flags = f"--prompts {prompts} --requests 3 --rounds 2 --concurrency 2 --drafters ngram,nasd"
+    files = ["--json", str(json_path), "--plot", str(plot_path)]
+    assert main(["bench", *flags.split(), "--gamma", "4", *files]) == 0
+    out, err = capsys.readouterr()
+    # Rounds this short may differ by any amount.
+    assert err in ("", f"# {UNSTEADY}\n")
+    assert "| equal texts |" in out
+    assert out.count("6 of 6") == 3
+    assert "| to the first token |" in out
+    assert plot_path.read_bytes().startswith(b"\x89PNG")
+
+    drafters = [each.speculative.draft_strategy for each in engine.requests]
+    # Warm-ups, then rounds whose order rotates.
+    assert drafters[:3] == ["none", "ngram", "nasd"]
+    rounds = ["none", "ngram", "nasd", "ngram", "nasd", "none"]
+    assert drafters[3:] == [name for name in rounds for _ in range(3)]
+    counted = engine.requests[3:]
+    assert {each.speculative.num_speculative_tokens for each in counted} == {0, 4}
+    assert len({each.cache_salt for each in counted}) == len(rounds)
+
+    document = json.loads(json_path.read_text())
+    assert document["model"]["id"] == "test/scripted"
+    assert [arm["name"] for arm in document["arms"]] == ["none", "ngram", "nasd"]
+    for arm in document["arms"]:
+        assert arm["num_tokens"] == 6 * 11
+        assert len(arm["requests"]) == 6
+        assert len(arm["speedup_by_round"]) == 2
+        assert set(arm["latency"]) == {"p50", "p90", "p99"}
+        assert arm["acceptance_rate"] == pytest.approx(0.7)
+    assert document["arms"][0]["speedup"] == pytest.approx(1.0)
+
+
+def test_another_server_is_measured_as_it_is(
+    other: OtherServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--requests", "4", "--rounds", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "measured as it is, without a baseline" in err
+    assert "| as it is |" in out
+    assert len(other.bodies) == 5
+    assert main(["bench", "--drafters", "ngram"]) == 2
+    assert "this server is not Slipstream" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--drafters nope", "this server has no drafter 'nope'"),
+        ("--drafters ngram,ngram", "names a drafter twice"),
+        ("--drafters ngram nope", "this server has no drafter 'nope'"),
+        ("--drafters ngram --drafters nope", "this server has no drafter 'nope'"),
+        ("--drafters none", "nothing to compare"),
+        ("--plot out.txt", "must end with one of"),
+        ("--json /nowhere/x.json", "cannot write"),
+        ("--prompts /nowhere/x.jsonl", "cannot read"),
+        ("--field max_tokens=3", "--field max_tokens"),
+    ],
+)
+def test_a_bench_checks_its_flags_before_it_runs(
+    url: str,
+    engine: ScriptedEngine,
+    capsys: pytest.CaptureFixture[str],
+    flags: str,
+    message: str,
+) -> None:
+    del url
+    assert main(["bench", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("line", ["no json", "[]", '{"prompt": "a", "messages": []}', "{}"])
+def test_a_bad_line_of_prompts_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + "\n")
+    assert main(["bench", "--prompts", str(path)]) == 2
+    assert f"{path}, line 2: " in capsys.readouterr().err
