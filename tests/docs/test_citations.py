@@ -14,7 +14,7 @@ ELSEWHERE = re.compile(
     r"\b(?:ALGORITHMS|DESIGN|HOUSE|PEERS|STYLE)\b|(?<![\w/])(?:\.\./)?shared/|\bD\d+\.\d\b"
 )
 FOLDERS = (
-    "server|engine|drafters|kvpool|client|tools|slipstream|bench|training|docs|tests|scripts|deploy"
+    "server|engine|drafters|kvpool|slipstream|bench|training|docs|tests|scripts|deploy"
     "|examples"
 )
 FILE = re.compile(
