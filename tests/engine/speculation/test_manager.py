@@ -207,7 +207,7 @@ def test_spare_rows_bound_the_round() -> None:
 
 def test_what_is_not_granted_stays_the_proposal() -> None:
     world = World(fake(), cost=DictatedCost(row_seconds=9.0))
-    request = world.open("r", replace(FIXED, policy="goodput"))
+    request = world.open("r", replace(FIXED, adaptive_depth="goodput"))
     (scheduled,) = world.draft(request)
     assert (len(scheduled.draft), scheduled.reason) == (0, "low_acceptance")
     assert len(scheduled.proposal) == 16
@@ -259,7 +259,7 @@ def test_drafters_hear_of_their_own_requests_only() -> None:
 def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     cost = TimedCost()
     world = World(fake(), cost=cost)
-    plain = world.open("plain", SpeculativeParams("none"))
+    plain = world.open("plain", SpeculativeParams(draft_strategy="none"))
     first, second, third = world.draft(world.open("a"), world.open("b"), plain)
     world.observe(first, second, third)
     ((name, num_requests, seconds),) = cost.draft_calls

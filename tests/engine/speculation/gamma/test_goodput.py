@@ -308,7 +308,7 @@ def test_other_temperatures_and_lengths_are_other_kinds() -> None:
             "r",
             (0,) * length,
             SamplingParams(temperature=temperature),
-            SpeculativeParams("ngram", verification=verification),  # type: ignore[arg-type]
+            SpeculativeParams(verification=verification),  # type: ignore[arg-type]
         )
         return Traffic.of(Request(params, SamplingState(params, (), 9, 9999), RequestStats()))
 
