@@ -90,7 +90,7 @@ def engine_config(name: str, options: Options) -> EngineConfig:
 
 def _wanted_drafters(options: Options) -> tuple[str, ...]:
     """Only those that are measured: a model that is not should take no memory."""
-    names = [parse_drafter(text, drafter_names())[1].drafter for text in options.drafters]
+    names = [parse_drafter(text, drafter_names())[1].draft_strategy for text in options.drafters]
     return ("none", *dict.fromkeys(names))
 
 

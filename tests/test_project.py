@@ -24,7 +24,7 @@ from server.request.protocol import ChatRequest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("server", "engine", "drafters", "kvpool", "client", "tools", "slipstream")
+PACKAGES = ("server", "engine", "drafters", "kvpool", "slipstream")
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from bench import scaled_model
 from bench.scaled_model import build_scaled_copy
-from engine import model_names
+from engine import names
 from engine.names import bundled_path
 
 
@@ -115,6 +115,6 @@ def test_bundled_models_write_the_same_text_when_scaled() -> None:
 
 
 def test_missing_bundled_model_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(model_names, "BUNDLED", tmp_path)
+    monkeypatch.setattr(names, "BUNDLED", tmp_path)
     with pytest.raises(FileNotFoundError, match="draft"):
         bundled_path("draft")

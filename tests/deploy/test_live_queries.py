@@ -42,7 +42,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with pytest.MonkeyPatch.context() as patch:
         # There is no GPU here; its memory is a gauge like any other.
         memory = {"used": 6e9, "free": 2e9, "allocated": 5e9}
-        patch.setattr(engine.runtime, "device_memory", lambda _device: memory)
+        patch.setattr(engine.process.runtime, "device_memory", lambda _device: memory)
         with (
             live_server("secret", api_keys_file=str(keys)) as live,
             live_ingress() as ingress,

@@ -14,8 +14,7 @@ ELSEWHERE = re.compile(
     r"\b(?:ALGORITHMS|DESIGN|HOUSE|PEERS|STYLE)\b|(?<![\w/])(?:\.\./)?shared/|\bD\d+\.\d\b"
 )
 FOLDERS = (
-    "server|engine|drafters|kvpool|slipstream|bench|training|docs|tests|scripts|deploy"
-    "|examples"
+    "server|engine|drafters|kvpool|slipstream|bench|training|docs|tests|scripts|deploy|examples"
 )
 FILE = re.compile(
     rf"(?<![\w./-])(?:{FOLDERS})/[\w/.-]*\w\.(?:py|md|sh|json|jsonl|ya?ml|js|txt|html|svg|png)\b"

@@ -34,7 +34,7 @@ from engine.drafting.head_files import (
 from engine.drafting.heads import prepare_heads
 from engine.drafting.medusa import MedusaHeads, ResidualHeads
 from engine.model.loader import BUNDLED, load_model
-from engine.request.params import GenerationRequest, SamplingParams
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams
 from engine.sampling.noise import gumbel_list, request_key
 from engine.transfer import Readback, read_now
 from worlds.engine_harness import (
@@ -380,7 +380,7 @@ def test_a_served_model_drafts_with_its_heads() -> None:
     sampling = SamplingParams(max_tokens=32, temperature=0.0)
     driver = Driver(engine.core)
     for drafter in ("none", "medusa", "eagle"):
-        wanted = drafting(drafter, num_tokens=6, width=2) if drafter != "none" else None
+        wanted = drafting(drafter, num_tokens=6, width=2) if drafter != "none" else PLAIN
         driver.run(request(drafter, prompt, sampling, wanted))
     assert driver.token_ids["medusa"] == driver.token_ids["eagle"] == driver.token_ids["none"]
     for drafter in ("medusa", "eagle"):

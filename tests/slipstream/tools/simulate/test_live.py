@@ -36,7 +36,8 @@ async def test_a_stream_is_taken_apart_with_the_time_of_every_chunk() -> None:
     # The script writes two tokens in its first step.
     assert stream.steps == (1, 1)
     assert stream.usage["completion_tokens"] == 3
-    assert 0 < stream.first < stream.whole
+    # Both may come in one piece, at one time.
+    assert 0 < stream.first <= stream.whole
     assert list(stream.times) == sorted(stream.times)
 
 
