@@ -65,10 +65,7 @@ def all_drafters(engine: RealEngine, samplings: Sequence[str], policy: int) -> A
             bare(engine, sampling, prompt),
             request_id=f"{drafter}-{width}",
             speculative=way(drafter, width, policy + index),
-            # Only ``prediction`` is told what will be written, in part.
-            prediction_token_ids=(
-                partly_right([token for token, _ in expected]) if drafter == "prediction" else ()
-            ),
+            prediction_token_ids=foretold(drafter, expected),
         )
         found[each.request_id] = each, expected
     return found
@@ -77,6 +74,11 @@ def all_drafters(engine: RealEngine, samplings: Sequence[str], policy: int) -> A
 def way(drafter: str, width: int, policy: int) -> SpeculativeParams:
     usual = list(POLICIES.values())[policy % len(POLICIES)]
     return replace(usual, draft_strategy=drafter, tree_width=width)
+
+
+def foretold(drafter: str, expected: Signature) -> tuple[int, ...]:
+    """Only ``prediction`` is told what will be written, in part."""
+    return tuple(partly_right([token for token, _ in expected])) if drafter == "prediction" else ()
 
 
 def expect_equal(driver: Driver, asked: Asked, count: Count) -> dict[str, int]:
@@ -141,9 +143,10 @@ def test_a_prompt_of_four_thousand_tokens_changes_nothing(engine: RealEngine, co
     asked = {}
     for index, drafter in enumerate(DRAFTERS):
         sampling, expected = short[index % 2], texts[index % 2]
-        tokens = [token for token, _ in expected]
-        speculative = way(drafter, list(WIDTHS.values())[index // 2 % 2], index, tokens)
-        asked[drafter] = request(drafter, prompt, sampling, speculative), expected
+        speculative = way(drafter, list(WIDTHS.values())[index // 2 % 2], index)
+        told = foretold(drafter, expected)
+        wanted = request(drafter, prompt, sampling, speculative, prediction=told)
+        asked[drafter] = wanted, expected
     driver = Driver(engine.core(engine.setup.but(prefill_chunk=200)))
     first, *others = [each for each, _ in asked.values()]
     driver.run(first).run(*others)
@@ -163,8 +166,10 @@ def test_the_whole_vocabulary_is_drafted_and_accepted(engine: RealEngine, count:
     assert engine.info.vocab_size == 49152
     asked = {}
     for index, width in enumerate(WIDTHS.values()):
-        speculative = way("prediction", width, 0, tokens)
-        asked[str(index)] = request(str(index), prompt, hot, speculative), expected
+        speculative = way("prediction", width, 0)
+        told = foretold("prediction", expected)
+        wanted = request(str(index), prompt, hot, speculative, prediction=told)
+        asked[str(index)] = wanted, expected
     driver = Driver(engine.core(engine.setup)).run(*(each for each, _ in asked.values()))
     expect_equal(driver, asked, count)
     for name in asked:
