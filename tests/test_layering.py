@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import house
+
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
     "drafters": {"drafters"},
@@ -229,22 +231,7 @@ def test_packages_import_only_what_lies_below_them(package: str) -> None:
 
 def project_imports() -> dict[str, set[str]]:
     """Every product file's imports of other product files, by full module names."""
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in sources(*MAY_IMPORT)
-    }
-    found: dict[str, set[str]] = {}
-    for module, path in files.items():
-        names = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                inside = {f"{node.module}.{alias.name}" for alias in node.names}
-                # ``from package import module`` needs the module, not the package's own file.
-                names |= inside & set(files) or {node.module}
-        found[module] = (names & set(files)) - {module}
-    return found
+    return house.imports_of(house.modules(*MAY_IMPORT))
 
 
 def room_of(module: str) -> tuple[str, str]:

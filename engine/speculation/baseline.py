@@ -1,8 +1,8 @@
 """The time that a step would have taken at gamma 0, which speed-ups are measured against.
 
-Requests in a batch run side by side, and each of them lives through
-the whole step: a step of 50 ms costs every request in it 50 ms. At gamma 0 the same batch would
-have needed one step per token. So a request's speed-up over a step is
+Requests in a batch run side by side, and each of them lives through the whole step: a step of 50 ms
+costs every request in it 50 ms. At gamma 0 the same batch would have needed one step per token. So a
+request's speed-up over a step is
 
     baseline seconds of its emitted tokens / seconds the step took
 

@@ -104,7 +104,6 @@ def _speculation(account: dict[str, Any]) -> str:
 
 
 Mark = Literal["auto", "brackets", "none"]
-MARKS: tuple[Mark, ...] = ("auto", "brackets", "none")
 DRAFTED_STYLE = "underline green"
 LEGEND = "underlined: drafted, and confirmed by the model"
 _OPEN, _CLOSE = "⟦", "⟧"

@@ -3,8 +3,6 @@ the same bits in any company."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,20 +16,11 @@ from engine.batch import InputBuffers, RequestRows, build_batch
 from kvpool.store import KVStore
 from worlds.attended import PLAIN, TOLERANCE, World, chains
 from worlds.lanes import examples
+from worlds.threads import threads
 from worlds.tiny_models import path_to
 
 CPU = torch.device("cpu")
 TREE = (-1, -1, 0, 1, 1, 3, 2, 5, 5, 7, 9, -1, 11, 11, 12, 14, 15, 16, 17, 18, 19, 20)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @st.composite
