@@ -110,8 +110,8 @@ class AttentionPlan(Protocol):
 class CapturablePlan(AttentionPlan, Protocol):
     """The plans of backends that ``can_capture``."""
 
-    def renewed(self, key: Any) -> tuple[Any, int]:
-        """Returns the numbers that this step puts in a recorded kernel's arguments, and in how many
+    def renewed(self, key: Any) -> tuple[int, int]:
+        """Returns the number that this step puts in a recorded kernel's arguments, and in how many
         threads it runs. ``key``: of the kernel's ``Renewal``."""
 
 

@@ -55,13 +55,12 @@ class _Kernels:
         self._arguments = np.zeros((len(calls), width), dtype=np.int64)
         self._told = self._arguments.copy()
         self._nodes = np.zeros((len(calls), sequence.NODE_INTS), dtype=np.int64)
-        renewals: dict[tuple[object, int, int], list[int]] = {}
+        renewals: dict[tuple[object, int], list[int]] = {}
         for index, call in enumerate(calls):
             self._arguments[index, : len(call.arguments)] = call.arguments
             self._nodes[index] = call.address, self._told[index].ctypes.data, call.num_threads
             if call.renewal is not None:
-                places = call.renewal.places
-                key = call.renewal.key, places.start, places.stop
+                key = call.renewal.key, call.renewal.place
                 renewals.setdefault(key, []).append(index)
         self._renewed = [(*key, np.array(rows)) for key, rows in renewals.items()]
 
@@ -70,9 +69,9 @@ class _Kernels:
 
     def run(self, plan: CapturablePlan, most_threads: int) -> None:
         np.copyto(self._told, self._arguments)
-        for key, start, stop, rows in self._renewed:
-            numbers, num_threads = plan.renewed(key)
-            self._told[rows, start:stop] = numbers
+        for key, place, rows in self._renewed:
+            number, num_threads = plan.renewed(key)
+            self._told[rows, place] = number
             self._nodes[rows, 2] = num_threads
         nodes = self._nodes
         num_threads = min(most_threads, int(nodes[:, 2].max()))

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.kernels import find_kernel
-from engine.kernels.watch import Renewal, watch_kernels
+from engine.kernels import Renewal, find_kernel, watch_kernels
 
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _ALIGNMENT = 64
@@ -201,8 +200,7 @@ def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _is_sum(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> bool:
-    kernel = find_kernel("sums")
-    if func is not _ADD or named or kernel is None:
+    if func is not _ADD or named or len(args) != 2:
         return False
-    are_tensors = len(args) == 2 and all(isinstance(each, torch.Tensor) for each in args)
-    return are_tensors and kernel.can_add(*args) and result.is_contiguous()
+    are_tensors = all(isinstance(each, torch.Tensor) for each in args)
+    return are_tensors and find_kernel("sums").can_add(*args) and result.is_contiguous()

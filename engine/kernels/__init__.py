@@ -2,35 +2,67 @@
 
 ``lanes`` is what they are written in, ``records`` what they are told, ``compiled`` how they are compiled
 and run by torch's own threads; a kernel's file begins with what it computes, in plain Python. Kernels are
-imported through ``find_kernel`` and where they are used: numba takes a while, and need not be there.
+imported where they are used: numba takes a while.
 """
 
 from __future__ import annotations
 
+import threading
+from array import array
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engine.transfer import is_host
-
 LANES = 16
 """Floats that kernels take at a time: what rows' features and keys are multiples of."""
-FLOAT32, BFLOAT16, FLOAT16, FLOAT8 = 0, 1, 2, 3
-KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-"""Types of rows' floats in memory, by the numbers that kernels know them by."""
-STORED_KINDS = {**KINDS, torch.float8_e4m3fn: FLOAT8}
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of rows' floats in memory."""
+STORED_KINDS = (*KINDS, torch.float8_e4m3fn)
 """Types that keys and values may lie in, besides."""
 
 
 @cache
 def find_kernel(name: str) -> Any:
-    """The module of this folder; None where numba is not installed."""
-    return None if find_spec("numba") is None else import_module(f"{__name__}.{name}")
+    """Returns the module of this folder."""
+    return import_module(f"{__name__}.{name}")
 
 
-def host_kernel(name: str, device: torch.device) -> Any:
-    """The kernel for tensors on ``device``; None: torch's operations do it there."""
-    return find_kernel(name) if is_host(device) else None
+# --- for those who write down which kernels run, to run them again ---
+
+
+class Renewal(NamedTuple):
+    """Tells how a kernel's arguments are renewed before it is run again: ``key`` says to the step's plan
+    which number goes to ``place``, and in how many threads it runs. ``held`` owns memory that the other
+    arguments point to: who may run the kernel again keeps it."""
+
+    key: Hashable
+    place: int
+    held: object = None
+
+
+class Watcher(Protocol):
+    def note_kernel(
+        self, address: int, arguments: array[int], num_threads: int, renewal: Renewal | None
+    ) -> None:
+        """Is called before each run, with where the machine code is and a copy of what it is told."""
+
+
+class _Watched(threading.local):
+    watcher: Watcher | None = None
+
+
+watched = _Watched()
+"""Has the watcher of the kernels that this thread runs."""
+
+
+@contextmanager
+def watch_kernels(watcher: Watcher) -> Iterator[None]:
+    before, watched.watcher = watched.watcher, watcher
+    try:
+        yield
+    finally:
+        watched.watcher = before

@@ -27,24 +27,18 @@ import torch
 from numba import cfunc, types
 
 from engine import noise_numbers
+from engine.kernels import Renewal, watched
 from engine.kernels.records import Dtypes, Record, layout_of
-from engine.kernels.watch import Renewal, watched
 
 logger = logging.getLogger(__name__)
 
-Body = Callable[[int], None]
-_SIGNATURE = types.void(types.intp)
-
 
 class Kernel:
-    """``body`` as machine code, compiled when it is first wanted; it is told ``num_arguments``.
+    """``body`` as machine code, compiled when it is first wanted, which takes an ``argument`` of a type.
     ``is_long``: other threads of the interpreter go on meanwhile, also where it runs in one thread."""
 
-    def __init__(
-        self, body: Body, num_arguments: int, is_long: bool = False, signature: Any = _SIGNATURE
-    ) -> None:
-        self._body, self._signature = body, signature
-        self.num_arguments = num_arguments
+    def __init__(self, body: Callable[[Any], None], argument: Any, is_long: bool) -> None:
+        self._body, self._argument = body, argument
         # What is over sooner than letting go of the interpreter and taking it again does not.
         self._kind = ctypes.CFUNCTYPE if is_long else ctypes.PYFUNCTYPE
         self._code: Any = None
@@ -55,29 +49,27 @@ class Kernel:
         if self._code is not None:
             return
         with _kept() as keep:
-            self._code = cfunc(self._signature, cache=keep)(self._body)
+            self._code = cfunc(types.void(self._argument), cache=keep)(self._body)
         self._call = self._kind(None, ctypes.c_void_p)(self._code.address)
 
     @property
     def address(self) -> int:
-        """Of the machine code."""
+        """The address of the machine code."""
         self.compile()
         return int(self._code.address)
 
-    def run(self, arguments: int, num_threads: int = 1, renewal: Renewal | None = None) -> None:
-        """``arguments``: where an array of int64 is; what it points to has to outlive the call.
-        ``renewal``: for those who watch, and run it again; None: nothing changes then."""
+    def run(self, told: array[int], num_threads: int = 1, renewal: Renewal | None = None) -> None:
+        """Runs it. What ``told`` points to has to outlive the call. ``renewal``: for those who watch, and
+        run it again; None: nothing changes then."""
         if self._code is None:
             self.compile()
-        watcher = watched.watcher
-        if watcher is not None:
-            told = array("q", ctypes.string_at(arguments, 8 * self.num_arguments))
-            watcher.note_kernel(self.address, told, num_threads, renewal)
+        if watched.watcher is not None:
+            watched.watcher.note_kernel(self.address, told[:], num_threads, renewal)
         team = _team() if num_threads > 1 else None
         if team is None:
-            self._call(arguments)
+            self._call(told.buffer_info()[0])
         else:
-            team(self._code.address, arguments, num_threads, 0)
+            team(self._code.address, told.buffer_info()[0], num_threads, 0)
 
 
 class Loop:
@@ -92,24 +84,22 @@ class Loop:
         self._kernels: dict[Dtypes, Kernel] = {}
 
     def kernel(self, dtypes: Dtypes) -> Kernel:
-        """The kernel for tensors of ``Floats`` of these types."""
+        """Returns the kernel for tensors of ``Floats`` of these types."""
         found = self._kernels.get(dtypes)
         if found is None:
-            signature = types.void(Record(self._declaration, dtypes))
-            size = len(self.layout.places)
-            found = Kernel(self._body, size, self._is_long, signature)
+            found = Kernel(self._body, Record(self._declaration, dtypes), self._is_long)
             self._kernels[dtypes] = found
         return found
 
     def run(self, arguments: Any, num_threads: int = 1) -> None:
         """``arguments``: an instance of the declaration, whose tensors outlive the call."""
         told, dtypes = self.layout.pack(arguments)
-        self.kernel(dtypes).run(told.buffer_info()[0], num_threads)
+        self.kernel(dtypes).run(told, num_threads)
 
 
 @cache
 def _team() -> Any:
-    """OpenMP's way to run a function in all threads of a team; None: there is none to be found."""
+    """Returns OpenMP's way to run a function in all threads of a team, or None."""
     try:
         found = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):
@@ -170,5 +160,19 @@ _NUMBERS_FOR_A_TEAM = 1 << 16
 
 
 def threads_for(count: int) -> int:
-    """How many threads so many numbers are worth."""
+    """Returns how many threads so many numbers are worth."""
     return torch.get_num_threads() if count >= _NUMBERS_FOR_A_TEAM else 1
+
+
+@cache
+def function_address(name: str) -> int:
+    """Returns where a C function is that the process has loaded, or 0."""
+    loaded = ctypes.CDLL(None)
+    if not hasattr(loaded, name):
+        return 0
+    return ctypes.cast(loaded[name], ctypes.c_void_p).value or 0
+
+
+def releasing() -> int:
+    """Returns where the function is that lets other threads run, or 0."""
+    return function_address("sched_yield")

@@ -20,11 +20,9 @@ from numba import njit
 from engine.kernels import KINDS, LANES
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop, threads_for
-from engine.kernels.exact import fma
 from engine.kernels.float_dots import CHANNELS, add_dots, add_pairs, has_pair_products
-from engine.kernels.int8_rows import ACTIVATIONS, SILU
+from engine.kernels.instructions import ROWS_AT_ONCE, has_wide_registers
 from engine.kernels.records import NOWHERE, Counter, Float32s, Floats
-from engine.kernels.tiling import ROWS_AT_ONCE, has_wide_registers, share_of
 
 
 def reference(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -32,7 +30,9 @@ def reference(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     by pairs: one fma after another, the bias, and one rounding to the rows' type."""
     sums = torch.zeros(len(rows), len(weight))
     for feature in range(rows.shape[1]):
-        sums = fma(rows[:, feature, None].float(), weight[None, :, feature].float(), sums)
+        sums = v.fma_of_tensors(
+            rows[:, feature, None].float(), weight[None, :, feature].float(), sums
+        )
     return (sums if bias is None else sums + bias.float()).to(rows.dtype)
 
 
@@ -97,7 +97,7 @@ def _add_block(
         ahead = weights + CHANNELS * last if last < a.in_features else following
         for group in range(num_groups):
             lines = ahead + group * v.line_length(ahead) if group < _LINES_OF_A_STEP else here
-            row, end = share_of(num_rows, num_groups, group)
+            row, end = v.share_of(num_rows, num_groups, group)
             rows, mine = a.rows + (first_row + row) * a.row + first, sums + CHANNELS * row
             _add_dots(a.has_pairs, rows, end - row, a.row, num_features, here, lines, mine)
 
@@ -108,7 +108,7 @@ def _finish(a: Arguments, sums: Any, bias: Any, target: Any) -> None:
     for at in range(0, a.width, LANES):
         value = _rounded_sum(sums, bias, at, target)
         if a.activation != 0:
-            value = v.silu(value) if a.activation == SILU else v.gelu_tanh(value)
+            value = v.activated(a.activation, value)
             other = _rounded_sum(sums, bias, at + CHANNELS // 2, target)
             value = v.rounded(target, value) * other
         v.store(target, at, value)
@@ -137,7 +137,7 @@ def _multiply(a: Arguments) -> None:
     num_parts = (a.num_rows + _ROWS_OF_AN_ITEM - 1) // _ROWS_OF_AN_ITEM
     for item in v.shared(a.next_item, a.num_blocks * num_parts):
         block, part = item // num_parts, item % num_parts
-        first, end = share_of(a.num_rows, num_parts, part)
+        first, end = v.share_of(a.num_rows, num_parts, part)
         # Where all threads are as fast, the one that this one takes next.
         following = (item + v.read_shared(a.num_workers)) // num_parts
         if following >= a.num_blocks:
@@ -205,13 +205,13 @@ def pack(
 
 
 def pack_gated(first: PackedFloats, second: PackedFloats, activation: str) -> PackedFloats:
-    """What multiplies rows with both, and returns the activation (of ``ACTIVATIONS``) of the first
+    """What multiplies rows with both, and returns the activation (of ``v.ACTIVATIONS``) of the first
     product times the second. Both have the same sizes and type, which ``can_gate`` takes."""
     weights = torch.cat([_halves(each.weights, 2) for each in (first, second)], 2)
     bias = None
     if first.bias is not None and second.bias is not None:
         bias = torch.cat([_halves(each, 1) for each in (first.bias, second.bias)], 1)
-    return PackedFloats(weights, bias, first.out_features, ACTIVATIONS[activation])
+    return PackedFloats(weights, bias, first.out_features, v.ACTIVATIONS[activation])
 
 
 def _halves(blocks: torch.Tensor, dim: int) -> torch.Tensor:

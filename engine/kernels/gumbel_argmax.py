@@ -18,17 +18,19 @@ from numba import njit
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop, threads_for
-from engine.kernels.largest_logits import NO_KEY, keep_largest, token_of
-from engine.kernels.logit_tiles import (
+from engine.kernels.records import Counter, Float32s, Float64s, Int64s
+from engine.kernels.top_tokens import (
     LOWEST,
+    NO_KEY,
     count_tiles,
     find_maxima,
+    keep_largest,
     num_tiles,
     pad,
     room_for_tile,
     tile_at,
+    token_of,
 )
-from engine.kernels.records import Counter, Float32s, Float64s, Int64s
 from engine.noise_numbers import (
     GOLDEN,
     GROUP_COUNTER,

@@ -1,15 +1,16 @@
-"""What the loops of this folder are made of: how an operation on sixteen floats becomes instructions of
-LLVM, and floats of every type in memory."""
+"""The lowest layer of the loops of this folder: operations on sixteen floats as instructions of LLVM,
+floats of every type in memory, and products with sums that stay in registers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
-from numba import types
+from llvmlite.binding import get_host_cpu_features
+from numba import config, types
 from numba.core import cgutils
 from numba.core.datamodel import register_default
 from numba.core.datamodel.models import PrimitiveModel
@@ -71,10 +72,10 @@ def operation(signature: str, emit: Any) -> Any:
     return intrinsic(typed)
 
 
-def llvm(builder: Any, name: str, result: Any, *values: Any) -> Any:
-    kinds = [value.type for value in values]
-    function = builder.module.declare_intrinsic(name, (), ir.FunctionType(result, kinds))
-    return builder.call(function, values)
+def called(builder: Any, name: str, result: Any, *values: Any) -> Any:
+    """Returns the result of LLVM's function ``name``."""
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
 
 def constant(value: float) -> Any:
@@ -109,11 +110,9 @@ def write(builder: Any, address: Any, value: Any, align: int) -> None:
 
 
 def fetch(builder: Any, address: Any) -> None:
-    """For reading, into the second cache: the first is small, and what is in it in use."""
-    to = INT8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [to, INT32, INT32, INT32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    builder.call(function, [pointer(builder, address, INT8), INT32(0), INT32(2), INT32(1)])
+    """Fetches a line for reading, into the second cache: the first is small, and in use."""
+    how = INT32(0), INT32(2), INT32(1)
+    called(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer(builder, address, INT8), *how)
 
 
 def load_float32(builder: Any, address: Any) -> Any:
@@ -190,7 +189,7 @@ def load_float8(builder: Any, address: Any) -> Any:
 
 
 def widen_float8(builder: Any, source: Any, target: Any) -> None:
-    """Twice sixteen: halves are made of as many at once as of sixteen."""
+    """Writes twice sixteen as float32: halves are made of as many at once as of sixteen."""
     halves = _read_float8(builder, source, 2 * LANES)
     for start in (0, LANES):
         which = ir.Constant(INTS, list(range(start, start + LANES)))
@@ -198,10 +197,8 @@ def widen_float8(builder: Any, source: Any, target: Any) -> None:
         write(builder, plus(builder, target, 4 * start), float8_floats(builder, mine), 4)
 
 
-def widening(
-    load_floats: Callable[[Any, Any], Any], itemsize: int
-) -> Callable[[Any, Any, Any], None]:
-    """The same of other types."""
+def widening(load_floats: Callable[[Any, Any], Any], itemsize: int) -> Emit:
+    """Returns the same for other types."""
 
     def emit(builder: Any, source: Any, target: Any) -> None:
         for start in (0, LANES):
@@ -235,10 +232,186 @@ def store_float8(builder: Any, address: Any, value: Any) -> None:
     write(builder, address, builder.trunc(code, ir.VectorType(INT8, LANES)), 1)
 
 
+LOADS = {
+    torch.float32: load_float32,
+    torch.bfloat16: load_bfloat16,
+    torch.float16: load_float16,
+    torch.float8_e4m3fn: load_float8,
+}
+STORES = {
+    torch.float32: lambda b, at, value: write(b, at, value, 4),
+    torch.bfloat16: store_bfloat16,
+    torch.float16: store_float16,
+    torch.float8_e4m3fn: store_float8,
+}
+WIDENINGS = {dtype: widening(load, dtype.itemsize) for dtype, load in LOADS.items()}
+WIDENINGS[torch.float8_e4m3fn] = widen_float8
+
+
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
-    return llvm(builder, f"llvm.fma.v{LANES}f32", FLOATS, a, b, c)
+    """Returns a * b + c, rounded once."""
+    return called(builder, f"llvm.fma.v{LANES}f32", FLOATS, a, b, c)
 
 
 def plus(builder: Any, address: Any, offset: int) -> Any:
     return builder.add(address, ir.Constant(address.type, offset))
+
+
+def times(builder: Any, value: Any, factor: int) -> Any:
+    return builder.mul(value, ir.Constant(value.type, factor))
+
+
+# --- sums that stay in registers ---
+
+ROWS_AT_ONCE = 6
+"""Rows of a product with weights: so many there are registers for."""
+WAITING_ROWS = 2
+"""So few wait for memory anyway, which reads ahead by itself; for more, what is read next is fetched."""
+
+Emit = Callable[..., None]
+Parts = list[Any]
+
+
+class Numbers(NamedTuple):
+    """How numbers of a type are multiplied. ``features``: of a row that one step takes; ``bytes``:
+    theirs; ``row``: what is at an address there, for all lanes; ``column``: what is at an address of
+    sixteen columns; ``add``: the sum with the products of both."""
+
+    features: int
+    bytes: int
+    row: Callable[[Any, Any], Parts]
+    column: Callable[[Any, Any], Parts]
+    add: Callable[[Any, Any, Parts, Parts], Any]
+
+
+def _add_each(builder: Any, total: Any, row: Parts, column: Parts) -> Any:
+    for these, those in zip(row, column, strict=True):
+        total = fused(builder, these, those, total)
+    return total
+
+
+def _row32(builder: Any, address: Any) -> Parts:
+    return [splatted(builder, read(builder, address, FLOAT, 4))]
+
+
+def _row16(builder: Any, address: Any) -> Parts:
+    spread = splatted(builder, read(builder, address, INT16, 2))
+    return [builder.fpext(builder.bitcast(spread, ir.VectorType(ir.HalfType(), LANES)), FLOATS)]
+
+
+def both_bfloat16(builder: Any, pairs: Any) -> Parts:
+    """Returns of sixteen pairs of bf16 the first ones and the second ones, as floats."""
+    first = builder.shl(pairs, whole_numbers(16))
+    second = builder.and_(pairs, whole_numbers(-(1 << 16)))
+    return [builder.bitcast(each, FLOATS) for each in (first, second)]
+
+
+def row_pair(builder: Any, address: Any) -> Any:
+    return splatted(builder, read(builder, address, INT32, 2))
+
+
+def column_pair(builder: Any, address: Any) -> Any:
+    return read(builder, address, INTS, 4)
+
+
+FLOAT32_NUMBERS = Numbers(1, 4, _row32, lambda b, at: [load_float32(b, at)], _add_each)
+FLOAT16_NUMBERS = Numbers(1, 2, _row16, lambda b, at: [load_float16(b, at)], _add_each)
+BFLOAT16_NUMBERS = Numbers(
+    2, 4, lambda b, at: both_bfloat16(b, row_pair(b, at)),
+    lambda b, at: both_bfloat16(b, column_pair(b, at)), _add_each,
+)  # fmt: skip
+
+
+class Tile:
+    """Sums of ``num_rows`` rows with ``num_columns`` columns: ``sums[row][at]`` has sixteen of them."""
+
+    def __init__(self, builder: Any, num_rows: int, num_columns: int) -> None:
+        self._builder = builder
+        self._num_rows, self._width = num_rows, num_columns // LANES
+
+    def sums(self, value: Any) -> list[list[Any]]:
+        """Returns registers that begin with ``value``."""
+        return [
+            [cgutils.alloca_once_value(self._builder, value) for _ in range(self._width)]
+            for _ in range(self._num_rows)
+        ]
+
+    def sums_at(self, rows: list[Any]) -> list[list[Any]]:
+        """Returns registers that begin with the float32 at ``rows``."""
+        builder = self._builder
+        return [
+            [
+                cgutils.alloca_once_value(builder, each)
+                for each in self.columns(row, 4, load_float32)
+            ]
+            for row in rows
+        ]
+
+    def rows(self, first: Any, stride: Any) -> list[Any]:
+        """Returns where rows begin that are ``stride`` bytes apart."""
+        return [
+            self._builder.add(first, times(self._builder, stride, row))
+            for row in range(self._num_rows)
+        ]
+
+    def columns(self, address: Any, size: int, load: Callable[[Any, Any], Any]) -> list[Any]:
+        """Returns what ``load`` loads of each sixteen columns; ``size``: bytes of each column."""
+        places = (plus(self._builder, address, size * LANES * at) for at in range(self._width))
+        return [load(self._builder, place) for place in places]
+
+    def add(
+        self, sums: list[list[Any]], index: Any, rows: list[Any], row_step: Any,
+        columns: Any, column_step: Any, numbers: Numbers,
+    ) -> None:  # fmt: skip
+        """Adds the products of step ``index``: rows and columns go on by so many bytes with each."""
+        builder = self._builder
+        at = builder.add(columns, builder.mul(index, column_step))
+        loaded = self.columns(at, numbers.bytes, numbers.column)
+        offset = builder.mul(index, row_step)
+        for start, mine in zip(rows, sums, strict=True):
+            row = numbers.row(builder, builder.add(start, offset))
+            for total, column in zip(mine, loaded, strict=True):
+                builder.store(numbers.add(builder, builder.load(total), row, column), total)
+
+    def write(self, sums: list[list[Any]], rows: list[Any]) -> None:
+        """Writes float32 to where ``rows`` begin."""
+        for row, mine in zip(rows, sums, strict=True):
+            for at, total in enumerate(mine):
+                place = plus(self._builder, row, 4 * LANES * at)
+                write(self._builder, place, self._builder.load(total), 4)
+
+
+def by_rows(emit_for: Callable[[int], Emit], builder: Any, num_rows: Any, *values: Any) -> None:
+    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` that ``num_rows`` may be."""
+    done = builder.append_basic_block("rows_done")
+    switch = builder.switch(num_rows, done)
+    for count in range(1, ROWS_AT_ONCE + 1):
+        block = builder.append_basic_block(f"rows_{count}")
+        switch.add_case(count, block)
+        with builder.goto_block(block):
+            emit_for(count)(builder, *values)
+            builder.branch(done)
+    builder.position_at_end(done)
+
+
+# --- which instructions there are ---
+
+
+def has_feature(name: str) -> bool:
+    """Whether this machine has a feature by LLVM's name, and numba compiles for it: for another machine,
+    LLVM would give up on what that one lacks."""
+    return not (config.CPU_NAME or config.CPU_FEATURES) and _has(name)
+
+
+def has_wide_registers() -> bool:
+    """Whether numba compiles for a machine with AVX-512."""
+    if config.CPU_FEATURES is not None:
+        return "+avx512f" in config.CPU_FEATURES
+    return _has("avx512f")
+
+
+def _has(name: str) -> bool:
+    try:
+        return bool(get_host_cpu_features().get(name))
+    except RuntimeError:  # LLVM does not know the machine
+        return False

@@ -1,5 +1,11 @@
 """Rows times weights, both in 8 bits, by groups of features.
 
+A row is written as one record before it is multiplied: of each group its scale (float32), its correction
+(int32) and its values (int8). A group's scale is its largest magnitude over 127, so that a value far
+above all others coarsens the steps of its own group alone (real models have such outliers in some
+channels). A gated row is one half of what a product left, after an activation, times the other half:
+what the second product of a feed-forward network reads.
+
 Every operation is rounded once, and their order is that of the groups: a row's result has the same bits
 in whatever company it is computed. So few rows and many, on every machine with the instructions, are one
 loop.
@@ -13,32 +19,27 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from numba import njit
 
-from engine.kernels import LANES, int8_rows
+from engine.kernels import LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop
-from engine.kernels.exact import fma
-from engine.kernels.int8_rows import (
-    ZERO_POINT,
-    Gate,
-    gated_or_plain,
-    gating_of,
-    quantize_row,
-    record_bytes,
-)
+from engine.kernels.compiled import Loop, releasing, threads_for
+from engine.kernels.instructions import ROWS_AT_ONCE
 from engine.kernels.integers import (
     CHANNELS,
     HEADER_BYTES,
     has_integer_products,
+    larger_bits,
+    largest_bits_of,
     multiply_by_channel,
     multiply_by_group,
+    store_int8,
+    to_whole,
 )
 from engine.kernels.records import NOWHERE, Bytes, Counter, Float32s, Floats
-from engine.kernels.tiling import ROWS_AT_ONCE, share_of
-from engine.kernels.waiting import releasing, wait_until
 
 
 def reference(
@@ -50,26 +51,129 @@ def reference(
 ) -> torch.Tensor:
     """Returns ``[num_rows, out_features]`` float32, before a bias is added. ``rows`` ``[num_rows,
     in_features]``; weights as ``PackedWeights`` takes them. Sums of integers are exact in any order."""
-    quantized = int8_rows.reference(rows, group)
-    weights = F.pad(values.double(), (0, -values.shape[1] % group)).unflatten(1, (-1, group))
+    filled = (0, -rows.shape[1] % group)
+    groups = F.pad(rows.float(), filled).unflatten(1, (-1, group))
+    weights = F.pad(values.double(), filled).unflatten(1, (-1, group))
+    by = (groups.abs().amax(2) / 127).clamp_min(float(_SMALLEST_SCALE))
+    quantized = (groups * (1 / by)[:, :, None]).round().double()
     total = torch.zeros(len(rows), len(values))
     for index in range(weights.shape[1]):
-        whole = (quantized.values[:, index].double() @ weights[:, index].T).float()
+        whole = (quantized[:, index] @ weights[:, index].T).float()
         if group_scales is not None:
             whole = whole * group_scales[:, index].float()
-        total = fma(whole, quantized.scales[:, index, None], total)
+        total = v.fma_of_tensors(whole, by[:, index, None], total)
     return total * scales
 
 
+_ZERO_POINT = 128
+_SMALLEST_SCALE = np.float32(1e-12)
+_ZERO, _ONE, _LARGEST = np.float32(0.0), np.float32(1.0), np.float32(127.0)
 _BLOCKS_AT_ONCE = 64
 """Weights are packed in slices of so many blocks, which bounds the memory that takes."""
 
+# --- rows in 8 bits ---
+
+
+class Gate(NamedTuple):
+    """``activation``: of ``v.ACTIVATIONS``; ``is_first``: it is for the first half of a row."""
+
+    activation: str
+    is_first: bool
+
+
+def _gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[torch.Tensor, int, int]:
+    """Returns ``rows``, ``activation`` and ``other`` as a kernel is told them. ``rows`` ``[num_rows,
+    num_features]``, or twice as many that ``gate`` halves."""
+    if gate is None:
+        return rows, 0, 0
+    half, activation = rows.shape[1] // 2, v.ACTIVATIONS[gate.activation]
+    if gate.is_first:
+        return rows, activation, half
+    return rows[:, half:], activation, -half
+
+
+@njit
+def _quantize_row(row: Any, num_features: int, group: int, record: Any) -> None:
+    """Writes the record of ``num_features`` floats, a multiple of 16; a last group is filled with 0."""
+    for first in range(0, num_features, group):
+        end = min(first + group, num_features)
+        most = v.splat(_ZERO)
+        for at in range(first, end, LANES):
+            most = larger_bits(v.magnitude(v.load(row, at)), most)
+        scale = largest_bits_of(most) / _LARGEST
+        if scale < _SMALLEST_SCALE:  # which what is no number is not
+            scale = _SMALLEST_SCALE
+        by, total = v.splat(_ONE / scale), v.splat(_ZERO)
+        values = record + HEADER_BYTES
+        for at in range(first, end, LANES):
+            value = to_whole(v.load(row, at) * by)
+            total = total + value
+            store_int8(values + (at - first), value)
+        for at in range(end, first + group, LANES):
+            store_int8(values + (at - first), v.splat(_ZERO))
+        v.float32s(record)[0] = scale
+        v.int32s(record)[1] = -_ZERO_POINT * int(v.sum_of(total))
+        record = values + group
+
+
+@njit
+def _gated_or_plain(a: Any, row: int) -> Any:
+    """Returns where the row is that is to be quantised: in ``a.gated``, once it is gated, or where it
+    was."""
+    source = a.rows + row * a.row
+    if a.activation == 0:
+        return source
+    target, other = a.gated + row * a.num_features, source + a.other
+    for at in range(0, a.num_features, LANES):
+        value = v.activated(a.activation, v.load(source, at))
+        v.store(target, at, v.rounded(source, value) * v.load(other, at))
+    return target
+
+
+class GateArguments(NamedTuple):
+    """``rows`` ``[num_rows, num_features]``, ``row`` features apart: the halves that ``activation`` is
+    for, with the other halves ``other`` features further; ``gated`` ``[num_rows, num_features]``."""
+
+    rows: Floats
+    gated: Floats
+    num_rows: int
+    num_features: int
+    row: int
+    activation: int
+    other: int
+    next_row: Counter = 0
+
+
+def _gate(a: GateArguments) -> None:
+    for row in v.shared(a.next_row, a.num_rows):
+        _gated_or_plain(a, row)
+
+
+gate_all = Loop(_gate, GateArguments)
+"""Gates each row."""
+
+
+def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
+    """``rows`` ``[num_rows, 2 * num_features]``, of a type in ``KINDS``; features a multiple of 16, which
+    lie together. Returns ``[num_rows, num_features]``, of the same type."""
+    gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
+    first, activation, other = _gating_of(rows, how)
+    num_rows, num_features = gated.shape
+    arguments = GateArguments(
+        first, gated, num_rows, num_features, rows.stride(0), activation, other
+    )
+    gate_all.run(arguments, threads_for(rows.numel()))
+    return gated
+
+
+# --- products ---
+
 
 class Arguments(NamedTuple):
-    """Rows and ``gated`` as ``int8_rows`` takes them; ``records``: room for them in 8 bits, of ``record``
-    bytes each. ``weights`` ``[num_blocks, block]`` bytes, of which groups have scales if ``by_group``;
-    ``scales`` and ``bias`` (or NOWHERE): of channels; ``output`` ``[num_rows, num_blocks * 32]``;
-    ``release`` as ``wait_until`` takes it."""
+    """Rows as ``GateArguments`` has them, or as they are: ``activation`` 0, ``gated`` unused;
+    ``records``: room for them in 8 bits, of ``record`` bytes each. ``weights`` ``[num_blocks, block]``
+    bytes, of which groups have scales if ``by_group``; ``scales`` and ``bias`` (or NOWHERE): of
+    channels; ``output`` ``[num_rows, num_blocks * 32]``; ``release`` as ``wait_until`` takes it."""
 
     rows: Floats
     gated: Floats
@@ -100,10 +204,10 @@ def _quantize(a: Arguments) -> None:
     """All threads share the rows; none goes on before the last is done."""
     for row in v.shared(a.next_row, a.num_rows):
         record = a.records + row * a.record
-        quantize_row(gated_or_plain(a, row), a.num_features, a.group, record)
+        _quantize_row(_gated_or_plain(a, row), a.num_features, a.group, record)
         v.fetch_add(a.num_done, 1)
     # Every row that is not done is in the hands of a thread that runs.
-    wait_until(a.num_done, a.num_rows, a.release)
+    v.wait_until(a.num_done, a.num_rows, a.release)
 
 
 @njit
@@ -136,7 +240,7 @@ def _multiply_block(a: Arguments, block: int, totals: Any) -> None:
     num_tiles = (a.num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
     groups, weights = a.record // (a.group + HEADER_BYTES), a.weights + block * a.block
     for tile in range(num_tiles):
-        first, end = share_of(a.num_rows, num_tiles, tile)
+        first, end = v.share_of(a.num_rows, num_tiles, tile)
         rows, count, ahead = a.records + first * a.record, end - first, _ahead(a, block, tile)
         if a.by_group:
             multiply_by_group(count, rows, a.record, weights, groups, a.group, totals, ahead)
@@ -200,9 +304,9 @@ class PackedWeights:
         in ``KINDS``. Returns ``[num_rows, out_features]``."""
         rows = _readable(rows, gate)
         num_rows, num_features = len(rows), rows.shape[1] // (2 if gate else 1)
-        first, activation, other = gating_of(rows, gate)
+        first, activation, other = _gating_of(rows, gate)
         gated = rows.new_empty(num_rows, num_features) if gate else rows
-        record = record_bytes(num_features, self._group)
+        record = -(-num_features // self._group) * (HEADER_BYTES + self._group)
         records = torch.empty(num_rows * record, dtype=torch.uint8)
         num_threads, width = torch.get_num_threads(), self._num_blocks * CHANNELS
         output = torch.empty((num_rows, width), dtype=dtype)
@@ -233,7 +337,7 @@ def _pack(values: torch.Tensor, scales: torch.Tensor | None, group: int) -> torc
         channels = slice(first * CHANNELS, (first + len(part)) * CHANNELS)
         some = torch.zeros(len(part) * CHANNELS, num_groups * group, dtype=torch.int8)
         some[: len(values[channels]), : values.shape[1]] = values[channels]
-        fours = (some.view(torch.uint8) ^ ZERO_POINT).view(
+        fours = (some.view(torch.uint8) ^ _ZERO_POINT).view(
             len(part), CHANNELS, num_groups, group // 4, 4
         )
         target = part[..., : CHANNELS * group].view(len(part), num_groups, group // 4, CHANNELS, 4)

@@ -14,7 +14,6 @@ from numba.core import cgutils
 
 from engine.kernels import LANES
 from engine.kernels import instructions as asm
-from engine.kernels.tiling import WAITING_ROWS, Emit, Tile, by_rows, called, has_feature
 
 CHANNELS = 2 * LANES
 """Output channels of a block of packed weights: of each so many are multiplied with a row at once."""
@@ -28,12 +27,12 @@ _FOURS_AT_ONCE = GROUP_STEP // 4
 
 def has_integer_products() -> bool:
     """Whether numba compiles for a machine with the instruction that they are made of."""
-    return is_wide() or has_feature("avxvnni")
+    return is_wide() or asm.has_feature("avxvnni")
 
 
 def is_wide() -> bool:
-    """Whether it is that of sixteen sums."""
-    return has_feature("avx512vnni")
+    """Whether the instruction is that of sixteen sums."""
+    return asm.has_feature("avx512vnni")
 
 
 # --- bytes from floats ---
@@ -50,10 +49,10 @@ def _larger_bits(builder: Any, x: Any, y: Any) -> Any:
 
 
 def _largest_bits(builder: Any, value: Any) -> Any:
-    reduce = builder.module.declare_intrinsic(
-        f"llvm.vector.reduce.smax.v{LANES}i32", (), ir.FunctionType(asm.INT32, [asm.INTS])
+    name = f"llvm.vector.reduce.smax.v{LANES}i32"
+    return builder.bitcast(
+        asm.called(builder, name, asm.INT32, _as_ints(builder, value)), asm.FLOAT
     )
-    return builder.bitcast(builder.call(reduce, [_as_ints(builder, value)]), asm.FLOAT)
 
 
 def _store_int8(builder: Any, address: Any, value: Any) -> None:
@@ -67,7 +66,7 @@ is no number larger still."""
 largest_bits_of = asm.operation("lanes -> float", _largest_bits)
 """Of sixteen magnitudes, likewise."""
 to_whole = asm.operation(
-    "lanes -> lanes", lambda b, x: asm.llvm(b, f"llvm.roundeven.v{LANES}f32", asm.FLOATS, x)
+    "lanes -> lanes", lambda b, x: asm.called(b, f"llvm.roundeven.v{LANES}f32", asm.FLOATS, x)
 )
 """To the nearest whole number, ties to even."""
 store_int8 = asm.operation("int lanes -> none", _store_int8)
@@ -80,24 +79,23 @@ store_int8 = asm.operation("int lanes -> none", _store_int8)
 def _add_products(builder: Any, total: Any, weights: Any, row: Any) -> Any:
     """``weights`` unsigned, ``row`` signed bytes, four to each sum."""
     if is_wide():
-        return called(builder, WIDE, asm.INTS, total, weights, row)
+        return asm.called(builder, WIDE, asm.INTS, total, weights, row)
     half = ir.VectorType(asm.INT32, LANES // 2)
     parts = []
     for start in (0, LANES // 2):
         lanes = ir.Constant(half, list(range(start, start + LANES // 2)))
         values = (builder.shuffle_vector(each, each, lanes) for each in (total, weights, row))
-        parts.append(called(builder, NARROW, half, *values))
+        parts.append(asm.called(builder, NARROW, half, *values))
     return builder.shuffle_vector(*parts, ir.Constant(asm.INTS, list(range(LANES))))
 
 
-class _IntegerTile(Tile):
+class _IntegerTile(asm.Tile):
     """Sums of a group are integers; ``totals`` of all groups are floats."""
 
     def __init__(self, builder: Any, num_rows: int) -> None:
         super().__init__(builder, num_rows, CHANNELS)
-        self._builder = builder
-        self.totals = self.sums(lambda _row, _at: asm.constant(0.0))
-        self._whole = self.sums(lambda _row, _at: ir.Constant(asm.INTS, None))
+        self.totals = self.sums(asm.constant(0.0))
+        self._whole = self.sums(ir.Constant(asm.INTS, None))
 
     def begin_group(self, headers: list[Any]) -> None:
         builder = self._builder
@@ -107,7 +105,7 @@ class _IntegerTile(Tile):
                 builder.store(asm.splatted(builder, correction), total)
 
     def add_four(self, rows: list[Any], weights: Any, offset: Any) -> None:
-        """Four features of each row and channel; ``offset``: bytes from where a row's values begin."""
+        """Adds four features of each row and channel; ``offset``: bytes from where a row's values are."""
         builder = self._builder
         columns = self.columns(weights, 4, lambda b, at: asm.read(b, at, asm.INTS, 1))
         for row, mine in zip(rows, self._whole, strict=True):
@@ -128,7 +126,7 @@ class _IntegerTile(Tile):
                 builder.store(asm.fused(builder, value, by, builder.load(total)), total)
 
 
-def _multiplying(has_scales: bool, num_rows: int) -> Emit:
+def _multiplying(has_scales: bool, num_rows: int) -> asm.Emit:
     def emit(
         builder: Any, rows: Any, stride: Any, weights: Any, num_groups: Any, group: Any,
         target: Any, ahead: Any,
@@ -150,7 +148,7 @@ def _multiplying(has_scales: bool, num_rows: int) -> Emit:
                 for which in range(_FOURS_AT_ONCE):
                     index = asm.plus(builder, first, which)
                     at = builder.add(here, builder.mul(index, kind(4 * CHANNELS)))
-                    if num_rows > WAITING_ROWS:
+                    if num_rows > asm.WAITING_ROWS:
                         distance = builder.lshr(builder.sub(at, weights), kind(1))
                         asm.fetch(builder, builder.add(ahead, distance))
                     tile.add_four(values, at, builder.mul(index, kind(4)))
@@ -158,21 +156,21 @@ def _multiplying(has_scales: bool, num_rows: int) -> Emit:
             if has_scales:
                 scales = tile.columns(builder.add(here, weight_bytes), 2, asm.load_float16)
             tile.end_group(headers, scales)
-        tile.write(tile.totals, target)
+        tile.write(tile.totals, tile.rows(target, kind(4 * CHANNELS)))
 
     return emit
 
 
 def _multiplying_any(has_scales: bool) -> Any:
     def emit(builder: Any, num_rows: Any, *values: Any) -> None:
-        by_rows(partial(_multiplying, has_scales), builder, num_rows, *values)
+        asm.by_rows(partial(_multiplying, has_scales), builder, num_rows, *values)
 
     return asm.operation("int " * 8 + "-> none", emit)
 
 
 multiply_by_group = _multiplying_any(True)
 """(number of rows, records, bytes from one to the next, weights, groups, features in a group, target,
-ahead). Records as in ``int8_rows``; weights ``[groups]`` of ``[fours of features, CHANNELS, 4]`` uint8,
+ahead). Records as in ``int8_product``; weights ``[groups]`` of ``[fours of features, CHANNELS, 4]`` uint8,
 which are 128 too large, and ``[CHANNELS]`` float16 scales; target ``[rows, CHANNELS]`` float32.
 Meanwhile half as many bytes as there are of weights are fetched from ``ahead`` on, a line at a time: all
 at once they would be in the way of what is read now."""

@@ -18,30 +18,17 @@ from llvmlite import ir
 from numba import njit
 from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
-from numba.extending import lower_builtin, overload
+from numba.extending import lower_builtin
 
-from engine.kernels import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, LANES
+from engine.kernels import LANES
 from engine.kernels import instructions as asm
 from engine.kernels.instructions import lanes_type, operation
-from engine.kernels.records import Pointer
 
 _INT64 = ir.IntType(64)
 _LINE = 64  # bytes of a line of a cache
 
 # --- memory ---
 
-_LOADS = {
-    torch.float32: asm.load_float32,
-    torch.bfloat16: asm.load_bfloat16,
-    torch.float16: asm.load_float16,
-    torch.float8_e4m3fn: asm.load_float8,
-}
-_STORES = {
-    torch.float32: lambda b, at, value: asm.write(b, at, value, 4),
-    torch.bfloat16: asm.store_bfloat16,
-    torch.float16: asm.store_float16,
-    torch.float8_e4m3fn: asm.store_float8,
-}
 _ROUNDINGS = {
     torch.float32: lambda _b, _floats, value: value,
     torch.bfloat16: lambda b, _floats, value: asm.round_bfloat16(b, value),
@@ -50,11 +37,11 @@ _ROUNDINGS = {
 
 
 def _indexed(emits: dict[torch.dtype, Any]) -> dict[torch.dtype, Any]:
-    """The same of a pointer and a number of an element."""
+    """Returns the same for a pointer and a number of an element."""
 
     def indexed(element: torch.dtype) -> Any:
         def emit(builder: Any, floats: Any, at: Any, *values: Any) -> Any:
-            place = builder.add(floats, builder.mul(at, at.type(element.itemsize)))
+            place = builder.add(floats, asm.times(builder, at, element.itemsize))
             return emits[element](builder, place, *values)
 
         return emit
@@ -62,20 +49,10 @@ def _indexed(emits: dict[torch.dtype, Any]) -> dict[torch.dtype, Any]:
     return {element: indexed(element) for element in emits}
 
 
-_load_at = operation("int int -> lanes", _indexed(_LOADS))
-_store_at = operation("int int lanes -> none", _indexed(_STORES))
-
-
-def load(floats: Any, at: int) -> Any:
-    """Returns sixteen floats, from the one with the number ``at`` on."""
-    raise NotImplementedError
-
-
-def store(floats: Any, at: int, value: Any) -> None:
-    """Writes sixteen floats, rounded to the type of ``floats``, from the number ``at`` on."""
-    raise NotImplementedError
-
-
+load = operation("int int -> lanes", _indexed(asm.LOADS))
+"""``load(floats, at)`` returns sixteen floats, from the one with the number ``at`` on."""
+store = operation("int int lanes -> none", _indexed(asm.STORES))
+"""``store(floats, at, value)`` writes them, rounded to the type of ``floats``."""
 rounded = operation("int lanes -> lanes", _ROUNDINGS)
 """The second, as if it were stored to the first and loaded again."""
 float32s = operation("int -> floats", lambda _b, at: at)
@@ -85,9 +62,28 @@ is_none = operation("int -> bool", lambda b, at: b.icmp_signed("==", at, _INT64(
 """Whether NOWHERE was given for a tensor."""
 line_length = operation(
     "int -> int",
-    {each: lambda _b, _at, each=each: _INT64(_LINE // each.itemsize) for each in _LOADS},
+    {each: lambda _b, _at, each=each: _INT64(_LINE // each.itemsize) for each in asm.LOADS},
 )
 """How many numbers of a pointer's a line of the cache has."""
+_fetch_line = operation("int -> none", asm.fetch)
+_widen_some = operation("int int -> none", asm.WIDENINGS)
+
+
+@njit
+def fetch(floats: Any, count: int) -> None:
+    """Fetches every line of so many numbers, which are wanted soon."""
+    for at in range(0, count, line_length(floats)):
+        _fetch_line(floats + at)
+
+
+@njit
+def widen(floats: Any, count: int, ahead: Any, target: Any) -> None:
+    """Writes so many floats, a multiple of 32, as float32; as many at ``ahead`` are fetched meanwhile."""
+    for at in range(0, count, 2 * LANES):
+        fetch(ahead + at, 2 * LANES)
+        _widen_some(floats + at, target + at)
+
+
 bits_of = operation("double -> int", lambda b, value: b.bitcast(value, _INT64))
 
 
@@ -135,96 +131,28 @@ def _call_int(builder: Any, function: Any) -> Any:
 
 
 call = operation("int int -> none", _call)
-"""A function that is at the first address, with the second."""
+"""Calls the function that is at the first address with the second."""
 call_int = operation("int -> int", _call_int)
-"""A function that takes nothing and returns a C int."""
-
-# --- addresses and kinds: what ``paged_attention`` is still written in ---
-
-load32 = operation("int -> lanes", asm.load_float32)
-_load_b16 = operation("int -> lanes", asm.load_bfloat16)
-_load_f16 = operation("int -> lanes", asm.load_float16)
-_load_f8 = operation("int -> lanes", asm.load_float8)
-store32 = operation("int lanes -> none", lambda b, at, value: asm.write(b, at, value, 4))
-_store_b16 = operation("int lanes -> none", asm.store_bfloat16)
-_store_f16 = operation("int lanes -> none", asm.store_float16)
-_store_f8 = operation("int lanes -> none", asm.store_float8)
-_widen_f8 = operation("int int -> none", asm.widen_float8)
-_widen_b16 = operation("int int -> none", asm.widening(asm.load_bfloat16, 2))
-_widen_f16 = operation("int int -> none", asm.widening(asm.load_float16, 2))
-_widen_32 = operation("int int -> none", asm.widening(asm.load_float32, 4))
-read_int = operation("int -> int", lambda b, at: asm.read(b, at, _INT64, 8))
-read_float = operation("int -> float", lambda b, at: asm.read(b, at, asm.FLOAT, 4))
-write_float = operation("int float -> none", lambda b, at, value: asm.write(b, at, value, 4))
-prefetch = operation("int -> none", asm.fetch)
-"""What is wanted soon: the line of memory at an address."""
-
-
-@njit(inline="always")
-def itemsize_of(kind: int) -> int:
-    if kind == FLOAT8:
-        return 1
-    return 4 if kind == FLOAT32 else 2
-
-
-@njit(inline="always")
-def _load_kind(kind: int, address: int) -> Any:
-    if kind == BFLOAT16:
-        return _load_b16(address)
-    if kind == FLOAT16:
-        return _load_f16(address)
-    if kind == FLOAT8:
-        return _load_f8(address)
-    return load32(address)
+"""Calls a function that takes nothing and returns a C int."""
+_SPINS = 1 << 14
+"""A thread that has waited for so long lets others run: somebody may want its core."""
 
 
 @njit
-def fetch_all(at: int, num_bytes: int) -> None:
-    """Every line of so many bytes is wanted soon."""
-    for line in range(at, at + num_bytes, _LINE):
-        prefetch(line)
+def wait_until(counter: Any, least: int, release: int) -> None:
+    """Returns when what ``counter`` points to has reached ``least``. ``release``: where the function is
+    that lets other threads run, or 0."""
+    spins = 0
+    while read_shared(counter) < least:
+        spins += 1
+        if spins >= _SPINS and release != 0:
+            call_int(release)
 
 
 @njit
-def widen(kind: int, source: int, count: int, ahead: int, target: int) -> None:
-    """So many floats, a multiple of 32, to float32; as many at ``ahead`` are fetched meanwhile."""
-    itemsize = itemsize_of(kind)
-    for at in range(0, count, 2 * LANES):
-        fetch_all(ahead + itemsize * at, 2 * LANES * itemsize)
-        if kind == BFLOAT16:
-            _widen_b16(source + 2 * at, target + 4 * at)
-        elif kind == FLOAT16:
-            _widen_f16(source + 2 * at, target + 4 * at)
-        elif kind == FLOAT8:
-            _widen_f8(source + at, target + 4 * at)
-        else:
-            _widen_32(source + 4 * at, target + 4 * at)
-
-
-@njit(inline="always")
-def _store_kind(kind: int, address: int, value: Any) -> None:
-    if kind == BFLOAT16:
-        _store_b16(address, value)
-    elif kind == FLOAT16:
-        _store_f16(address, value)
-    elif kind == FLOAT8:
-        _store_f8(address, value)
-    else:
-        store32(address, value)
-
-
-@overload(load, inline="always", strict=False)
-def _load(floats: Any, _at: Any) -> Any:
-    if isinstance(floats, Pointer):
-        return lambda floats, at: _load_at(floats, at)
-    return lambda floats, at: _load_kind(floats, at)
-
-
-@overload(store, inline="always", strict=False)
-def _store(floats: Any, _at: Any, _value: Any) -> Any:
-    if isinstance(floats, Pointer):
-        return lambda floats, at, value: _store_at(floats, at, value)
-    return lambda floats, at, value: _store_kind(floats, at, value)
+def share_of(count: int, num_parts: int, part: int) -> tuple[int, int]:
+    """Returns where a part of ``count`` begins and ends, of parts that are about equal."""
+    return count * part // num_parts, count * (part + 1) // num_parts
 
 
 # --- arithmetic ---
@@ -346,6 +274,23 @@ def _halved(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any
 
 
 fma = operation("lanes lanes lanes -> lanes", asm.fused)
+
+
+def fma_of_tensors(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Returns the same of tensors, for the plain loops that kernels are checked against. A product of two
+    float32 is a float64; their sum with a third is rounded to odd there, so that the second rounding is
+    as if it were the only one (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums",
+    2008)."""
+    product, added = a.double() * b.double(), c.double()
+    total = product + added
+    part = total - product
+    error = (product - (total - part)) + (added - part)
+    is_even = total.view(torch.int64) % 2 == 0
+    away = torch.where(error > 0, torch.inf, -torch.inf).double()
+    odd = torch.where((error != 0) & is_even, torch.nextafter(total, away), total)
+    return odd.float()
+
+
 add = operation("lanes lanes -> lanes", lambda b, x, y: b.fadd(x, y))
 sub = operation("lanes lanes -> lanes", lambda b, x, y: b.fsub(x, y))
 mul = operation("lanes lanes -> lanes", lambda b, x, y: b.fmul(x, y))
@@ -354,7 +299,7 @@ larger = operation("lanes lanes -> lanes", _largest)
 """The second of a pair where one is no number."""
 larger_or_nan = operation("lanes lanes -> lanes", _maximum)
 magnitude = operation(
-    "lanes -> lanes", lambda b, x: asm.llvm(b, f"llvm.fabs.v{LANES}f32", asm.FLOATS, x)
+    "lanes -> lanes", lambda b, x: asm.called(b, f"llvm.fabs.v{LANES}f32", asm.FLOATS, x)
 )
 splat = operation("float -> lanes", asm.splatted)
 clean = operation("lanes float -> lanes", _clean)
@@ -363,6 +308,16 @@ exp = operation("lanes -> lanes", _exponential)
 tanh = operation("lanes -> lanes", _hyperbolic_tangent)
 silu = operation("lanes -> lanes", _silu)
 gelu_tanh = operation("lanes -> lanes", _gelu_tanh)
+SILU, GELU_TANH = 1, 2
+ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+
+
+@njit
+def activated(activation: int, value: Any) -> Any:
+    """Returns an activation of ``ACTIVATIONS`` of each lane."""
+    return silu(value) if activation == SILU else gelu_tanh(value)
+
+
 sum_of = operation("lanes -> float", lambda b, x: _halved(b, x, b.fadd))
 largest_of = operation("lanes -> float", lambda b, x: _halved(b, x, partial(_largest, b)))
 largest_or_nan_of = operation("lanes -> float", lambda b, x: _halved(b, x, partial(_maximum, b)))

@@ -2,7 +2,8 @@
 
 A kernel declares its arguments once, as a ``NamedTuple`` of the annotations below. Python makes one of
 numbers and tensors; compiled code reads its fields by name. Between the two it is an array of 8 bytes for
-each field: a number, or the address of a tensor. Addresses are integers here and below, nowhere above.
+each field: a number, or the address of a tensor, which may hold records itself. Addresses are integers
+here and below, nowhere above.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ _SCALARS = {
 
 
 class Pointer(types.Type):
-    """Points to numbers of ``element``, a type of torch, that lie one after another. ``p + n`` points to
-    the n-th of them; ``p[n]`` is that one, where ``_SCALARS`` has its type."""
+    """Points to elements that lie one after another: numbers of a type of torch, or records that a
+    declaration declares. ``p + n`` points to the n-th of them; ``p[n]`` is that one, where it is a record
+    or ``_SCALARS`` has its type."""
 
-    def __init__(self, element: torch.dtype) -> None:
+    def __init__(self, element: Any) -> None:
         super().__init__(name=f"Pointer({element})")
         self.element = element
+        is_number = isinstance(element, torch.dtype)
+        self.itemsize = element.itemsize if is_number else 8 * len(element._fields)
+        self.scalar = _SCALARS.get(element) if is_number else Record(element)
 
 
 Counter = Annotated[int, "a counter"]
@@ -85,8 +90,8 @@ class Layout:
         return _NUMBERS.get(hint) or hint.__metadata__[0]
 
     def pack(self, arguments: Any) -> tuple[array[int], Dtypes]:
-        """Returns ``arguments`` as compiled code reads them, in an int64 for each field, and what code is
-        compiled for."""
+        """Returns ``arguments`` as compiled code reads them, in an int64 for each field, and the types
+        that code is compiled for."""
         tensors, numbers = arguments[: self._num_tensors], arguments[self._num_tensors :]
         told = self._struct.pack(*map(_address_of, tensors), *numbers)
         return array("q", told), self._dtypes(arguments)
@@ -95,13 +100,19 @@ class Layout:
 _address_of = torch.Tensor.data_ptr
 NOWHERE = torch.empty(0)
 """Stands for no tensor: compiled code finds it to be at no address."""
-layout_of = cache(Layout)
+layout_of: Any = cache(Layout)
+
+
+def packed(arguments: Any) -> torch.Tensor:
+    """Returns what other arguments have a ``Record`` of, in memory of its own."""
+    layout: Layout = layout_of(type(arguments))
+    return torch.frombuffer(layout.pack(arguments)[0], dtype=torch.int64)
 
 
 class Record(types.Type):
     """Arguments that ``declaration`` declares, whose tensors of ``Floats`` have ``dtypes``."""
 
-    def __init__(self, declaration: Any, dtypes: Dtypes) -> None:
+    def __init__(self, declaration: Any, dtypes: Dtypes = ()) -> None:
         super().__init__(name=f"{declaration.__module__}.{declaration.__qualname__}({dtypes})")
         self.declaration, self.dtypes = declaration, dtypes
 
@@ -135,7 +146,7 @@ def _read_field(context: Any, builder: Any, record: Record, address: Any, name: 
 
 
 def element_at(builder: Any, pointer: Pointer, address: Any, index: Any) -> Any:
-    return builder.add(address, builder.mul(index, _INT64(pointer.element.itemsize)))
+    return builder.add(address, builder.mul(index, _INT64(pointer.itemsize)))
 
 
 @infer_global(operator.add)
@@ -155,18 +166,20 @@ def _move(_context: Any, builder: Any, typed: Any, values: Any) -> Any:
 class _Read(AbstractTemplate):
     def generic(self, given: tuple[Any, ...], _named: Any) -> Any:
         if isinstance(given[0], Pointer) and isinstance(given[1], types.Integer):
-            return signature(_SCALARS[given[0].element], given[0], types.int64)
+            return signature(given[0].scalar, given[0], types.int64)
         return None
 
 
 def _scalar_at(context: Any, builder: Any, typed: Any, address: Any, index: Any) -> Any:
     pointer = typed.args[0]
-    kind = context.get_value_type(_SCALARS[pointer.element])
+    kind = context.get_value_type(pointer.scalar)
     return builder.inttoptr(element_at(builder, pointer, address, index), kind.as_pointer())
 
 
 @lower_builtin(operator.getitem, Pointer, types.int64)
 def _read(context: Any, builder: Any, typed: Any, values: Any) -> Any:
+    if isinstance(typed.return_type, Record):
+        return element_at(builder, typed.args[0], *values)
     return builder.load(_scalar_at(context, builder, typed, *values))
 
 
@@ -174,7 +187,7 @@ def _read(context: Any, builder: Any, typed: Any, values: Any) -> Any:
 class _Write(AbstractTemplate):
     def generic(self, given: tuple[Any, ...], _named: Any) -> Any:
         if isinstance(given[0], Pointer) and isinstance(given[1], types.Integer):
-            return signature(types.none, given[0], types.int64, _SCALARS[given[0].element])
+            return signature(types.none, given[0], types.int64, given[0].scalar)
         return None
 
 

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop
+from engine.kernels.compiled import Loop, function_address, releasing
 from engine.kernels.records import Counter, Int64s
-from engine.kernels.waiting import function_address, releasing, wait_until
 
 NODE_INTS = 3
 _CODE, _ARGUMENTS, _NUM_THREADS = range(NODE_INTS)
@@ -46,7 +45,7 @@ def _run(a: Arguments) -> None:
         if not is_last and (node[_NUM_THREADS] > 1 or following[_NUM_THREADS] > 1):
             expected += team
             v.fetch_add(a.num_arrived, 1)
-            wait_until(a.num_arrived, expected, a.release)
+            v.wait_until(a.num_arrived, expected, a.release)
 
 
 run_all = Loop(_run, Arguments, is_long=True)

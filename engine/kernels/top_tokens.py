@@ -1,25 +1,20 @@
-"""The largest logits of rows, and what sums of exponentials make probabilities of them."""
+"""The largest logits of rows, and what sums of exponentials make probabilities of them.
+
+Kernels go through a row by tiles of 1024 tokens, of which token ``32 * member + group`` is a group's
+member, so that the largest logits of 32 groups are maxima over whole vectors.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import njit
 
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop, threads_for
-from engine.kernels.largest_logits import NO_KEY, keep_largest, sort_kept, token_of
-from engine.kernels.logit_tiles import (
-    LOWEST,
-    count_tiles,
-    find_maxima,
-    num_tiles,
-    pad,
-    room_for_tile,
-    tile_at,
-)
 from engine.kernels.records import Counter, Float32s, Int64s
 from engine.noise_numbers import GROUP_TOKENS, TILE_TOKENS
 
@@ -29,6 +24,118 @@ def reference(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.T
     and of two zeros, too."""
     values, tokens = (logits + 0.0).sort(dim=-1, descending=True, stable=True)
     return tokens[:, :num_top], values[:, :num_top]
+
+
+# --- tiles of a row ---
+
+LOWEST = np.float32(-np.inf)
+
+
+def num_tiles(vocab_size: int) -> int:
+    """Returns how many tiles a row has; the last one may not be full."""
+    return (vocab_size + TILE_TOKENS - 1) // TILE_TOKENS
+
+
+count_tiles = njit(num_tiles)
+room_for_tile = v.room_for(TILE_TOKENS)
+"""Where ``pad`` leaves a row's last tile."""
+
+
+@njit(inline="always")
+def tile_at(logits: Any, vocab_size: int, tile: int, padded: Any) -> Any:
+    """Where its logits are; ``padded``: where those of the last one are, if it is not full."""
+    return logits + tile * TILE_TOKENS if (tile + 1) * TILE_TOKENS <= vocab_size else padded
+
+
+@njit
+def pad(logits: Any, vocab_size: int, padded: Any) -> None:
+    """The last tokens, and nothing after them."""
+    first = vocab_size // TILE_TOKENS * TILE_TOKENS
+    for token in range(first, first + TILE_TOKENS):
+        padded[token - first] = logits[token] if token < vocab_size else LOWEST
+
+
+@njit
+def find_maxima(tile: Any, maxima: Any) -> None:
+    """The largest logit of each of a tile's groups."""
+    for group in range(0, GROUP_TOKENS, LANES):
+        most = v.splat(LOWEST)
+        for member in range(0, TILE_TOKENS, GROUP_TOKENS):
+            most = v.larger(v.load(tile, member + group), most)
+        v.store(maxima, group, most)
+
+
+# --- the largest ones, by a heap of as many ---
+
+NO_KEY = -(1 << 63)
+"""In the place of a key, where a row has fewer numbers."""
+_ID_BITS = 32
+
+
+@njit(inline="always")
+def _key(logits: Any, at: int, token: int) -> int:
+    """An integer that orders logits, and among equal ones the lowest token as largest."""
+    bits: Any = np.int64(v.int32s(logits)[at])
+    if bits == -(1 << 31):  # there are two zeros, of one value
+        bits = 0
+    if bits < 0:
+        bits = bits ^ 0x7FFFFFFF
+    return (bits << _ID_BITS) - token
+
+
+@njit
+def _sink(heap: Any, size: int, at: int, key: int) -> None:
+    """Put ``key`` at the place ``at`` or below it, in a heap of which ``size`` keys are left."""
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and heap[child + 1] < heap[child]:
+            child += 1
+        if heap[child] >= key:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = key
+
+
+@njit
+def keep_largest(
+    logits: Any, vocab_size: int, count: int, padded: Any, maxima: Any, heap: Any
+) -> None:
+    """The keys of the largest logits into a heap, the least of them at its root."""
+    for at in range(count):
+        heap[at] = NO_KEY
+    for group in range(count_tiles(vocab_size) * GROUP_TOKENS):
+        # Of equal logits every token may be the one with the lowest number.
+        if _key(maxima, group, 0) < heap[0]:
+            continue
+        tile = tile_at(logits, vocab_size, group // GROUP_TOKENS, padded)
+        first = group // GROUP_TOKENS * TILE_TOKENS
+        for at in range(group % GROUP_TOKENS, TILE_TOKENS, GROUP_TOKENS):
+            if first + at >= vocab_size:
+                break
+            value = tile[at]
+            if value == value:
+                key = _key(tile, at, first + at)
+                if key > heap[0]:
+                    _sink(heap, count, 0, key)
+
+
+@njit
+def sort_kept(heap: Any, count: int) -> None:
+    """Best first."""
+    for size in range(count - 1, 0, -1):
+        least = heap[0]
+        _sink(heap, size, 0, heap[size])
+        heap[size] = least
+
+
+@njit(inline="always")
+def token_of(key: int) -> int:
+    """Not of ``NO_KEY``."""
+    return (-key) & ((1 << _ID_BITS) - 1)
+
+
+# --- top tokens ---
 
 
 class Arguments(NamedTuple):

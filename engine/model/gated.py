@@ -41,7 +41,7 @@ class GatedFeedForward(nn.Module):
         is_first: bool,
         activation: str,
     ) -> None:
-        from engine.kernels.int8_rows import Gate
+        from engine.kernels.int8_product import Gate
 
         super().__init__()
         self.parts = parts
@@ -146,7 +146,8 @@ def _of_floats(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
 
 def activation_of(module: nn.Module) -> str | None:
     """Returns the name of an activation; None: it is none that kernels know."""
-    from engine.kernels.int8_rows import ACTIVATIONS, Gate, gate_rows
+    from engine.kernels.int8_product import Gate, gate_rows
+    from engine.kernels.lanes import ACTIVATIONS
 
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
         return None

@@ -26,7 +26,7 @@ from torch import nn
 from engine.kernels import KINDS
 
 if TYPE_CHECKING:
-    from engine.kernels.int8_rows import Gate
+    from engine.kernels.int8_product import Gate
 
 GROUP = 32
 """Features of an input, and of a channel's weights, that share a scale."""

@@ -20,11 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels import host_kernel
 from engine.request.params import SamplingParams
 from engine.sampling.noise_torch import vocabulary_noise
 from engine.sampling.truncation import truncated
-from engine.transfer import upload
+from engine.transfer import host_kernel, upload
 
 _PIECE_NUMEL = 1 << 21
 """Logits looked at in one go: with noise, truncation and what is sorted for it some 90 bytes each."""

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from drafters.base import DraftSampling
-from engine.kernels import host_kernel
 from engine.request.params import SamplingParams
-from engine.transfer import upload
+from engine.transfer import host_kernel, upload
 
 _INFINITY = float("inf")
 _WEIGHT_SCALE = 2.0**40

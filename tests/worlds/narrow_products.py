@@ -19,13 +19,13 @@ from engine.model.int8 import Int8Product, Int8Weight
 
 def main(folder: Path) -> None:
     instructions = set()
-    called = integers.called
+    called = instructions.called
 
     def noted(builder: object, name: str, *values: object) -> object:
         instructions.add(name)
         return called(builder, name, *values)
 
-    integers.called = noted  # type: ignore[assignment]
+    instructions.called = noted  # type: ignore[assignment]
     integers.is_wide = lambda: False
     weights, rows = torch.load(folder / "given.pt")
     products = [Int8Product([Int8Weight(*each)], [None], torch.float32)(rows) for each in weights]

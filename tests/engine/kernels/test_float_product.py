@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import KINDS
+from engine.kernels import KINDS, watch_kernels
 from engine.kernels.float_dots import has_pair_products
 from engine.kernels.float_product import (
     PackedFloats,
@@ -16,9 +16,8 @@ from engine.kernels.float_product import (
     pack_gated,
     reference,
 )
-from engine.kernels.int8_rows import ACTIVATIONS
-from engine.kernels.tiling import has_wide_registers
-from engine.kernels.watch import watch_kernels
+from engine.kernels.instructions import has_wide_registers
+from engine.kernels.lanes import ACTIVATIONS
 from worlds.threads import threads
 
 pytestmark = pytest.mark.skipif(

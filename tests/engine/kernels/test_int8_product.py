@@ -11,11 +11,12 @@ from pathlib import Path
 import numba
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine.kernels import integers
-from engine.kernels.int8_product import can_multiply, reference
-from engine.kernels.int8_rows import ACTIVATIONS, Gate, gate_rows
-from engine.kernels.tiling import has_feature
+from engine.kernels.instructions import has_feature
+from engine.kernels.int8_product import Gate, can_multiply, gate_rows, reference
+from engine.kernels.lanes import ACTIVATIONS
 from engine.model.int8 import (
     GROUP,
     Int8Product,
@@ -63,6 +64,7 @@ def test_bits_are_those_of_the_loop(
     bias = drawn(out_features, seed=1) if has_bias else None
     rows = with_outliers(29, in_features, seed=2).to(dtype)
     rows[3] = 0
+    rows[5, : in_features // 2], rows[5, -1] = 0, 1e-20  # so small that its scale is the smallest
     product = Int8Product([weight], [bias], dtype)
     expected = product_of(rows, weight, bias, dtype)
     for count in (*range(1, 15), 29):
@@ -104,7 +106,38 @@ def test_the_narrow_instruction_has_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(got, product_of(rows, weight, None, torch.float32))
 
 
+# --- gated ---
+
+STEP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+SMALLEST = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-24}
 GATES = [Gate(activation, is_first) for activation in ACTIVATIONS for is_first in (True, False)]
+
+
+def gated_by_torch(rows: torch.Tensor, gate: Gate) -> torch.Tensor:
+    first, second = rows.chunk(2, 1)[:: 1 if gate.is_first else -1]
+    if gate.activation == "silu":
+        return F.silu(first) * second
+    return F.gelu(first, approximate="tanh") * second
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 32), (7, 2080), (300, 512)])
+def test_gated_values_are_torchs_but_for_a_step_and_the_same_in_any_company(
+    shape: tuple[int, int], dtype: torch.dtype, gate: Gate
+) -> None:
+    rows = (2 * drawn(*shape, seed=2)).to(dtype)
+    got, expected = gate_rows(rows, gate), gated_by_torch(rows, gate)
+    assert (got.dtype, got.shape) == (dtype, expected.shape)
+    # Of the activation, which is rounded before it is a factor; below 0 it may be what 1 - 1 left.
+    factor = rows.chunk(2, 1)[1 if gate.is_first else 0].float().abs()
+    tolerance = 2 * STEP[dtype] * expected.float().abs() + 1e-6 * factor + SMALLEST[dtype]
+    assert ((got.float() - expected.float()).abs() <= tolerance).all()
+    if dtype != torch.float32:  # values next to a step's edge are few
+        assert (got == expected).float().mean() > 0.97
+    assert torch.equal(torch.cat([gate_rows(row, gate) for row in rows.split(1)]), got)
+    with threads(3):
+        assert torch.equal(gate_rows(torch.cat([rows, rows], 1)[:, : shape[1]], gate), got)
 
 
 @needs_kernel

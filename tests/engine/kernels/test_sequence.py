@@ -9,10 +9,9 @@ import torch
 
 from engine.kernels import lanes as v
 from engine.kernels import sequence
-from engine.kernels.compiled import Loop
+from engine.kernels.compiled import Loop, releasing
 from engine.kernels.records import Counter, Int64s
 from engine.kernels.sequence import run_sequence
-from engine.kernels.waiting import releasing
 
 COUNT = 64
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.int8_rows import Gate, gate_rows
+from engine.kernels.int8_product import Gate, gate_rows
 from engine.model import gated
 from engine.model import linear as linear_module
 from engine.model.gated import GatedFeedForward, GatedFloats, fuse_gated
