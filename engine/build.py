@@ -62,7 +62,6 @@ from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.speculation.measuring import measure
-from engine.speculation.shedding import Shedding
 from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool
 
@@ -337,9 +336,14 @@ def _build_core(
         config.prefill_chunk,
     )
     shed_queue = config.shed_queue or max(1, config.max_num_waiting // 2)
-    shedding = Shedding(config.shed_speculation, shed_queue)
     speculation = Speculation(
-        drafters, cost, limits.vocab_size, config.max_num_nodes, pool, shedding
+        drafters,
+        cost,
+        limits.vocab_size,
+        config.max_num_nodes,
+        pool,
+        config.shed_speculation,
+        shed_queue,
     )
     return EngineCore(
         runner,

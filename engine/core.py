@@ -27,7 +27,7 @@ from engine.request.stats import RequestStats, SpeculativeStats, StepClock, Step
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan, Scheduler
-from engine.speculation.baseline import Baseline, EarlyFinishers, StepShape, estimate_baseline
+from engine.speculation.baseline import Baseline, EarlyFinishers, estimate_baseline
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.transfer import Readback
@@ -251,24 +251,22 @@ class EngineCore:
     def _build_batch(self, plan: Plan) -> InputBatch:
         """All rows flat, in the order of the plan."""
         for each in plan.scheduled:
-            each.rows = self._rows(each)
+            draft = each.draft
+            num_logits = 1 + len(draft) if each.samples else 0
+            if each.request.wants_prompt_logprobs:
+                num_logits = each.num_known + len(draft)
+            each.rows = RequestRows(
+                token_ids=[*each.known_token_ids, *draft.token_ids],
+                num_known=each.num_known,
+                base=each.base,
+                parents=draft.parents,
+                block_table=self.pool.block_table(each.request.request_id),
+                num_logits=num_logits,
+            )
         return build_batch(
             [each.rows for each in plan.scheduled],
             self.pool.block_size,
             wants_hidden=any(each.wants_hidden for each in plan.scheduled),
-        )
-
-    def _rows(self, each: ScheduledRequest) -> RequestRows:
-        num_logits = 1 + len(each.draft) if each.samples else 0
-        if each.request.wants_prompt_logprobs:
-            num_logits = each.num_known + len(each.draft)
-        return RequestRows(
-            token_ids=[*each.known_token_ids, *each.draft.token_ids],
-            num_known=each.num_known,
-            base=each.base,
-            parents=each.draft.parents,
-            block_table=self.pool.block_table(each.request.request_id),
-            num_logits=num_logits,
         )
 
     def _commit(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
@@ -311,32 +309,29 @@ class EngineCore:
         clock: StepClock,
     ) -> None:
         """Teach the cost model, account for every request, and let the finished ones go."""
-        shape = StepShape(
-            num_rows=batch.num_rows,
+        num_rows, num_kv_tokens = batch.num_rows, batch.num_kv_tokens
+        num_requests, has_drafts = len(plan.scheduled), num_rows > plan.num_rows
+        self.cost.observe(num_rows, num_kv_tokens, num_requests, clock.target, has_drafts)
+        self.cost.observe_overhead(clock.other)
+        baseline = estimate_baseline(
+            self.cost,
+            clock.step - clock.draft,
+            num_rows=num_rows,
             num_base_rows=plan.num_rows,
-            num_sampling_requests=plan.num_sampling,
-            num_kv_tokens=batch.num_kv_tokens,
-            num_requests=len(plan.scheduled),
+            num_sampling=plan.num_sampling,
+            num_kv_tokens=num_kv_tokens,
+            num_requests=num_requests,
             num_early=len(self._early),
         )
-        self.cost.observe(
-            shape.num_rows,
-            shape.num_kv_tokens,
-            shape.num_requests,
-            clock.target,
-            shape.has_drafts,
-        )
-        self.cost.observe_overhead(clock.other)
-        baseline = estimate_baseline(self.cost, shape, clock.step, clock.draft)
         by_drafter: dict[str, SpeculativeStats] = defaultdict(SpeculativeStats)
         for each in sampled:
-            each.verify_seconds = (1 + len(each.draft)) / shape.num_rows * clock.target
+            each.verify_seconds = (1 + len(each.draft)) / num_rows * clock.target
             _account(each, by_drafter, baseline, clock.step)
         self._each(sampled, self._emit)
         num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
         self._early.step(clock.step, len(self.scheduler.running))
         self._result.stats = self.gauges(
-            num_rows=shape.num_rows,
+            num_rows=num_rows,
             num_prompt_tokens=sum(each.num_prompt_tokens for each in plan.scheduled),
             by_drafter=by_drafter,
             draft_seconds=clock.draft,

@@ -18,20 +18,31 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import le, mul
 from statistics import median_low
 
 import numpy as np
 
-from engine.speculation.correction import Correction
 from engine.speculation.measuring import Measurement
 
 _EMA_RATE = 0.1
-_LARGEST_SURPRISE = 0.15
+_LARGEST_ERROR = 0.15
 """Relative error of an overhead beyond which it counts no more (Huber)."""
 _SMALLEST_SECONDS = 1e-9
+_NOISE = 0.07**2
+"""Variance of a step's seconds about their mean, relative."""
+_MACHINE_DOUBT = 0.05**2
+_MACHINE_DRIFT = 0.012**2
+"""Per step."""
+_KNOT_DOUBT = 0.08**2
+_DRAFTS_DOUBT = 0.15**2
+_KNOT_MEMORY = 1.0 - 1.0 / 400
+"""Share of a knot's factor that a step keeps: without forgetting, a few slow steps at high row counts
+would be believed for ever, since gamma then never goes there again."""
+_LARGEST_SURPRISE = 0.1
+"""Relative error of a step beyond which it counts no more (Huber): one that a neighbour made three times
+slower moves the model by less than that, what stays half as slow again is learnt in ten or twenty."""
 
 
 class CostModel:
@@ -58,11 +69,9 @@ class CostModel:
         # Half of all rows: over these the curve's steepness beyond them is taken.
         self._half = max(bisect_right(self._rows, self._rows[-1] // 2) - 1, 0)
         self._correction = Correction(len(self._rows))
-        self._drafting: dict[str, _DraftSeconds] = {}
-        self._machine = 1.0
-        self._draft_factor = 1.0
-        self._values: list[float] = []
-        self._slopes: list[float] = []
+        self._asked_seconds: dict[str, float] = {}
+        """Of a drafter, per request and step: where it was asked, and below where it was not."""
+        self._idle_seconds: dict[str, float] = {}
         self._redraw()
 
     def step_seconds(
@@ -118,7 +127,8 @@ class CostModel:
         if self.overhead_seconds <= 0.0:
             self.overhead_seconds = seconds
             return
-        error = _bounded(seconds / self.overhead_seconds - 1.0)
+        error = seconds / self.overhead_seconds - 1.0
+        error = max(-_LARGEST_ERROR, min(_LARGEST_ERROR, error))
         self.overhead_seconds *= 1.0 + _EMA_RATE * error
 
     def observe_draft(
@@ -129,13 +139,19 @@ class CostModel:
         if num_requests < 1:
             return
         asked = num_requests if num_asked is None else num_asked
-        self._drafting.setdefault(drafter, _DraftSeconds()).observe(num_requests, asked, seconds)
+        idle = self._idle_seconds.get(drafter)
+        if asked == 0:
+            self._idle_seconds[drafter] = _moved(idle, seconds / num_requests)
+        else:
+            share = max(0.0, seconds - (num_requests - asked) * (idle or 0.0)) / asked
+            known = self._asked_seconds.get(drafter)
+            self._asked_seconds[drafter] = _moved(known, share)
 
     def draft_seconds(self, drafter: str) -> float:
         """Price of one more request that asks ``drafter``: its share of a call, beyond what is spent on
         one that does not ask; 0 while it was never timed."""
-        known = self._drafting.get(drafter)
-        return 0.0 if known is None else known.price
+        idle = self._idle_seconds.get(drafter, 0.0)
+        return max(0.0, self._asked_seconds.get(drafter, 0.0) - idle)
 
     def _drafts(self, num_requests: int, has_drafts: bool) -> float:
         return self._draft_factor if has_drafts and num_requests > 1 else 1.0
@@ -161,9 +177,8 @@ class CostModel:
     def _redraw(self) -> None:
         """Values and slopes of the curve as now believed; beyond the last knot it goes on as
         steeply as just before it, but never flatter than its mean slope over half of its rows."""
-        correction = self._correction
-        self._machine, self._draft_factor = correction.machine, correction.drafts
-        values = _never_falling(list(map(mul, self._start, correction.knots)))
+        self._machine, self._draft_factor, factors = self._correction.factors()
+        values = _never_falling(list(map(mul, self._start, factors)))
         slopes = [
             (right - left) / gap
             for left, right, gap in zip(values, values[1:], self._gaps, strict=False)
@@ -176,30 +191,60 @@ class CostModel:
         self._values, self._slopes = values, slopes
 
 
-@dataclass(slots=True)
-class _DraftSeconds:
-    """Seconds per request and step of one drafter: where it was asked, and where it was not."""
+class Correction:
+    """Corrects the cost curve by the steps that run: a Kalman filter over the logarithms of three kinds of
+    factors, of all steps, of those with drafts, and of ``num_knots`` knots; they are 1 at first.
 
-    asked: float | None = None
-    idle: float | None = None
+    One factor holds for all steps and follows the machine (clocks, neighbours), one for those where
+    several requests' drafts are verified; one per knot of the cost curve follows what start-up got wrong
+    about the curve's shape, and drifts back to 1 while its rows are not met. The filter knows how sure it
+    is of each, so the first steps of a kind count most, and it knows that a machine that slowed down as a
+    whole slowed down at the row counts, too, that are not visited meanwhile.
+    """
 
-    @property
-    def price(self) -> float:
-        return max(0.0, (self.asked or 0.0) - (self.idle or 0.0))
+    def __init__(self, num_knots: int) -> None:
+        self._logs = np.zeros(2 + num_knots)
+        doubts = np.array([_MACHINE_DOUBT, _DRAFTS_DOUBT, *[_KNOT_DOUBT] * num_knots])
+        self._covariance = np.diag(doubts)
+        # What every step forgets: products with these, and what it adds to the variances.
+        self._memory = np.array([1.0, *[_KNOT_MEMORY] * (1 + num_knots)])
+        self._memories = np.outer(self._memory, self._memory)
+        self._drift = np.diag(doubts * (1.0 - self._memory**2))
+        self._drift[0, 0] = _MACHINE_DRIFT
+        self._design = np.zeros(2 + num_knots)
 
-    def observe(self, num_requests: int, num_asked: int, seconds: float) -> None:
-        if num_asked == 0:
-            self.idle = _moved(self.idle, seconds / num_requests)
-        else:
-            rest = (num_requests - num_asked) * (self.idle or 0.0)
-            self.asked = _moved(self.asked, max(0.0, seconds - rest) / num_asked)
+    def factors(self) -> tuple[float, float, list[float]]:
+        """Of all steps, of those with drafts, and of each knot."""
+        machine, drafts = math.exp(self._logs[0]), math.exp(self._logs[1])
+        return machine, drafts, np.exp(self._logs[2:]).tolist()
+
+    def observe(
+        self, knots: Sequence[tuple[int, float]], surprise: float, has_drafts: bool = False
+    ) -> None:
+        """A step among ``knots``, with weights, took ``exp(surprise)`` times what was predicted."""
+        covariance, design = self._covariance, self._design
+        self._logs *= self._memory
+        covariance *= self._memories
+        covariance += self._drift
+        design.fill(0.0)
+        design[0], design[1] = 1.0, float(has_drafts)
+        for knot, weight in knots:
+            design[2 + knot] = weight
+        spread = covariance @ design
+        variance = float(spread @ design) + _NOISE
+        # What is not believed does not make anything surer either.
+        weight = _LARGEST_SURPRISE / max(_LARGEST_SURPRISE, abs(surprise))
+        gain = spread * (weight / variance)
+        covariance -= spread[:, None] * gain
+        gain *= surprise
+        self._logs += gain
 
 
 def _moved(known: float | None, seconds: float) -> float:
     """An average that one slow call does not move far."""
     if known is None:
         return seconds
-    limit = known * (1.0 + 4 * _LARGEST_SURPRISE)
+    limit = known * (1.0 + 4 * _LARGEST_ERROR)
     return known + _EMA_RATE * (min(seconds, limit) - known)
 
 
@@ -263,7 +308,3 @@ def _never_falling(values: Sequence[float]) -> list[float]:
             size += left_size
         pools.append((mean, size))
     return [mean for mean, size in pools for _ in range(size)]
-
-
-def _bounded(error: float) -> float:
-    return max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, error))

@@ -19,7 +19,6 @@ from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan, Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import NO_DRAFTER, Speculation
-from engine.speculation.shedding import Shedding
 from engine.transfer import Readback
 from engine.verification.match import verify
 from kvpool.block_pool import BlockPool
@@ -110,7 +109,8 @@ class Replica:
             VOCAB_SIZE,
             config.max_num_nodes,
             self._pool,
-            Shedding(config.shed_speculation, shed_queue),
+            config.shed_speculation,
+            shed_queue,
         )
         self._plan: Plan | None = None
         self._num_arrived = 0

@@ -17,15 +17,13 @@ from drafters.tree import EMPTY, DraftTree, chain
 from engine.request.params import SpeculativeParams
 from engine.speculation.acceptance import (
     Acceptance,
-    MatchAcceptance,
     SampledAcceptance,
     new_acceptance,
 )
-from engine.speculation.checks import check_sampled
-from engine.speculation.gamma.controller import GammaController
+from engine.speculation.contained import check_sampled
 from engine.speculation.gamma.policy import DraftCandidate
 from worlds.engine_harness import DictatedCost
-from worlds.gamma_cases import load_of
+from worlds.gamma_cases import grants_of, load_of
 from worlds.lanes import examples
 from worlds.sampling_oracle import random_tree
 
@@ -75,12 +73,10 @@ def test_grants_do_not_depend_on_the_tokens_and_keep_the_first_that_were_drawn(
     acceptance, tree = trained(rng), random_tree(rng, 6, 12)
     grants = []
     for shown in (tree, disguised(rng, tree)):
-        controller = GammaController(DictatedCost(row_seconds=0.2))
         candidate = DraftCandidate(
             "r", "fake", params, shown, acceptance.survivals(shown), max_nodes=12
         )
-        controller.num_to_propose("r", params)
-        (granted,) = controller.grant([candidate], load_of(1, None, 9))
+        (granted,) = grants_of(DictatedCost(row_seconds=0.2), [candidate], load_of(1, None, 9))
         grants.append(list(granted.nodes))
     assert grants[0] == grants[1]
     kept = set(grants[0])
@@ -94,7 +90,7 @@ def test_grants_do_not_depend_on_the_tokens_and_keep_the_first_that_were_drawn(
 def test_matched_drafts_are_told_apart_by_their_features() -> None:
     """What the test above would catch if drawn drafts were: grants that follow the token."""
     acceptance = new_acceptance(AcceptanceEstimator(), "fake", "match")
-    assert isinstance(acceptance, MatchAcceptance)
+    assert type(acceptance) is Acceptance
     for _ in range(20):
         seen = Observation("r", [1], EMPTY, [7], [0], [7])
         acceptance.observe(chain([7], 1), seen)

@@ -11,6 +11,7 @@ import torch
 
 from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import EMPTY, DraftTree, chain
+from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.request.stats import RequestStats
@@ -19,7 +20,6 @@ from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
-from engine.speculation.shedding import Shedding
 from engine.transfer import Readback
 from kvpool.block_pool import BlockPool
 from worlds.engine_harness import DictatedCost
@@ -55,13 +55,13 @@ class World:
         *drafters: FakeDrafter,
         cost: CostModel | None = None,
         max_num_nodes: int = 64,
-        shedding: Shedding = Shedding(),  # noqa: B008  (frozen)
+        shed: ShedSpeculation = "never",
     ) -> None:
         self.cost = cost or TimedCost()
         self.pool = BlockPool(num_blocks=8, block_size=4)
         by_name = {drafter.info.name: drafter for drafter in drafters}
         self.speculation = Speculation(
-            by_name, self.cost, VOCAB, max_num_nodes, self.pool, shedding
+            by_name, self.cost, VOCAB, max_num_nodes, self.pool, shed, shed_queue=3
         )
 
     def open(
@@ -264,7 +264,7 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     world.observe(first, second, third)
     ((name, num_requests, seconds),) = cost.draft_calls
     assert (name, num_requests) == ("fake", 2)
-    assert seconds > world.plan.draft_seconds["fake"] > 0
+    assert seconds == world.plan.draft_seconds["fake"] > 0
     assert first.draft_seconds == second.draft_seconds == seconds / 2
     assert third.draft_seconds == 0.0
 
@@ -374,7 +374,7 @@ TARGET_RATE = replace(GOODPUT, adaptive_depth="target_rate")
 @pytest.mark.parametrize("params", [FIXED, TARGET_RATE], ids=["fixed", "target_rate"])
 def test_unpaid_drafts_yield_while_many_wait(params: SpeculativeParams) -> None:
     drafter = fake()
-    world = World(drafter, shedding=Shedding("unpaid", 3))
+    world = World(drafter, shed="unpaid")
     request = world.open("r", params)
     (before,) = world.draft(request, num_waiting=2)
     assert (len(before.draft), before.reason) == (4, "")
@@ -389,7 +389,7 @@ def test_unpaid_drafts_yield_while_many_wait(params: SpeculativeParams) -> None:
 
 def test_drafts_that_pay_yield_only_where_all_do() -> None:
     for which, num_granted in (("unpaid", 4), ("all", 0), ("never", 4)):
-        world = World(fake(), cost=TimedCost(0.0), shedding=Shedding(which, 3))
+        world = World(fake(), cost=TimedCost(0.0), shed=which)
         (scheduled,) = world.draft(world.open("r", GOODPUT), num_waiting=3)
         assert len(scheduled.draft) == num_granted
         assert scheduled.reason == ("" if num_granted else "shed")
@@ -397,14 +397,14 @@ def test_drafts_that_pay_yield_only_where_all_do() -> None:
 
 def test_drafts_granted_for_certain_are_so_only_while_few_wait() -> None:
     params = replace(GOODPUT, min_speculative_tokens=2)
-    world = World(fake(), cost=TimedCost(10.0), shedding=Shedding("unpaid", 3))
+    world = World(fake(), cost=TimedCost(10.0), shed="unpaid")
     request = world.open("r", params)
     gammas = [len(world.draft(request, num_waiting=number)[0].draft) for number in (0, 3, 0)]
     assert gammas == [2, 0, 2]
 
 
 def test_a_request_that_never_drafts_is_not_shed() -> None:
-    world = World(fake(), shedding=Shedding("all", 1))
+    world = World(fake(), shed="all")
     (scheduled,) = world.draft(
         world.open("r", replace(FIXED, num_speculative_tokens=0)), num_waiting=9
     )
