@@ -23,7 +23,7 @@ from engine.kv_events.begin import KvEvents
 from engine.request.errors import DeadlineExceededError, RanksError, RequestFailedError
 from engine.request.events import ErrorEvent, StepResult, TokenEvent
 from engine.request.params import GenerationRequest
-from engine.request.stats import RequestStats, SpeculativeStats, StepClock, StepStats
+from engine.request.stats import SpeculativeStats, StepClock, StepStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan, Scheduler
@@ -117,7 +117,7 @@ class EngineCore:
             limits.max_model_len,
             limits.constrain,
         )
-        return Request(params, sampling, RequestStats(drafter=params.speculative.draft_strategy))
+        return Request(params, sampling)
 
     def submit(self, request: Request) -> None:
         request.arrival_order = self._num_arrived

@@ -12,27 +12,10 @@ import bisect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from engine.schedule.fair_queue import FairQueue
-from engine.schedule.request import Request, RequestStatus, ScheduledRequest
-
-
-class Blocks(Protocol):
-    """The part of the pool that the scheduler uses."""
-
-    @property
-    def num_available(self) -> int: ...
-    def open(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        cache_salt: str,
-        max_cached_tokens: int,
-        is_new: bool,
-    ) -> int: ...
-    def allocate(self, request_id: str, num_tokens: int) -> bool: ...
-    def free(self, request_id: str) -> None: ...
+from engine.schedule.request import Request, ScheduledRequest
+from kvpool.block_pool import BlockPool
 
 
 @dataclass(slots=True)
@@ -66,7 +49,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: Blocks,
+        pool: BlockPool,
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -87,13 +70,13 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Take out a request for good, wherever it is, and free its blocks."""
-        if request.status is RequestStatus.WAITING:
-            self.waiting.remove(request)
-        elif request.status is RequestStatus.RUNNING:
+        if request.is_running:
             self.running.remove(request)
             self.pool.free(request.request_id)
             self.waiting.charge(request)
-        request.status = RequestStatus.FINISHED
+            request.is_running = False
+        else:
+            self.waiting.remove(request)
         if not self.running and not len(self.waiting):
             self.waiting.forget()
 

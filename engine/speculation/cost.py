@@ -192,8 +192,8 @@ class CostModel:
 
 
 class Correction:
-    """Corrects the cost curve by the steps that run: a Kalman filter over the logarithms of three kinds of
-    factors, of all steps, of those with drafts, and of ``num_knots`` knots; they are 1 at first.
+    """Corrects the curve by the steps that run: a Kalman filter over the logarithms of factors of all
+    steps, of those with drafts, and of ``num_knots`` knots; they are 1 at first.
 
     One factor holds for all steps and follows the machine (clocks, neighbours), one for those where
     several requests' drafts are verified; one per knot of the cost curve follows what start-up got wrong

@@ -13,7 +13,7 @@ from drafters.tree import EMPTY, ROOT, DraftTree, chain
 def labels_of(estimator, drafter, feature):
     """(accepted, all) labels of a feature, recovered from the shared prior without discount."""
     counts = estimator.priors(drafter).get(feature)
-    return (0, 0) if counts is None else (counts.num_accepted, counts.num_labels)
+    return (0, 0) if counts is None else (counts.total, counts.weight)
 
 
 def acceptance(view, feature, depth):
@@ -141,5 +141,5 @@ def test_a_step_that_emits_nothing_labels_nothing(undiscounted):
 def test_tables_are_bounded_for_deep_chains():
     view = AcceptanceEstimator().for_request("d")
     view.label_against(chain([1] * 500), [1] * 500)
-    assert len(view._counts) == 32
+    assert len(view._own) == 32
     assert acceptance(view, 0, 50) == pytest.approx(acceptance(view, 0, 32))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from drafters.estimator import DiscountedMean
 from engine.request.stats import Reason
 from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, StepCost
 
@@ -42,21 +43,6 @@ _LONGEST_TRIAL_REST = 32
 
 
 @dataclass(slots=True)
-class _Gain:
-    """A discounted mean of accepted tokens per draft."""
-
-    total: float = 0.0
-    weight: float = 0.0
-
-    def add(self, num_accepted: int, decay: float) -> None:
-        self.total = self.total * decay + num_accepted
-        self.weight = self.weight * decay + 1.0
-
-    def over(self, prior: float) -> float:
-        return (self.total + _STRENGTH * prior) / (self.weight + _STRENGTH)
-
-
-@dataclass(slots=True)
 class Purse:
     """One kind of traffic: what it may still lose, in steps, and until which step it rests."""
 
@@ -65,7 +51,7 @@ class Purse:
     rests_until: int = 0
     balance: float | None = None
     """What drafts earned, less their price, since it was settled; None: nothing was charged."""
-    whole_gain: _Gain = field(default_factory=_Gain)
+    whole_gain: DiscountedMean = field(default_factory=DiscountedMean)
     """Gain of drafts that are granted whole."""
     num_trials: int = 0
     """Drafts granted since the last rest although they did not pay, all to ``trier``."""
@@ -110,14 +96,15 @@ class Account:
 
     purse: Purse
     has_verified: bool = False
-    whole_gain: _Gain | None = None
+    whole_gain: DiscountedMean | None = None
     """Gain of its drafts that are granted whole; None while it has offered none."""
 
     def expected_gain(self) -> float:
         """Tokens that a draft granted whole gains in the long run."""
         if self.whole_gain is None:
-            self.whole_gain = _Gain()
-        return self.whole_gain.over(self.purse.whole_gain.over(_HOPED_GAIN))
+            self.whole_gain = DiscountedMean()
+        shared = self.purse.whole_gain.over(_HOPED_GAIN, _STRENGTH)
+        return self.whole_gain.over(shared, _STRENGTH)
 
     def observe(self, num_accepted: int) -> None:
         """A draft was verified."""

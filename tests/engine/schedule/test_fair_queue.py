@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request.params import GenerationRequest, SamplingParams, Tenant
-from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
 from engine.schedule.fair_queue import FairQueue
 from engine.schedule.request import Request
@@ -68,7 +67,7 @@ def make(tenant: Tenant, order: int, num_prompt: int, max_tokens: int, priority:
         priority=priority,
         tenant=tenant,
     )
-    request = Request(params, SamplingState(params, (), 1000, 1000), RequestStats())
+    request = Request(params, SamplingState(params, (), 1000, 1000))
     request.arrival_order = order
     return request
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from engine.request.events import TokenLogprobs
 from engine.request.params import GenerationRequest, SamplingParams
-from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
-from engine.schedule.request import Request, RequestStatus
+from engine.schedule.request import Request
 
 PROMPT = (5, 6, 7, 8, 9)
 
@@ -14,7 +13,7 @@ PROMPT = (5, 6, 7, 8, 9)
 def make(max_tokens: int = 10, longest: int = 100, prompt_logprobs: int | None = None) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     params = GenerationRequest("r", PROMPT, sampling, priority=2)
-    return Request(params, SamplingState(params, (), 50, longest), RequestStats())
+    return Request(params, SamplingState(params, (), 50, longest))
 
 
 def test_emitted_tokens_are_owed_but_for_those_already_committed() -> None:
@@ -33,7 +32,7 @@ def test_preemption_takes_the_keys_and_leaves_the_text() -> None:
     request.commit(5, [1])
     scheduled, first_token = request.first_scheduled_time, request.first_token_time
     request.preempt()
-    assert request.status is RequestStatus.WAITING
+    assert not request.is_running
     assert (request.num_computed_tokens, request.num_preemptions) == (0, 1)
     assert request.num_new_tokens == 6
     assert request.sampling.num_output_tokens == 1
@@ -47,7 +46,7 @@ def test_preemption_takes_the_keys_and_leaves_the_text() -> None:
 def test_cached_tokens_are_those_of_the_first_start() -> None:
     request = make()
     request.start(4)
-    assert request.status is RequestStatus.RUNNING
+    assert request.is_running
     assert (request.num_cached_tokens, request.num_computed_tokens, request.num_new_tokens) == (
         4,
         4,

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request.params import GenerationRequest, SamplingParams
-from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
-from engine.schedule.request import Request, RequestStatus
+from engine.schedule.request import Request
 from engine.schedule.scheduler import Plan, Scheduler
 from worlds.lanes import examples
 
@@ -85,7 +84,7 @@ class World:
             priority=priority,
             cache_salt=f"cache_salt of {request_id}",
         )
-        request = Request(params, SamplingState(params, (), 1000, 1000), RequestStats())
+        request = Request(params, SamplingState(params, (), 1000, 1000))
         request.arrival_order = self.num_arrived
         self.num_arrived += 1
         self.scheduler.submit(request)
@@ -155,7 +154,7 @@ def test_a_better_priority_takes_the_seat_of_the_worst() -> None:
     assert plan.preempted == [late]
     assert ids(world.scheduler.running) == ["important", "early"]
     assert ids(world.scheduler.waiting) == ["late"]
-    assert late.status is RequestStatus.WAITING
+    assert not late.is_running
     assert "late" not in world.blocks.held
 
 
@@ -233,10 +232,8 @@ def test_a_removed_request_holds_nothing(state: str) -> None:
         world.step()
         assert request.num_preemptions == 1
     world.scheduler.remove(request)
-    assert request.status is RequestStatus.FINISHED
     assert "r" not in world.blocks.held
     assert request not in list(world.scheduler.requests())
-    world.scheduler.remove(request)  # twice is once
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
@@ -282,6 +279,6 @@ def test_everyone_is_served_in_the_end(
             assert best[0].num_computed_tokens > progress
         if len(requests) == len(arrivals) and not list(world.scheduler.requests()):
             break
-    assert all(request.status is RequestStatus.FINISHED for request in requests)
+    assert not any(request.is_running for request in requests)
     assert world.blocks.held == {}
     assert world.blocks.num_available == num_blocks

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.speculation.cost import CostModel, Correction
+from engine.speculation.cost import Correction, CostModel
 from engine.speculation.measuring import bucket_row_counts, measure
 from worlds.lanes import examples
 

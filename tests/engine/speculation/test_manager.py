@@ -14,7 +14,6 @@ from drafters.tree import EMPTY, DraftTree, chain
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
-from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan
@@ -72,7 +71,7 @@ class World:
             request_id, (1, 2, 3), SamplingParams(max_tokens=max_tokens), speculative
         )
         state = SamplingState(params, (), VOCAB, 100)
-        request = Request(params, state, RequestStats(drafter=speculative.draft_strategy))
+        request = Request(params, state)
         self.pool.open(request_id, request.token_ids, "", 0)
         self.pool.allocate(request_id, len(request.token_ids))
         request.start(0)

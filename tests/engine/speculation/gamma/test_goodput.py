@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
-from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request
 from engine.speculation.gamma.goodput import GoodputPolicy
@@ -310,7 +309,7 @@ def test_other_temperatures_and_lengths_are_other_kinds() -> None:
             SamplingParams(temperature=temperature),
             SpeculativeParams(verification=verification),  # type: ignore[arg-type]
         )
-        return Traffic.of(Request(params, SamplingState(params, (), 9, 9999), RequestStats()))
+        return Traffic.of(Request(params, SamplingState(params, (), 9, 9999)))
 
     kinds = {
         traffic(verification, temperature, length)
