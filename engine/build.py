@@ -59,9 +59,8 @@ from engine.request.errors import UnsupportedModelError
 from engine.request.info import EngineInfo, QuantizationInfo
 from engine.sampling.warm_up import warm_up
 from engine.schedule.scheduler import Scheduler
-from engine.speculation.cost import CostModel
+from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
-from engine.speculation.measuring import measure
 from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool
 

@@ -101,22 +101,13 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    @property
-    def max_num_seqs(self) -> int:
-        return self.scheduler.max_num_seqs
-
     # --- commands ---
 
     def prepare(self, params: GenerationRequest) -> Request:
         """A request ready to submit; callable from any thread. Raises RequestError."""
         limits = self.limits
-        sampling = SamplingState(
-            params,
-            limits.eos_token_ids,
-            limits.vocab_size,
-            limits.max_model_len,
-            limits.constrain,
-        )
+        eos, longest = limits.eos_token_ids, limits.max_model_len
+        sampling = SamplingState(params, eos, limits.vocab_size, longest, limits.constrain)
         return Request(params, sampling)
 
     def submit(self, request: Request) -> None:

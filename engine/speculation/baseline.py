@@ -1,16 +1,11 @@
 """The time that a step would have taken at gamma 0, which speed-ups are measured against.
 
-Requests in a batch run side by side, and each of them lives through the whole step: a step of 50 ms
-costs every request in it 50 ms. At gamma 0 the same batch would have needed one step per token. So a
-request's speed-up over a step is
-
-    baseline seconds of its emitted tokens / seconds the step took
-
-and over its life the quotient of the two sums. The baseline is paired with its step: the time
-measured, less drafting, times the cost model's ratio of the step without draft rows to the step as
-it ran. What slows the machine down in one step then slows its baseline too, and a step without
-drafts counts as 1. Prompt rows are run once either way, so only the first of the emitted tokens is
-charged for them.
+Each request of a batch lives through the whole step, and at gamma 0 the same batch would have needed one
+step per token. So a request's speed-up over a step is the baseline seconds of its emitted tokens over the
+seconds the step took, and over its life the quotient of the two sums. The baseline is paired with its
+step: the time measured, less drafting, times the cost model's ratio of the step without draft rows to the
+step as it ran. What slows the machine down in one step then slows its baseline too, and a step without
+drafts counts as 1. Prompt rows are run once either way, so only the first token is charged for them.
 
 At gamma 0 the batch would be larger, too: a request that drafts well is done before its time, and
 those that are left run in steps that look cheap and write little. ``EarlyFinishers`` are counted as if

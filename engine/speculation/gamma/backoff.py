@@ -1,20 +1,17 @@
 """Backs off from drafters whose drafts do not earn the time they take.
 
-Granting decides after the draft is made, when its price is already paid. So each kind of traffic (see
-``Traffic``) has a purse: what its drafts gain is put in, the time for making and verifying them is taken
-out, both counted in steps without drafts. New requests go on with the purse of
-their kind, so a trial is paid for once, not by each of them. When it is empty all requests of the kind
-rest, and after that one step asks them all again, since a call of a drafter costs about as much for one
-request as for many; each loss in a row doubles the rest, and rests of different kinds end in the same
-steps. Drafters that cost next to nothing never rest: their proposals are also what their acceptance is
-measured on.
+Granting decides after the draft is made, when its price is already paid. So each kind of traffic has a
+purse: what its drafts gain is put in, the time for making and verifying them is taken out, both in steps
+without drafts. New requests go on with the purse of their kind, so a trial is paid for once. When it is
+empty all requests of the kind rest, and then one step asks them all again, since a call of a drafter
+costs about as much for one request as for many; each loss in a row doubles the rest. Drafters that cost
+next to nothing never rest: their proposals are also what their acceptance is measured on.
 
-Some drafts have rows that are there for later steps (the window of Lookahead, the guesses of Jacobi):
-they are granted whole or not at all, and what one is expected to gain now says too little. It is worth
-what such drafts have gained lately: accepted tokens per verified draft, a discounted mean over those of
-all requests of the kind. Where that does not pay for the rows, a few more drafts of one request may
-show that it could, if it would pay at the gain that is hoped for; then the kind rests, each time twice as
-long as the time before.
+Some drafts have rows that are there for later steps (the window of Lookahead, the guesses of Jacobi).
+They are granted whole or not at all, and are worth what such drafts have gained lately, in accepted
+tokens per verified draft. Where that does not pay for the rows, a few more drafts of one request may
+show that it could, if it would pay at the gain that is hoped for; then the kind rests, each time twice
+as long.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.speculation.cost import Correction, CostModel
-from engine.speculation.measuring import bucket_row_counts, measure
+from engine.speculation.cost import Correction, CostModel, bucket_row_counts, measure
 from worlds.lanes import examples
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
