@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, replace
 
 import pytest
@@ -164,8 +163,3 @@ def test_tenants_do_not_spend_for_each_other_and_nobody_is_not_limited() -> None
     world.tenant = Tenant()
     for _ in range(5):
         world.admit()
-
-
-def test_the_refusal_survives_the_way_between_processes() -> None:
-    error = pickle.loads(pickle.dumps(TenantLimitError("rate_limited", "text", 3.0)))
-    assert (error.code, str(error), error.retry_after_seconds) == ("rate_limited", "text", 3.0)

@@ -50,13 +50,6 @@ def test_fixed_gammas_grant_what_fits_whole_and_nothing_of_what_does_not(policy:
         assert (grant.gamma, grant.reason) == (gamma, reason)
 
 
-def test_a_refused_whole_draft_leaves_its_rows_to_others() -> None:
-    params = SpeculativeParams(adaptive_depth="fixed", num_speculative_tokens=8)
-    other = chain_candidate("other", [0.5] * 6, params)
-    grants = grants_of(rows_at(0.0), [whole(8, params), other], load_of(2, None, 7))
-    assert [grant.gamma for grant in grants] == [0, 6]
-
-
 @settings(max_examples=examples(200))
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
@@ -141,6 +134,7 @@ def test_new_requests_go_on_where_others_of_their_kind_ended() -> None:
     policy = GoodputPolicy(rows_at(0.05))
     granted(policy, 0, 300, load_of(1))
     policy.forget("r")
+    policy.observe("r", 8, 3)  # must not count for anybody
     story = granted(policy, 0, 400, load_of(1))
     assert story.count("x") <= 12  # the end of a trial, and another
     # Where others gained, they do not rest.
@@ -210,7 +204,7 @@ def test_time_spent_drafting_has_to_be_earned_too() -> None:
         assert (min(grants) == 8) == is_granted
 
 
-def test_floors_and_target_rates_hold_for_whole_drafts() -> None:
+def test_floors_and_target_rates_hold_for_whole_drafts_and_limits_are_named() -> None:
     policy = GoodputPolicy(rows_at(1.0))
     (floor,) = policy.grant([whole(8, replace(PARAMS, min_speculative_tokens=1))], load_of(1))
     assert floor.gamma == 8
@@ -219,19 +213,13 @@ def test_floors_and_target_rates_hold_for_whole_drafts() -> None:
     assert (strict.gamma, strict.reason) == (0, "policy")
     (mild,) = policy.grant([whole(8, replace(PARAMS, target_acceptance_rate=0.1))], load_of(1))
     assert mild.gamma == 8
-
-
-def test_who_limits_a_whole_draft_is_named() -> None:
     policy = GoodputPolicy(rows_at(0.0))
     wide = replace(PARAMS, max_speculative_tokens=4)
     assert policy.grant([whole(8, wide)], load_of(1))[0].reason == "client_cap"
     assert policy.grant([whole(8)], load_of(1, num_spare_rows=7))[0].reason == "overload"
     assert policy.grant([whole(0)], load_of(1))[0].reason == "no_match"
-
-
-def test_forgotten_requests_leave_nothing() -> None:
-    policy = GoodputPolicy(rows_at(0.2))
-    granted(policy, 0, 8, load_of(1))
-    policy.forget("r")
-    policy.observe("r", 8, 3)  # must not count for anybody
-    assert granted(policy, 0, 50, load_of(1)).count("x") <= 12
+    # A refused one leaves its rows to others.
+    params = SpeculativeParams(adaptive_depth="fixed", num_speculative_tokens=8)
+    candidates = [whole(8, params), chain_candidate("other", [0.5] * 6, params)]
+    grants = grants_of(rows_at(0.0), candidates, load_of(2, None, 7))
+    assert [grant.gamma for grant in grants] == [0, 6]
