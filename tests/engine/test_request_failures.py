@@ -272,21 +272,15 @@ def test_an_engine_whose_steps_all_break_gives_up() -> None:
     assert len(driver.failures) == MAX_FAILED_STEPS - 1
     with pytest.raises(RuntimeError, match="the device is gone"):
         driver.run(request("last", PROMPT, GREEDY))
-
-
-def test_steps_that_break_now_and_then_are_no_reason_to_give_up() -> None:
+    # Steps that break now and then are no reason to.
     runner = Refusing(TARGET, lambda number: number % 5 == 0, RuntimeError("now and then"))
     driver = Failures(build_core(runner, 8, SETUP))
     for number in range(3 * MAX_FAILED_STEPS):
         driver.run(request(f"r{number}", PROMPT, GREEDY))
     assert len(driver.failures) == 3 * MAX_FAILED_STEPS
-
-
-@pytest.mark.parametrize(
-    "error", [MemoryError("none left"), torch.AcceleratorError("asserted", 710)]
-)
-def test_what_no_later_step_survives_ends_the_engine_at_once(error: Exception) -> None:
-    core = build_core(Refusing(TARGET, lambda _: True, error), 8, SETUP)
-    core.submit(core.prepare(request("r", PROMPT, GREEDY)))
-    with pytest.raises(type(error)):
-        core.step()
+    # What no later step survives ends it at once.
+    for error in (MemoryError("none left"), torch.AcceleratorError("asserted", 710)):
+        core = build_core(Refusing(TARGET, lambda _: True, error), 8, SETUP)
+        core.submit(core.prepare(request("r", PROMPT, GREEDY)))
+        with pytest.raises(type(error)):
+            core.step()
