@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from drafters.tree import EMPTY, DraftTree
-from engine.request.events import FinishInfo, FinishReason, RequestTimings, TokenLogprobs
+from engine.request.events import FinishInfo, FinishReason, TokenLogprobs
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest
 from engine.request.stats import Reason, RequestStats
@@ -125,13 +125,11 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             speculative=self.stats,
-            timings=RequestTimings(
-                arrival_time=arrival,
-                queue_seconds=scheduled - arrival,
-                time_to_first_token_seconds=(self.first_token_time or now) - arrival,
-                e2e_seconds=now - arrival,
-                num_preemptions=self.num_preemptions,
-            ),
+            arrival_time=arrival,
+            queue_seconds=scheduled - arrival,
+            time_to_first_token_seconds=(self.first_token_time or now) - arrival,
+            e2e_seconds=now - arrival,
+            num_preemptions=self.num_preemptions,
         )
 
 
