@@ -12,7 +12,7 @@ from engine.core import EngineCore
 from engine.request.errors import RequestError
 from engine.request.params import GenerationRequest, SamplingParams
 from kvpool.block_pool import BlockPool
-from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
+from worlds.engine_harness import Driver, Setup, drafting, request
 from worlds.fake_drafters import FakeDrafter, foreseeing
 from worlds.scripted_target import ScriptedRunner, ScriptedTarget
 
@@ -195,19 +195,6 @@ def test_a_perfect_drafter_saves_its_steps() -> None:
     assert account.acceptance_histogram == (0, 0, 0, 0, 4)
     assert account.acceptance_rate == 1.0
     assert driver.drafted["r"] == [True, True, True, True, False] * 4
-
-
-def test_dear_rows_end_drafting_by_goodput() -> None:
-    fake = FakeDrafter(propose=foreseeing(whole_text(), num_right=1))
-    setup = Setup(drafters={"fake": fake}, cost=DictatedCost(row_seconds=5.0))
-    each = request("r", PROMPT, GREEDY, drafting("fake", "goodput"))
-    driver = Driver(TARGET.core(setup)).run(each)
-    assert driver.token_ids["r"] == text_of(each)
-    # Beside the prompt's many rows one more costs little; alone it costs five times the step.
-    later = driver.stats[1:-1]
-    assert all(stats.by_drafter["fake"].num_draft_tokens == 0 for stats in later)
-    reasons = {key for stats in later for key in stats.by_drafter["fake"].disabled}
-    assert reasons == {"low_acceptance"}
 
 
 # --- commands ---

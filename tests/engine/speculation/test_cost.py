@@ -49,17 +49,6 @@ def test_context_costs_where_it_is_read_and_for_every_row_that_reads_it(
     assert measured_exactly().step_seconds(*size) == pytest.approx(true_seconds(*size))
 
 
-def test_a_draft_row_is_dearer_in_a_batch_of_long_texts() -> None:
-    model = measured_exactly()
-
-    def draft_row(context: int) -> float:
-        plain, drafted = model.step_seconds_table(16, 1, 16 * context, 16)
-        return drafted - plain
-
-    assert draft_row(0) == pytest.approx(0.0012)
-    assert draft_row(4000) == pytest.approx(0.0012 + 4000 * 3e-7)
-
-
 def test_context_that_makes_steps_cheaper_is_not_believed() -> None:
     model = CostModel([(1, 0, 1.0), (8, 0, 1.5), (1, 512, 0.8), (8, 512, 1.4), (8, 4096, 1.6, 8)])
     assert model.kv_slope >= 0.0
@@ -286,9 +275,6 @@ def test_large_row_counts_run_twice_and_the_better_run_counts() -> None:
     points = measure(run, max_rows=512, repeats=2, far_context=0)
     assert [calls.count(rows) for rows in (64, 128, 512)] == [3, 2, 2]
     assert [point.seconds for point in points[-3:]] == pytest.approx([0.0128, 0.0256, 0.0512])
-
-
-def test_buckets_are_finer_where_gamma_is_chosen_and_end_at_the_most_rows() -> None:
     assert bucket_row_counts(100) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100]
     assert bucket_row_counts(1) == [1]
 

@@ -37,47 +37,29 @@ def steep(num_rows: int) -> float:
     return float(num_rows)
 
 
-@settings(max_examples=examples(200))
-@given(candidates=random_candidates(), cost=random_costs(), spare=st.integers(6, 20))
-def test_no_other_grant_within_the_bounds_writes_more_tokens_per_second(
-    candidates: list[DraftCandidate], cost: DictatedCost, spare: int
-) -> None:
-    load = load_of(len(candidates), len(candidates) + 2, spare)
-    grants = GoodputPolicy(cost, hysteresis=0.0).grant(candidates, load)
-    achieved = goodput(candidates, grants, load, cost)
-    assert achieved == pytest.approx(best_goodput(candidates, load, cost), rel=1e-12)
-
-
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(400))
 @given(candidates=random_candidates(), cost=random_costs(), spare=st.integers(0, 20))
-def test_flat_arrays_grant_what_the_rule_grants_node_by_node(
+def test_what_is_granted_is_the_best_within_every_bound(
     candidates: list[DraftCandidate], cost: DictatedCost, spare: int
 ) -> None:
+    """Flat arrays grant what the rule grants node by node, and no other grant writes more tokens."""
     load = load_of(len(candidates), len(candidates) + 1, spare)
     grants = GoodputPolicy(cost, hysteresis=0.0).grant(candidates, load)
     assert [list(grant.nodes) for grant in grants] == plain_grants(candidates, load, cost)
-
-
-@settings(max_examples=examples(200))
-@given(candidates=random_candidates(), cost=random_costs(), spare=st.integers(0, 8))
-def test_grants_are_ascending_parent_closed_and_within_every_bound(
-    candidates: list[DraftCandidate], cost: DictatedCost, spare: int
-) -> None:
-    grants = GoodputPolicy(cost).grant(candidates, load_of(len(candidates), None, spare))
-    assert len(grants) == len(candidates)
     assert sum(grant.gamma for grant in grants) <= spare
     left = spare
     for candidate, grant in zip(candidates, grants, strict=True):
-        nodes = list(grant.nodes)
+        nodes, params = list(grant.nodes), candidate.params
         assert nodes == sorted(set(nodes))
         assert is_parent_closed(candidate.tree, nodes)
-        most = min(
-            candidate.params.max_speculative_tokens, candidate.max_nodes, len(candidate.tree)
-        )
-        floor = min(candidate.params.min_speculative_tokens, most, left)
+        most = min(params.max_speculative_tokens, candidate.max_nodes, len(candidate.tree))
+        floor = min(params.min_speculative_tokens, most, left)
         left -= floor
         assert floor <= len(nodes) <= most
         assert (grant.reason == "") == (len(nodes) == len(candidate.tree) > 0)
+    if spare >= 6:
+        achieved = goodput(candidates, grants, load, cost)
+        assert achieved == pytest.approx(best_goodput(candidates, load, cost), rel=1e-12)
 
 
 @settings(max_examples=examples(100))
@@ -226,11 +208,7 @@ def test_a_costly_drafter_rests_longer_and_longer_while_it_does_not_pay(
         _run(policy, 1)
     assert policy.grant([silent], load_of(1))[0].reason == "low_acceptance"
     assert set(_run(GoodputPolicy(DictatedCost(flat, {"model": 0.001})), 50)) == {"x"}
-
-
-def test_a_costly_drafter_that_pays_again_stops_resting() -> None:
-    policy = GoodputPolicy(DictatedCost(flat, DEAR))
-    _run(policy, 40)
+    # Where it pays again it stops resting.
     story = _run(policy, 200, accepted=3, survivals=GOOD)
     assert set(story[story.index("x") :]) == {"x"}
 
