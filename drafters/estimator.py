@@ -21,7 +21,7 @@ MAX_DEPTH = 32
 
 @dataclass(slots=True)
 class DiscountedMean:
-    """The latest values count most."""
+    """A mean in which the latest values count most."""
 
     total: float = 0.0
     weight: float = 0.0
@@ -31,7 +31,7 @@ class DiscountedMean:
         self.weight = self.weight * decay + 1.0
 
     def over(self, prior: float, strength: float) -> float:
-        """The mean of the values and of a prior that weighs as much as ``strength`` values."""
+        """Returns the mean of the values and of a prior that weighs as much as ``strength`` values."""
         return (self.total + strength * prior) / (self.weight + strength)
 
 
@@ -131,7 +131,7 @@ class RequestAcceptance:
                 self._pending = newest
 
     def _follow(self, proposal: _Followed, emitted_token_ids: Sequence[int]) -> bool:
-        """Label along the text; whether nodes remain that later text can judge."""
+        """Labels nodes along the text; returns whether some remain that later text can judge."""
         tree = proposal.tree
         for emitted in emitted_token_ids:
             proposal.depth += 1

@@ -49,7 +49,7 @@ class FairQueue:
         self._waiting.remove(request)
 
     def charge(self, request: Request) -> None:
-        """The tenant for those of the request's tokens that it was not charged for yet: its prompt once
+        """The tenant pays for those of the request's tokens that it did not pay for yet: its prompt once
         it starts, then what is written. Recomputing costs no tenant anything."""
         num_new = len(request.token_ids) - request.num_charged_tokens
         if num_new:

@@ -32,7 +32,7 @@ class Plan:
     num_waiting: int = 0
     """Requests for which there was no place."""
     draft_seconds: dict[str, float] = field(default_factory=dict)
-    """Spent on proposals, by drafter."""
+    """Spent on drafting, by drafter."""
 
     @property
     def num_sampling(self) -> int:

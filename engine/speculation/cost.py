@@ -228,14 +228,15 @@ class Correction:
         self._design = np.zeros(2 + num_knots)
 
     def factors(self) -> tuple[float, float, list[float]]:
-        """Of all steps, of those with drafts, and of each knot."""
+        """Returns the factors of all steps, of those with drafts, and of each knot."""
         machine, drafts = math.exp(self._logs[0]), math.exp(self._logs[1])
         return machine, drafts, np.exp(self._logs[2:]).tolist()
 
     def observe(
         self, knots: Sequence[tuple[int, float]], surprise: float, has_drafts: bool = False
     ) -> None:
-        """A step among ``knots``, with weights, took ``exp(surprise)`` times what was predicted."""
+        """The filter learns that a step among ``knots``, with weights, took ``exp(surprise)`` times as
+        long as predicted."""
         covariance, design = self._covariance, self._design
         self._logs *= self._memory
         covariance *= self._memories

@@ -265,8 +265,8 @@ class Speculation:
                 self._finish(drafter, [each], [ask], partial(drafter.propose, [ask]))
 
     def _blamed(self, requests: Sequence[ScheduledRequest]) -> list[Drafting]:
-        """Whose failure it is if a drafter fails for all of these: of several, they are asked again one
-        by one."""
+        """Returns whose failure it is if a drafter fails for all of these: nobody's of several, which are
+        asked again one by one."""
         if len(requests) > 1:
             return []
         return [self._drafting[requests[0].request.request_id]]
@@ -365,7 +365,7 @@ class Speculation:
 
 @contextmanager
 def _timed(plan: Plan, *names: str) -> Iterator[None]:
-    """The drafters with these names share the time of what is done."""
+    """The drafters with these names share the time of what is done within."""
     start = time.perf_counter()
     yield
     seconds = (time.perf_counter() - start) / len(names)

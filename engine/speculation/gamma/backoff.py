@@ -55,7 +55,7 @@ class Purse:
     trier: str = ""
 
     def is_resting(self, step: int) -> bool:
-        """Settles first what the drafts of the steps before were charged and earned."""
+        """Returns whether the kind rests, once what its drafts were charged and earned is settled."""
         if self.balance is not None:
             self.money, self.balance = min(self.money + self.balance, _MOST), None
             if self.money < 0:
@@ -75,12 +75,12 @@ class Purse:
         self.balance = (self.balance or 0.0) - num_steps
 
     def earn(self, num_steps: float) -> None:
-        """Where nothing was charged, nothing is earned."""
+        """Drafts that were free to make earn nothing either."""
         if self.balance is not None:
             self.balance += num_steps
 
     def end_trial(self, step: int) -> None:
-        """It did not pay; the rest is in proportion to its drafts."""
+        """The trial did not pay; the rest is in proportion to its drafts."""
         self.num_losses += 1
         rest = min(2 ** (self.num_losses - 1), _LONGEST_TRIAL_REST) * max(1, self.num_trials)
         self.rests_until = step + rest
@@ -97,7 +97,7 @@ class Account:
     """Gain of its drafts that are granted whole; None while it has offered none."""
 
     def expected_gain(self) -> float:
-        """Tokens that a draft granted whole gains in the long run."""
+        """Returns the tokens that a draft granted whole gains in the long run."""
         if self.whole_gain is None:
             self.whole_gain = DiscountedMean()
         shared = self.purse.whole_gain.over(_HOPED_GAIN, _STRENGTH)
@@ -114,7 +114,7 @@ class Account:
 def grant_whole(
     candidate: DraftCandidate, load: Load, account: Account, cost: StepCost, step: int
 ) -> tuple[Grant, Load]:
-    """The grant of a draft that is not empty, all of it or nothing, and the load with it."""
+    """Returns the grant of a draft that is not empty, all of it or nothing, and the load with it."""
     gain = max(account.expected_gain(), sum(candidate.survivals))
     reason = _why_not(candidate, load, gain, account.purse, cost, step)
     if reason:
@@ -160,8 +160,8 @@ def _pays(candidate: DraftCandidate, load: Load, gain: float, cost: StepCost) ->
 
 
 def _why_unpaid(candidate: DraftCandidate, load: Load, gain: float, cost: StepCost) -> Reason:
-    """Tells a request that would pay by itself, with its share of the context, from one that drafts
-    badly."""
+    """Returns whether the request is slowed by its neighbours, or drafts badly: alone it would have its
+    share of the context."""
     context = load.num_kv_tokens // max(1, load.num_requests)
     seconds = cost.draft_seconds(candidate.drafter)
     alone = Load(1, load.num_spare_rows, 1, 1.0, context, 1, seconds)

@@ -176,7 +176,7 @@ class GoodputPolicy(GammaPolicy):
         best: int,
         load: Load,
     ) -> int:
-        """The allocation of the step before, where the best one does not beat it by enough."""
+        """Returns the allocation of the step before where the best one does not beat it by enough."""
         if self._held_survival is not None:
             held = min(bisect_right(pool, -self._held_survival, key=neg), len(rates) - 1)
             if held == best:
@@ -193,8 +193,8 @@ class GoodputPolicy(GammaPolicy):
     def _charge(
         self, candidate: DraftCandidate, row_seconds: float, tokens: float, seconds: float
     ) -> None:
-        """Take the price of a draft, ``row_seconds`` for verifying it included, out of the purse, in
-        steps without drafts: of so many tokens and seconds."""
+        """The purse pays for a draft that was made, ``row_seconds`` for verifying it included. It counts
+        in steps without drafts, which write so many ``tokens`` in so many ``seconds``."""
         price = self.cost.draft_seconds(candidate.drafter)
         is_made = candidate.is_asked and candidate.max_nodes > 0
         is_free = price * tokens <= _FREE_TOKENS * seconds
@@ -219,7 +219,7 @@ class GoodputPolicy(GammaPolicy):
         return "overload" if is_slowed else "low_acceptance"
 
     def _gamma_alone(self, survivals: Sequence[float], load: Load) -> int:
-        """Gamma that would be granted if the request had the engine to itself."""
+        """Returns the gamma that would be granted if the request had the engine to itself."""
         context = load.num_kv_tokens // max(1, load.num_requests)
         table = self.cost.step_seconds_table(1, len(survivals), context, 1)
         totals = accumulate(survivals, initial=1.0)
@@ -243,8 +243,8 @@ def _offer(candidate: DraftCandidate, most: int, num_spare: int) -> _Offer:
 def _in_order(
     tree: DraftTree, survivals: Sequence[float]
 ) -> tuple[Sequence[int], list[float], Sequence[int]]:
-    """All nodes in their order of grant, with survivals and depths. Estimates may round upwards: a node
-    counts no more than its parent, or it would be granted without it."""
+    """Returns all nodes in their order of grant, with survivals and depths. Estimates may round upwards:
+    a node counts no more than its parent, or it would be granted without it."""
     num_nodes = len(survivals)
     if tree.is_chain():
         return range(num_nodes), list(accumulate(survivals, min)), range(1, num_nodes + 1)
@@ -267,8 +267,8 @@ def _num_at_rate(survivals: Sequence[float], target_rate: float) -> int:
 
 
 def _pooled(offers: Sequence[_Offer]) -> tuple[Sequence[float], Sequence[int]]:
-    """Survivals of all that is not granted for certain, likeliest first, then shallow before deep, then
-    the older request, then the earlier node; and whose offers these are."""
+    """Returns the survivals of all that is not granted for certain, likeliest first, then shallow before
+    deep, then the older request, then the earlier node; and the ranks of their requests."""
     survivals: list[float] = []
     depths: list[int] = []
     ranks: list[int] = []

@@ -174,7 +174,7 @@ def policy_info(name: str) -> type[GammaPolicy]:
 
 
 def registered_policies() -> list[type[GammaPolicy]]:
-    """Those that weigh cost come last, else by name."""
+    """Returns the classes by name, those that weigh cost last."""
     return sorted(_POLICIES.values(), key=lambda kind: (kind.weighs_cost, kind.name))
 
 
@@ -206,7 +206,7 @@ def grant_all(
 
 
 def _first_nodes(candidate: DraftCandidate, gamma: int, num_spare: int, bound: Reason) -> Grant:
-    """The first nodes in the drafter's order (parents come first, the likeliest chain leads).
+    """Grants the first nodes in the drafter's order (parents come first, the likeliest chain leads).
 
     ``bound`` names what it means when ``gamma`` is what limits the grant.
     """

@@ -29,7 +29,7 @@ class SteeredGamma:
     num_idle_steps: int = 0
 
     def adjust(self, rate: float, target: float, least: int, most: int) -> None:
-        """Take in a rate; gamma stays within ``least``..``most``."""
+        """Gamma follows a further rate, and stays within ``least``..``most``."""
         self.rates.append(rate)
         surplus = sum(self.rates) / len(self.rates) - target
         if surplus > _TOLERANCE + _ROUNDING:
