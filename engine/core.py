@@ -165,21 +165,6 @@ class EngineCore:
                 left.append(each)
         return left
 
-    def _together(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        work: Callable[[Sequence[ScheduledRequest]], None],
-    ) -> list[ScheduledRequest]:
-        """Do a piece of the step, which may be repeated, for all requests at once; one by one if that
-        goes wrong. Returns those for which it was done."""
-        try:
-            work(scheduled)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            return self._each(scheduled, lambda each: work([each]))
-        return [*scheduled]
-
     def _fail_step(self, plan: Plan, error: BaseException) -> None:
         """A step broke as a whole, its forward, say: all requests in it fail, and the engine goes on with
         those that wait. Raises ``error`` where that is of no use."""
@@ -227,7 +212,7 @@ class EngineCore:
         batch = self._build_batch(plan)
         with clock.measure("forward"):
             output = self.runner.forward(batch)
-        done = self._together(plan.scheduled, lambda some: read_step(some, output.logits, clock))
+        done = self._verify(plan.scheduled, output.logits, clock)
         if output.seconds is not None:
             clock.forward_took(output.seconds())
         done = self._commit(done)
@@ -259,6 +244,19 @@ class EngineCore:
             self.pool.block_size,
             wants_hidden=any(each.wants_hidden for each in plan.scheduled),
         )
+
+    def _verify(
+        self, scheduled: Sequence[ScheduledRequest], logits: torch.Tensor, clock: StepClock
+    ) -> list[ScheduledRequest]:
+        """All requests are verified at once; where that goes wrong, again one by one. Returns those for
+        which it was done."""
+        try:
+            read_step(scheduled, logits, clock)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            return self._each(scheduled, lambda each: read_step([each], logits, clock))
+        return [*scheduled]
 
     def _commit(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Accepted rows become committed keys and values; the rest of the leases go back. Returns the
