@@ -137,9 +137,10 @@ class Scheduler:
         turn it is. A better priority takes the seat or the blocks of a worse one."""
         while (request := self.waiting.first()) is not None:
             if not self._has_room(request):
-                if not self._outranks_last(request):
+                last = self.running[-1]  # an engine that runs nothing has room
+                if request.params.priority >= last.params.priority:
                     return
-                self._preempt(self.running[-1], plan)
+                self._preempt(last, plan)
                 continue
             self.waiting.start(request)
             is_new = request.first_scheduled_time is None
@@ -164,6 +165,3 @@ class Scheduler:
         return (
             len(self.running) < self.max_num_seqs and needed + promised <= self.pool.num_available
         ) or not self.running
-
-    def _outranks_last(self, request: Request) -> bool:
-        return bool(self.running) and request.params.priority < self.running[-1].params.priority
