@@ -8,7 +8,7 @@ costs no forward, and a request that stopped drafting can find out that drafting
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -19,26 +19,20 @@ from drafters.tree import FORCED, ROOT, DraftTree
 MAX_DEPTH = 32
 
 
-_DEPTHS = MAX_DEPTH + 1
-"""Keys of a feature in a request's table: one per depth."""
-
-
 @dataclass(slots=True)
-class _Prior:
-    """Discounted labels of all requests, accepted ones and all, and what they come to."""
+class DiscountedMean:
+    """A mean in which the latest values count most."""
 
-    mean: float
-    num_accepted: float = 0.0
-    num_labels: float = 0.0
+    total: float = 0.0
+    weight: float = 0.0
 
+    def add(self, value: float, decay: float) -> None:
+        self.total = self.total * decay + value
+        self.weight = self.weight * decay + 1.0
 
-@dataclass(slots=True)
-class _Counts:
-    """Discounted labels of one request, and the prior of their feature."""
-
-    prior: _Prior
-    num_accepted: float = 0.0
-    num_labels: float = 0.0
+    def over(self, prior: float, strength: float) -> float:
+        """Returns the mean of the values and of a prior that weighs as much as ``strength`` values."""
+        return (self.total + strength * prior) / (self.weight + strength)
 
 
 class AcceptanceEstimator:
@@ -61,36 +55,15 @@ class AcceptanceEstimator:
         self.strength = strength
         self.decay = decay
         self.shared_decay = shared_decay
-        self._priors: dict[str, dict[int, _Prior]] = {}
+        self._priors: dict[str, dict[int, DiscountedMean]] = {}
 
     def for_request(self, drafter: str) -> RequestAcceptance:
         """A new request's view, of the drafter with this name."""
         return RequestAcceptance(self, drafter)
 
-    def priors(self, drafter: str) -> dict[int, _Prior]:
-        """Returns a drafter's priors by feature, live."""
+    def priors(self, drafter: str) -> dict[int, DiscountedMean]:
+        """Returns the labels of all requests of a drafter by feature, live."""
         return self._priors.setdefault(drafter, {})
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A proposal that the text has followed so far: ``node`` was reached, at ``depth``."""
-
-    tree: DraftTree
-    children: Mapping[int, Sequence[int]] | None = None
-    """Nodes under each parent; None for a chain, which needs no list of them."""
-    node: int = ROOT
-    depth: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.tree.is_chain():
-            self.children = _children(self.tree)
-
-    def under(self, node: int) -> Sequence[int]:
-        """The children of a node."""
-        if self.children is not None:
-            return self.children.get(node, ())
-        return (node + 1,) if node + 1 < len(self.tree.token_ids) else ()
 
 
 class RequestAcceptance:
@@ -104,8 +77,9 @@ class RequestAcceptance:
         self.drafter = drafter
         self._estimator = estimator
         self._priors = estimator.priors(drafter)
-        self._counts: dict[int, _Counts] = {}
-        self._pending: _Pending | None = None
+        self._own: dict[tuple[int, int], DiscountedMean] = {}
+        """Labels by feature and depth."""
+        self._pending: _Followed | None = None
 
     def survivals(self, tree: DraftTree) -> list[float]:
         """Per node, the probability that it and all its ancestors are accepted.
@@ -121,21 +95,13 @@ class RequestAcceptance:
         return survivals
 
     def _acceptances(self, features: Sequence[int], depths: Sequence[int]) -> list[float]:
-        strength, initial = self._estimator.strength, self._estimator.initial
-        own, priors = self._counts, self._priors
-        acceptances = []
+        estimator, acceptances = self._estimator, []
         for feature, depth in zip(features, depths, strict=True):
-            if feature == FORCED:
-                acceptances.append(1.0)
-                continue
-            counts = own.get(feature * _DEPTHS + (depth if depth < MAX_DEPTH else MAX_DEPTH))
-            if counts is not None:
-                believed = counts.num_accepted + strength * counts.prior.mean
-                acceptances.append(believed / (counts.num_labels + strength))
-            elif feature in priors:
-                acceptances.append(priors[feature].mean)
-            else:
-                acceptances.append(initial)
+            belief = estimator.initial
+            for labels in (self._priors.get(feature), self._own.get(_key(feature, depth))):
+                if labels is not None:
+                    belief = labels.over(belief, estimator.strength)
+            acceptances.append(1.0 if feature == FORCED else belief)
         return acceptances
 
     def update(self, tree: DraftTree, path: Sequence[int]) -> None:
@@ -160,51 +126,45 @@ class RequestAcceptance:
         if self._pending is not None and not self._follow(self._pending, emitted_token_ids):
             self._pending = None
         if tree.token_ids:
-            newest = _Pending(tree)
+            newest = _Followed(tree)
             if self._follow(newest, emitted_token_ids) and self._pending is None:
                 self._pending = newest
 
-    def _follow(self, pending: _Pending, emitted_token_ids: Sequence[int]) -> bool:
-        """Label along the text; whether nodes remain that later text can judge."""
-        token_ids, features = pending.tree.token_ids, pending.tree.features
-        under, node, depth = pending.under, pending.node, pending.depth
+    def _follow(self, proposal: _Followed, emitted_token_ids: Sequence[int]) -> bool:
+        """Labels nodes along the text; returns whether some remain that later text can judge."""
+        tree = proposal.tree
         for emitted in emitted_token_ids:
-            depth += 1
+            proposal.depth += 1
             reached = None
-            for child in under(node):
-                accepted = token_ids[child] == emitted
-                self._label(features[child], depth, accepted)
+            for child in proposal.children.get(proposal.node, ()):
+                accepted = tree.token_ids[child] == emitted
+                self._label(tree.features[child], proposal.depth, accepted)
                 if accepted:
                     reached = child
             if reached is None:
                 return False
-            node = reached
-        pending.node, pending.depth = node, depth
-        return bool(under(node))
+            proposal.node = reached
+        return proposal.node in proposal.children
 
     def _label(self, feature: int, depth: int, accepted: bool) -> None:
         if feature == FORCED:
             return
-        key = feature * _DEPTHS + (depth if depth < MAX_DEPTH else MAX_DEPTH)
-        counts = self._counts.get(key)
-        estimator = self._estimator
-        if counts is None:
-            prior = self._priors.get(feature)
-            if prior is None:
-                prior = self._priors[feature] = _Prior(estimator.initial)
-            counts = self._counts[key] = _Counts(prior)
-        counts.num_accepted = counts.num_accepted * estimator.decay + accepted
-        counts.num_labels = counts.num_labels * estimator.decay + 1.0
-        prior = counts.prior
-        prior.num_accepted = prior.num_accepted * estimator.shared_decay + accepted
-        prior.num_labels = prior.num_labels * estimator.shared_decay + 1.0
-        strength = estimator.strength
-        believed = prior.num_accepted + strength * estimator.initial
-        prior.mean = believed / (prior.num_labels + strength)
+        own = self._own.setdefault(_key(feature, depth), DiscountedMean())
+        own.add(accepted, self._estimator.decay)
+        shared = self._priors.setdefault(feature, DiscountedMean())
+        shared.add(accepted, self._estimator.shared_decay)
 
 
-def _children(tree: DraftTree) -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(tree.parents):
-        children.setdefault(parent, []).append(node)
-    return children
+class _Followed:
+    """A proposal that the text has followed up to ``node``, at ``depth``."""
+
+    def __init__(self, tree: DraftTree) -> None:
+        self.tree = tree
+        self.children: dict[int, list[int]] = {}
+        for node, parent in enumerate(tree.parents):
+            self.children.setdefault(parent, []).append(node)
+        self.node, self.depth = ROOT, 0
+
+
+def _key(feature: int, depth: int) -> tuple[int, int]:
+    return feature, min(depth, MAX_DEPTH)

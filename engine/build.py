@@ -59,10 +59,8 @@ from engine.request.errors import UnsupportedModelError
 from engine.request.info import EngineInfo, QuantizationInfo
 from engine.sampling.warm_up import warm_up
 from engine.schedule.scheduler import Scheduler
-from engine.speculation.cost import CostModel
+from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
-from engine.speculation.measuring import measure
-from engine.speculation.shedding import Shedding
 from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool
 
@@ -337,9 +335,14 @@ def _build_core(
         config.prefill_chunk,
     )
     shed_queue = config.shed_queue or max(1, config.max_num_waiting // 2)
-    shedding = Shedding(config.shed_speculation, shed_queue)
     speculation = Speculation(
-        drafters, cost, limits.vocab_size, config.max_num_nodes, pool, shedding
+        drafters,
+        cost,
+        limits.vocab_size,
+        config.max_num_nodes,
+        pool,
+        config.shed_speculation,
+        shed_queue,
     )
     return EngineCore(
         runner,

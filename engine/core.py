@@ -23,11 +23,11 @@ from engine.kv_events.begin import KvEvents
 from engine.request.errors import DeadlineExceededError, RanksError, RequestFailedError
 from engine.request.events import ErrorEvent, StepResult, TokenEvent
 from engine.request.params import GenerationRequest
-from engine.request.stats import RequestStats, SpeculativeStats, StepClock, StepStats
+from engine.request.stats import SpeculativeStats, StepClock, StepStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan, Scheduler
-from engine.speculation.baseline import Baseline, EarlyFinishers, StepShape, estimate_baseline
+from engine.speculation.baseline import Baseline, EarlyFinishers, estimate_baseline
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.transfer import Readback
@@ -101,23 +101,14 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    @property
-    def max_num_seqs(self) -> int:
-        return self.scheduler.max_num_seqs
-
     # --- commands ---
 
     def prepare(self, params: GenerationRequest) -> Request:
         """A request ready to submit; callable from any thread. Raises RequestError."""
         limits = self.limits
-        sampling = SamplingState(
-            params,
-            limits.eos_token_ids,
-            limits.vocab_size,
-            limits.max_model_len,
-            limits.constrain,
-        )
-        return Request(params, sampling, RequestStats(drafter=params.speculative.draft_strategy))
+        eos, longest = limits.eos_token_ids, limits.max_model_len
+        sampling = SamplingState(params, eos, limits.vocab_size, longest, limits.constrain)
+        return Request(params, sampling)
 
     def submit(self, request: Request) -> None:
         request.arrival_order = self._num_arrived
@@ -174,21 +165,6 @@ class EngineCore:
                 left.append(each)
         return left
 
-    def _together(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        work: Callable[[Sequence[ScheduledRequest]], None],
-    ) -> list[ScheduledRequest]:
-        """Do a piece of the step, which may be repeated, for all requests at once; one by one if that
-        goes wrong. Returns those for which it was done."""
-        try:
-            work(scheduled)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            return self._each(scheduled, lambda each: work([each]))
-        return [*scheduled]
-
     def _fail_step(self, plan: Plan, error: BaseException) -> None:
         """A step broke as a whole, its forward, say: all requests in it fail, and the engine goes on with
         those that wait. Raises ``error`` where that is of no use."""
@@ -236,7 +212,7 @@ class EngineCore:
         batch = self._build_batch(plan)
         with clock.measure("forward"):
             output = self.runner.forward(batch)
-        done = self._together(plan.scheduled, lambda some: read_step(some, output.logits, clock))
+        done = self._verify(plan.scheduled, output.logits, clock)
         if output.seconds is not None:
             clock.forward_took(output.seconds())
         done = self._commit(done)
@@ -251,25 +227,36 @@ class EngineCore:
     def _build_batch(self, plan: Plan) -> InputBatch:
         """All rows flat, in the order of the plan."""
         for each in plan.scheduled:
-            each.rows = self._rows(each)
+            draft = each.draft
+            num_logits = 1 + len(draft) if each.samples else 0
+            if each.request.wants_prompt_logprobs:
+                num_logits = each.num_known + len(draft)
+            each.rows = RequestRows(
+                token_ids=[*each.known_token_ids, *draft.token_ids],
+                num_known=each.num_known,
+                base=each.base,
+                parents=draft.parents,
+                block_table=self.pool.block_table(each.request.request_id),
+                num_logits=num_logits,
+            )
         return build_batch(
             [each.rows for each in plan.scheduled],
             self.pool.block_size,
             wants_hidden=any(each.wants_hidden for each in plan.scheduled),
         )
 
-    def _rows(self, each: ScheduledRequest) -> RequestRows:
-        num_logits = 1 + len(each.draft) if each.samples else 0
-        if each.request.wants_prompt_logprobs:
-            num_logits = each.num_known + len(each.draft)
-        return RequestRows(
-            token_ids=[*each.known_token_ids, *each.draft.token_ids],
-            num_known=each.num_known,
-            base=each.base,
-            parents=each.draft.parents,
-            block_table=self.pool.block_table(each.request.request_id),
-            num_logits=num_logits,
-        )
+    def _verify(
+        self, scheduled: Sequence[ScheduledRequest], logits: torch.Tensor, clock: StepClock
+    ) -> list[ScheduledRequest]:
+        """All requests are verified at once; where that goes wrong, again one by one. Returns those for
+        which it was done."""
+        try:
+            read_step(scheduled, logits, clock)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            return self._each(scheduled, lambda each: read_step([each], logits, clock))
+        return [*scheduled]
 
     def _commit(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Accepted rows become committed keys and values; the rest of the leases go back. Returns the
@@ -311,32 +298,29 @@ class EngineCore:
         clock: StepClock,
     ) -> None:
         """Teach the cost model, account for every request, and let the finished ones go."""
-        shape = StepShape(
-            num_rows=batch.num_rows,
+        num_rows, num_kv_tokens = batch.num_rows, batch.num_kv_tokens
+        num_requests, has_drafts = len(plan.scheduled), num_rows > plan.num_rows
+        self.cost.observe(num_rows, num_kv_tokens, num_requests, clock.target, has_drafts)
+        self.cost.observe_overhead(clock.other)
+        baseline = estimate_baseline(
+            self.cost,
+            clock.step - clock.draft,
+            num_rows=num_rows,
             num_base_rows=plan.num_rows,
-            num_sampling_requests=plan.num_sampling,
-            num_kv_tokens=batch.num_kv_tokens,
-            num_requests=len(plan.scheduled),
+            num_sampling=plan.num_sampling,
+            num_kv_tokens=num_kv_tokens,
+            num_requests=num_requests,
             num_early=len(self._early),
         )
-        self.cost.observe(
-            shape.num_rows,
-            shape.num_kv_tokens,
-            shape.num_requests,
-            clock.target,
-            shape.has_drafts,
-        )
-        self.cost.observe_overhead(clock.other)
-        baseline = estimate_baseline(self.cost, shape, clock.step, clock.draft)
         by_drafter: dict[str, SpeculativeStats] = defaultdict(SpeculativeStats)
         for each in sampled:
-            each.verify_seconds = (1 + len(each.draft)) / shape.num_rows * clock.target
+            each.verify_seconds = (1 + len(each.draft)) / num_rows * clock.target
             _account(each, by_drafter, baseline, clock.step)
         self._each(sampled, self._emit)
         num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
         self._early.step(clock.step, len(self.scheduler.running))
         self._result.stats = self.gauges(
-            num_rows=shape.num_rows,
+            num_rows=num_rows,
             num_prompt_tokens=sum(each.num_prompt_tokens for each in plan.scheduled),
             by_drafter=by_drafter,
             draft_seconds=clock.draft,

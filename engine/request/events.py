@@ -25,19 +25,8 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTimings:
-    """Seconds; ``perf_counter`` clock for ``*_time``, durations otherwise."""
-
-    arrival_time: float
-    queue_seconds: float
-    time_to_first_token_seconds: float
-    e2e_seconds: float
-    num_preemptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class FinishInfo:
-    """Comes with the last event of a request."""
+    """Comes with the last event of a request. ``arrival_time`` is on ``time.perf_counter``'s clock."""
 
     reason: FinishReason
     stop_token_id: int | None
@@ -45,7 +34,11 @@ class FinishInfo:
     num_cached_tokens: int
     num_output_tokens: int
     speculative: RequestStats
-    timings: RequestTimings
+    arrival_time: float
+    queue_seconds: float
+    time_to_first_token_seconds: float
+    e2e_seconds: float
+    num_preemptions: int = 0
 
 
 class TokenEvent(NamedTuple):

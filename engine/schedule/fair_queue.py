@@ -11,43 +11,33 @@ tenant that comes back is put level with those that wait, so that no tenant save
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterator
 
 from engine.schedule.request import Request
-
-_Level = dict[str, list[Request]]
 
 
 class FairQueue:
     """``charge`` keeps the counters; the queue itself looks at no clock and no blocks."""
 
     def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}
+        self._waiting: list[Request] = []
         self._served: dict[str, float] = {}
         self._last_started = ""
 
     def __len__(self) -> int:
-        return sum(len(each) for level in self._levels.values() for each in level.values())
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
         """Goes by priority and tenant; the first request is the one whose turn it is."""
-        for _, level in sorted(self._levels.items()):
-            for requests in sorted(level.values(), key=self._turn):
-                yield from requests
+        return iter(sorted(self._waiting, key=self._turn))
 
     def push(self, request: Request) -> None:
         """A request that came in, or lost its blocks."""
         self._level_with_others(request.params.tenant.name)
-        level = self._levels.setdefault(request.params.priority, {})
-        requests = level.setdefault(request.params.tenant.name, [])
-        bisect.insort(requests, request, key=lambda each: each.rank)
+        self._waiting.append(request)
 
     def first(self) -> Request | None:
-        if not self._levels:
-            return None
-        level = self._levels[min(self._levels)]
-        return min(level.values(), key=self._turn)[0]
+        return min(self._waiting, key=self._turn, default=None)
 
     def start(self, request: Request) -> None:
         """The request waits no more, since it runs."""
@@ -56,16 +46,10 @@ class FairQueue:
         self.charge(request)
 
     def remove(self, request: Request) -> None:
-        level = self._levels[request.params.priority]
-        requests = level[request.params.tenant.name]
-        requests.remove(request)
-        if not requests:
-            del level[request.params.tenant.name]
-        if not level:
-            del self._levels[request.params.priority]
+        self._waiting.remove(request)
 
     def charge(self, request: Request) -> None:
-        """The tenant for those of the request's tokens that it was not charged for yet: its prompt once
+        """The tenant pays for those of the request's tokens that it did not pay for yet: its prompt once
         it starts, then what is written. Recomputing costs no tenant anything."""
         num_new = len(request.token_ids) - request.num_charged_tokens
         if num_new:
@@ -80,11 +64,12 @@ class FairQueue:
     def _of(self, tenant: str) -> float:
         return self._served.get(tenant, 0.0)
 
-    def _turn(self, requests: list[Request]) -> tuple[float, int]:
-        return self._of(requests[0].params.tenant.name), requests[0].arrival_order
+    def _turn(self, request: Request) -> tuple[int, float, int]:
+        priority, order = request.rank
+        return priority, self._of(request.params.tenant.name), order
 
     def _level_with_others(self, tenant: str) -> None:
-        waiting = {name for level in self._levels.values() for name in level}
+        waiting = {each.params.tenant.name for each in self._waiting}
         if tenant not in waiting:
             least = min(map(self._of, waiting), default=self._of(self._last_started))
             self._served[tenant] = max(self._of(tenant), least)

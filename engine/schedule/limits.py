@@ -13,25 +13,17 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from engine.request.errors import TenantLimitError
 from engine.request.params import GenerationRequest, Tenant
 
+if TYPE_CHECKING:
+    from engine.schedule.request import Request
+
 _MINUTE = 60.0
 # How much a request that ends says of how long requests are open.
 _WEIGHT = 0.2
-
-
-class CountedRequest(Protocol):
-    """The part of ``engine.schedule.request.Request`` that is counted."""
-
-    @property
-    def params(self) -> GenerationRequest: ...
-    @property
-    def num_output_tokens(self) -> int: ...
-    @property
-    def first_scheduled_time(self) -> float | None: ...
 
 
 @dataclass(slots=True)
@@ -57,7 +49,7 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Open:
-    request: CountedRequest
+    request: Request
     since: float
     num_paid: int = 0
     """Tokens that it wrote and its tenant paid for."""
@@ -90,7 +82,7 @@ class TenantLimits:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    def admit(self, request: CountedRequest) -> None:
+    def admit(self, request: Request) -> None:
         """Take in a request, until ``release``. Raises TenantLimitError, and then has taken nothing."""
         tenant = request.params.tenant
         if not tenant.name:
@@ -119,7 +111,7 @@ class TenantLimits:
         account.tenant = tenant
         return account
 
-    def release(self, request: CountedRequest) -> None:
+    def release(self, request: Request) -> None:
         """The request is over. Those that were not taken in are ignored."""
         account = self._accounts.get(request.params.tenant.name)
         if account is None or request.params.request_id not in account.open:

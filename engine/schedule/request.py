@@ -3,7 +3,6 @@ thread."""
 
 from __future__ import annotations
 
-import enum
 import math
 import time
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from drafters.tree import EMPTY, DraftTree
-from engine.request.events import FinishInfo, FinishReason, RequestTimings, TokenLogprobs
+from engine.request.events import FinishInfo, FinishReason, TokenLogprobs
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest
 from engine.request.stats import Reason, RequestStats
@@ -19,12 +18,6 @@ from engine.sampling.state import SamplingState
 
 if TYPE_CHECKING:
     from engine.batch import RequestRows
-
-
-class RequestStatus(enum.Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
@@ -35,12 +28,13 @@ class Request:
 
     params: GenerationRequest
     sampling: SamplingState
-    stats: RequestStats
     arrival_order: int = 0
+    stats: RequestStats = field(init=False)
     request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
-    status: RequestStatus = RequestStatus.WAITING
+    is_running: bool = False
+    """It has a block table, and rows in every step; else it waits, or is over."""
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -53,6 +47,7 @@ class Request:
     """So many of ``token_ids`` the tenant was charged for."""
 
     def __post_init__(self) -> None:
+        self.stats = RequestStats(drafter=self.params.speculative.draft_strategy)
         self.request_id = self.params.request_id
         self.token_ids = list(self.params.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -98,7 +93,7 @@ class Request:
 
     def start(self, num_cached: int) -> None:
         """Waiting -> running, on a fresh block table with ``num_cached`` tokens already committed."""
-        self.status = RequestStatus.RUNNING
+        self.is_running = True
         self.num_computed_tokens = num_cached
         if self.first_scheduled_time is None:
             self.first_scheduled_time = time.perf_counter()
@@ -106,7 +101,7 @@ class Request:
 
     def preempt(self) -> None:
         """Running -> waiting; its keys and values are gone, its tokens are not."""
-        self.status = RequestStatus.WAITING
+        self.is_running = False
         self.num_computed_tokens = 0
         self.num_preemptions += 1
 
@@ -130,13 +125,11 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             speculative=self.stats,
-            timings=RequestTimings(
-                arrival_time=arrival,
-                queue_seconds=scheduled - arrival,
-                time_to_first_token_seconds=(self.first_token_time or now) - arrival,
-                e2e_seconds=now - arrival,
-                num_preemptions=self.num_preemptions,
-            ),
+            arrival_time=arrival,
+            queue_seconds=scheduled - arrival,
+            time_to_first_token_seconds=(self.first_token_time or now) - arrival,
+            e2e_seconds=now - arrival,
+            num_preemptions=self.num_preemptions,
         )
 
 

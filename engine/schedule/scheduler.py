@@ -12,27 +12,10 @@ import bisect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from engine.schedule.fair_queue import FairQueue
-from engine.schedule.request import Request, RequestStatus, ScheduledRequest
-
-
-class Blocks(Protocol):
-    """The part of the pool that the scheduler uses."""
-
-    @property
-    def num_available(self) -> int: ...
-    def open(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        cache_salt: str,
-        max_cached_tokens: int,
-        is_new: bool,
-    ) -> int: ...
-    def allocate(self, request_id: str, num_tokens: int) -> bool: ...
-    def free(self, request_id: str) -> None: ...
+from engine.schedule.request import Request, ScheduledRequest
+from kvpool.block_pool import BlockPool
 
 
 @dataclass(slots=True)
@@ -49,7 +32,7 @@ class Plan:
     num_waiting: int = 0
     """Requests for which there was no place."""
     draft_seconds: dict[str, float] = field(default_factory=dict)
-    """Spent on proposals, by drafter."""
+    """Spent on drafting, by drafter."""
 
     @property
     def num_sampling(self) -> int:
@@ -66,7 +49,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: Blocks,
+        pool: BlockPool,
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -87,13 +70,13 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Take out a request for good, wherever it is, and free its blocks."""
-        if request.status is RequestStatus.WAITING:
-            self.waiting.remove(request)
-        elif request.status is RequestStatus.RUNNING:
+        if request.is_running:
             self.running.remove(request)
             self.pool.free(request.request_id)
             self.waiting.charge(request)
-        request.status = RequestStatus.FINISHED
+            request.is_running = False
+        else:
+            self.waiting.remove(request)
         if not self.running and not len(self.waiting):
             self.waiting.forget()
 
@@ -154,9 +137,10 @@ class Scheduler:
         turn it is. A better priority takes the seat or the blocks of a worse one."""
         while (request := self.waiting.first()) is not None:
             if not self._has_room(request):
-                if not self._outranks_last(request):
+                last = self.running[-1]  # an engine that runs nothing has room
+                if request.params.priority >= last.params.priority:
                     return
-                self._preempt(self.running[-1], plan)
+                self._preempt(last, plan)
                 continue
             self.waiting.start(request)
             is_new = request.first_scheduled_time is None
@@ -181,6 +165,3 @@ class Scheduler:
         return (
             len(self.running) < self.max_num_seqs and needed + promised <= self.pool.num_available
         ) or not self.running
-
-    def _outranks_last(self, request: Request) -> bool:
-        return bool(self.running) and request.params.priority < self.running[-1].params.priority

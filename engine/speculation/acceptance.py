@@ -8,8 +8,6 @@ token is verified may depend on everything but itself, or its distribution is bi
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from drafters.base import Observation
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import FORCED, DraftTree, chain
@@ -20,38 +18,28 @@ _PATIENCE = 8
 """Proposals in a row of which nothing was verified, before one is believed in as at the start."""
 
 
-class Acceptance(Protocol):
-    """One request's estimates and their labels."""
+class Acceptance:
+    """One request's estimates and their labels: whole proposals are judged by the text."""
 
-    def granted_from(self, proposal: DraftTree, num_nodes: int) -> DraftTree:
+    def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
+        self._estimator = estimator
+        self._estimates = estimator.for_request(drafter)
+
+    def granted_from(self, proposal: DraftTree, num_nodes: int) -> DraftTree:  # noqa: ARG002
         """The tree that a policy is shown for a proposal of which ``num_nodes`` were asked."""
+        return proposal
 
     def survivals(self, tree: DraftTree) -> list[float]:
         """Per node, the probability that it and its ancestors are accepted; never above the
         parent's."""
-
-    def observe(self, proposal: DraftTree, seen: Observation) -> None:
-        """Learn from a step: all that was proposed, and what came of the verified part."""
-
-
-class MatchAcceptance:
-    """Judges whole proposals by the text."""
-
-    def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
-        self._estimates = estimator.for_request(drafter)
-
-    def granted_from(self, proposal: DraftTree, num_nodes: int) -> DraftTree:
-        del num_nodes
-        return proposal
-
-    def survivals(self, tree: DraftTree) -> list[float]:
         return self._estimates.survivals(tree)
 
     def observe(self, proposal: DraftTree, seen: Observation) -> None:
+        """Learn from a step: all that was proposed, and what came of the verified part."""
         self._estimates.label_against(proposal, seen.emitted_token_ids)
 
 
-class SampledAcceptance:
+class SampledAcceptance(Acceptance):
     """Judges verified nodes by the accepted path, and knows nodes by depth and rank among their
     siblings only.
 
@@ -63,8 +51,7 @@ class SampledAcceptance:
     """
 
     def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
-        self._estimator = estimator
-        self._estimates = estimator.for_request(drafter)
+        super().__init__(estimator, drafter)
         self._num_unverified = 0
 
     def granted_from(self, proposal: DraftTree, num_nodes: int) -> DraftTree:
@@ -103,7 +90,7 @@ def new_acceptance(
 ) -> Acceptance:
     """Estimates of one request. Different verifications share no counts."""
     if verification == "match":
-        return MatchAcceptance(estimator, drafter)
+        return Acceptance(estimator, drafter)
     return SampledAcceptance(estimator, f"{drafter} {verification}")
 
 
@@ -111,9 +98,8 @@ def _ranked(tree: DraftTree) -> DraftTree:
     """The same nodes, each with its rank among its siblings for a feature."""
     num_siblings: dict[int, int] = {}
     ranks = []
-    for node, parent in enumerate(tree.parents):
+    for parent, feature in zip(tree.parents, tree.features, strict=True):
         rank = num_siblings.get(parent, 0)
         num_siblings[parent] = rank + 1
-        is_forced = tree.features[node] == FORCED
-        ranks.append(FORCED if is_forced else min(rank, _MAX_RANK))
+        ranks.append(FORCED if feature == FORCED else min(rank, _MAX_RANK))
     return DraftTree(tree.token_ids, tree.parents, ranks)

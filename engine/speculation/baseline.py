@@ -1,16 +1,11 @@
 """The time that a step would have taken at gamma 0, which speed-ups are measured against.
 
-Requests in a batch run side by side, and each of them lives through the whole step: a step of 50 ms
-costs every request in it 50 ms. At gamma 0 the same batch would have needed one step per token. So a
-request's speed-up over a step is
-
-    baseline seconds of its emitted tokens / seconds the step took
-
-and over its life the quotient of the two sums. The baseline is paired with its step: the time
-measured, less drafting, times the cost model's ratio of the step without draft rows to the step as
-it ran. What slows the machine down in one step then slows its baseline too, and a step without
-drafts counts as 1. Prompt rows are run once either way, so only the first of the emitted tokens is
-charged for them.
+Each request of a batch lives through the whole step, and at gamma 0 the same batch would have needed one
+step per token. So a request's speed-up over a step is the baseline seconds of its emitted tokens over the
+seconds the step took, and over its life the quotient of the two sums. The baseline is paired with its
+step: the time measured, less drafting, times the cost model's ratio of the step without draft rows to the
+step as it ran. What slows the machine down in one step then slows its baseline too, and a step without
+drafts counts as 1. Prompt rows are run once either way, so only the first token is charged for them.
 
 At gamma 0 the batch would be larger, too: a request that drafts well is done before its time, and
 those that are left run in steps that look cheap and write little. ``EarlyFinishers`` are counted as if
@@ -46,22 +41,6 @@ class Baseline(NamedTuple):
         return prompt_seconds + self.next_seconds * num_emitted / self.num_requests
 
 
-class StepShape(NamedTuple):
-    """Sizes of a step: ``num_rows`` with draft nodes, ``num_base_rows`` without; ``num_kv_tokens`` over
-    all ``num_requests`` requests of the step. ``num_early``: ``EarlyFinishers`` that did not."""
-
-    num_rows: int
-    num_base_rows: int
-    num_sampling_requests: int
-    num_kv_tokens: int
-    num_requests: int
-    num_early: int = 0
-
-    @property
-    def has_drafts(self) -> bool:
-        return self.num_rows > self.num_base_rows
-
-
 class EarlyFinishers:
     """Requests that are done and would still be writing at gamma 0, by the clock of the steps."""
 
@@ -91,17 +70,25 @@ class EarlyFinishers:
 
 
 def estimate_baseline(
-    cost: CostModel, shape: StepShape, step_seconds: float, draft_seconds: float
+    cost: CostModel,
+    seconds: float,
+    *,
+    num_rows: int,
+    num_base_rows: int,
+    num_sampling: int,
+    num_kv_tokens: int,
+    num_requests: int,
+    num_early: int = 0,
 ) -> Baseline:
-    """The gamma-0 steps that stand for a step measured at ``step_seconds``, of which ``draft_seconds``
-    were spent on drafting."""
-    measured = max(0.0, step_seconds - draft_seconds)
-    num_requests = shape.num_requests + shape.num_early
-    num_kv_tokens = shape.num_kv_tokens * num_requests // shape.num_requests
-    as_run = cost.step_seconds(
-        shape.num_rows, shape.num_kv_tokens, shape.num_requests, shape.has_drafts
-    )
-    first = cost.step_seconds(shape.num_base_rows + shape.num_early, num_kv_tokens, num_requests)
-    num_writing = max(1, min(shape.num_sampling_requests, shape.num_base_rows)) + shape.num_early
-    plain = cost.step_seconds(num_writing, num_kv_tokens, num_requests)
-    return Baseline(measured * first / as_run, measured * plain / as_run, num_writing)
+    """The gamma-0 steps that stand for one that took ``seconds`` without drafting, over ``num_rows`` rows
+    with draft nodes, ``num_base_rows`` without; ``num_kv_tokens`` over all ``num_requests`` requests, of
+    which ``num_sampling`` sampled. ``num_early``: ``EarlyFinishers``, which were not among them."""
+    has_drafts = num_rows > num_base_rows
+    as_run = cost.step_seconds(num_rows, num_kv_tokens, num_requests, has_drafts)
+    num_all = num_requests + num_early
+    num_kv_tokens = num_kv_tokens * num_all // num_requests
+    num_writing = max(1, min(num_sampling, num_base_rows)) + num_early
+    first = cost.step_seconds(num_base_rows + num_early, num_kv_tokens, num_all)
+    plain = cost.step_seconds(num_writing, num_kv_tokens, num_all)
+    seconds = max(0.0, seconds)
+    return Baseline(seconds * first / as_run, seconds * plain / as_run, num_writing)

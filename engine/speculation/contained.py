@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from drafters.base import Drafter, Observation
-from drafters.checks import count_of, is_interrupt
-from drafters.tree import chain
+from drafters.base import Drafter, DraftRequest, Observation
+from drafters.checks import check_token_ids, count_of, is_interrupt
+from drafters.tree import DraftTree, chain
 from engine.schedule.request import Request, ScheduledRequest
 from engine.speculation.acceptance import Acceptance
+from engine.speculation.gamma.policy import GammaPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Drafting:
     """State of a request that drafts."""
 
     drafter: Drafter
+    policy: GammaPolicy
     acceptance: Acceptance
     num_failures: int = 0
     is_open: bool = True
@@ -57,15 +59,9 @@ class Drafting:
         num_missed, self.num_missed = self.num_missed, 0
         if not num_missed or not self.is_asked:
             return
-        missed = request.token_ids[-num_missed:]
-        seen = Observation(
-            request.request_id,
-            request.token_ids,
-            chain(missed[:-1]),
-            missed,
-            range(num_missed),
-            missed,
-        )
+        text, missed = request.token_ids, request.token_ids[-num_missed:]
+        draft, path = chain(missed[:-1]), range(num_missed)
+        seen = Observation(request.request_id, text, draft, missed, path, missed)
         guarded([self], self.drafter.observe, [seen])
 
     def counted(self, most: int | None, call: Callable[..., object], *args: Any) -> int:
@@ -85,3 +81,43 @@ def guarded(blamed: Sequence[Drafting], call: Callable[..., _Result], *args: Any
             each.num_failures += 1
         logger.exception("drafter %s failed", blamed[0].name if blamed else "of several requests")
         return None
+
+
+def check_trees(
+    trees: Sequence[DraftTree], asks: Sequence[DraftRequest], vocab_size: int
+) -> Sequence[DraftTree]:
+    """The trees, one for each request. Raises TypeError or ValueError for anything else."""
+    if not isinstance(trees, list | tuple):  # a generator would be used up here
+        raise TypeError(f"propose returned a {type(trees).__name__}, not a list of trees")
+    for tree, ask in zip(trees, asks, strict=True):
+        if not isinstance(tree, DraftTree):
+            raise TypeError(f"a {type(tree).__name__} was proposed, not a DraftTree")
+        tree.validate()
+        if not tree.token_ids:
+            continue
+        if len(tree) > ask.max_nodes:
+            raise ValueError(f"{len(tree)} nodes proposed where {ask.max_nodes} were allowed")
+        check_token_ids(tree.token_ids, vocab_size)
+        if tree.deepest() > ask.shape.depth:
+            raise ValueError(f"a proposed path is deeper than {ask.shape.depth}")
+        check_sampled(tree, ask.sampling.verification, vocab_size)
+    return trees
+
+
+def check_sampled(tree: DraftTree, verification: str, vocab_size: int) -> None:
+    """Raises ValueError where the verification could not use the tree, or its ``draft_probs``."""
+    if verification == "match":
+        return
+    if verification == "block" and not tree.is_chain():
+        raise ValueError("block verification is for chains, and a tree was proposed")
+    for parent, probs in tree.draft_probs.items():
+        if not -1 <= parent < len(tree):
+            raise ValueError(f"draft_probs of node {parent}, which does not exist")
+        shape: Sequence[int] | None = getattr(probs, "shape", None)
+        if shape is not None:
+            if tuple(shape) != (vocab_size,):
+                raise ValueError(f"draft_probs of node {parent} have shape {tuple(shape)}")
+        elif min(probs.values(), default=-1) < 0 or abs(sum(probs.values()) - 1) > 1e-3:
+            raise ValueError(f"draft_probs of node {parent} are no distribution")
+        elif not 0 <= min(probs) <= max(probs) < vocab_size:
+            raise ValueError(f"draft_probs of node {parent} name a token out of the vocabulary")

@@ -17,21 +17,46 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from operator import le, mul
+from operator import itemgetter, le, mul
 from statistics import median_low
+from typing import NamedTuple
 
 import numpy as np
 
-from engine.speculation.correction import Correction
-from engine.speculation.measuring import Measurement
-
 _EMA_RATE = 0.1
-_LARGEST_SURPRISE = 0.15
+_LARGEST_ERROR = 0.15
 """Relative error of an overhead beyond which it counts no more (Huber)."""
 _SMALLEST_SECONDS = 1e-9
+_NOISE = 0.07**2
+"""Variance of a step's seconds about their mean, relative."""
+_MACHINE_DOUBT = 0.05**2
+_MACHINE_DRIFT = 0.012**2
+"""Per step."""
+_KNOT_DOUBT = 0.08**2
+_DRAFTS_DOUBT = 0.15**2
+_KNOT_MEMORY = 1.0 - 1.0 / 400
+"""Share of a knot's factor that a step keeps: without forgetting, a few slow steps at high row counts
+would be believed for ever, since gamma then never goes there again."""
+_LARGEST_SURPRISE = 0.1
+"""Relative error of a step beyond which it counts no more (Huber): one that a neighbour made three times
+slower moves the model by less than that, what stays half as slow again is learnt in ten or twenty."""
+_MOST_CHOSEN_ROWS = 64
+_FAR_REQUESTS = 8
+_FAR_ROWS = 4
+"""Rows of each of the ``_FAR_REQUESTS`` requests that are measured side by side."""
+
+
+class Measurement(NamedTuple):
+    num_rows: int
+    num_kv_tokens: int
+    seconds: float
+    num_requests: int = 1
+
+    @property
+    def num_pairs(self) -> float:
+        return self.num_rows * self.num_kv_tokens / self.num_requests
 
 
 class CostModel:
@@ -58,11 +83,9 @@ class CostModel:
         # Half of all rows: over these the curve's steepness beyond them is taken.
         self._half = max(bisect_right(self._rows, self._rows[-1] // 2) - 1, 0)
         self._correction = Correction(len(self._rows))
-        self._drafting: dict[str, _DraftSeconds] = {}
-        self._machine = 1.0
-        self._draft_factor = 1.0
-        self._values: list[float] = []
-        self._slopes: list[float] = []
+        self._asked_seconds: dict[str, float] = {}
+        """Of a drafter, per request and step: where it was asked, and below where it was not."""
+        self._idle_seconds: dict[str, float] = {}
         self._redraw()
 
     def step_seconds(
@@ -118,7 +141,8 @@ class CostModel:
         if self.overhead_seconds <= 0.0:
             self.overhead_seconds = seconds
             return
-        error = _bounded(seconds / self.overhead_seconds - 1.0)
+        error = seconds / self.overhead_seconds - 1.0
+        error = max(-_LARGEST_ERROR, min(_LARGEST_ERROR, error))
         self.overhead_seconds *= 1.0 + _EMA_RATE * error
 
     def observe_draft(
@@ -129,13 +153,19 @@ class CostModel:
         if num_requests < 1:
             return
         asked = num_requests if num_asked is None else num_asked
-        self._drafting.setdefault(drafter, _DraftSeconds()).observe(num_requests, asked, seconds)
+        idle = self._idle_seconds.get(drafter)
+        if asked == 0:
+            self._idle_seconds[drafter] = _moved(idle, seconds / num_requests)
+        else:
+            share = max(0.0, seconds - (num_requests - asked) * (idle or 0.0)) / asked
+            known = self._asked_seconds.get(drafter)
+            self._asked_seconds[drafter] = _moved(known, share)
 
     def draft_seconds(self, drafter: str) -> float:
         """Price of one more request that asks ``drafter``: its share of a call, beyond what is spent on
         one that does not ask; 0 while it was never timed."""
-        known = self._drafting.get(drafter)
-        return 0.0 if known is None else known.price
+        idle = self._idle_seconds.get(drafter, 0.0)
+        return max(0.0, self._asked_seconds.get(drafter, 0.0) - idle)
 
     def _drafts(self, num_requests: int, has_drafts: bool) -> float:
         return self._draft_factor if has_drafts and num_requests > 1 else 1.0
@@ -161,9 +191,8 @@ class CostModel:
     def _redraw(self) -> None:
         """Values and slopes of the curve as now believed; beyond the last knot it goes on as
         steeply as just before it, but never flatter than its mean slope over half of its rows."""
-        correction = self._correction
-        self._machine, self._draft_factor = correction.machine, correction.drafts
-        values = _never_falling(list(map(mul, self._start, correction.knots)))
+        self._machine, self._draft_factor, factors = self._correction.factors()
+        values = _never_falling(list(map(mul, self._start, factors)))
         slopes = [
             (right - left) / gap
             for left, right, gap in zip(values, values[1:], self._gaps, strict=False)
@@ -176,30 +205,61 @@ class CostModel:
         self._values, self._slopes = values, slopes
 
 
-@dataclass(slots=True)
-class _DraftSeconds:
-    """Seconds per request and step of one drafter: where it was asked, and where it was not."""
+class Correction:
+    """Corrects the curve by the steps that run: a Kalman filter over the logarithms of factors of all
+    steps, of those with drafts, and of ``num_knots`` knots; they are 1 at first.
 
-    asked: float | None = None
-    idle: float | None = None
+    One factor holds for all steps and follows the machine (clocks, neighbours), one for those where
+    several requests' drafts are verified; one per knot of the cost curve follows what start-up got wrong
+    about the curve's shape, and drifts back to 1 while its rows are not met. The filter knows how sure it
+    is of each, so the first steps of a kind count most, and it knows that a machine that slowed down as a
+    whole slowed down at the row counts, too, that are not visited meanwhile.
+    """
 
-    @property
-    def price(self) -> float:
-        return max(0.0, (self.asked or 0.0) - (self.idle or 0.0))
+    def __init__(self, num_knots: int) -> None:
+        self._logs = np.zeros(2 + num_knots)
+        doubts = np.array([_MACHINE_DOUBT, _DRAFTS_DOUBT, *[_KNOT_DOUBT] * num_knots])
+        self._covariance = np.diag(doubts)
+        # What every step forgets: products with these, and what it adds to the variances.
+        self._memory = np.array([1.0, *[_KNOT_MEMORY] * (1 + num_knots)])
+        self._memories = np.outer(self._memory, self._memory)
+        self._drift = np.diag(doubts * (1.0 - self._memory**2))
+        self._drift[0, 0] = _MACHINE_DRIFT
+        self._design = np.zeros(2 + num_knots)
 
-    def observe(self, num_requests: int, num_asked: int, seconds: float) -> None:
-        if num_asked == 0:
-            self.idle = _moved(self.idle, seconds / num_requests)
-        else:
-            rest = (num_requests - num_asked) * (self.idle or 0.0)
-            self.asked = _moved(self.asked, max(0.0, seconds - rest) / num_asked)
+    def factors(self) -> tuple[float, float, list[float]]:
+        """Returns the factors of all steps, of those with drafts, and of each knot."""
+        machine, drafts = math.exp(self._logs[0]), math.exp(self._logs[1])
+        return machine, drafts, np.exp(self._logs[2:]).tolist()
+
+    def observe(
+        self, knots: Sequence[tuple[int, float]], surprise: float, has_drafts: bool = False
+    ) -> None:
+        """The filter learns that a step among ``knots``, with weights, took ``exp(surprise)`` times as
+        long as predicted."""
+        covariance, design = self._covariance, self._design
+        self._logs *= self._memory
+        covariance *= self._memories
+        covariance += self._drift
+        design.fill(0.0)
+        design[0], design[1] = 1.0, float(has_drafts)
+        for knot, weight in knots:
+            design[2 + knot] = weight
+        spread = covariance @ design
+        variance = float(spread @ design) + _NOISE
+        # What is not believed does not make anything surer either.
+        weight = _LARGEST_SURPRISE / max(_LARGEST_SURPRISE, abs(surprise))
+        gain = spread * (weight / variance)
+        covariance -= spread[:, None] * gain
+        gain *= surprise
+        self._logs += gain
 
 
 def _moved(known: float | None, seconds: float) -> float:
     """An average that one slow call does not move far."""
     if known is None:
         return seconds
-    limit = known * (1.0 + 4 * _LARGEST_SURPRISE)
+    limit = known * (1.0 + 4 * _LARGEST_ERROR)
     return known + _EMA_RATE * (min(seconds, limit) - known)
 
 
@@ -265,5 +325,71 @@ def _never_falling(values: Sequence[float]) -> list[float]:
     return [mean for mean, size in pools for _ in range(size)]
 
 
-def _bounded(error: float) -> float:
-    return max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, error))
+# --- what is measured at start-up ---
+
+
+def bucket_row_counts(max_rows: int) -> list[int]:
+    """Row counts to measure: powers of two, and half-way up to 64, where choosing gamma happens."""
+    counts = {2**k for k in range(max_rows.bit_length())}
+    counts |= {3 * 2**k for k in range(5)}
+    return sorted({count for count in counts if count <= max_rows} | {max_rows})
+
+
+def measure(
+    run: Callable[[int, int, int], float],
+    max_rows: int,
+    repeats: int = 5,
+    far_context: int = 512,
+    max_kv_tokens: int | None = None,
+    budget_seconds: float = 3.0,
+    block_size: int = 1,
+) -> list[Measurement]:
+    """Measure ``run(num_rows, num_kv_tokens, num_requests) -> seconds``.
+
+    Row counts that gamma chooses among, up to 64, count with the median of ``repeats`` runs after an
+    untimed one; so do one and eight rows over ``far_context`` tokens, and one row or a few of each of
+    up to eight requests with as many tokens each, ``max_kv_tokens`` in all when every request takes
+    whole blocks of ``block_size``. Rounds go over all of them in turn, so that a slow spell of the
+    machine hits all alike, and end early once ``budget_seconds`` are spent. Larger counts, which only
+    prompts reach, run twice, the better counts; those that would take more than an eighth of the
+    budget are left to ``CostModel``, which goes on as steeply.
+    """
+    counts = bucket_row_counts(max_rows)
+    points = [(count, 0, 1) for count in counts if count <= _MOST_CHOSEN_ROWS]
+    points += _far_points(max_rows, far_context, max_kv_tokens, block_size)
+    spent = sum(run(*point) for point in points)
+    seconds: dict[tuple[int, int, int], list[float]] = {point: [] for point in points}
+    for _ in range(repeats):
+        for point in points:
+            seconds[point].append(run(*point))
+        spent += sum(values[-1] for values in seconds.values())
+        if spent > budget_seconds:
+            break
+    measured = [
+        Measurement(rows, kv_tokens, median_low(values), requests)
+        for (rows, kv_tokens, requests), values in seconds.items()
+    ]
+    last = max((each for each in measured if not each.num_kv_tokens), key=itemgetter(0))
+    for count in counts:
+        if count > last.num_rows:
+            if last.seconds * count / last.num_rows > budget_seconds / 8:
+                break
+            last = Measurement(count, 0, min(run(count, 0, 1), run(count, 0, 1)))
+            measured.append(last)
+    return measured
+
+
+def _far_points(
+    max_rows: int, context: int, max_kv_tokens: int | None, block_size: int
+) -> list[tuple[int, int, int]]:
+    """Rows, tokens of context and requests of the steps that tell what context costs."""
+    if context < 1:
+        return []
+    points = [(count, context, 1) for count in (1, 8) if count <= max_rows]
+    requests = min(_FAR_REQUESTS, max_rows // _FAR_ROWS)
+    if max_kv_tokens is not None:
+        num_blocks = -(-(context + _FAR_ROWS) // block_size)
+        requests = min(requests, max_kv_tokens // (num_blocks * block_size))
+    if requests > 1:
+        points += [(rows * requests, context * requests, requests) for rows in (1, _FAR_ROWS)]
+    return points

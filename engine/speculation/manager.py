@@ -3,30 +3,40 @@
 A drafter that is not asked in a step, since its kind of traffic rests, is not told of the step either: it
 gets all it has missed at once when it is asked again, as one long draft that was accepted, or when its
 request ends. Those that keep the target's states or a window of their own are told at once.
+
+Drafts yield before requests do. A draft that pays makes the queue shorter, and policies that weigh cost
+grant no others. Those that do not grant drafts whatever the rows cost, and so does a
+``min_speculative_tokens``: these are unpaid, and shed while many requests wait. Blocks need no rule: a
+lease takes none but free ones, and gives them back before the next request is planned.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from drafters.base import Drafter, DraftRequest, DraftShape, HiddenRows, Observation
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree
-from engine.request.params import SpeculativeParams
+from engine.config import ShedSpeculation
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan
 from engine.speculation.acceptance import new_acceptance
-from engine.speculation.checks import check_trees
 from engine.speculation.constrained import constrained, num_forced
-from engine.speculation.contained import Drafting, guarded
+from engine.speculation.contained import Drafting, check_trees, guarded
 from engine.speculation.cost import CostModel
-from engine.speculation.gamma.controller import GammaController
-from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, Traffic
-from engine.speculation.shedding import Shedding
+from engine.speculation.gamma.policy import (
+    DraftCandidate,
+    Grant,
+    Load,
+    Traffic,
+    grant_all,
+    registered_policies,
+)
 from kvpool.block_pool import BlockPool
 
 if TYPE_CHECKING:
@@ -38,21 +48,9 @@ _TOKENS_READ_PER_STEP = 1024
 computes more rows takes long enough to read as many."""
 
 
-@dataclass(slots=True)
-class _Proposal:
-    """A call of a drafter for these requests. ``finish`` ends it; None: it could not begin.
-    ``waits``: for the device. ``seconds``: that it took to begin."""
-
-    name: str
-    requests: Sequence[ScheduledRequest]
-    asks: Sequence[DraftRequest]
-    finish: Callable[[], list[DraftTree]] | None
-    waits: bool
-    seconds: float
-
-
 class Speculation:
-    """Owns the drafters, the acceptance estimates and the gamma controller."""
+    """Owns the drafters, the acceptance estimates and the gamma policies. ``shed``: which drafts yield
+    from ``shed_queue`` waiting requests on."""
 
     def __init__(
         self,
@@ -61,17 +59,18 @@ class Speculation:
         vocab_size: int,
         max_num_nodes: int,
         pool: BlockPool,
-        shedding: Shedding = Shedding(),  # noqa: B008  (frozen)
+        shed: ShedSpeculation = "never",
+        shed_queue: int = 1,
     ) -> None:
         self.drafters = drafters
         self.max_num_nodes = max_num_nodes
         self._num_closed_failures = 0
         self._pool = pool
         self._cost = cost
-        self._shedding = shedding
+        self._shed, self._shed_queue = shed, shed_queue
         self._vocab_size = vocab_size
         self._estimator = AcceptanceEstimator()
-        self._gamma = GammaController(cost)
+        self._policies = {kind.name: kind(cost) for kind in registered_policies()}
         self._drafting: dict[str, Drafting] = {}
         self._unread: dict[str, Drafting] = {}
         """Those whose drafter still reads their text, first come first."""
@@ -80,20 +79,24 @@ class Speculation:
 
     def open(self, request: Request) -> None:
         """Start drafting for a request, if it asked for a drafter."""
-        wanted, request_id = request.params.speculative, request.request_id
+        params, request_id = request.params, request.request_id
+        wanted = params.speculative
         if wanted.draft_strategy == NO_DRAFTER:
             return
-        drafter = self.drafters[wanted.draft_strategy]
+        drafter, policy = (
+            self.drafters[wanted.draft_strategy],
+            self._policies[wanted.adaptive_depth],
+        )
         acceptance = new_acceptance(
             self._estimator, wanted.draft_strategy, request.sampling.verification
         )
-        drafting = self._drafting[request_id] = Drafting(drafter, acceptance)
-        self._gamma.open(request_id, wanted, Traffic.of(request))
+        drafting = self._drafting[request_id] = Drafting(drafter, policy, acceptance)
+        policy.open(request_id, Traffic.of(request))
 
         def start() -> bool:
-            drafter.open(request_id, request.token_ids, wanted.options, request.params.cache_salt)
-            if request.params.prediction_token_ids:
-                drafter.predict(request_id, request.params.prediction_token_ids)
+            drafter.open(request_id, request.token_ids, wanted.options, params.cache_salt)
+            if params.prediction_token_ids:
+                drafter.predict(request_id, params.prediction_token_ids)
             drafter.read_prompt(request_id, 0)
             return True
 
@@ -107,7 +110,7 @@ class Speculation:
         self._unread.pop(request.request_id, None)
         if drafting is None:
             return 0
-        self._gamma.forget(request.request_id, request.params.speculative)
+        drafting.policy.forget(request.request_id)
         drafting.catch_up(request)
         guarded([drafting], drafting.drafter.close, request.request_id)
         self._num_closed_failures += drafting.num_failures
@@ -156,20 +159,26 @@ class Speculation:
         drafting = self._drafting.get(request.request_id)
         if not each.samples or drafting is None or not drafting.is_asked:
             return False
-        wanted = request.params.speculative
-        num_nodes = self._gamma.num_to_propose(request.request_id, wanted)
+        wanted, grammar = request.params.speculative, request.sampling.grammar
+        num_nodes = drafting.policy.num_to_propose(request.request_id, wanted)
         each.max_depth = min(wanted.shape.depth, request.num_tokens_left - 1)
         if each.max_depth <= 0:
             return True
-        weighs_cost = self._gamma.weighs_cost(wanted)
-        if num_nodes > 0 and self._shedding.is_shed(num_waiting, weighs_cost):
+        if num_nodes > 0 and self._sheds(num_waiting, drafting.policy.weighs_cost):
             each.reason, num_nodes = "shed", 0
         each.max_nodes = each.num_asked = min(num_nodes, self.max_num_nodes)
-        if request.sampling.grammar is not None:
+        if grammar is not None:
             # What is forced is worth its rows whether or not the drafter rests or yields.
-            num_free = min(len(request.sampling.grammar.forced()), _most_nodes(wanted))
+            most = max(wanted.num_speculative_tokens, wanted.max_speculative_tokens)
+            num_free = min(len(grammar.forced()), most)
             each.max_nodes = min(max(each.num_asked, num_free), self.max_num_nodes)
         return True
+
+    def _sheds(self, num_waiting: int, weighs_cost: bool) -> bool:
+        """Returns whether a request whose policy ``weighs_cost`` or does not goes without a draft."""
+        if self._shed == "never" or num_waiting < self._shed_queue:
+            return False
+        return self._shed == "all" or not weighs_cost
 
     def _want(self, each: ScheduledRequest) -> None:
         """Say what the drafter wants to see of the step, if it is told of it at once."""
@@ -190,95 +199,74 @@ class Speculation:
     ) -> None:
         """Have drafters propose. Each is asked for all its requests at once, since those with a model
         batch; all begin before what they read of the device is fetched, once."""
-        plain_seconds = self._cost.step_seconds(
-            plan.num_rows, plan.num_context_tokens, len(plan.scheduled)
-        )
-        rate = plan.num_sampling / plain_seconds
         by_drafter: dict[str, list[ScheduledRequest]] = {}
         for each in drafting:
             if each.num_asked > 0:
                 name = self._drafting[each.request.request_id].name
                 by_drafter.setdefault(name, []).append(each)
-        proposals = [self._begin(name, group, rate, readback) for name, group in by_drafter.items()]
-        num_waiting = sum(proposal.waits for proposal in proposals)
-        waited = self._fetch(readback) / num_waiting if num_waiting else 0.0
-        for proposal in proposals:
-            seconds = proposal.seconds + self._finish(proposal)
-            plan.draft_seconds[proposal.name] = seconds + (waited if proposal.waits else 0.0)
-
-    def _begin(
-        self,
-        name: str,
-        requests: Sequence[ScheduledRequest],
-        plain_rate: float,
-        readback: Readback,
-    ) -> _Proposal:
-        """``plain_rate``: tokens per second that the step would write without drafts."""
-        for each in requests:
-            self._drafting[each.request.request_id].catch_up(each.request)
-        drafter, start, num_before = self.drafters[name], time.perf_counter(), readback.num_added
-        asks = [self._ask(each, drafter, plain_rate) for each in requests]
-        finish = guarded(self._blamed(requests), drafter.begin, asks, readback)
-        waits = readback.num_added > num_before
-        return _Proposal(name, requests, asks, finish, waits, time.perf_counter() - start)
-
-    def _fetch(self, readback: Readback) -> float:
-        """Returns the seconds that it took."""
-        start = time.perf_counter()
-        guarded([], readback.fetch)
-        return time.perf_counter() - start
+        plain_seconds = self._cost.step_seconds(
+            plan.num_rows, plan.num_context_tokens, len(plan.scheduled)
+        )
+        rate = plan.num_sampling / plain_seconds
+        begun, waiting = [], []
+        for name, group in by_drafter.items():
+            for each in group:
+                self._drafting[each.request.request_id].catch_up(each.request)
+            num_before = readback.num_added
+            with _timed(plan, name):
+                asks = [self._ask(each, self.drafters[name], rate) for each in group]
+                finish = guarded(self._blamed(group), self.drafters[name].begin, asks, readback)
+            begun.append((name, group, asks, finish))
+            if readback.num_added > num_before:
+                waiting.append(name)
+        if waiting:
+            with _timed(plan, *waiting):
+                guarded([], readback.fetch)
+        for name, group, asks, finish in begun:
+            with _timed(plan, name):
+                self._finish(self.drafters[name], group, asks, finish)
 
     def _ask(self, each: ScheduledRequest, drafter: Drafter, plain_rate: float) -> DraftRequest:
+        """``plain_rate``: tokens per second that the step would write without drafts."""
         request, num_nodes = each.request, each.num_asked
-        wanted = request.params.speculative
+        request_id, shape = request.request_id, request.params.speculative.shape
         if drafter.info.needs.draft_slots:
             num_nodes = self._lease(request, num_nodes)
-        shape = wanted.shape
         if each.max_depth != shape.depth:
             shape = DraftShape(shape.width, each.max_depth)
         return DraftRequest(
-            request.request_id,
+            request_id,
             request.token_ids,
             num_nodes,
             shape,
             request.sampling.draft_sampling(),
             request.num_computed_tokens,
-            self._pool.block_table(request.request_id),
-            plain_rate if self._gamma.weighs_cost(wanted) else 0.0,
+            self._pool.block_table(request_id),
+            plain_rate if self._drafting[request_id].policy.weighs_cost else 0.0,
         )
 
-    def _finish(self, proposal: _Proposal) -> float:
-        """Take the trees of all requests at once; one by one if that goes wrong. Returns the seconds that
-        it took."""
-        start = time.perf_counter()
-        requests, asks, finish = proposal.requests, proposal.asks, proposal.finish
-        trees = None if finish is None else self._checked(requests, finish, asks)
-        if trees is None and len(asks) > 1:
-            propose = self.drafters[proposal.name].propose
-            alone = [
-                self._checked([each], partial(propose, [ask]), [ask])
-                for each, ask in zip(requests, asks, strict=True)
-            ]
-            trees = [found[0] if found else EMPTY for found in alone]
+    def _finish(
+        self,
+        drafter: Drafter,
+        requests: Sequence[ScheduledRequest],
+        asks: Sequence[DraftRequest],
+        finish: Callable[[], list[DraftTree]] | None,
+    ) -> None:
+        """Take the trees of all requests at once; one by one if that goes wrong."""
+        trees: Sequence[DraftTree] | None = None
+        if finish is not None:
+            check = partial(check_trees, asks=asks, vocab_size=self._vocab_size)
+            trees = guarded(self._blamed(requests), lambda: check(finish()))
         if trees is not None:
             for each, tree in zip(requests, trees, strict=True):
                 each.proposal = tree
-        return time.perf_counter() - start
-
-    def _checked(
-        self,
-        requests: Sequence[ScheduledRequest],
-        propose: Callable[[], list[DraftTree]],
-        asks: Sequence[DraftRequest],
-    ) -> Sequence[DraftTree] | None:
-        """The trees that ``propose`` gives back; None where something is wrong with them."""
-        return guarded(
-            self._blamed(requests), lambda: check_trees(propose(), asks, self._vocab_size)
-        )
+        elif len(asks) > 1:
+            for each, ask in zip(requests, asks, strict=True):
+                self._finish(drafter, [each], [ask], partial(drafter.propose, [ask]))
 
     def _blamed(self, requests: Sequence[ScheduledRequest]) -> list[Drafting]:
-        """Whose failure it is if a drafter fails for all of these: of several, they are asked again one
-        by one."""
+        """Returns whose failure it is if a drafter fails for all of these: nobody's of several, which are
+        asked again one by one."""
         if len(requests) > 1:
             return []
         return [self._drafting[requests[0].request.request_id]]
@@ -295,18 +283,21 @@ class Speculation:
             len(plan.scheduled),
         )
         candidates = [self._candidate(each, plan.num_waiting) for each in drafting]
-        for each, grant in zip(drafting, self._gamma.grant(candidates, load), strict=True):
+        grants = grant_all(self._policies, self._cost, candidates, load)
+        for each, grant in zip(drafting, grants, strict=True):
             self._take(each, grant)
 
     def _candidate(self, each: ScheduledRequest, num_waiting: int) -> DraftCandidate:
         request = each.request
         drafting, wanted = self._drafting[request.request_id], request.params.speculative
+        if wanted.min_speculative_tokens and self._sheds(num_waiting, weighs_cost=False):
+            wanted = replace(wanted, min_speculative_tokens=0)
         num_nodes = max(0, min(each.max_nodes, each.max_depth))
         tree = drafting.acceptance.granted_from(each.proposal, num_nodes)
         return DraftCandidate(
             request.request_id,
             drafting.name,
-            self._shedding.params(wanted, num_waiting),
+            wanted,
             tree,
             drafting.acceptance.survivals(tree) if tree.token_ids else (),
             each.max_nodes,
@@ -346,36 +337,21 @@ class Speculation:
                 continue
             seen = _observation(each)
             drafting.acceptance.observe(each.proposal, seen)
-            self._observe_gamma(each)
+            drafting.policy.observe(seen.request_id, *_counts(each))
             if drafting.is_told(each):
                 by_drafter.setdefault(drafting.name, []).append((each, seen))
             else:
                 drafting.num_missed += len(seen.emitted_token_ids)
         for name, told in by_drafter.items():
-            start = time.perf_counter()
             # Not retried one by one: a drafter may have learned from half of them already.
             whose = [self._drafting[seen.request_id] for _, seen in told]
-            guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
-            seconds = plan.draft_seconds.get(name, 0.0) + time.perf_counter() - start
+            with _timed(plan, name):
+                guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
+            seconds = plan.draft_seconds[name]
             for each, _ in told:
                 each.draft_seconds = seconds / len(told)
             num_asked = sum(each.num_asked > 0 for each, _ in told)
             self._cost.observe_draft(name, len(told), seconds, num_asked)
-
-    def _observe_gamma(self, each: ScheduledRequest) -> None:
-        """Tell the policy what was verified, which a shortage of blocks may have made less than the
-        grant; without what a grammar forced, which says nothing of the drafter."""
-        outcome, draft = each.outcome, each.draft
-        assert outcome is not None
-        num_verified, num_accepted = len(draft), outcome.num_accepted
-        forced = num_forced(draft, range(num_verified))
-        if forced:
-            num_verified -= forced
-            num_accepted -= num_forced(draft, [row - 1 for row in outcome.path[1:]])
-        request = each.request
-        self._gamma.observe(
-            request.request_id, request.params.speculative, num_verified, num_accepted
-        )
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
         """Hand newly committed rows' hidden states to the drafters that read them."""
@@ -385,6 +361,16 @@ class Speculation:
         for name, group in by_drafter.items():
             whose = [self._drafting[each.request_id] for each in group]
             guarded(whose, self.drafters[name].observe_hidden, group)
+
+
+@contextmanager
+def _timed(plan: Plan, *names: str) -> Iterator[None]:
+    """The drafters with these names share the time of what is done within."""
+    start = time.perf_counter()
+    yield
+    seconds = (time.perf_counter() - start) / len(names)
+    for name in names:
+        plan.draft_seconds[name] = plan.draft_seconds.get(name, 0.0) + seconds
 
 
 def _observation(each: ScheduledRequest) -> Observation:
@@ -400,6 +386,19 @@ def _observation(each: ScheduledRequest) -> Observation:
         each.top_token_ids,
         each.top_probs,
     )
+
+
+def _counts(each: ScheduledRequest) -> tuple[int, int]:
+    """Returns how many nodes were verified, which a shortage of blocks may have made fewer than were
+    granted, and how many of them were accepted; without those that a grammar forced, which say nothing of
+    the drafter."""
+    assert each.outcome is not None
+    num_verified, num_accepted = len(each.draft), each.outcome.num_accepted
+    forced = num_forced(each.draft, range(num_verified))
+    if forced:
+        num_verified -= forced
+        num_accepted -= num_forced(each.draft, [row - 1 for row in each.outcome.path[1:]])
+    return num_verified, num_accepted
 
 
 def _constrain(drafting: Sequence[ScheduledRequest]) -> None:
@@ -419,8 +418,3 @@ def _constrain(drafting: Sequence[ScheduledRequest]) -> None:
         except Exception:
             # One that gave up does so again where rows are masked: for its request alone.
             each.proposal = EMPTY
-
-
-def _most_nodes(wanted: SpeculativeParams) -> int:
-    """That a request's policy may ever grant."""
-    return max(wanted.num_speculative_tokens, wanted.max_speculative_tokens)

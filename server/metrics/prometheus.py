@@ -385,17 +385,16 @@ class Metrics:
         if tenant:
             self._tenant_tokens.labels(tenant, "prompt").inc(info.num_prompt_tokens)
             self._tenant_tokens.labels(tenant, "written").inc(info.num_output_tokens)
-        times = info.timings
-        self._queue.observe(times.queue_seconds)
-        self._e2e.observe(times.e2e_seconds)
-        self._inference.observe(times.e2e_seconds - times.queue_seconds)
+        self._queue.observe(info.queue_seconds)
+        self._e2e.observe(info.e2e_seconds)
+        self._inference.observe(info.e2e_seconds - info.queue_seconds)
         self._request_prompt.observe(info.num_prompt_tokens)
         self._request_output.observe(num_tokens)
         if info.num_output_tokens > 0:
-            first = times.time_to_first_token_seconds
-            rest = times.e2e_seconds - first
+            first = info.time_to_first_token_seconds
+            rest = info.e2e_seconds - first
             self._ttft.observe(first)
-            self._prefill.observe(first - times.queue_seconds)
+            self._prefill.observe(first - info.queue_seconds)
             self._decode.observe(rest)
             if info.num_output_tokens > 1:
                 self._per_token.observe(rest / (info.num_output_tokens - 1))

@@ -257,7 +257,7 @@ def _account(plan: RequestPlan, sender: str | None, ends: Sequence[ChoiceEnd]) -
 def _figures(usage: Usage, ends: Sequence[ChoiceEnd]) -> dict[str, Any]:
     """Returns the figures that the log has of a request. Times are its slowest choice's, in seconds."""
     spec = usage["speculative"]
-    timings = [end.info.timings for end in ends]
+    infos = [end.info for end in ends]
     return {
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
@@ -266,7 +266,7 @@ def _figures(usage: Usage, ends: Sequence[ChoiceEnd]) -> dict[str, Any]:
         "drafter": spec["drafter"],
         "num_draft_tokens": spec["num_draft_tokens"],
         "num_accepted_tokens": spec["num_accepted_tokens"],
-        "queue_seconds": max(each.queue_seconds for each in timings),
-        "time_to_first_token_seconds": max(each.time_to_first_token_seconds for each in timings),
-        "e2e_seconds": max(each.e2e_seconds for each in timings),
+        "queue_seconds": max(each.queue_seconds for each in infos),
+        "time_to_first_token_seconds": max(each.time_to_first_token_seconds for each in infos),
+        "e2e_seconds": max(each.e2e_seconds for each in infos),
     }

@@ -12,7 +12,7 @@ from engine.core import EngineCore
 from engine.request.errors import RequestError
 from engine.request.params import GenerationRequest, SamplingParams
 from kvpool.block_pool import BlockPool
-from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
+from worlds.engine_harness import Driver, Setup, drafting, request
 from worlds.fake_drafters import FakeDrafter, foreseeing
 from worlds.scripted_target import ScriptedRunner, ScriptedTarget
 
@@ -42,7 +42,13 @@ def several() -> list[GenerationRequest]:
 
 
 def test_step_figures_add_up_to_the_requests_accounts() -> None:
+    """And every second belongs to a phase."""
     driver = Driver(TARGET.core(Setup(prefill_chunk=3))).run(*several())
+    for stats in driver.stats:
+        parts = stats.draft_seconds, stats.forward_seconds, stats.verify_seconds
+        assert min(parts) >= 0
+        assert stats.step_seconds == pytest.approx(sum(parts) + stats.other_seconds)
+        assert stats.baseline_seconds > 0
     for name, drafter in (("ngram", "ngram"), ("tree", "nasd"), ("goodput", "nasd_one_level")):
         account = driver.finishes[name].speculative
         assert account.drafter == drafter
@@ -61,8 +67,18 @@ def test_step_figures_add_up_to_the_requests_accounts() -> None:
         assert tuple(filter(None, by_position)) == account.accepted_per_position
 
 
-def test_account_holds_its_identities() -> None:
-    driver = Driver(TARGET.core(Setup())).run(*several())
+def test_accounts_hold_their_identities() -> None:
+    driver = Driver(TARGET.core(Setup(max_num_seqs=2, num_blocks=30)))
+    driver.submit(*several())
+    driver.step()
+    stats = driver.stats[-1]
+    assert (stats.num_running, stats.num_waiting) == (2, 2)
+    assert sum(stats.blocks.values()) == 30
+    assert stats.blocks == driver.core.pool.counts()
+    driver.run()
+    stats = driver.stats[-1]
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.blocks["committed"] == stats.blocks["draft"] == 0
     for name, finish in driver.finishes.items():
         account = finish.speculative
         # Nothing was trimmed, so every step emits its accepted drafts and one token more.
@@ -72,10 +88,6 @@ def test_account_holds_its_identities() -> None:
         assert driver.num_draft_tokens[name] == account.num_draft_tokens
         assert driver.draft_seconds[name] == account.draft_seconds
         assert driver.verify_seconds[name] == account.verify_seconds > 0
-        assert sum(account.acceptance_histogram) == account.num_steps
-        assert sum(account.accepted_per_position) == account.num_accepted_tokens
-        assert account.tokens_per_step == account.num_emitted_tokens / account.num_steps
-        assert account.mean_gamma == account.num_draft_tokens / account.num_steps
         assert account.num_gamma_changes == len(account.gamma_changes)
     assert driver.draft_seconds["ngram"] > driver.draft_seconds["none"] == 0
 
@@ -94,33 +106,10 @@ def test_prompt_tokens_exclude_cached_ones_and_include_recomputed_ones() -> None
     assert driver.stats[-1].num_preemptions == 1
     assert driver.stats[-1].num_prompt_tokens == 2
     driver.run()
-    assert driver.finishes["second"].timings.num_preemptions == 1
+    assert driver.finishes["second"].num_preemptions == 1
     # What comes back is no new query, and its own blocks are no hit.
     assert sum(stats.prefix_cache_queries for stats in driver.stats) == 2 * len(PROMPT) + 3
     assert sum(stats.prefix_cache_hits for stats in driver.stats) == len(PROMPT)
-
-
-def test_gauges_show_the_engine_after_the_step() -> None:
-    driver = Driver(TARGET.core(Setup(max_num_seqs=2, num_blocks=30)))
-    driver.submit(*several())
-    driver.step()
-    stats = driver.stats[-1]
-    assert (stats.num_running, stats.num_waiting) == (2, 2)
-    assert sum(stats.blocks.values()) == 30
-    assert stats.blocks == driver.core.pool.counts()
-    driver.run()
-    stats = driver.stats[-1]
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.blocks["committed"] == stats.blocks["draft"] == 0
-
-
-def test_every_second_belongs_to_a_phase() -> None:
-    driver = Driver(TARGET.core(Setup())).run(*several())
-    for stats in driver.stats:
-        parts = stats.draft_seconds, stats.forward_seconds, stats.verify_seconds
-        assert min(parts) >= 0
-        assert stats.step_seconds == pytest.approx(sum(parts) + stats.other_seconds)
-        assert stats.baseline_seconds > 0
 
 
 @pytest.mark.parametrize("arrival_time", [0.0, 1e-9])
@@ -128,7 +117,7 @@ def test_times_of_a_request_are_in_order(arrival_time: float) -> None:
     """One that does not say when it came has never waited."""
     each = replace(several()[0], arrival_time=arrival_time)
     finish = Driver(TARGET.core(Setup())).run(each).finishes["ngram"]
-    times = finish.timings
+    times = finish
     assert (times.arrival_time == arrival_time) == (arrival_time > 0)
     assert (times.queue_seconds > 0) == (arrival_time > 0)
     assert times.queue_seconds <= times.time_to_first_token_seconds <= times.e2e_seconds
@@ -143,33 +132,26 @@ def wide(ask: DraftRequest) -> DraftTree:
     return DraftTree(list(range(num_nodes)), [-1] * num_nodes, [0] * num_nodes)
 
 
-def test_drafts_shrink_to_the_blocks_there_are() -> None:
-    """The text fits exactly; a tree beside it does not."""
-    setup = Setup(num_blocks=7, block_size=4, drafters={"fake": FakeDrafter(propose=wide)})
-    each = request("r", PROMPT, GREEDY, drafting("fake", num_tokens=8))
-    driver = Driver(TARGET.core(setup)).run(each)
-    assert driver.token_ids["r"] == text_of(each)
-    account = driver.finishes["r"].speculative
-    assert "no_kv" in {change.reason for change in account.gamma_changes}
-    assert account.num_draft_tokens < 8 * account.num_steps
-    assert account.num_accepted_tokens > 0
-
-
-def test_drafts_are_given_up_before_anybody_is_preempted() -> None:
-    setup = Setup(num_blocks=14, block_size=4, drafters={"fake": FakeDrafter(propose=wide)})
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_drafts_shrink_to_the_blocks_there_are_before_anybody_is_preempted(names: str) -> None:
+    """The texts fit exactly; trees beside them do not."""
+    setup = Setup(
+        num_blocks=7 * len(names), block_size=4, drafters={"fake": FakeDrafter(propose=wide)}
+    )
     requests = [
         request(name, PROMPT, GREEDY, drafting("fake", num_tokens=8), cache_salt=name)
-        for name in "ab"
+        for name in names
     ]
     driver = Driver(TARGET.core(setup)).run(*requests)
     assert sum(stats.num_preemptions for stats in driver.stats) == 0
-    reasons = {
-        change.reason
-        for finish in driver.finishes.values()
-        for change in finish.speculative.gamma_changes
-    }
+    reasons = set()
+    for each in requests:
+        assert driver.token_ids[each.request_id] == text_of(each)
+        account = driver.finishes[each.request_id].speculative
+        assert account.num_draft_tokens < 8 * account.num_steps
+        assert account.num_accepted_tokens > 0
+        reasons |= {change.reason for change in account.gamma_changes}
     assert "no_kv" in reasons
-    assert all(driver.token_ids[each.request_id] == text_of(each) for each in requests)
 
 
 def test_a_request_holds_drafter_state_from_its_admission_to_its_end() -> None:
@@ -215,19 +197,6 @@ def test_a_perfect_drafter_saves_its_steps() -> None:
     assert driver.drafted["r"] == [True, True, True, True, False] * 4
 
 
-def test_dear_rows_end_drafting_by_goodput() -> None:
-    fake = FakeDrafter(propose=foreseeing(whole_text(), num_right=1))
-    setup = Setup(drafters={"fake": fake}, cost=DictatedCost(row_seconds=5.0))
-    each = request("r", PROMPT, GREEDY, drafting("fake", "goodput"))
-    driver = Driver(TARGET.core(setup)).run(each)
-    assert driver.token_ids["r"] == text_of(each)
-    # Beside the prompt's many rows one more costs little; alone it costs five times the step.
-    later = driver.stats[1:-1]
-    assert all(stats.by_drafter["fake"].num_draft_tokens == 0 for stats in later)
-    reasons = {key for stats in later for key in stats.by_drafter["fake"].disabled}
-    assert reasons == {"low_acceptance"}
-
-
 # --- commands ---
 
 
@@ -249,32 +218,19 @@ def test_abort_frees_at_once_and_accounts(num_steps: int) -> None:
     assert finish.speculative.num_emitted_tokens == len(driver.token_ids["ngram"])
     assert driver.token_ids["ngram"] == text_of(several()[0])[: finish.num_output_tokens]
     assert bool(driver.token_ids["ngram"]) == (num_steps >= 2)
-
-
-def test_abort_of_an_unknown_or_finished_request_says_nothing() -> None:
-    core = TARGET.core(Setup())
-    Driver(core).run(several()[0])
     core.abort("ngram")
     core.abort("never seen")
-    assert core.take_result().events == []
-
-
-def test_abort_all_ends_everybody_once() -> None:
-    core = TARGET.core(Setup(max_num_seqs=2))
+    result = core.step()
+    assert (result.events, result.stats) == ([], None)
     driver = Driver(core)
     driver.submit(*several())
-    driver.step()
+    for _ in range(num_steps):
+        driver.step()
     core.abort_all()
     driver.step()
     assert {finish.reason for finish in driver.finishes.values()} == {"abort"}
     assert set(driver.finishes) == {each.request_id for each in several()}
     assert not core.has_work
-
-
-def test_idle_step_has_nothing_to_say() -> None:
-    result = TARGET.core(Setup()).step()
-    assert result.events == []
-    assert result.stats is None
 
 
 def test_prepare_refuses_what_the_vocabulary_lacks() -> None:

@@ -7,18 +7,19 @@ import pytest
 from engine.request.errors import QueueFullError
 from engine.request.params import SamplingParams
 from engine.request.stats import SpeculativeStats
-from engine.speculation.shedding import Shedding
 from worlds.engine_harness import Driver, drafting, request
 from worlds.gated_engine import Engine
 
-MAX_RUNNING, MAX_WAITING = 2, 6
+MAX_RUNNING, MAX_WAITING, SHED_QUEUE = 2, 6, 3
 
 
 def test_with_a_full_queue_no_draft_row_is_granted_before_a_request_is_refused() -> None:
     """From half of the queue to the refusal nobody drafts, and once fewer wait everybody does again."""
-    shedding = Shedding("unpaid", MAX_WAITING // 2)
     engine = Engine(
-        max_num_open=MAX_RUNNING + MAX_WAITING, max_num_seqs=MAX_RUNNING, shedding=shedding
+        max_num_open=MAX_RUNNING + MAX_WAITING,
+        max_num_seqs=MAX_RUNNING,
+        shed="unpaid",
+        shed_queue=SHED_QUEUE,
     )
     driver = Driver(engine.core)
     seen: dict[int, SpeculativeStats] = {}
@@ -45,11 +46,11 @@ def test_with_a_full_queue_no_draft_row_is_granted_before_a_request_is_refused()
         step()
     assert len(driver.finishes) == len(admitted)
     for num_waiting, account in seen.items():
-        if num_waiting >= shedding.num_waiting:
+        if num_waiting >= SHED_QUEUE:
             assert account.num_draft_tokens == 0
             # Nobody drafts for its last token.
             assert account.disabled["shed"] >= account.num_steps - MAX_RUNNING > 0
         else:
             assert account.disabled["shed"] == 0
-    assert {MAX_WAITING, shedding.num_waiting} < seen.keys()
+    assert {MAX_WAITING, SHED_QUEUE} < seen.keys()
     assert seen[0].num_draft_tokens

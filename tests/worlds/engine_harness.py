@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from drafters.base import Drafter, OptionValue
 from drafters.registry import build_drafters
 from engine.attention.backend import AttentionNeeds, build_attention
+from engine.config import ShedSpeculation
 from engine.core import EngineCore, ModelLimits, Runner
 from engine.grammar.constraint import GrammarConstraint
 from engine.kv_events.begin import KvEvents
@@ -29,7 +30,6 @@ from engine.sampling.state import SamplingState
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
-from engine.speculation.shedding import Shedding
 from kvpool.block_pool import BlockPool
 from worlds.sampled_rows import RowGroup, sample_tokens
 
@@ -89,7 +89,8 @@ class Setup:
     check_integrity: bool = False
     constrain: Callable[[str], GrammarConstraint] | None = None
     clock: Callable[[], float] = time.perf_counter
-    shedding: Shedding = Shedding()
+    shed: ShedSpeculation = "never"
+    shed_queue: int = 1
     kv_events: KvEvents | None = None
 
     def but(self, **changes: object) -> Setup:
@@ -108,7 +109,13 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
     )
     drafters = build_drafters() if setup.drafters is None else setup.drafters
     speculation = Speculation(
-        drafters, setup.cost, vocab_size, setup.max_num_nodes, pool, setup.shedding
+        drafters,
+        setup.cost,
+        vocab_size,
+        setup.max_num_nodes,
+        pool,
+        setup.shed,
+        setup.shed_queue,
     )
     longest = min(setup.max_model_len, setup.num_blocks * setup.block_size)
     limits = ModelLimits(vocab_size, longest, setup.eos_token_ids, setup.constrain)

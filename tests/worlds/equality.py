@@ -118,7 +118,7 @@ def preempted(
         driver.submit(replace(important, priority=-1))
     driver.run()
     finishes = [driver.finishes[each.request_id] for each in requests]
-    num_preempted = sum(finish.timings.num_preemptions > 0 for finish in finishes)
+    num_preempted = sum(finish.num_preemptions > 0 for finish in finishes)
     assert num_preempted > len(requests) // 3
     return driver
 

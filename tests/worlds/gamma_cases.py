@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from drafters.tree import DraftTree, chain
 from engine.request.params import SpeculativeParams
-from engine.speculation.gamma.policy import DraftCandidate, Grant, Load
+from engine.speculation.gamma.policy import (
+    DraftCandidate,
+    Grant,
+    Load,
+    StepCost,
+    grant_all,
+    registered_policies,
+)
 
 
 @dataclass
@@ -29,6 +36,12 @@ class DictatedCost:
 
     def draft_seconds(self, drafter: str) -> float:
         return self.drafting.get(drafter, 0.0)
+
+
+def grants_of(cost: StepCost, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
+    """A first step under new policies."""
+    policies = {kind.name: kind(cost) for kind in registered_policies()}
+    return grant_all(policies, cost, candidates, load)
 
 
 def chain_candidate(

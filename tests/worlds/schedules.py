@@ -45,7 +45,7 @@ class Totals:
             account = finish.speculative
             self.num_accepted += account.num_accepted_tokens
             self.num_rejected += account.num_draft_tokens - account.num_accepted_tokens
-            self.num_preemptions += finish.timings.num_preemptions
+            self.num_preemptions += finish.num_preemptions
             self.num_cached_tokens += finish.num_cached_tokens
             self.num_aborted += finish.reason == "abort"
             self.num_gamma_changes += account.num_gamma_changes

@@ -17,7 +17,6 @@ from engine.request.errors import EngineDeadError, EngineError, QueueFullError, 
 from engine.request.events import (
     FinishInfo,
     FinishReason,
-    RequestTimings,
     TokenEvent,
     TokenLogprobs,
 )
@@ -317,7 +316,10 @@ class ScriptedEngine:
                     [GammaChange(0, 4, "start"), GammaChange(2, 3, "low acceptance")]
                 ),
             ),
-            timings=RequestTimings(request.arrival_time, 0.01, 0.02, 0.12),
+            arrival_time=request.arrival_time,
+            queue_seconds=0.01,
+            time_to_first_token_seconds=0.02,
+            e2e_seconds=0.12,
         )
 
 

@@ -4,10 +4,7 @@ itself, and all files here are loaded with the package."""
 from importlib import import_module
 from pkgutil import iter_modules
 
-from engine.speculation.gamma.controller import GammaController
-from engine.speculation.gamma.policy import DraftCandidate, Grant, registered_policies
-
-__all__ = ["DraftCandidate", "GammaController", "Grant", "gamma_policy_names"]
+from engine.speculation.gamma.policy import registered_policies
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
@@ -15,4 +12,4 @@ for _module in iter_modules(__path__):
 
 def gamma_policy_names() -> tuple[str, ...]:
     """The names that requests may ask for."""
-    return tuple(info.name for info in registered_policies())
+    return tuple(kind.name for kind in registered_policies())

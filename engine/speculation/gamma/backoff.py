@@ -1,35 +1,27 @@
 """Backs off from drafters whose drafts do not earn the time they take.
 
-Granting decides after the draft is made, when its price is already paid. So each kind of traffic (see
-``Traffic``) has a purse: what its drafts gain is put in, the time for making and verifying them is taken
-out, both counted in steps without drafts. New requests go on with the purse of
-their kind, so a trial is paid for once, not by each of them. When it is empty all requests of the kind
-rest, and after that one step asks them all again, since a call of a drafter costs about as much for one
-request as for many; each loss in a row doubles the rest, and rests of different kinds end in the same
-steps. Drafters that cost next to nothing never rest: their proposals are also what their acceptance is
-measured on. Purses are kept per tenant, in memory of a fixed size.
+Granting decides after the draft is made, when its price is already paid. So each kind of traffic has a
+purse: what its drafts gain is put in, the time for making and verifying them is taken out, both in steps
+without drafts. New requests go on with the purse of their kind, so a trial is paid for once. When it is
+empty all requests of the kind rest, and then one step asks them all again, since a call of a drafter
+costs about as much for one request as for many; each loss in a row doubles the rest. Drafters that cost
+next to nothing never rest: their proposals are also what their acceptance is measured on.
 
-Some drafts have rows that are there for later steps (the window of Lookahead, the guesses of Jacobi):
-they are granted whole or not at all, and what one is expected to gain now says too little. It is worth
-what such drafts have gained lately: accepted tokens per verified draft, a discounted mean over those of
-all requests of the kind. Where that does not pay for the rows, a few more drafts of one request may
-show that it could, if it would pay at the gain that is hoped for; then the kind rests, each time twice as
-long as the time before.
+Some drafts have rows that are there for later steps (the window of Lookahead, the guesses of Jacobi).
+They are granted whole or not at all, and are worth what such drafts have gained lately, in accepted
+tokens per verified draft. Where that does not pay for the rows, a few more drafts of one request may
+show that it could, if it would pay at the gain that is hoped for; then the kind rests, each time twice
+as long.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from drafters.estimator import DiscountedMean
 from engine.request.stats import Reason
-from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, StepCost, Traffic
+from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, StepCost
 
-MAX_NUM_KINDS = 1024
-"""Kinds of traffic that are remembered; the one that was not met for longest is forgotten."""
-_FREE_TOKENS = 0.005
-"""A draft that costs less time than the batch takes to write this many tokens counts as free."""
 _TRIAL = 1.0
 """Most that a new kind of traffic may lose before it rests, in steps without drafts."""
 _MOST = 1.5
@@ -48,207 +40,129 @@ _LONGEST_TRIAL_REST = 32
 
 
 @dataclass(slots=True)
-class _Gain:
-    """A discounted mean of accepted tokens per draft."""
-
-    total: float = 0.0
-    weight: float = 0.0
-
-    def add(self, num_accepted: int, decay: float) -> None:
-        self.total = self.total * decay + num_accepted
-        self.weight = self.weight * decay + 1.0
-
-    def over(self, prior: float) -> float:
-        return (self.total + _STRENGTH * prior) / (self.weight + _STRENGTH)
-
-
-@dataclass(slots=True)
 class Purse:
     """One kind of traffic: what it may still lose, in steps, and until which step it rests."""
 
     money: float = _TRIAL
     num_losses: int = 0
     rests_until: int = 0
-    has_account: bool = False
-    """Drafts were charged for, and the account is not settled yet."""
-    balance: float = 0.0
-    """Sum of that account."""
-    window_gain: _Gain = field(default_factory=_Gain)
+    balance: float | None = None
+    """What drafts earned, less their price, since it was settled; None: nothing was charged."""
+    whole_gain: DiscountedMean = field(default_factory=DiscountedMean)
     """Gain of drafts that are granted whole."""
     num_trials: int = 0
     """Drafts granted since the last rest although they did not pay, all to ``trier``."""
     trier: str = ""
 
+    def is_resting(self, step: int) -> bool:
+        """Returns whether the kind rests, once what its drafts were charged and earned is settled."""
+        if self.balance is not None:
+            self.money, self.balance = min(self.money + self.balance, _MOST), None
+            if self.money < 0:
+                self._rest(step)
+            elif self.money >= 2 * _PROBE:
+                self.num_losses = 0
+        return step < self.rests_until
 
-class Plain(NamedTuple):
-    """A step without drafts: what it writes, and how long it takes."""
-
-    tokens: float
-    seconds: float
-
-
-class Backoff:
-    """The purses, and which of them each open request has its hand in. A step is over with ``tick``."""
-
-    def __init__(self, cost: StepCost) -> None:
-        self._cost = cost
-        self._purses: OrderedDict[Traffic, Purse] = OrderedDict()
-        self._purse_of: dict[str, Purse] = {}
-        self._step = 0
-        self._plain_tokens = 1.0
-
-    def __len__(self) -> int:
-        """Kinds of traffic that are remembered."""
-        return len(self._purses)
-
-    def open(self, request_id: str, traffic: Traffic) -> Purse:
-        """A request of this kind has come."""
-        purse = self._purses.pop(traffic, None) or Purse()
-        self._purses[traffic] = self._purse_of[request_id] = purse
-        if len(self._purses) > MAX_NUM_KINDS:
-            self._purses.popitem(last=False)
-        return purse
-
-    def purse(self, candidate: DraftCandidate) -> Purse:
-        """The purse of a request that may never have been announced: then its kind is its drafter's."""
-        known = self._purse_of.get(candidate.request_id)
-        return known or self.open(candidate.request_id, Traffic(candidate.drafter))
-
-    def forget(self, request_id: str) -> None:
-        """The request is over; its kind is remembered."""
-        self._purse_of.pop(request_id, None)
-
-    def tick(self) -> None:
-        self._step += 1
-
-    def is_resting(self, request_id: str) -> bool:
-        purse = self._purse_of.get(request_id)
-        if purse is None:
-            return False
-        if purse.has_account:
-            self._settle(purse)
-        return self._step < purse.rests_until
-
-    def charge(self, candidate: DraftCandidate, row_seconds: float, plain: Plain) -> None:
-        """A draft was asked for, and ``row_seconds`` are for verifying its rows."""
-        price = self._cost.draft_seconds(candidate.drafter)
-        is_free = price * plain.tokens <= _FREE_TOKENS * plain.seconds
-        if not is_free and candidate.params.min_speculative_tokens == 0:
-            purse = self.purse(candidate)
-            purse.has_account = True
-            purse.balance -= (price + row_seconds) / plain.seconds
-            self._plain_tokens = plain.tokens
-
-    def earn(self, request_id: str, num_accepted: int) -> None:
-        """Its draft was verified."""
-        purse = self._purse_of.get(request_id)
-        if purse is not None and purse.has_account:
-            purse.balance += num_accepted / self._plain_tokens
-
-    def _settle(self, purse: Purse) -> None:
-        balance, purse.balance, purse.has_account = purse.balance, 0.0, False
-        purse.money = min(purse.money + balance, _MOST)
-        if purse.money < 0:
-            self._rest(purse)
-        elif purse.money >= 2 * _PROBE:
-            purse.num_losses = 0
-
-    def _rest(self, purse: Purse) -> None:
-        purse.num_losses += 1
-        purse.money = _PROBE
-        rest = min(2**purse.num_losses, _LONGEST_REST)
+    def _rest(self, step: int) -> None:
+        self.num_losses += 1
+        self.money = _PROBE
+        rest = min(2**self.num_losses, _LONGEST_REST)
         # Rests end together, whenever they began: a call that several share is cheaper.
-        purse.rests_until = ((self._step + rest // 2) // rest + 1) * rest
+        self.rests_until = ((step + rest // 2) // rest + 1) * rest
 
-    def reset(self, purse: Purse) -> None:
-        """A draft granted whole paid: the next loss is the first again."""
-        purse.num_losses = purse.num_trials = 0
+    def charge(self, num_steps: float) -> None:
+        self.balance = (self.balance or 0.0) - num_steps
 
-    def end_trial(self, purse: Purse) -> None:
-        """It did not pay; the rest is in proportion to its drafts."""
-        purse.num_losses += 1
-        rest = min(2 ** (purse.num_losses - 1), _LONGEST_TRIAL_REST) * max(1, purse.num_trials)
-        purse.rests_until = self._step + rest
-        purse.num_trials, purse.trier = 0, ""
+    def earn(self, num_steps: float) -> None:
+        """Drafts that were free to make earn nothing either."""
+        if self.balance is not None:
+            self.balance += num_steps
+
+    def end_trial(self, step: int) -> None:
+        """The trial did not pay; the rest is in proportion to its drafts."""
+        self.num_losses += 1
+        rest = min(2 ** (self.num_losses - 1), _LONGEST_TRIAL_REST) * max(1, self.num_trials)
+        self.rests_until = step + rest
+        self.num_trials, self.trier = 0, ""
 
 
-class AllOrNothing:
-    """Drafts that are granted whole or not at all; rests are kept by ``backoff``."""
+@dataclass(slots=True)
+class Account:
+    """One request: the purse of its kind, and what is known of its own drafts."""
 
-    def __init__(self, cost: StepCost, backoff: Backoff) -> None:
-        self._cost = cost
-        self._backoff = backoff
-        self._gains: dict[str, tuple[Purse, _Gain]] = {}
+    purse: Purse
+    has_verified: bool = False
+    whole_gain: DiscountedMean | None = None
+    """Gain of its drafts that are granted whole; None while it has offered none."""
 
-    def grant(self, candidate: DraftCandidate, load: Load) -> tuple[Grant, Load]:
-        """The grant of a draft that is not empty, and the load with it."""
-        gain = max(self.expected_gain(candidate), sum(candidate.survivals))
-        reason = self._refusal(candidate, load, gain)
-        if reason:
-            return Grant((), reason), load
-        num_nodes = len(candidate.tree)
-        return Grant(range(num_nodes), ""), load.with_nodes(num_nodes, gain)
+    def expected_gain(self) -> float:
+        """Returns the tokens that a draft granted whole gains in the long run."""
+        if self.whole_gain is None:
+            self.whole_gain = DiscountedMean()
+        shared = self.purse.whole_gain.over(_HOPED_GAIN, _STRENGTH)
+        return self.whole_gain.over(shared, _STRENGTH)
 
-    def observe(self, request_id: str, num_accepted: int) -> None:
-        """A draft was verified. Requests that never offered a whole one are ignored."""
-        known = self._gains.get(request_id)
-        if known is not None:
-            purse, gain = known
-            gain.add(num_accepted, _DECAY)
-            purse.window_gain.add(num_accepted, _SHARED_DECAY)
+    def observe(self, num_accepted: int) -> None:
+        """A draft was verified."""
+        self.has_verified = True
+        if self.whole_gain is not None:
+            self.whole_gain.add(num_accepted, _DECAY)
+            self.purse.whole_gain.add(num_accepted, _SHARED_DECAY)
 
-    def forget(self, request_id: str) -> None:
-        known = self._gains.pop(request_id, None)
-        if known is not None and known[0].trier == request_id:
-            known[0].trier = ""
 
-    def expected_gain(self, candidate: DraftCandidate) -> float:
-        """Tokens that a draft of this request gains in the long run."""
-        known = self._gains.get(candidate.request_id)
-        if known is None:
-            known = self._gains[candidate.request_id] = (self._backoff.purse(candidate), _Gain())
-        purse, gain = known
-        return gain.over(purse.window_gain.over(_HOPED_GAIN))
+def grant_whole(
+    candidate: DraftCandidate, load: Load, account: Account, cost: StepCost, step: int
+) -> tuple[Grant, Load]:
+    """Returns the grant of a draft that is not empty, all of it or nothing, and the load with it."""
+    gain = max(account.expected_gain(), sum(candidate.survivals))
+    reason = _why_not(candidate, load, gain, account.purse, cost, step)
+    if reason:
+        return Grant((), reason), load
+    num_nodes = len(candidate.tree)
+    return Grant(range(num_nodes), ""), load.with_nodes(num_nodes, gain)
 
-    def _refusal(self, candidate: DraftCandidate, load: Load, gain: float) -> Reason:
-        """Returns why the draft is not granted, "" if it is; the outcome is settled with ``backoff``."""
-        params, num_nodes = candidate.params, len(candidate.tree)
-        purse = self._backoff.purse(candidate)
-        if num_nodes > min(candidate.max_nodes, params.max_speculative_tokens):
-            return "client_cap"
-        if num_nodes > load.num_spare_rows:
-            return "overload"
-        target_rate = params.target_acceptance_rate
-        if target_rate is not None and gain < target_rate * num_nodes:
-            self._backoff.end_trial(purse)
-            return "policy"
-        if params.min_speculative_tokens > 0 or self._pays(candidate, load, gain):
-            self._backoff.reset(purse)
+
+def _why_not(
+    candidate: DraftCandidate, load: Load, gain: float, purse: Purse, cost: StepCost, step: int
+) -> Reason:
+    """Returns why the draft is not granted, "" if it is; the purse keeps the outcome."""
+    params, num_nodes = candidate.params, len(candidate.tree)
+    if num_nodes > min(candidate.max_nodes, params.max_speculative_tokens):
+        return "client_cap"
+    if num_nodes > load.num_spare_rows:
+        return "overload"
+    target_rate = params.target_acceptance_rate
+    if target_rate is not None and gain < target_rate * num_nodes:
+        purse.end_trial(step)
+        return "policy"
+    if params.min_speculative_tokens > 0 or _pays(candidate, load, gain, cost):
+        purse.num_losses = purse.num_trials = 0  # the next loss is the first again
+        return ""
+    if _pays(candidate, load, max(gain, _HOPED_GAIN), cost):
+        if purse.trier not in ("", candidate.request_id):
+            return _why_unpaid(candidate, load, gain, cost)  # another request tries for all
+        if purse.num_trials < _TRIAL_DRAFTS:
+            purse.trier = candidate.request_id
+            purse.num_trials += 1
             return ""
-        pays_alone = self._pays(candidate, self._alone(candidate, load), gain)
-        reason: Reason = "overload" if pays_alone else "low_acceptance"
-        if self._pays(candidate, load, max(gain, _HOPED_GAIN)):
-            if purse.trier not in ("", candidate.request_id):
-                return reason  # another request tries for all
-            if purse.num_trials < _TRIAL_DRAFTS:
-                purse.trier = candidate.request_id
-                purse.num_trials += 1
-                return ""
-        self._backoff.end_trial(purse)
-        return reason
+    purse.end_trial(step)
+    return _why_unpaid(candidate, load, gain, cost)
 
-    def _pays(self, candidate: DraftCandidate, load: Load, gain: float) -> bool:
-        """Returns whether the batch is no slower with draft and rows than with neither."""
-        num_nodes = len(candidate.tree)
-        table = self._cost.step_seconds_table(
-            load.num_rows, num_nodes, load.num_kv_tokens, load.num_requests
-        )
-        saved = min(load.draft_seconds, self._cost.draft_seconds(candidate.drafter))
-        without = load.expected_tokens / (load.draft_seconds - saved + table[0])
-        return (load.expected_tokens + gain) / (load.draft_seconds + table[num_nodes]) >= without
 
-    def _alone(self, candidate: DraftCandidate, load: Load) -> Load:
-        """The request by itself, with its share of the context."""
-        context = load.num_kv_tokens // max(1, load.num_requests)
-        seconds = self._cost.draft_seconds(candidate.drafter)
-        return Load(1, load.num_spare_rows, 1, 1.0, context, 1, seconds)
+def _pays(candidate: DraftCandidate, load: Load, gain: float, cost: StepCost) -> bool:
+    """Returns whether the batch is no slower with draft and rows than with neither."""
+    num_nodes = len(candidate.tree)
+    table = cost.step_seconds_table(load.num_rows, num_nodes, load.num_kv_tokens, load.num_requests)
+    saved = min(load.draft_seconds, cost.draft_seconds(candidate.drafter))
+    without = load.expected_tokens / (load.draft_seconds - saved + table[0])
+    return (load.expected_tokens + gain) / (load.draft_seconds + table[num_nodes]) >= without
+
+
+def _why_unpaid(candidate: DraftCandidate, load: Load, gain: float, cost: StepCost) -> Reason:
+    """Returns whether the request is slowed by its neighbours, or drafts badly: alone it would have its
+    share of the context."""
+    context = load.num_kv_tokens // max(1, load.num_requests)
+    seconds = cost.draft_seconds(candidate.drafter)
+    alone = Load(1, load.num_spare_rows, 1, 1.0, context, 1, seconds)
+    return "overload" if _pays(candidate, alone, gain, cost) else "low_acceptance"

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from drafters.tree import DraftTree
 from engine.request.params import SpeculativeParams
 from engine.request.stats import Reason
-from engine.speculation.gamma.backoff import AllOrNothing, Backoff, Plain
+from engine.speculation.gamma.backoff import Account, Purse, grant_whole
 from engine.speculation.gamma.policy import (
     DraftCandidate,
     GammaPolicy,
@@ -34,12 +34,22 @@ from engine.speculation.gamma.policy import (
     why_nothing_offered,
 )
 
+MAX_NUM_KINDS = 1024
+"""Kinds of traffic that are remembered; the one that was not met for longest is forgotten."""
+_FREE_TOKENS = 0.005
+"""A draft that costs less time than the batch takes to write this many tokens counts as free."""
 
-class _Choice(NamedTuple):
-    num_nodes: int
-    plain: Plain
-    marginal_seconds: float
-    """Mean cost of a granted row; of the next one where none was granted."""
+
+class _Offer(NamedTuple):
+    """The nodes that one request may be granted, at most ``most`` of them, in its order of grant:
+    likeliest first, then shallow before deep, then the earlier node. Any first part of it is closed under
+    parents. The first ``num_certain`` are granted whatever they cost."""
+
+    most: int
+    nodes: Sequence[int] = ()
+    survivals: Sequence[float] = ()
+    depths: Sequence[int] = ()
+    num_certain: int = 0
 
 
 @gamma_policy(
@@ -58,7 +68,7 @@ class GoodputPolicy(GammaPolicy):
     request; ``num_speculative_tokens`` is the most until a draft of the request has been verified. With
     a ``target_acceptance_rate``, the mean survival of what a request is granted never falls below it.
     Drafts that are granted whole or not at all come last, at the price of the rows that are left, by
-    what they gain on average (``AllOrNothing``); their drafter has fitted them to
+    what they gain on average (``grant_whole``); their drafter has fitted them to
     ``max_speculative_tokens``.
 
     Hysteresis: the last allocation is remembered as the survival down to which it went. It is kept
@@ -70,83 +80,108 @@ class GoodputPolicy(GammaPolicy):
         super().__init__(cost)
         self._hysteresis = hysteresis
         self._held_survival: float | None = None
-        self._backoff = Backoff(cost)
-        self._all_or_nothing = AllOrNothing(cost, self._backoff)
-        self._verified: set[str] = set()
+        self._purses: dict[Traffic, Purse] = {}
+        """The one that was not opened for longest comes first."""
+        self._accounts: dict[str, Account] = {}
+        self._step = 0
+        self._plain_tokens = 1.0
+        """Tokens of the last step that was charged for, without drafts."""
 
     def open(self, request_id: str, traffic: Traffic) -> None:
-        self._backoff.open(request_id, traffic)
+        purse = self._purses[traffic] = self._purses.pop(traffic, Purse())
+        self._accounts[request_id] = Account(purse)
+        if len(self._purses) > MAX_NUM_KINDS:
+            del self._purses[next(iter(self._purses))]
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        return 0 if self._backoff.is_resting(request_id) else params.max_speculative_tokens
+        account = self._accounts.get(request_id)
+        is_resting = account is not None and account.purse.is_resting(self._step)
+        return 0 if is_resting else params.max_speculative_tokens
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
-        most = [self._most(candidate) for candidate in candidates]
-        offers = _Offers(candidates, most, load.num_spare_rows)
-        load = load.with_nodes(offers.num_floor_nodes, offers.floor_gain)
-        choice = self._choose(offers, load)
-        granted = offers.take(choice.num_nodes)
-        left = load.with_nodes(choice.num_nodes, sum(offers.pool[: choice.num_nodes]))
-        judge = _Judge(self.cost, load, self._hysteresis)
+        offers: list[_Offer] = []
+        num_certain, gain = 0, 0.0
+        for candidate in candidates:
+            offer = _offer(candidate, self._most(candidate), load.num_spare_rows - num_certain)
+            num_certain += offer.num_certain
+            gain += sum(offer.survivals[: offer.num_certain])
+            offers.append(offer)
+        load = load.with_nodes(num_certain, gain)
+        pool, ranks = _pooled(offers)
+        num_nodes, plain_seconds, row_seconds = self._choose(pool, ranks, load)
+        counts = [offer.num_certain for offer in offers]
+        for rank in ranks[:num_nodes]:
+            counts[rank] += 1
+        left = load.with_nodes(num_nodes, sum(pool[:num_nodes]))
         grants = []
-        for rank, (candidate, nodes) in enumerate(zip(candidates, granted, strict=True)):
+        for candidate, offer, count in zip(candidates, offers, counts, strict=True):
             if candidate.all_or_nothing and candidate.tree.token_ids:
-                grant, left = self._all_or_nothing.grant(candidate, left)
-                grants.append(grant)
-                continue
-            reason = self._why(candidate, offers.of[rank], len(nodes), most[rank], judge)
-            grants.append(Grant(nodes, reason))
-            if candidate.is_asked and candidate.max_nodes > 0:
-                seconds = len(nodes) * choice.marginal_seconds
-                self._backoff.charge(candidate, seconds, choice.plain)
-        self._backoff.tick()
+                account = self._accounts[candidate.request_id]
+                grant, left = grant_whole(candidate, left, account, self.cost, self._step)
+            else:
+                reason = self._why(candidate, offer, count, load)
+                grant = Grant(sorted(offer.nodes[:count]), reason)
+                self._charge(candidate, count * row_seconds, load.expected_tokens, plain_seconds)
+            grants.append(grant)
+        self._step += 1
         return grants
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
         """Acceptance of nodes reaches this policy through the survivals; only the first draft is
         news, and what drafts granted whole gained."""
-        if num_granted:
-            self._verified.add(request_id)
-            self._backoff.earn(request_id, num_accepted)
-            self._all_or_nothing.observe(request_id, num_accepted)
+        account = self._accounts.get(request_id)
+        if account is not None and num_granted:
+            account.purse.earn(num_accepted / self._plain_tokens)
+            account.observe(num_accepted)
 
     def forget(self, request_id: str) -> None:
-        self._verified.discard(request_id)
-        self._backoff.forget(request_id)
-        self._all_or_nothing.forget(request_id)
+        account = self._accounts.pop(request_id, None)
+        if account is not None and account.purse.trier == request_id:
+            account.purse.trier = ""
 
     def _most(self, candidate: DraftCandidate) -> int:
+        """Returns how many nodes the request may be granted. One that was never announced is of its
+        drafter's kind."""
+        if candidate.request_id not in self._accounts:
+            self.open(candidate.request_id, Traffic(candidate.drafter))
         params = candidate.params
-        started = candidate.request_id in self._verified
-        wanted = (
-            params.max_speculative_tokens
-            if started
-            else max(params.min_speculative_tokens, params.num_speculative_tokens)
-        )
-        return min(wanted, params.max_speculative_tokens, candidate.max_nodes)
+        wanted = params.max_speculative_tokens
+        if not self._accounts[candidate.request_id].has_verified:
+            first = max(params.min_speculative_tokens, params.num_speculative_tokens)
+            wanted = min(first, wanted)
+        return min(wanted, candidate.max_nodes)
 
-    def _choose(self, offers: _Offers, load: Load) -> _Choice:
-        limit = min(len(offers.pool), load.num_spare_rows)
+    def _choose(
+        self, pool: Sequence[float], ranks: Sequence[int], load: Load
+    ) -> tuple[int, float, float]:
+        """Returns how many nodes of the pool to grant, the seconds of a step without them, and the mean
+        seconds of a granted row, or of the next one where none is granted."""
+        limit = min(len(pool), load.num_spare_rows)
         table = self.cost.step_seconds_table(
             load.num_rows, limit, load.num_kv_tokens, load.num_requests
         )
         drafting = load.draft_seconds
-        tokens = accumulate(islice(offers.pool, limit), initial=load.expected_tokens)
+        tokens = accumulate(islice(pool, limit), initial=load.expected_tokens)
         rates = [total / (drafting + seconds) for total, seconds in zip(tokens, table, strict=True)]
         best = rates.index(max(rates))  # the fewest nodes among equals
-        chosen = self._hold(offers, rates, best, load) if limit > 0 else 0
+        chosen = self._hold(pool, ranks, rates, best, load) if limit > 0 else 0
         rows = max(chosen, 1)
-        marginal = (table[min(rows, limit)] - table[0]) / rows
-        return _Choice(chosen, Plain(load.expected_tokens, table[0]), marginal)
+        return chosen, table[0], (table[min(rows, limit)] - table[0]) / rows
 
-    def _hold(self, offers: _Offers, rates: Sequence[float], best: int, load: Load) -> int:
-        """The allocation of the step before, where the best one does not beat it by enough."""
-        pool = offers.pool
+    def _hold(
+        self,
+        pool: Sequence[float],
+        ranks: Sequence[int],
+        rates: Sequence[float],
+        best: int,
+        load: Load,
+    ) -> int:
+        """Returns the allocation of the step before where the best one does not beat it by enough."""
         if self._held_survival is not None:
             held = min(bisect_right(pool, -self._held_survival, key=neg), len(rates) - 1)
             if held == best:
                 return best
-            num_changed = len(set(offers.pool_ranks[min(held, best) : max(held, best)]))
+            num_changed = len(set(ranks[min(held, best) : max(held, best)]))
             enough = self._hysteresis * min(1.0, num_changed / max(1, load.num_sampling_requests))
             if rates[held] >= rates[0] and rates[best] <= rates[held] * (1.0 + enough):
                 return held
@@ -155,106 +190,61 @@ class GoodputPolicy(GammaPolicy):
         self._held_survival = (last_in + first_out) / 2
         return best
 
-    def _why(
-        self, candidate: DraftCandidate, offer: _Offer, count: int, most: int, judge: _Judge
-    ) -> Reason:
+    def _charge(
+        self, candidate: DraftCandidate, row_seconds: float, tokens: float, seconds: float
+    ) -> None:
+        """The purse pays for a draft that was made, ``row_seconds`` for verifying it included. It counts
+        in steps without drafts, which write so many ``tokens`` in so many ``seconds``."""
+        price = self.cost.draft_seconds(candidate.drafter)
+        is_made = candidate.is_asked and candidate.max_nodes > 0
+        is_free = price * tokens <= _FREE_TOKENS * seconds
+        if is_made and not is_free and candidate.params.min_speculative_tokens == 0:
+            purse = self._accounts[candidate.request_id].purse
+            purse.charge((price + row_seconds) / seconds)
+            self._plain_tokens = tokens
+
+    def _why(self, candidate: DraftCandidate, offer: _Offer, count: int, load: Load) -> Reason:
         num_offered = len(candidate.tree.token_ids)
         if num_offered == 0:
-            resting = self._backoff.is_resting(candidate.request_id)
-            return "low_acceptance" if resting else _why_empty(candidate)
+            if self._accounts[candidate.request_id].purse.is_resting(self._step):
+                return "low_acceptance"
+            most = candidate.params.max_speculative_tokens
+            return why_nothing_offered(candidate, most, "client_cap")
         if count == num_offered:
             return ""
         if count == len(offer.survivals):
             # Fewer than there could be: by its target acceptance rate.
-            return "policy" if count < min(most, num_offered) else "client_cap"
-        return judge.why(offer.survivals, count)
+            return "policy" if count < min(offer.most, num_offered) else "client_cap"
+        is_slowed = load.num_rows > 1 and self._gamma_alone(offer.survivals, load) > count
+        return "overload" if is_slowed else "low_acceptance"
+
+    def _gamma_alone(self, survivals: Sequence[float], load: Load) -> int:
+        """Returns the gamma that would be granted if the request had the engine to itself."""
+        context = load.num_kv_tokens // max(1, load.num_requests)
+        table = self.cost.step_seconds_table(1, len(survivals), context, 1)
+        totals = accumulate(survivals, initial=1.0)
+        rates = [total / seconds for total, seconds in zip(totals, table, strict=True)]
+        rates[0] *= 1.0 + self._hysteresis
+        return rates.index(max(rates))
 
 
-class _Offer(NamedTuple):
-    """The nodes that one request may be granted, in its order of grant: likeliest first, then shallow
-    before deep, then the earlier node. Any first part of it is closed under parents."""
-
-    nodes: Sequence[int]
-    survivals: Sequence[float]
-    depths: Sequence[int]
-    num_floor: int = 0
-    """So many of these are granted for certain."""
-
-
-_NO_OFFER = _Offer((), (), ())
-
-
-class _Offers:
-    """The nodes that all requests may be granted: ``of[rank]`` one by one, and together, without what is
-    granted for certain, as the ``pool``: the survivals of all nodes, likeliest first, then shallow
-    before deep, then the older request, then the earlier node; ``pool_ranks`` says whose they are.
-
-    Of each request these are at most ``most[rank]`` nodes, fewer where its ``target_acceptance_rate``
-    says so. Its first ``min_speculative_tokens``, as long as there are ``num_spare`` rows, are granted
-    for certain.
-    """
-
-    def __init__(
-        self, candidates: Sequence[DraftCandidate], most: Sequence[int], num_spare: int
-    ) -> None:
-        self.of: list[_Offer] = []
-        self.num_floor_nodes = 0
-        self.floor_gain = 0.0
-        for candidate, limit in zip(candidates, most, strict=True):
-            offer = _NO_OFFER
-            if limit > 0 and candidate.tree.token_ids and not candidate.all_or_nothing:
-                offer = _offer(candidate, limit, num_spare - self.num_floor_nodes)
-            if offer.num_floor:
-                self.num_floor_nodes += offer.num_floor
-                self.floor_gain += sum(offer.survivals[: offer.num_floor])
-            self.of.append(offer)
-        self.pool, self.pool_ranks = self._pooled()
-
-    def _pooled(self) -> tuple[Sequence[float], Sequence[int]]:
-        survivals: list[float] = []
-        depths: list[int] = []
-        ranks: list[int] = []
-        for rank, offer in enumerate(self.of):
-            if not offer.nodes:
-                continue
-            floor = offer.num_floor
-            survivals += offer.survivals[floor:] if floor else offer.survivals
-            depths += offer.depths[floor:] if floor else offer.depths
-            ranks += [rank] * (len(offer.survivals) - floor)
-        if not ranks or ranks[0] == ranks[-1]:
-            return survivals, ranks  # one request's are in order
-        order = sorted(range(len(ranks)), key=depths.__getitem__)
-        order.sort(key=survivals.__getitem__, reverse=True)  # stable, as the sort before it
-        return [survivals[index] for index in order], [ranks[index] for index in order]
-
-    def take(self, num_nodes: int) -> list[list[int]]:
-        """Returns, by rank, the nodes granted for certain and those among the first ``num_nodes`` of the
-        pool."""
-        num_taken = [offer.num_floor for offer in self.of]
-        for rank in self.pool_ranks[:num_nodes]:
-            num_taken[rank] += 1
-        return [
-            sorted(offer.nodes[:count]) if count else []
-            for offer, count in zip(self.of, num_taken, strict=True)
-        ]
-
-
-def _offer(candidate: DraftCandidate, limit: int, num_spare: int) -> _Offer:
-    tree = candidate.tree
+def _offer(candidate: DraftCandidate, most: int, num_spare: int) -> _Offer:
+    tree, params = candidate.tree, candidate.params
+    if not tree.token_ids or candidate.all_or_nothing:
+        return _Offer(most)
     nodes, survivals, depths = _in_order(tree, candidate.survivals)
-    params = candidate.params
-    end = min(limit, len(nodes))
+    end = max(0, min(most, len(nodes)))
     if params.target_acceptance_rate is not None:
         end = _num_at_rate(survivals[:end], params.target_acceptance_rate)
-    floor = min(params.min_speculative_tokens, end, num_spare)
-    return _Offer(nodes[:end], survivals[:end], depths[:end], floor)
+    num_certain = min(params.min_speculative_tokens, end, num_spare)
+    return _Offer(most, nodes[:end], survivals[:end], depths[:end], num_certain)
 
 
 def _in_order(
     tree: DraftTree, survivals: Sequence[float]
 ) -> tuple[Sequence[int], list[float], Sequence[int]]:
-    """All nodes in their order of grant, with survivals and depths. Estimates may round upwards: a node
-    counts no more than its parent, or it would be granted without it."""
+    """Returns all nodes in their order of grant, with survivals and depths. Estimates may round upwards:
+    a node counts no more than its parent, or it would be granted without it."""
     num_nodes = len(survivals)
     if tree.is_chain():
         return range(num_nodes), list(accumulate(survivals, min)), range(1, num_nodes + 1)
@@ -267,31 +257,6 @@ def _in_order(
     return order, [bounded[node] for node in order], [depths[node] for node in order]
 
 
-class _Judge:
-    """Tells a request that is slowed by its neighbours from one that drafts badly."""
-
-    def __init__(self, cost: StepCost, load: Load, hysteresis: float) -> None:
-        self._cost = cost
-        self._load = load
-        self._enough = 1.0 + hysteresis
-        self._alone: Sequence[float] = ()
-
-    def why(self, offer: Sequence[float], count: int) -> Reason:
-        num_neighbours = self._load.num_rows - 1
-        pays_alone = num_neighbours > 0 and self._gamma_alone(offer) > count
-        return "overload" if pays_alone else "low_acceptance"
-
-    def _gamma_alone(self, offer: Sequence[float]) -> int:
-        """Gamma that the same policy would grant if the request had the engine to itself."""
-        if len(self._alone) <= len(offer):
-            context = self._load.num_kv_tokens // max(1, self._load.num_requests)
-            self._alone = self._cost.step_seconds_table(1, len(offer), context, 1)
-        totals = accumulate(offer, initial=1.0)
-        rates = [total / seconds for total, seconds in zip(totals, self._alone, strict=False)]
-        rates[0] *= self._enough
-        return rates.index(max(rates))
-
-
 def _num_at_rate(survivals: Sequence[float], target_rate: float) -> int:
     """Returns how many of the likeliest nodes are expected to be accepted at ``target_rate`` or
     better."""
@@ -301,5 +266,18 @@ def _num_at_rate(survivals: Sequence[float], target_rate: float) -> int:
     return len(survivals)
 
 
-def _why_empty(candidate: DraftCandidate) -> Reason:
-    return why_nothing_offered(candidate, candidate.params.max_speculative_tokens, "client_cap")
+def _pooled(offers: Sequence[_Offer]) -> tuple[Sequence[float], Sequence[int]]:
+    """Returns the survivals of all that is not granted for certain, likeliest first, then shallow before
+    deep, then the older request, then the earlier node; and the ranks of their requests."""
+    survivals: list[float] = []
+    depths: list[int] = []
+    ranks: list[int] = []
+    for rank, offer in enumerate(offers):
+        survivals += offer.survivals[offer.num_certain :]
+        depths += offer.depths[offer.num_certain :]
+        ranks += [rank] * (len(offer.survivals) - offer.num_certain)
+    if not ranks or ranks[0] == ranks[-1]:
+        return survivals, ranks  # one request's are in order
+    order = sorted(range(len(ranks)), key=depths.__getitem__)
+    order.sort(key=survivals.__getitem__, reverse=True)  # stable, as the sort before it
+    return [survivals[index] for index in order], [ranks[index] for index in order]

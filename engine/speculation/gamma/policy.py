@@ -1,9 +1,9 @@
-"""The interface of gamma policies, and the register of them."""
+"""The interface of gamma policies, the register of them, and their turns in a step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -106,9 +106,16 @@ class GammaPolicy(ABC):
     """Grants for all its requests of a step together; keeps what it must know of each.
 
     A policy that says no more than ``num_to_propose`` grants so many of the drafter's first nodes.
+    ``gamma_policy`` sets the first four of its facts.
     """
 
-    info: ClassVar[PolicyInfo]
+    name: ClassVar[str]
+    description: ClassVar[str]
+    settings: ClassVar[tuple[str, ...]]
+    """The fields of ``SpeculativeParams`` that it reads; no request may set the others."""
+    weighs_cost: ClassVar[bool]
+    """It grants by what rows cost, so that others' grants are facts to it, and drafters of its requests
+    should weigh their own time, too."""
     bound: ClassVar[Reason] = "policy"
     """The reason that is given where the policy's own gamma limits a grant."""
 
@@ -125,9 +132,8 @@ class GammaPolicy(ABC):
         grants = []
         for candidate in candidates:
             gamma = self.num_to_propose(candidate.request_id, candidate.params)
-            grant = grant_first(candidate, gamma, num_spare, self.bound)
-            num_spare -= grant.gamma
-            grants.append(grant)
+            grants.append(_first_nodes(candidate, gamma, num_spare, self.bound))
+            num_spare -= grants[-1].gamma
         return grants
 
     # A policy that learns nothing keeps nothing.
@@ -142,23 +148,7 @@ class GammaPolicy(ABC):
         """The request is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyInfo:
-    """The public face of a policy.
-
-    ``settings``: the fields of ``SpeculativeParams`` that it reads; to the others a request's value
-    would have no effect. ``weighs_cost``: it grants by what rows cost, so that others' grants are
-    facts to it, and drafters of its requests should weigh their own time, too.
-    """
-
-    name: str
-    description: str
-    settings: tuple[str, ...]
-    weighs_cost: bool
-    kind: type[GammaPolicy]
-
-
-_POLICIES: dict[str, PolicyInfo] = {}
+_POLICIES: dict[str, type[GammaPolicy]] = {}
 _Kind = TypeVar("_Kind", bound=type[GammaPolicy])
 
 
@@ -170,41 +160,65 @@ def gamma_policy(
     def register(kind: _Kind) -> _Kind:
         if name in _POLICIES:
             raise ValueError(f"there are two gamma policies named {name!r}")
-        kind.info = PolicyInfo(name, description, tuple(settings), weighs_cost, kind)
-        _POLICIES[name] = kind.info
+        kind.name, kind.description, kind.settings = name, description, tuple(settings)
+        kind.weighs_cost = weighs_cost
+        _POLICIES[name] = kind
         return kind
 
     return register
 
 
-def policy_info(name: str) -> PolicyInfo:
+def policy_info(name: str) -> type[GammaPolicy]:
     """Raises KeyError for a name that nothing has."""
     return _POLICIES[name]
 
 
-def registered_policies() -> list[PolicyInfo]:
-    """Those that weigh cost come last, else by name."""
-    return sorted(_POLICIES.values(), key=lambda info: (info.weighs_cost, info.name))
+def registered_policies() -> list[type[GammaPolicy]]:
+    """Returns the classes by name, those that weigh cost last."""
+    return sorted(_POLICIES.values(), key=lambda kind: (kind.weighs_cost, kind.name))
 
 
-def grant_first(candidate: DraftCandidate, gamma: int, num_spare: int, bound: Reason) -> Grant:
-    """The first nodes in the drafter's order (parents come first, the likeliest chain leads).
+def grant_all(
+    policies: Mapping[str, GammaPolicy],
+    cost: StepCost,
+    candidates: Sequence[DraftCandidate],
+    load: Load,
+) -> list[Grant]:
+    """A grant for every candidate, in order; give them oldest first: the older wins a tie.
+
+    Each of ``policies``, by name, has its turn, and what it grants is base load for the next: those that
+    weigh cost are the last, since to them the others' rows are facts. The time that the candidates'
+    drafters took is added to the load.
+    """
+    asked = (each for each in candidates if each.is_asked and each.max_nodes > 0)
+    spent = sum(cost.draft_seconds(each.drafter) for each in asked)
+    load = load._replace(draft_seconds=load.draft_seconds + spent)
+    granted: dict[int, Grant] = {}
+    for name, policy in policies.items():
+        places = [i for i, each in enumerate(candidates) if each.params.adaptive_depth == name]
+        if not places:
+            continue
+        granted |= zip(places, policy.grant([candidates[i] for i in places], load), strict=True)
+        num_nodes = sum(granted[i].gamma for i in places)
+        gain = sum(candidates[i].survivals[node] for i in places for node in granted[i].nodes)
+        load = load.with_nodes(num_nodes, gain)
+    return [granted[i] for i in range(len(candidates))]
+
+
+def _first_nodes(candidate: DraftCandidate, gamma: int, num_spare: int, bound: Reason) -> Grant:
+    """Grants the first nodes in the drafter's order (parents come first, the likeliest chain leads).
 
     ``bound`` names what it means when ``gamma`` is what limits the grant.
     """
     num_offered = len(candidate.tree)
     kept = min(num_offered, gamma, candidate.max_nodes, num_spare)
-    if candidate.all_or_nothing and kept < num_offered:
-        return Grant((), _why(candidate, kept, gamma, bound))
-    return Grant(range(kept), _why(candidate, kept, gamma, bound))
-
-
-def _why(candidate: DraftCandidate, kept: int, gamma: int, bound: Reason) -> Reason:
-    if kept == len(candidate.tree):
-        return why_nothing_offered(candidate, gamma, bound) if kept == 0 else ""
-    if kept == gamma:
-        return bound
-    return "client_cap" if kept == candidate.max_nodes else "overload"
+    if kept == num_offered:
+        reason = "" if kept else why_nothing_offered(candidate, gamma, bound)
+    elif kept == gamma:
+        reason = bound
+    else:
+        reason = "client_cap" if kept == candidate.max_nodes else "overload"
+    return Grant(range(0 if candidate.all_or_nothing and kept < num_offered else kept), reason)
 
 
 def why_nothing_offered(candidate: DraftCandidate, gamma: int, bound: Reason) -> Reason:

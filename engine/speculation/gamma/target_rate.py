@@ -26,9 +26,10 @@ class SteeredGamma:
 
     gamma: int
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    num_idle_steps: int = 0
 
     def adjust(self, rate: float, target: float, least: int, most: int) -> None:
-        """Take in a rate; gamma stays within ``least``..``most``."""
+        """Gamma follows a further rate, and stays within ``least``..``most``."""
         self.rates.append(rate)
         surplus = sum(self.rates) / len(self.rates) - target
         if surplus > _TOLERANCE + _ROUNDING:
@@ -36,23 +37,10 @@ class SteeredGamma:
         elif surplus < -_TOLERANCE - _ROUNDING:
             self.gamma = max(self.gamma - 1, least)
 
-
-@dataclass(slots=True)
-class _Steered(SteeredGamma):
-    """One request's gamma."""
-
-    params: SpeculativeParams = field(default_factory=SpeculativeParams)
-    num_idle_steps: int = 0
-
-    def observe(self, rate: float) -> None:
-        wanted = self.params
-        target = wanted.target_acceptance_rate
-        target = _USUAL_TARGET if target is None else target
-        self.adjust(rate, target, wanted.min_speculative_tokens, wanted.max_speculative_tokens)
-
     def rest(self) -> None:
+        """A step at gamma 0 is over."""
         self.num_idle_steps += 1
-        if self.num_idle_steps >= _WINDOW and self.params.max_speculative_tokens > 0:
+        if self.num_idle_steps >= _WINDOW:
             self.gamma, self.num_idle_steps = 1, 0
             # Old rates would send it straight back to 0 whatever the new one says.
             self.rates.clear()
@@ -76,26 +64,26 @@ class TargetRatePolicy(GammaPolicy):
 
     def __init__(self, cost: StepCost) -> None:
         super().__init__(cost)
-        self._steering: dict[str, _Steered] = {}
+        self._requests: dict[str, tuple[SteeredGamma, SpeculativeParams]] = {}
 
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        state = self._steering.get(request_id)
-        if state is None:
-            gamma = max(
-                params.min_speculative_tokens,
-                min(params.num_speculative_tokens, params.max_speculative_tokens),
-            )
-            state = self._steering[request_id] = _Steered(gamma, params=params)
-        return state.gamma
+        if request_id not in self._requests:
+            gamma = min(params.num_speculative_tokens, params.max_speculative_tokens)
+            gamma = max(params.min_speculative_tokens, gamma)
+            self._requests[request_id] = SteeredGamma(gamma), params
+        return self._requests[request_id][0].gamma
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
-        state = self._steering.get(request_id)
-        if state is None:
+        if request_id not in self._requests:
             return
+        steered, params = self._requests[request_id]
+        least, most = params.min_speculative_tokens, params.max_speculative_tokens
         if num_granted > 0:
-            state.observe(num_accepted / num_granted)
-        elif state.gamma == 0:
-            state.rest()
+            target = params.target_acceptance_rate
+            target = _USUAL_TARGET if target is None else target
+            steered.adjust(num_accepted / num_granted, target, least, most)
+        elif steered.gamma == 0 and most > 0:
+            steered.rest()
 
     def forget(self, request_id: str) -> None:
-        self._steering.pop(request_id, None)
+        self._requests.pop(request_id, None)

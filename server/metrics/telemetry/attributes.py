@@ -103,7 +103,7 @@ def of_choice(choice: ChoiceRecord) -> Attributes:
     if choice.info is not None:
         found["gen_ai.usage.input_tokens"] = choice.info.num_prompt_tokens
         found["gen_ai.usage.cache_read.input_tokens"] = choice.info.num_cached_tokens
-        found["slipstream.num_preemptions"] = choice.info.timings.num_preemptions
+        found["slipstream.num_preemptions"] = choice.info.num_preemptions
         found |= _speculation(choice.info.speculative)
     return found
 

@@ -74,8 +74,7 @@ class RequestFigures:
         info = choice.info
         if info is None or info.num_output_tokens == 0:
             return
-        times = info.timings
-        self._first.record(times.time_to_first_token_seconds, attributes)
+        self._first.record(info.time_to_first_token_seconds, attributes)
         if info.num_output_tokens > 1:
-            rest = times.e2e_seconds - times.time_to_first_token_seconds
+            rest = info.e2e_seconds - info.time_to_first_token_seconds
             self._each.record(rest / (info.num_output_tokens - 1), attributes)

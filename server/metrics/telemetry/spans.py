@@ -14,7 +14,7 @@ from opentelemetry import propagate
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from engine.request.events import RequestTimings
+from engine.request.events import FinishInfo
 from server.metrics.record import ChoiceRecord, RequestRecord
 from server.metrics.telemetry.attributes import (
     answered,
@@ -69,16 +69,16 @@ class RequestSpans:
             span.set_status(Status(StatusCode.ERROR))
             _add_steps(span, choice)
         else:
-            end = start + _ns(choice.info.timings.e2e_seconds)
-            self._add_phases(set_span_in_context(span), choice, start, choice.info.timings)
+            end = start + _ns(choice.info.e2e_seconds)
+            self._add_phases(set_span_in_context(span), choice, start, choice.info)
         span.end(end)
 
     def _add_phases(
-        self, parent: Context, choice: ChoiceRecord, start: int, timings: RequestTimings
+        self, parent: Context, choice: ChoiceRecord, start: int, info: FinishInfo
     ) -> None:
-        queued, e2e = timings.queue_seconds, timings.e2e_seconds
+        queued, e2e = info.queue_seconds, info.e2e_seconds
         # A choice that wrote nothing has no first token: all its time was the prompt's.
-        first = timings.time_to_first_token_seconds if choice.num_steps else e2e
+        first = info.time_to_first_token_seconds if choice.num_steps else e2e
         borders = [0.0, queued, max(queued, first), max(queued, e2e)]
         for name, begins, ends in zip(_PHASES, borders, borders[1:], strict=False):
             span = self._tracer.start_span(name, parent, start_time=start + _ns(begins))

@@ -13,13 +13,11 @@ from drafters.base import Drafter
 from drafters.registry import PlainContext, build_drafters
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams, Tenant
-from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan, Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import NO_DRAFTER, Speculation
-from engine.speculation.shedding import Shedding
 from engine.transfer import Readback
 from engine.verification.match import verify
 from kvpool.block_pool import BlockPool
@@ -110,7 +108,8 @@ class Replica:
             VOCAB_SIZE,
             config.max_num_nodes,
             self._pool,
-            Shedding(config.shed_speculation, shed_queue),
+            config.shed_speculation,
+            shed_queue,
         )
         self._plan: Plan | None = None
         self._num_arrived = 0
@@ -147,7 +146,7 @@ class Replica:
             tenant=Tenant(work.tenant),
         )
         sampling = SamplingState(params, (), VOCAB_SIZE, self._max_tokens)
-        request = Request(params, sampling, RequestStats(), self._num_arrived)
+        request = Request(params, sampling, self._num_arrived)
         self._num_arrived += 1
         self._works[request_id], self._served[request_id] = work, served
         self._scheduler.submit(request)

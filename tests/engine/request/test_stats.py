@@ -51,9 +51,13 @@ def test_counts_agree_with_each_other(steps: list[tuple[int, int]]) -> None:
 
 def test_rates_and_times_of_a_known_run() -> None:
     stats = RequestStats(drafter="ngram")
+    assert stats.tokens_per_step is None
+    assert stats.estimated_speedup is None
+    record(stats, 0, 0, "no_match")
+    assert stats.acceptance_rate is None
+    assert stats.accepted_per_position == ()
     record(stats, 4, 3)
     record(stats, 4, 1)
-    record(stats, 0, 0, "no_match")
     assert stats.acceptance_rate == pytest.approx(0.5)
     assert stats.tokens_per_step == pytest.approx(7 / 3)
     assert stats.mean_gamma == pytest.approx(8 / 3)
@@ -62,15 +66,6 @@ def test_rates_and_times_of_a_known_run() -> None:
     assert stats.estimated_speedup == pytest.approx(7 * 0.040 / (3 * 0.050))
     assert stats.draft_seconds == pytest.approx(0.003)
     assert stats.verify_seconds == pytest.approx(0.030)
-
-
-def test_without_steps_or_drafts_there_are_no_rates() -> None:
-    stats = RequestStats()
-    assert stats.tokens_per_step is None
-    assert stats.estimated_speedup is None
-    record(stats, 0, 0)
-    assert stats.acceptance_rate is None
-    assert stats.accepted_per_position == ()
 
 
 def test_gamma_changes_carry_step_and_reason_and_the_latest_are_kept() -> None:

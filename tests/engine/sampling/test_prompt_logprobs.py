@@ -77,7 +77,7 @@ def test_prompt_interrupted_half_way(
         driver.step()
     assert driver.token_ids["r"] == []
     driver.run(request("important", circle_prompt(1), priority=-1))
-    assert driver.finishes["r"].timings.num_preemptions == 1
+    assert driver.finishes["r"].num_preemptions == 1
     expect_told(tiny_target, driver, asking())
 
 
@@ -88,7 +88,7 @@ def test_interrupted_after_the_prompt_is_told_once(tiny_target: TinyTarget) -> N
         driver.step()
     assert len(driver.token_ids["r"]) == 3
     driver.run(request("important", circle_prompt(1), priority=-1))
-    assert driver.finishes["r"].timings.num_preemptions == 1
+    assert driver.finishes["r"].num_preemptions == 1
     expect_told(tiny_target, driver, asking())
 
 

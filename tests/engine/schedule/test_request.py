@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from engine.request.events import TokenLogprobs
 from engine.request.params import GenerationRequest, SamplingParams
-from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
-from engine.schedule.request import Request, RequestStatus
+from engine.schedule.request import Request
 
 PROMPT = (5, 6, 7, 8, 9)
 
 
-def make(max_tokens: int = 10, longest: int = 100, prompt_logprobs: int | None = None) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
-    params = GenerationRequest("r", PROMPT, sampling, priority=2)
-    return Request(params, SamplingState(params, (), 50, longest), RequestStats())
+def make(prompt_logprobs: int | None = None, priority: int = 2, order: int = 0) -> Request:
+    sampling = SamplingParams(max_tokens=10, prompt_logprobs=prompt_logprobs)
+    params = GenerationRequest("r", PROMPT, sampling, priority=priority)
+    return Request(params, SamplingState(params, (), 50, 100), order)
 
 
 def test_emitted_tokens_are_owed_but_for_those_already_committed() -> None:
@@ -28,37 +27,24 @@ def test_emitted_tokens_are_owed_but_for_those_already_committed() -> None:
 
 
 def test_preemption_takes_the_keys_and_leaves_the_text() -> None:
+    """What the client is told is how it was served first."""
     request = make()
-    request.start(0)
-    request.commit(5, [1])
-    scheduled, first_token = request.first_scheduled_time, request.first_token_time
+    request.start(3)
+    request.commit(2, [1])
+    times = request.first_scheduled_time, request.first_token_time
     request.preempt()
-    assert request.status is RequestStatus.WAITING
+    assert not request.is_running
     assert (request.num_computed_tokens, request.num_preemptions) == (0, 1)
-    assert request.num_new_tokens == 6
-    assert request.sampling.num_output_tokens == 1
+    assert (request.num_new_tokens, request.sampling.num_output_tokens) == (6, 1)
     request.start(4)
+    assert request.is_running
     assert (request.num_computed_tokens, request.num_new_tokens) == (4, 2)
-    # What the client is told is how it was served first.
-    assert request.num_cached_tokens == 0
-    assert (request.first_scheduled_time, request.first_token_time) == (scheduled, first_token)
-
-
-def test_cached_tokens_are_those_of_the_first_start() -> None:
-    request = make()
-    request.start(4)
-    assert request.status is RequestStatus.RUNNING
-    assert (request.num_cached_tokens, request.num_computed_tokens, request.num_new_tokens) == (
-        4,
-        4,
-        1,
-    )
+    assert request.num_cached_tokens == 3
+    assert (request.first_scheduled_time, request.first_token_time) == times
 
 
 def test_rank_is_priority_then_arrival() -> None:
-    early, late, important = make(), make(), make()
-    early.arrival_order, late.arrival_order, important.arrival_order = 0, 1, 2
-    important.params = GenerationRequest("i", PROMPT, priority=-1)
+    early, late, important = make(order=0), make(order=1), make(priority=-1, order=2)
     assert sorted([late, important, early], key=lambda each: each.rank) == [important, early, late]
 
 

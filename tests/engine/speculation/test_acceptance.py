@@ -17,15 +17,13 @@ from drafters.tree import EMPTY, DraftTree, chain
 from engine.request.params import SpeculativeParams
 from engine.speculation.acceptance import (
     Acceptance,
-    MatchAcceptance,
     SampledAcceptance,
     new_acceptance,
 )
-from engine.speculation.checks import check_sampled
-from engine.speculation.gamma.controller import GammaController
+from engine.speculation.contained import check_sampled
 from engine.speculation.gamma.policy import DraftCandidate
 from worlds.engine_harness import DictatedCost
-from worlds.gamma_cases import load_of
+from worlds.gamma_cases import grants_of, load_of
 from worlds.lanes import examples
 from worlds.sampling_oracle import random_tree
 
@@ -75,12 +73,10 @@ def test_grants_do_not_depend_on_the_tokens_and_keep_the_first_that_were_drawn(
     acceptance, tree = trained(rng), random_tree(rng, 6, 12)
     grants = []
     for shown in (tree, disguised(rng, tree)):
-        controller = GammaController(DictatedCost(row_seconds=0.2))
         candidate = DraftCandidate(
             "r", "fake", params, shown, acceptance.survivals(shown), max_nodes=12
         )
-        controller.num_to_propose("r", params)
-        (granted,) = controller.grant([candidate], load_of(1, None, 9))
+        (granted,) = grants_of(DictatedCost(row_seconds=0.2), [candidate], load_of(1, None, 9))
         grants.append(list(granted.nodes))
     assert grants[0] == grants[1]
     kept = set(grants[0])
@@ -94,7 +90,7 @@ def test_grants_do_not_depend_on_the_tokens_and_keep_the_first_that_were_drawn(
 def test_matched_drafts_are_told_apart_by_their_features() -> None:
     """What the test above would catch if drawn drafts were: grants that follow the token."""
     acceptance = new_acceptance(AcceptanceEstimator(), "fake", "match")
-    assert isinstance(acceptance, MatchAcceptance)
+    assert type(acceptance) is Acceptance
     for _ in range(20):
         seen = Observation("r", [1], EMPTY, [7], [0], [7])
         acceptance.observe(chain([7], 1), seen)
@@ -113,14 +109,9 @@ def test_labels_come_from_the_path_and_not_from_the_text() -> None:
         observe(acceptance, tree, [0, 1, 2])
     first, second = acceptance.survivals(tree)
     assert before < second < first
-
-
-def test_a_trimmed_run_says_nothing() -> None:
-    acceptance, tree = drawn(), chain([5, 6])
-    before = acceptance.survivals(tree)
-    for _ in range(10):
+    for _ in range(10):  # a trimmed run says nothing
         observe(acceptance, tree, [0, 1], num_emitted=1)
-    assert acceptance.survivals(tree) == before
+    assert acceptance.survivals(tree) == [first, second]
 
 
 def test_siblings_are_known_by_rank_and_never_rise() -> None:
@@ -164,11 +155,19 @@ def test_verifications_share_no_counts() -> None:
 FORK = DraftTree([1, 2], [-1, -1], [0, 0], {-1: {1: 0.25, 2: 0.75}})
 
 
-def test_sound_distributions_pass() -> None:
-    check_sampled(FORK, "rejection", 4)
-    check_sampled(replace(FORK, draft_probs={-1: torch.ones(4) / 4}), "rejection", 4)
-    check_sampled(replace(chain([1, 2]), draft_probs={0: {3: 1.0}}), "block", 4)
-    check_sampled(replace(FORK, draft_probs={-1: {9: 7.0}}), "match", 4)
+@pytest.mark.parametrize(
+    ("tree", "verification"),
+    [
+        (FORK, "rejection"),
+        (replace(FORK, draft_probs={-1: torch.ones(4) / 4}), "rejection"),
+        (replace(chain([1, 2]), draft_probs={0: {3: 1.0}}), "block"),
+        (replace(FORK, draft_probs={-1: {9: 7.0}}), "match"),
+    ],
+)
+def test_sound_distributions_pass(tree: DraftTree, verification: str) -> None:
+    check_sampled(tree, verification, 4)
+    with pytest.raises(ValueError, match="block verification is for chains"):
+        check_sampled(FORK, "block", 4)
 
 
 @pytest.mark.parametrize(
@@ -186,11 +185,6 @@ def test_sound_distributions_pass() -> None:
 def test_unsound_distributions_do_not(draft_probs: dict[int, object], part: str) -> None:
     with pytest.raises(ValueError, match=part):
         check_sampled(replace(FORK, draft_probs=draft_probs), "rejection", 4)
-
-
-def test_blocks_are_chains() -> None:
-    with pytest.raises(ValueError, match="block verification is for chains"):
-        check_sampled(FORK, "block", 4)
 
 
 def test_a_chain_that_ended_early_is_granted_as_if_it_had_not() -> None:

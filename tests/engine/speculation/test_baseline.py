@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.request.stats import SpeculativeStats
-from engine.speculation.baseline import EarlyFinishers, StepShape, estimate_baseline
+from engine.speculation.baseline import EarlyFinishers, estimate_baseline
 from worlds.engine_harness import DictatedCost
 
 
@@ -24,32 +24,36 @@ class LinearCost(DictatedCost):
 COST = LinearCost()
 
 
-def test_a_step_without_drafts_is_its_own_baseline() -> None:
-    shape = StepShape(
-        num_rows=4, num_base_rows=4, num_sampling_requests=4, num_kv_tokens=100, num_requests=4
+@pytest.mark.parametrize(
+    ("seconds", "num_rows", "num_base_rows", "num_sampling", "num_requests", "first", "further"),
+    [
+        (0.7, 4, 4, 4, 4, 0.7, 0.7),  # without drafts a step is its own baseline
+        (6.0, 20, 5, 5, 5, 3.0, 3.0),  # a machine twice as slow as believed: 6 s for the rows' 3
+        (6.0, 50, 42, 2, 2, 5.2, 1.2),  # prompt rows are charged to the first token
+        (2.0, 64, 64, 0, 1, 2.0, 2 * 1.1 / 7.4),  # prompts alone gain and lose nothing
+    ],
+)
+def test_the_baseline_is_what_was_measured_without_draft_rows(
+    seconds: float,
+    num_rows: int,
+    num_base_rows: int,
+    num_sampling: int,
+    num_requests: int,
+    first: float,
+    further: float,
+) -> None:
+    baseline = estimate_baseline(
+        COST,
+        seconds,
+        num_rows=num_rows,
+        num_base_rows=num_base_rows,
+        num_sampling=num_sampling,
+        num_kv_tokens=100,
+        num_requests=num_requests,
     )
-    baseline = estimate_baseline(COST, shape, step_seconds=0.7, draft_seconds=0.0)
-    assert baseline.seconds(1) == pytest.approx(0.7)
-
-
-def test_the_baseline_takes_away_draft_rows_and_drafting() -> None:
-    shape = StepShape(
-        num_rows=20, num_base_rows=5, num_sampling_requests=5, num_kv_tokens=0, num_requests=5
-    )
-    # A machine twice as slow as the model thinks: 6 seconds for the rows' 3.
-    baseline = estimate_baseline(COST, shape, step_seconds=6.5, draft_seconds=0.5)
-    assert baseline.seconds(1) == pytest.approx(3.0)
-    assert baseline.seconds(3) == pytest.approx(9.0)
-
-
-def test_prompt_rows_are_charged_to_the_first_token_only() -> None:
-    shape = StepShape(
-        num_rows=50, num_base_rows=42, num_sampling_requests=2, num_kv_tokens=0, num_requests=2
-    )
-    baseline = estimate_baseline(COST, shape, step_seconds=6.0, draft_seconds=0.0)
-    assert baseline == pytest.approx((5.2, 1.2, 2))
-    assert baseline.seconds(3) == pytest.approx(5.2 + 2 * 1.2)
-    assert baseline.seconds(0) == pytest.approx(5.2)
+    assert baseline == pytest.approx((first, further, max(1, num_sampling)))
+    assert baseline.seconds(0) == baseline.seconds(1) == pytest.approx(first)
+    assert baseline.seconds(3) == pytest.approx(first + 2 * further)
 
 
 def test_a_batch_that_ends_with_its_slowest_request_gains_what_that_one_gains() -> None:
@@ -62,11 +66,17 @@ def test_a_batch_that_ends_with_its_slowest_request_gains_what_that_one_gains() 
     for step in range(40):
         num_running = 8 if step < 8 else 1
         num_rows = 26 if step < 8 else 1
-        shape = StepShape(
-            num_rows, num_running, num_running, 10 * num_running, num_running, len(early)
-        )
         seconds = COST.step_seconds(num_rows, 0, num_running)
-        found = estimate_baseline(COST, shape, seconds, draft_seconds=0.0)
+        found = estimate_baseline(
+            COST,
+            seconds,
+            num_rows=num_rows,
+            num_base_rows=num_running,
+            num_sampling=num_running,
+            num_kv_tokens=10 * num_running,
+            num_requests=num_running,
+            num_early=len(early),
+        )
         early.step(seconds, num_running if step != 7 else 1)
         for rank in range(num_running):
             num_emitted = 5 if rank else 1
@@ -103,11 +113,3 @@ def test_who_finished_early_is_missed_until_another_comes_or_their_time_is_over(
     early.finish(quick)
     early.step(0.1, 0)  # nobody is left
     assert len(early) == 0
-
-
-def test_a_step_of_prompts_alone_gains_and_loses_nothing() -> None:
-    shape = StepShape(
-        num_rows=64, num_base_rows=64, num_sampling_requests=0, num_kv_tokens=0, num_requests=1
-    )
-    baseline = estimate_baseline(COST, shape, step_seconds=2.0, draft_seconds=0.0)
-    assert baseline.seconds(1) == pytest.approx(2.0)

@@ -40,13 +40,10 @@ def test_what_is_forced_comes_first_and_what_is_forbidden_goes() -> None:
     found = shape(chain(ids("abcde"), 7), "ab[cd]f+")
     assert shown(found) == [("a", True), ("ab", True), ("abc", False), ("abcf", True)]
     assert list(found.features) == [FORCED, FORCED, 7, FORCED]
-
-
-def test_a_drafter_that_goes_elsewhere_leaves_what_is_forced() -> None:
+    assert num_forced(found, range(len(found))) == 3
+    assert num_forced(found, [1, 2]) == 1
+    # A drafter that goes elsewhere, or proposes nothing, leaves what is forced.
     assert shown(shape(chain(ids("bcd")), "ab[cd]")) == [("a", True), ("ab", True)]
-
-
-def test_nothing_proposed_is_no_less_than_what_is_forced() -> None:
     assert shown(shape(EMPTY, "abc[de]")) == [("a", True), ("ab", True), ("abc", True)]
     assert shape(EMPTY, "[ab]c") == EMPTY
 
@@ -91,9 +88,3 @@ def test_a_sampled_tree_keeps_its_shape_or_gives_way_to_what_is_forced() -> None
     tree = DraftTree(ids("agb"), [-1, -1, 0], [0, 0, 0], {-1: {1: 0.5, 7: 0.5}})
     assert constrained(tree, grammar("[ab]b"), 8, 8, "rejection") is tree
     assert shown(constrained(tree, grammar("ga"), 8, 8, "rejection")) == [("g", True), ("ga", True)]
-
-
-def test_forced_nodes_are_counted() -> None:
-    found = shape(chain(ids("abc")), "ab[cd]")
-    assert num_forced(found, range(len(found))) == 2
-    assert num_forced(found, [1, 2]) == 1

@@ -11,15 +11,14 @@ import torch
 
 from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import EMPTY, DraftTree, chain
+from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
-from engine.request.stats import RequestStats
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Request, ScheduledRequest
 from engine.schedule.scheduler import Plan
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
-from engine.speculation.shedding import Shedding
 from engine.transfer import Readback
 from kvpool.block_pool import BlockPool
 from worlds.engine_harness import DictatedCost
@@ -55,13 +54,13 @@ class World:
         *drafters: FakeDrafter,
         cost: CostModel | None = None,
         max_num_nodes: int = 64,
-        shedding: Shedding = Shedding(),  # noqa: B008  (frozen)
+        shed: ShedSpeculation = "never",
     ) -> None:
         self.cost = cost or TimedCost()
         self.pool = BlockPool(num_blocks=8, block_size=4)
         by_name = {drafter.info.name: drafter for drafter in drafters}
         self.speculation = Speculation(
-            by_name, self.cost, VOCAB, max_num_nodes, self.pool, shedding
+            by_name, self.cost, VOCAB, max_num_nodes, self.pool, shed, shed_queue=3
         )
 
     def open(
@@ -72,7 +71,7 @@ class World:
             request_id, (1, 2, 3), SamplingParams(max_tokens=max_tokens), speculative
         )
         state = SamplingState(params, (), VOCAB, 100)
-        request = Request(params, state, RequestStats(drafter=speculative.draft_strategy))
+        request = Request(params, state)
         self.pool.open(request_id, request.token_ids, "", 0)
         self.pool.allocate(request_id, len(request.token_ids))
         request.start(0)
@@ -114,6 +113,9 @@ def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
     assert [[ask.request_id for ask in asks] for asks in first.asks] == [["a", "c"]]
     assert [[ask.request_id for ask in asks] for asks in second.asks] == [["b"]]
     assert [len(each.draft) for each in scheduled] == [2, 3, 5]
+    world.observe(*scheduled)
+    assert [[each.request_id for each in group] for group in first.observed] == [["a", "c"]]
+    assert [[each.request_id for each in group] for group in second.observed] == [["b"]]
 
 
 class SlowReader(FakeDrafter):
@@ -146,14 +148,38 @@ def test_long_prompts_are_read_over_several_steps_first_come_first() -> None:
         seen.append((drafter.num_read_in_step, drafter.num_read.get("b", 0)))
     assert seen == [(1024, 0), (1024, 0), (1024, 572), (1024, 1596), (904, 2500), (0, 2500)]
     assert drafter.num_read["a"] == 2500
+    # A step with a long prompt reads as much as it computes.
+    part = ScheduledRequest(world.open("c"), 1)
+    drafter.num_tokens = 5000
+    world.speculation.draft(Plan([part], num_rows=3000), Readback())
+    assert drafter.num_read["c"] == 3000
 
 
-def test_a_step_with_a_long_prompt_reads_as_much_as_it_computes() -> None:
-    drafter = SlowReader(5000)
-    world = World(drafter)
-    request = world.open("a")
-    world.speculation.draft(Plan([ScheduledRequest(request, 1)], num_rows=3000), Readback())
-    assert drafter.num_read["a"] == 3000
+@pytest.mark.parametrize(
+    ("max_tokens", "most", "spare", "depths", "gammas", "reason"),
+    [
+        (1, 64, 100, [], [0, 0], "client_cap"),  # the target writes the last token
+        (2, 64, 100, [1, 1], [1, 1], ""),
+        (4, 64, 100, [3, 3], [3, 3], ""),
+        (50, 3, 100, [16, 16], [3, 3], ""),
+        (50, 64, 20, [16, 16], [16, 4], "overload"),
+    ],
+)
+def test_text_engine_and_rows_bound_a_draft(
+    max_tokens: int, most: int, spare: int, depths: list[int], gammas: list[int], reason: str
+) -> None:
+    drafter = fake()
+    world = World(drafter, max_num_nodes=most)
+    wanted = replace(FIXED, num_speculative_tokens=30)
+    requests = [world.open(name, wanted, max_tokens) for name in "ab"]
+    scheduled = world.draft(*requests, spare_rows=spare)
+    assert [ask.shape.depth for asks in drafter.asks for ask in asks] == depths
+    assert [len(each.draft) for each in scheduled] == gammas
+    assert scheduled[1].reason == reason
+    chunk = ScheduledRequest(requests[0], 2)
+    chunk.samples = False
+    world.speculation.draft(Plan([chunk], num_rows=2, spare_rows=100), Readback())
+    assert chunk.draft == EMPTY
 
 
 def test_what_fails_or_ends_while_it_is_read_stops_nobody() -> None:
@@ -169,50 +195,6 @@ def test_what_fails_or_ends_while_it_is_read_stops_nobody() -> None:
     assert world.speculation.close(failing) == 1
 
 
-def test_rows_that_do_not_sample_get_no_draft() -> None:
-    drafter = fake()
-    world = World(drafter)
-    request = world.open("r")
-    request.num_computed_tokens = 0
-    chunk = ScheduledRequest(request, 2)
-    world.speculation.draft(Plan([chunk], num_rows=2, spare_rows=100), Readback())
-    assert chunk.draft == EMPTY
-    assert drafter.asks == []
-
-
-@pytest.mark.parametrize(("max_tokens", "depth"), [(1, None), (2, 1), (4, 3), (50, 16)])
-def test_the_last_token_is_never_drafted(max_tokens: int, depth: int | None) -> None:
-    drafter = fake()
-    world = World(drafter)
-    request = world.open("r", replace(FIXED, num_speculative_tokens=30), max_tokens)
-    world.draft(request)
-    depths = [ask.shape.depth for asks in drafter.asks for ask in asks]
-    assert depths == ([] if depth is None else [depth])
-
-
-def test_the_engine_bounds_nodes() -> None:
-    world = World(fake(), max_num_nodes=3)
-    request = world.open("r", replace(FIXED, num_speculative_tokens=30))
-    (scheduled,) = world.draft(request)
-    assert len(scheduled.draft) == 3
-
-
-def test_spare_rows_bound_the_round() -> None:
-    world = World(fake())
-    requests = [world.open(name) for name in "ab"]
-    scheduled = world.draft(*requests, spare_rows=5)
-    assert [len(each.draft) for each in scheduled] == [4, 1]
-    assert scheduled[1].reason == "overload"
-
-
-def test_what_is_not_granted_stays_the_proposal() -> None:
-    world = World(fake(), cost=DictatedCost(row_seconds=9.0))
-    request = world.open("r", replace(FIXED, adaptive_depth="goodput"))
-    (scheduled,) = world.draft(request)
-    assert (len(scheduled.draft), scheduled.reason) == (0, "low_acceptance")
-    assert len(scheduled.proposal) == 16
-
-
 def test_a_proposal_nobody_verified_still_teaches() -> None:
     """Shadow labels: drafts that would have been right bring the request's gamma back."""
     world = World(fake(), cost=DictatedCost(row_seconds=0.8))
@@ -223,6 +205,7 @@ def test_a_proposal_nobody_verified_still_teaches() -> None:
         grants.append(len(scheduled.draft))
         request.commit(1, [0])
         world.observe(scheduled, num_accepted=grants[-1])
+        assert len(scheduled.proposal) == 16
     assert grants[0] == 0
     assert grants[-1] > 0
 
@@ -244,18 +227,6 @@ def test_policies_hear_of_the_nodes_that_were_verified(
     assert drafter.asks[-1][0].max_nodes == num_asked_next
 
 
-def test_drafters_hear_of_their_own_requests_only() -> None:
-    first, second = fake("first"), fake("second")
-    world = World(first, second)
-    requests = [
-        world.open(name, replace(FIXED, draft_strategy=drafter))
-        for name, drafter in (("a", "first"), ("b", "second"), ("c", "none"))
-    ]
-    world.observe(*world.draft(*requests))
-    assert [[each.request_id for each in group] for group in first.observed] == [["a"]]
-    assert [[each.request_id for each in group] for group in second.observed] == [["b"]]
-
-
 def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     cost = TimedCost()
     world = World(fake(), cost=cost)
@@ -264,15 +235,9 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     world.observe(first, second, third)
     ((name, num_requests, seconds),) = cost.draft_calls
     assert (name, num_requests) == ("fake", 2)
-    assert seconds > world.plan.draft_seconds["fake"] > 0
+    assert seconds == world.plan.draft_seconds["fake"] > 0
     assert first.draft_seconds == second.draft_seconds == seconds / 2
     assert third.draft_seconds == 0.0
-
-
-def test_top_tokens_are_asked_for_within_the_vocabulary() -> None:
-    world = World(fake(num_top=1000))
-    (scheduled,) = world.draft(world.open("r"))
-    assert scheduled.num_top_tokens == VOCAB
 
 
 def test_closing_forgets_and_tells_the_failures() -> None:
@@ -286,11 +251,6 @@ def test_closing_forgets_and_tells_the_failures() -> None:
     assert world.speculation.close(request) == 0
     assert drafter.closed == ["r"]
     assert world.draft(request)[0].draft == EMPTY
-
-
-def test_an_unknown_drafter_is_the_callers_error() -> None:
-    with pytest.raises(KeyError):
-        World(fake()).open("r", SpeculativeParams(draft_strategy="nobody"))
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
@@ -332,12 +292,13 @@ def test_who_is_not_asked_hears_of_it_when_asked_again() -> None:
     assert len(drafter.observed) == 1
 
 
-def test_who_is_never_asked_hears_of_it_at_the_end() -> None:
-    drafter = fake()
+@pytest.mark.parametrize("fails", ["", "observe"])
+def test_who_is_never_asked_hears_of_it_at_the_end(fails: str) -> None:
+    drafter = FakeDrafter(propose=zeros, fails=fails)
     world = World(drafter, max_num_nodes=0)
     request = world.open("r")
     written(world, request, 7, 8)
-    world.speculation.close(request)
+    assert world.speculation.close(request) == (fails == "observe")
     ((seen,),) = drafter.observed
     assert list(seen.emitted_token_ids) == [7, 8]
     assert drafter.closed == ["r"]
@@ -353,15 +314,6 @@ def test_who_keeps_more_than_text_hears_of_every_step(need: str) -> None:
     assert [list(seen.emitted_token_ids) for (seen,) in drafter.observed] == [[7], [8]]
 
 
-def test_failing_to_hear_what_was_missed_costs_nobody_anything() -> None:
-    drafter = FakeDrafter(propose=zeros, fails="observe")
-    world = World(drafter, max_num_nodes=0)
-    request = world.open("r")
-    written(world, request, 7)
-    assert world.speculation.close(request) == 1
-    assert drafter.closed == ["r"]
-
-
 GOODPUT = SpeculativeParams(
     draft_strategy="fake",
     adaptive_depth="goodput",
@@ -369,46 +321,43 @@ GOODPUT = SpeculativeParams(
     max_speculative_tokens=4,
 )
 TARGET_RATE = replace(GOODPUT, adaptive_depth="target_rate")
+CERTAIN = replace(GOODPUT, min_speculative_tokens=2)
+OFF = replace(FIXED, num_speculative_tokens=0)
 
 
-@pytest.mark.parametrize("params", [FIXED, TARGET_RATE], ids=["fixed", "target_rate"])
-def test_unpaid_drafts_yield_while_many_wait(params: SpeculativeParams) -> None:
+@pytest.mark.parametrize(
+    ("shed", "params", "row_seconds", "gammas", "reason"),
+    [
+        ("unpaid", FIXED, 0.0, (4, 0, 4), "shed"),
+        ("unpaid", TARGET_RATE, 0.0, (4, 0, 4), "shed"),
+        ("unpaid", GOODPUT, 0.0, (4, 4, 4), ""),
+        ("all", GOODPUT, 0.0, (4, 0, 4), "shed"),
+        ("never", FIXED, 0.0, (4, 4, 4), ""),
+        ("unpaid", CERTAIN, 10.0, (2, 0, 2), "low_acceptance"),
+        ("all", OFF, 0.0, (0, 0, 0), "client_cap"),
+    ],
+)
+def test_drafts_yield_while_many_wait(
+    shed: ShedSpeculation,
+    params: SpeculativeParams,
+    row_seconds: float,
+    gammas: tuple[int, ...],
+    reason: str,
+) -> None:
+    """Unpaid ones are those that are granted whatever rows cost; from three waiting requests on."""
     drafter = fake()
-    world = World(drafter, shedding=Shedding("unpaid", 3))
+    world = World(drafter, cost=TimedCost(row_seconds), shed=shed)
     request = world.open("r", params)
-    (before,) = world.draft(request, num_waiting=2)
-    assert (len(before.draft), before.reason) == (4, "")
-    num_asks = len(drafter.asks)
-    (shed,) = world.draft(request, num_waiting=3)
-    assert (len(shed.draft), shed.reason) == (0, "shed")
-    assert len(drafter.asks) == num_asks
-    world.pool.free_draft("r")
-    (after,) = world.draft(request, num_waiting=0)
-    assert len(after.draft) == 4
-
-
-def test_drafts_that_pay_yield_only_where_all_do() -> None:
-    for which, num_granted in (("unpaid", 4), ("all", 0), ("never", 4)):
-        world = World(fake(), cost=TimedCost(0.0), shedding=Shedding(which, 3))
-        (scheduled,) = world.draft(world.open("r", GOODPUT), num_waiting=3)
-        assert len(scheduled.draft) == num_granted
-        assert scheduled.reason == ("" if num_granted else "shed")
-
-
-def test_drafts_granted_for_certain_are_so_only_while_few_wait() -> None:
-    params = replace(GOODPUT, min_speculative_tokens=2)
-    world = World(fake(), cost=TimedCost(10.0), shedding=Shedding("unpaid", 3))
-    request = world.open("r", params)
-    gammas = [len(world.draft(request, num_waiting=number)[0].draft) for number in (0, 3, 0)]
-    assert gammas == [2, 0, 2]
-
-
-def test_a_request_that_never_drafts_is_not_shed() -> None:
-    world = World(fake(), shedding=Shedding("all", 1))
-    (scheduled,) = world.draft(
-        world.open("r", replace(FIXED, num_speculative_tokens=0)), num_waiting=9
-    )
-    assert scheduled.reason == "client_cap"
+    found, asked = [], []
+    for num_waiting in (2, 3, 0):
+        (part,) = world.draft(request, num_waiting=num_waiting)
+        world.pool.free_draft("r")
+        found.append(len(part.draft))
+        asked.append(len(drafter.asks))
+        if num_waiting == 3:
+            assert part.reason == reason
+    assert tuple(found) == gammas
+    assert (asked[0] == asked[1]) == (reason in ("shed", "client_cap"))
 
 
 # --- what drafters read of a device ---

@@ -13,7 +13,7 @@ from drafters.tree import chain
 from engine.batch import RequestRows, build_batch
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams
-from engine.request.stats import RequestStats, StepClock
+from engine.request.stats import StepClock
 from engine.sampling.state import SamplingState, rows_of
 from engine.schedule.request import Request, ScheduledRequest
 from engine.transfer import read_now
@@ -31,7 +31,7 @@ def scheduled(
 ) -> ScheduledRequest:
     """A request that knows four tokens, all in this step, and of whose draft one node was accepted."""
     params = GenerationRequest(name, (1, 2, 3, 4), sampling)
-    request = Request(params, SamplingState(params, (), VOCAB, 100), RequestStats())
+    request = Request(params, SamplingState(params, (), VOCAB, 100))
     found = ScheduledRequest(request, 4, draft=chain([5, 6, 7][:num_nodes]), **wants)  # type: ignore[arg-type]
     path = (0, 1)[: 1 + num_nodes]
     rows = tuple(range(5, 6 + num_nodes))

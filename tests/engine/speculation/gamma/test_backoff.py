@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request.params import SpeculativeParams
-from engine.speculation.gamma import DraftCandidate, GammaController
-from engine.speculation.gamma.backoff import MAX_NUM_KINDS, AllOrNothing, Backoff
-from engine.speculation.gamma.goodput import GoodputPolicy
-from engine.speculation.gamma.policy import Load, Traffic
-from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
+from engine.speculation.gamma.goodput import MAX_NUM_KINDS, GoodputPolicy
+from engine.speculation.gamma.policy import DraftCandidate, Load, Traffic
+from worlds.gamma_cases import DictatedCost, chain_candidate, grants_of, load_of
 from worlds.lanes import examples
 
 PARAMS = SpeculativeParams(
@@ -47,18 +45,9 @@ def test_fixed_gammas_grant_what_fits_whole_and_nothing_of_what_does_not(policy:
         (8, 7, 0, "overload"),
         (9, 99, 0, "client_cap" if policy == "fixed" else "policy"),
     ):
-        controller = GammaController(rows_at(0.0))
-        controller.num_to_propose("r", params)
-        grant = controller.grant([whole(num_nodes, params)], load_of(1, None, spare))[0]
+        load = load_of(1, None, spare)
+        (grant,) = grants_of(rows_at(0.0), [whole(num_nodes, params)], load)
         assert (grant.gamma, grant.reason) == (gamma, reason)
-
-
-def test_a_refused_whole_draft_leaves_its_rows_to_others() -> None:
-    params = SpeculativeParams(adaptive_depth="fixed", num_speculative_tokens=8)
-    controller = GammaController(rows_at(0.0))
-    other = chain_candidate("other", [0.5] * 6, params)
-    grants = controller.grant([whole(8, params), other], load_of(2, None, 7))
-    assert [grant.gamma for grant in grants] == [0, 6]
 
 
 @settings(max_examples=examples(200))
@@ -145,6 +134,7 @@ def test_new_requests_go_on_where_others_of_their_kind_ended() -> None:
     policy = GoodputPolicy(rows_at(0.05))
     granted(policy, 0, 300, load_of(1))
     policy.forget("r")
+    policy.observe("r", 8, 3)  # must not count for anybody
     story = granted(policy, 0, 400, load_of(1))
     assert story.count("x") <= 12  # the end of a trial, and another
     # Where others gained, they do not rest.
@@ -170,50 +160,51 @@ def test_one_request_tries_for_all_of_its_kind() -> None:
     assert most == 1
 
 
-def test_the_number_of_kinds_that_are_remembered_is_bounded() -> None:
-    backoff = Backoff(rows_at(0.05))
-    for number in range(3 * MAX_NUM_KINDS):
-        backoff.open(f"r{number}", Traffic("ngram", f"tenant {number}"))
-        backoff.forget(f"r{number}")
-        assert len(backoff) <= MAX_NUM_KINDS
-    # An open request keeps its purse, whatever comes after it.
-    purse = backoff.open("kept", Traffic("ngram", "kept"))
-    for number in range(MAX_NUM_KINDS):
-        backoff.open(f"s{number}", Traffic("ngram", f"tenant {number}"))
-    assert backoff.purse(whole(request_id="kept")) is purse
+def test_kinds_are_remembered_up_to_a_number_and_those_of_open_requests_always() -> None:
+    policy = GoodputPolicy(rows_at(0.05))
+
+    def others(number: int) -> None:
+        for rank in range(number):
+            policy.open(f"s{rank}", Traffic("ngram", f"tenant {rank}"))
+            policy.forget(f"s{rank}")
+
+    policy.open("r", Traffic("window"))
+    granted(policy, 0, 100, load_of(1))
+    others(MAX_NUM_KINDS - 1)
+    policy.forget("r")
+    policy.open("r", Traffic("window"))
+    others(MAX_NUM_KINDS)
+    story = granted(policy, 0, 60, load_of(1))
+    assert story.count("x") <= 12  # it goes on where it was
+    policy.forget("r")
+    policy.open("r", Traffic("window"))
+    assert granted(policy, 0, 7, load_of(1)) == "x" * 7  # as at first
 
 
-def test_a_likely_draft_is_granted_whatever_others_gained() -> None:
-    cost = rows_at(0.05)
-    drafts = AllOrNothing(cost, Backoff(cost))
-    for _ in range(50):
-        drafts.grant(whole(), load_of(1))
-        drafts.observe("r", 0)
-    likely = whole(8, survival=0.5)
-    grant, load = drafts.grant(likely, load_of(1, num_spare_rows=20))
-    assert grant.gamma == 8
-    assert (load.num_rows, load.num_spare_rows) == (9, 12)
-    assert load.expected_tokens == pytest.approx(1 + 4)
+def test_a_likely_draft_is_granted_whatever_others_gained_and_its_rows_count() -> None:
+    policy = GoodputPolicy(rows_at(0.05))
+    granted(policy, 0, 50, load_of(1))
+    likely = [whole(8, request_id=name, survival=0.5) for name in "ab"]
+    grants = policy.grant(likely, load_of(2, num_spare_rows=12))
+    assert [(grant.gamma, grant.reason) for grant in grants] == [(8, ""), (0, "overload")]
 
 
 def test_time_spent_drafting_has_to_be_earned_too() -> None:
-    free = DictatedCost(lambda num_rows: 1.0 + 0.01 * num_rows)
-    dear = DictatedCost(free.seconds, {"window": 0.5})
-    for cost, expected in ((free, 8), (dear, 0)):
-        drafts = AllOrNothing(cost, Backoff(cost))
-        for _ in range(40):
-            drafts.grant(whole(), load_of(1)._replace(draft_seconds=cost.draft_seconds("window")))
-            drafts.observe("r", 0)
-            drafts.observe("r", 1)  # half a token per draft
-        account = drafts.expected_gain(whole())
-        assert account == pytest.approx(0.5, abs=0.1)
-        load = load_of(1)._replace(draft_seconds=cost.draft_seconds("window"))
-        grants = [drafts.grant(whole(), load)[0].gamma for _ in range(8)]
-        # Among trials, a refusal shows that it does not pay.
-        assert min(grants) == expected
+    """Half a token per draft pays for rows at a hundredth of a step, not for drafting at half of one:
+    among trials, refusals show it."""
+    for seconds, is_granted in ((0.0, True), (0.5, False)):
+        policy = GoodputPolicy(
+            DictatedCost(lambda num_rows: 1.0 + 0.01 * num_rows, {"window": seconds})
+        )
+        load = load_of(1)._replace(draft_seconds=seconds)
+        for step in range(40):
+            (grant,) = policy.grant([whole()], load)
+            policy.observe("r", 8, step % 2)
+        grants = [policy.grant([whole()], load)[0].gamma for _ in range(8)]
+        assert (min(grants) == 8) == is_granted
 
 
-def test_floors_and_target_rates_hold_for_whole_drafts() -> None:
+def test_floors_and_target_rates_hold_for_whole_drafts_and_limits_are_named() -> None:
     policy = GoodputPolicy(rows_at(1.0))
     (floor,) = policy.grant([whole(8, replace(PARAMS, min_speculative_tokens=1))], load_of(1))
     assert floor.gamma == 8
@@ -222,20 +213,13 @@ def test_floors_and_target_rates_hold_for_whole_drafts() -> None:
     assert (strict.gamma, strict.reason) == (0, "policy")
     (mild,) = policy.grant([whole(8, replace(PARAMS, target_acceptance_rate=0.1))], load_of(1))
     assert mild.gamma == 8
-
-
-def test_who_limits_a_whole_draft_is_named() -> None:
     policy = GoodputPolicy(rows_at(0.0))
     wide = replace(PARAMS, max_speculative_tokens=4)
     assert policy.grant([whole(8, wide)], load_of(1))[0].reason == "client_cap"
     assert policy.grant([whole(8)], load_of(1, num_spare_rows=7))[0].reason == "overload"
     assert policy.grant([whole(0)], load_of(1))[0].reason == "no_match"
-
-
-def test_forgotten_requests_leave_nothing() -> None:
-    cost = rows_at(1.0)
-    drafts = AllOrNothing(cost, Backoff(cost))
-    drafts.grant(whole(), load_of(1))
-    drafts.forget("r")
-    drafts.observe("r", 3)  # must not count for anybody
-    assert drafts.expected_gain(whole(request_id="other")) == pytest.approx(1.0)
+    # A refused one leaves its rows to others.
+    params = SpeculativeParams(adaptive_depth="fixed", num_speculative_tokens=8)
+    candidates = [whole(8, params), chain_candidate("other", [0.5] * 6, params)]
+    grants = grants_of(rows_at(0.0), candidates, load_of(2, None, 7))
+    assert [grant.gamma for grant in grants] == [0, 6]

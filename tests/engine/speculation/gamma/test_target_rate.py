@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from engine.request.params import SpeculativeParams
 from engine.speculation.gamma.target_rate import TargetRatePolicy
 from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
@@ -29,19 +31,27 @@ def trace(
     return gammas
 
 
-def test_gamma_climbs_by_one_a_step_to_its_maximum_while_all_is_accepted() -> None:
-    assert trace(TargetRatePolicy(DictatedCost(float)), [9] * 5, PARAMS) == [4, 5, 6, 6, 6]
+FIVE = replace(PARAMS, num_speculative_tokens=5, max_speculative_tokens=9)
 
 
-def test_gamma_sinks_by_one_a_step_to_its_minimum_while_nothing_is() -> None:
-    assert trace(TargetRatePolicy(DictatedCost(float)), [0] * 5, PARAMS) == [4, 3, 2, 1, 1]
-
-
-def test_gamma_rests_within_a_tenth_of_the_target() -> None:
-    """0.8 and 0.6 are on the border: rounding must not push either across."""
-    five = replace(PARAMS, num_speculative_tokens=5, max_speculative_tokens=9)
-    assert trace(TargetRatePolicy(DictatedCost(float)), [4] * 4, five) == [5] * 4
-    assert trace(TargetRatePolicy(DictatedCost(float)), [3] * 4, five) == [5] * 4
+@pytest.mark.parametrize(
+    ("accepted", "params", "gammas"),
+    [
+        (9, PARAMS, [4, 5, 6, 6, 6]),
+        (0, PARAMS, [4, 3, 2, 1, 1]),
+        # 0.8 and 0.6 are on the border of a tenth: rounding must not push either across.
+        (4, FIVE, [5] * 5),
+        (3, FIVE, [5] * 5),
+    ],
+)
+def test_gamma_moves_by_one_a_step_within_its_bounds(
+    accepted: int, params: SpeculativeParams, gammas: list[int]
+) -> None:
+    policy = TargetRatePolicy(DictatedCost(float))
+    assert trace(policy, [accepted] * 5, params) == gammas
+    for _ in range(20):  # steps without a draft say nothing
+        policy.observe("r", 0, 0)
+    assert policy.num_to_propose("r", params) == gammas[-1]
 
 
 def test_the_mean_of_the_last_ten_rates_decides_not_the_last_one() -> None:
@@ -61,14 +71,6 @@ def test_the_mean_of_the_last_ten_rates_decides_not_the_last_one() -> None:
         means_above.append(policy.num_to_propose("r", one) == 2)
     # Nine of ten rates have to be 1 before the mean is above 0.8.
     assert means_above == [False] * 8 + [True] * 2
-
-
-def test_steps_without_a_draft_say_nothing() -> None:
-    policy = TargetRatePolicy(DictatedCost(float))
-    trace(policy, [9], PARAMS)
-    for _ in range(20):
-        policy.observe("r", 0, 0)
-    assert policy.num_to_propose("r", PARAMS) == 5
 
 
 def test_gamma_zero_is_left_again_after_a_windows_worth_of_steps() -> None:
