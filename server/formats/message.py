@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from server.formats.format import Splitter
 from server.formats.parts import Content, Part, Reasoning
 from server.formats.reasoning import reasoning_formats
-from server.formats.reasoning.format import Splitter
 from server.formats.reasoning.splitter import ReasoningSplitter
 from server.formats.tool_calls import tool_call_formats
 from server.formats.tool_calls.parser import CallParser

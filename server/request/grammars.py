@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, JsonValue
 from pydantic.config import JsonDict
 
 from server.errors import refused
-from server.formats.tool_calls.arguments import AS_WRITTEN
+from server.formats.format import AS_WRITTEN
 from server.request.body import Body, in_case
 
 MAX_CHOICES = 4096

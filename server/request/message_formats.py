@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from server.errors import bad_request, refused
+from server.formats.format import F, format_of
 from server.formats.message import markers_of
 from server.formats.reasoning import reasoning_formats
-from server.formats.registry import F, format_of
 from server.formats.tool_calls import tool_call_formats
 from server.plan import MessageOptions
 from server.request.message_grammar import CallRules, MessageGrammar, check_schema

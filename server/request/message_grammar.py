@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from regex import compile
 
 from server.errors import refused
-from server.formats.reasoning.format import ReasoningFormat
-from server.formats.tool_calls.arguments import Schema, in_regex, word
-from server.formats.tool_calls.format import Spelling
+from server.formats.format import ReasoningFormat, Schema, Spelling
+from server.formats.tool_calls.arguments import in_regex, word
 
 _WORDS = compile(r'"[^"]*"|[{}]|: |, |[^"{}:,]+|.')
 _ANYTHING = "(?s:.*)"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from server.formats.reasoning.format import ReasoningFormat
-from server.formats.registry import formats_in
+from server.formats.format import ReasoningFormat, formats_in
 
 
 @cache

@@ -3,12 +3,9 @@ Written by gpt-oss, which may change between them several times."""
 
 from __future__ import annotations
 
-from math import inf
-
 from regex import compile, search
 
-from server.formats.reasoning.format import Piece, ReasoningFormat
-from server.formats.scanner import Scanner
+from server.formats.format import ReasoningFormat, Splitter
 
 # The prompt ends within the first header.
 _HEADER = compile(
@@ -18,22 +15,16 @@ _HEADER = compile(
 _END = compile(r"<\|(?:end|return)\|>|(?=<\|start\|>)")
 
 
-class ChannelSplitter(Scanner[Piece]):
+class ChannelSplitter(Splitter):
     """Splits the text of one choice. A call comes out as content, its header in one spelling."""
 
     def __init__(self, is_open: bool) -> None:
         super().__init__(self._message if is_open else self._header)
-        self._at = 0
-        self._spans: list[tuple[float, float]] = []
         self._is_reasoning = is_open
         self._wrote = {True: False, False: False}
         self._is_next = False
         if is_open:
-            self._spans.append((0, inf))
-
-    def is_reasoning(self, at: int) -> bool:
-        """Returns whether the character there is, markers included."""
-        return any(start <= at < end for start, end in self._spans)
+            self._starts.append(0)
 
     def _header(self, final: bool) -> bool:
         found = _HEADER.match(self._buffer, partial=not final)
@@ -48,7 +39,7 @@ class ChannelSplitter(Scanner[Piece]):
             if called:
                 self._write(f"<|channel|>commentary to={called[1]}<|message|>")
             if self._is_reasoning:
-                self._spans.append((self._at, inf))
+                self._starts.append(self._at)
             self._count(found.end())
         else:
             # What begins like a header and is none must not be looked at once more.
@@ -63,7 +54,7 @@ class ChannelSplitter(Scanner[Piece]):
             return False
         self._count(found.end() - found.start())
         if self._is_reasoning:
-            self._spans[-1] = (self._spans[-1][0], self._at)
+            self._ends.append(self._at)
         self._state = self._header
         return True
 
@@ -74,10 +65,6 @@ class ChannelSplitter(Scanner[Piece]):
             text = "\n" + text
         self._is_next, self._wrote[self._is_reasoning] = False, True
         self._settled.append((text, "") if self._is_reasoning else ("", text))
-
-    def _count(self, num_chars: int) -> str:
-        self._at += num_chars
-        return self._take(num_chars)
 
 
 FORMAT = ReasoningFormat(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from server.formats.registry import formats_in
-from server.formats.tool_calls.format import ToolCallFormat
+from server.formats.format import ToolCallFormat, formats_in
 
 
 @cache

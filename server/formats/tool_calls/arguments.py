@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple
 
 from regex import escape
 
-from server.formats.tool_calls.json_span import JsonSpan
+from server.formats.format import Schema
 
-Schema: TypeAlias = Mapping[str, Any]
-GrammarLines: TypeAlias = Callable[[str, Schema], Iterator[str]]
-"""Lines of a grammar of llguidance, of which the rule of the given name is what arguments of the schema
-may be written as. Raises ValueError where they cannot be held to the schema."""
-
-AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as ``json.dumps`` writes it: what models have read most. One way to write it leaves fewer tokens
-to choose."""
 _SAID_OF_OBJECTS = {
     "type",
     "properties",
@@ -27,35 +18,6 @@ _SAID_OF_OBJECTS = {
     "definitions",
 }
 ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
-
-
-class ArgumentsReader(Protocol):
-    """Reads one call's arguments, in pieces. ``ended``: nothing that follows belongs to them."""
-
-    ended: bool
-
-    def feed(self, text: str, final: bool) -> tuple[int, str]:
-        """How many characters of ``text`` are done with, and the JSON that they settle. The others are
-        there again in the next text. ``final``: nothing follows."""
-        ...
-
-
-class JsonArguments:
-    """Arguments that are JSON go out as they come."""
-
-    def __init__(self, schema: Schema) -> None:  # noqa: ARG002
-        self._span = JsonSpan()
-        self.ended = False
-
-    def feed(self, text: str, final: bool) -> tuple[int, str]:  # noqa: ARG002
-        num_chars = self._span.feed(text)
-        self.ended = self._span.ended
-        return num_chars, text[:num_chars]
-
-
-def json_rule(rule: str, schema: Schema) -> Iterator[str]:
-    """A value that matches the schema, as JSON."""
-    yield f"{rule}: %json {json.dumps({**schema, 'x-guidance': AS_WRITTEN})}"
 
 
 class Parameter(NamedTuple):

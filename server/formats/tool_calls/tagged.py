@@ -8,14 +8,13 @@ from typing import Any
 
 from regex import Pattern, compile, escape, fullmatch
 
+from server.formats.format import ArgumentsReader, Schema, json_rule
 from server.formats.tool_calls.arguments import (
     ANNOTATIONS,
     Parameter,
-    Schema,
     escaped,
     in_regex,
     json_of,
-    json_rule,
     parameters_of,
     schema_of,
     takes_any,
@@ -97,84 +96,66 @@ class Tags:
         yield f"{terminal}: /(?s:.{{{least},{most}}}){after}/{held}"
 
 
-class TaggedArguments:
+class TaggedArguments(ArgumentsReader):
     """Reads one call's. Texts go out as they come, other values when they are there."""
 
     def __init__(self, tags: Tags, schema: Schema) -> None:
+        super().__init__(self._between)
         self._schema = schema
         self._on_lines = tags.on_lines
         self._tag: Pattern[str] = compile(rf"{tags.begin}|(?P<close>{escape(tags.close)})")
         self._end: Pattern[str] = compile((r"\n?" if tags.on_lines else "") + escape(tags.end))
-        self._at_start = self._in_value = False
         self._types: set[str] = set()
         self._held: list[str] = []
-        self._json: list[str] = []
         self._num_arguments = 0
-        self.ended = False
 
-    def feed(self, text: str, final: bool) -> tuple[int, str]:
-        at = 0
-        while not self.ended:
-            step = self._value if self._in_value else self._between
-            num_chars = step(text[at:], final)
-            at += abs(num_chars)
-            if num_chars <= 0:
-                break
-        settled = "".join(self._json)
-        self._json.clear()
-        return at, settled
-
-    # Each returns how many characters it has taken, less than 1 where it cannot go on.
-
-    def _between(self, text: str, final: bool) -> int:
-        found = self._tag.search(text, partial=not final)
+    def _between(self, final: bool) -> bool:
+        found = self._tag.search(self._buffer, partial=not final)
         if found is None or found.partial:
             # What is no tag is nobody's.
-            return -int(found.start() if found else len(text))
+            self._take(found.start() if found else len(self._buffer))
+            return False
+        self._take(found.end())
         if found["close"]:
-            self._json.append("}" if self._num_arguments else "{}")
+            self._settled.append("}" if self._num_arguments else "{}")
             self.ended = True
-            return int(found.end())
+            return False
         name = found["name"]
         self._types = types_of(schema_of(self._schema, name))
         begin = ", " if self._num_arguments else "{"
-        self._json.append(f'{begin}"{escaped(name)}": ' + ('"' if self._is_text else ""))
+        self._settled.append(f'{begin}"{escaped(name)}": ' + ('"' if self._is_text else ""))
         self._num_arguments += 1
-        self._in_value, self._at_start = True, self._on_lines
-        return int(found.end())
+        self._state = self._line_break if self._on_lines else self._value
+        return True
 
     @property
     def _is_text(self) -> bool:
         return self._types == {"string"}
 
-    def _value(self, text: str, final: bool) -> int:
-        if self._at_start and text:
-            self._at_start = False
-            if text[0] == "\n":
-                return 1
-        found = self._end.search(text, partial=not final)
-        is_whole = found is not None and not found.partial
-        num_chars = int(found.start() if found else len(text))
-        (
-            self._json.append(escaped(text[:num_chars]))
-            if self._is_text
-            else self._hold(text[:num_chars])
-        )
-        if not is_whole or found is None:
+    def _line_break(self, final: bool) -> bool:  # noqa: ARG002
+        if not self._buffer:
+            return False
+        self._take(1 if self._buffer[0] == "\n" else 0)
+        self._state = self._value
+        return True
+
+    def _value(self, final: bool) -> bool:
+        found = self._end.search(self._buffer, partial=not final)
+        text = self._take(found.start() if found else len(self._buffer))
+        if self._is_text:
+            self._settled.append(escaped(text))
+        else:
+            self._held.append(text)
+        if found is None or found.partial:
             if final:
                 # Cut off in the midst: as it stands.
-                self._json += self._held
-            return -num_chars
-        if self._is_text:
-            self._json.append('"')
-        else:
-            self._json.append(json_of("".join(self._held), self._types))
-            self._held.clear()
-        self._in_value = False
-        return int(found.end())
-
-    def _hold(self, text: str) -> None:
-        self._held.append(text)
+                self._settled += self._held
+            return False
+        self._take(found.end() - found.start())
+        self._settled.append('"' if self._is_text else json_of("".join(self._held), self._types))
+        self._held.clear()
+        self._state = self._between
+        return True
 
 
 def _unanchored(pattern: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.formats.format import format_of
 from server.formats.message import MessageParser
 from server.formats.parts import (
     CallStart,
@@ -20,7 +21,6 @@ from server.formats.parts import (
     reasoning_of,
 )
 from server.formats.reasoning import reasoning_formats
-from server.formats.registry import format_of
 from server.plan import MessageOptions
 
 
