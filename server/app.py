@@ -26,9 +26,12 @@ from server.metrics.telemetry.begin import begin_telemetry
 from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader, default_body_bytes
-from server.request.live_speculation import ChangeSpeculation, OwnSpeculation
 from server.request.message_formats import MessageFormats
-from server.request.speculative import SpeculativeResolver
+from server.request.speculative import (
+    ChangeSpeculation,
+    SpeculativeChange,
+    SpeculativeResolver,
+)
 from server.request.translate import Translator
 from server.settings import Settings
 from server.tenants.keys import keys_of
@@ -76,10 +79,18 @@ def build_app(
     )
     bodies = BodyReader(translator, settings.body_processes, settings.log_options())
     if shared is None:
+
+        async def change_own(
+            change: SpeculativeChange, *, from_built_in: bool
+        ) -> SpeculativeResolver:
+            bodies.resolver = bodies.resolver.changed(change, from_built_in=from_built_in)
+            own.show_speculation(bodies.resolver.defaults, True)
+            return bodies.resolver
+
         own = Metrics(info, model_name, lambda: engine.is_alive, lambda: is_draining())
         engine.add_step_listener(own.observe_step)
         own.show_speculation(resolver.defaults)
-        shared = Shared(own, OwnSpeculation(bodies, own.show_speculation))
+        shared = Shared(own, change_own)
     metrics = shared.metrics
     services = Services(
         engine=engine,

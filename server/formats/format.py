@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from regex import Pattern, compile
@@ -239,22 +237,3 @@ class ToolCallFormat:
     in_text: bool = True
     id_prefix: str = "call_"
     id_chars: int = 24
-
-
-# --- all of a folder ---
-
-F = TypeVar("F", ReasoningFormat, ToolCallFormat)
-
-
-def formats_in(package: str, path: Iterable[str], kind: type[F]) -> dict[str, F]:
-    """Returns by name, in that order, what the modules of a package have as their ``FORMAT``."""
-    modules = [import_module(f"{package}.{module.name}") for module in iter_modules(path)]
-    found = [getattr(module, "FORMAT", None) for module in modules]
-    formats = [each for each in found if isinstance(each, kind)]
-    return {each.name: each for each in sorted(formats, key=lambda each: each.name)}
-
-
-def format_of(formats: dict[str, F], template: str) -> str:
-    """Returns the name of the first format that a model with this chat template writes; "" where none is
-    known."""
-    return next((each.name for each in formats.values() if each.writes(template)), "")

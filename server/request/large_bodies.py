@@ -19,7 +19,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, TypeVar, get_type_hints
@@ -31,7 +30,6 @@ from starlette.requests import ClientDisconnect
 
 from engine.logs import LogOptions
 from server.errors import ApiError
-from server.plan import RequestPlan
 from server.request.body import Body
 from server.request.parsing import check_content_type, parse
 from server.request.speculative import SpeculativeResolver
@@ -93,7 +91,7 @@ Work = Callable[[Translator, Any], Result]
 
 
 class BodyReader:
-    """Makes plans of bodies: of small ones here, of large ones in a pool of ``num_processes``, which
+    """Works on bodies: on small ones here, on large ones in a pool of ``num_processes``, which
     begins with the first of them or with ``warm``. 0: all here. ``logs``: how they log."""
 
     def __init__(
@@ -117,12 +115,6 @@ class BodyReader:
         """Begin now, so that the first large body need not wait for it."""
         if pool := self._get_pool():
             pool.submit(os.getpid)
-
-    async def plan(
-        self, body: Body | LargeBody, arrival_time: float, drafters: tuple[str, ...] | None = None
-    ) -> RequestPlan:
-        """``drafters``: those that the request may have; None: all. Raises ApiError."""
-        return await self.read(body, partial(_plan, arrival_time=arrival_time, drafters=drafters))
 
     async def read(self, body: Body | LargeBody, work: Work[Result]) -> Result:
         """What ``work`` makes of the body. Raises ApiError."""
@@ -182,12 +174,6 @@ def _begin_tracker() -> None:
             del os.environ["PYTHONWARNINGS"]
         else:
             os.environ["PYTHONWARNINGS"] = before
-
-
-def _plan(
-    translator: Translator, body: Body, *, arrival_time: float, drafters: tuple[str, ...] | None
-) -> RequestPlan:
-    return translator.plan(body, arrival_time, drafters)
 
 
 # --- in the pool ---

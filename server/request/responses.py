@@ -7,6 +7,7 @@ it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import MaxLen, MinLen
@@ -21,11 +22,13 @@ from pydantic import (
 from pydantic.config import JsonDict
 
 from server.errors import ApiError, refused
+from server.plan import RequestPlan
 from server.request.body import Body, in_case, refusal
 from server.request.grammars import Schema
+from server.request.messages import MAX_TOOLS, NAME_PATTERN, FunctionDefinition, Tool
 from server.request.parsing import check
 from server.request.protocol import MAX_COUNT, ChatRequest, CommonFields
-from server.request.tools import MAX_TOOLS, NAME_PATTERN, FunctionDefinition, Tool
+from server.request.translate import Translator
 
 MAX_ITEMS = 1 << 14
 _STATELESS = "nothing is stored here; send the items themselves"
@@ -338,7 +341,22 @@ _RENAMED = {
 }
 
 
-def in_own_words(error: ApiError) -> ApiError:
+def plan_response(
+    translator: Translator,
+    body: ResponsesRequest,
+    arrival_time: float,
+    drafters: Sequence[str] | None = None,
+) -> RequestPlan:
+    """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
+    one."""
+    try:
+        plan = translator.plan(body.for_chat(), arrival_time, drafters)
+    except ApiError as error:
+        raise _in_own_words(error) from error
+    return replace(plan, repeated=body.repeated())
+
+
+def _in_own_words(error: ApiError) -> ApiError:
     """A refusal of the chat request, with the field of this one that is at fault."""
     param = error.param or ""
     own = param.replace(".function.", ".") if param.startswith("tools.") else param

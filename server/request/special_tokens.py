@@ -25,8 +25,12 @@ from server.errors import refused
 
 _PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 Span = tuple[int, int]
-Piece = tuple[bool, str]
-"""Whether special tokens may be spelled in a part of a text, and the part."""
+Text = str | list[tuple[bool, str]]
+"""A text in which special tokens may be spelled anywhere; or its pieces, and whether they may in each."""
+
+
+def joined(text: Text) -> str:
+    return text if isinstance(text, str) else "".join(piece for _, piece in text)
 
 
 class Spellings:
@@ -101,9 +105,9 @@ class Disguise:
             at = end
         return "".join((*parts, text[at:]))
 
-    def take_off(self, rendered: str) -> list[Piece]:
-        """What a template made of disguised texts, with the texts as they were, in pieces: whether a
-        piece may have special tokens of the template's, and the piece."""
+    def take_off(self, rendered: str) -> Text:
+        """What a template made of disguised texts, with the texts as they were; special tokens are those
+        of the template."""
         if not self._hidden:
             return [(True, rendered)]
         for char in self._hidden:
@@ -159,33 +163,32 @@ class TextEncoder:
         # The second tokenizer is made in a millisecond, and sent in a second.
         return TextEncoder, (self._tokenizer,)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """With the special tokens that are spelled in it."""
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return token_ids
-
-    def encode_pieces(self, field: str, pieces: list[Piece], add_special_tokens: bool) -> list[int]:
-        """Encodes one text; special tokens are those in the pieces that may have them. ``field`` is named
-        in the ApiError 400 that is raised where the tokenizer cannot take others as text."""
-        text = "".join(piece for _, piece in pieces)
-        may_all_have = all(may_have for may_have, _ in pieces)
-        if not self._are_normalized and (may_all_have or not self.spellings.are_in(text)):
-            return self.encode(text, add_special_tokens)
-        named = "".join(
-            self._own.sub(lambda found: self._names[found[0]], piece) if may_have else piece
-            for may_have, piece in pieces
-        )
-        return self._encode_plainly(field, named, add_special_tokens)
-
-    def _encode_plainly(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, field: str, text: Text, add_special_tokens: bool) -> list[int]:
+        """Encodes a text with the special tokens that may be spelled in it. ``field`` is named in the
+        ApiError 400 that is raised where the tokenizer cannot take others as text."""
+        if isinstance(text, str) or self._has_no_others(text):
+            token_ids: list[int] = self._tokenizer.encode(
+                joined(text), add_special_tokens=add_special_tokens
+            )
+            return token_ids
         if self._plain is None:
             raise refused(
                 field,
                 ": this model's tokenizer cannot take special tokens as text; leave them out, "
                 "or send 'allow_special_tokens': true",
             )
-        token_ids = self._plain.encode(text, add_special_tokens=add_special_tokens).ids
+        named = "".join(
+            self._own.sub(lambda found: self._names[found[0]], piece) if may_have else piece
+            for may_have, piece in text
+        )
+        token_ids = self._plain.encode(named, add_special_tokens=add_special_tokens).ids
         return [self._named.get(token_id, token_id) for token_id in token_ids]
+
+    def _has_no_others(self, pieces: list[tuple[bool, str]]) -> bool:
+        """Whether all special tokens that a tokenizer finds in a text are those that it may have."""
+        if self._are_normalized:
+            return False
+        return all(may_have for may_have, _ in pieces) or not self.spellings.are_in(joined(pieces))
 
     def _build_plain(self, backend: Tokenizer | None) -> Tokenizer | None:
         if backend is None:

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.formats.format import format_of
 from server.formats.parts import CallArguments, CallStart, Content, Part, content_of, joined
-from server.formats.tool_calls import tool_call_formats
+from server.formats.registry import format_of, tool_call_formats
 from server.formats.tool_calls.parser import CallParser
 from worlds.call_texts import written
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.tokenizer import bundled_path, load_tokenizer
 from server.errors import ApiError
-from server.request.chat_template import ChatTemplate
+from server.request.prompts import ChatTemplate
 from server.request.special_tokens import Disguise, Spellings, TextEncoder
 from worlds.scripted_engine import (
     ASSISTANT,
@@ -43,7 +43,7 @@ def prompt_of(template: str, content: Any, **variables: Any) -> list[int]:
         allow_special_tokens=False,
         add_generation_prompt=True,
     )
-    return encoder.encode_pieces("messages", pieces, add_special_tokens=False)
+    return encoder.encode("messages", pieces, add_special_tokens=False)
 
 
 @pytest.mark.anyio
@@ -135,7 +135,7 @@ def test_the_templates_tokens_are_all_that_there_are(first: str, second: str) ->
         allow_special_tokens=False,
         add_generation_prompt=False,
     )
-    found = encoder.encode_pieces("messages", pieces, add_special_tokens=False)
+    found = encoder.encode("messages", pieces, add_special_tokens=False)
     texts = [
         tokenizer.encode(t, add_special_tokens=False, split_special_tokens=True)
         for t in (first, second)
@@ -153,7 +153,7 @@ def test_the_templates_tokens_are_all_that_there_are(first: str, second: str) ->
 def test_text_is_what_it_is_without_special_tokens(text: str) -> None:
     for tokenizer in (bundled(), byte_tokenizer(), sentencepiece_tokenizer()):
         expected = tokenizer.encode(text, split_special_tokens=True)
-        assert TextEncoder(tokenizer).encode_pieces("prompt", [(False, text)], True) == expected
+        assert TextEncoder(tokenizer).encode("prompt", [(False, text)], True) == expected
 
 
 def test_it_survives_being_sent_and_is_small_then() -> None:
@@ -161,8 +161,8 @@ def test_it_survives_being_sent_and_is_small_then() -> None:
     sent = pickle.dumps(encoder)
     assert len(sent) < 1.2 * len(pickle.dumps(bundled()))
     text = [(False, "a<|eos|>")]
-    again = pickle.loads(sent).encode_pieces("prompt", text, False)
-    assert again == encoder.encode_pieces("prompt", text, False)
+    again = pickle.loads(sent).encode("prompt", text, False)
+    assert again == encoder.encode("prompt", text, False)
 
 
 def test_a_tokenizer_that_cannot_do_so_refuses_the_text() -> None:
@@ -175,9 +175,9 @@ def test_a_tokenizer_that_cannot_do_so_refuses_the_text() -> None:
         convert_tokens_to_ids = staticmethod(tokenizer.convert_tokens_to_ids)
 
     encoder = TextEncoder(Slow())
-    assert encoder.encode_pieces("prompt", [(False, "ab")], False) == [97, 98]
+    assert encoder.encode("prompt", [(False, "ab")], False) == [97, 98]
     with pytest.raises(ApiError, match="allow_special_tokens") as refused:
-        encoder.encode_pieces("prompt", [(False, "a</s>")], False)
+        encoder.encode("prompt", [(False, "a</s>")], False)
     assert refused.value.param == "prompt"
 
 
