@@ -83,9 +83,10 @@ def build_app(
         async def change_own(
             change: SpeculativeChange, *, from_built_in: bool
         ) -> SpeculativeResolver:
-            bodies.resolver = bodies.resolver.changed(change, from_built_in=from_built_in)
-            own.show_speculation(bodies.resolver.defaults, True)
-            return bodies.resolver
+            found = translator.resolver.changed(change, from_built_in=from_built_in)
+            translator.resolver = found
+            own.show_speculation(found.defaults, True)
+            return found
 
         own = Metrics(info, model_name, lambda: engine.is_alive, lambda: is_draining())
         engine.add_step_listener(own.observe_step)

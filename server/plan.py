@@ -1,4 +1,4 @@
-"""What a request asks for once it is checked: the engine's requests and how their text is cut."""
+"""The plan of a request that was checked: the engine's requests and how their text is cut."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Services:
     @property
     def resolver(self) -> SpeculativeResolver:
         """The resolver of requests that come now."""
-        return self.bodies.resolver
+        return self.bodies.translator.resolver
 
     @property
     def is_hung(self) -> bool:

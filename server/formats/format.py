@@ -97,7 +97,7 @@ class ReasoningFormat:
     splitter: Callable[[bool], Splitter] | None = None
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether what is written after this prompt begins inside the reasoning."""
+        """Returns whether a text after this prompt begins inside the reasoning."""
         prompt = prompt.rstrip()
         return prompt.endswith(self.begin) or (self.assumed and not prompt.endswith(self.end))
 

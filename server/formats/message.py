@@ -41,14 +41,14 @@ class MessageParser:
         return sum(map(self._reasoning.is_reasoning, self._token_starts))
 
     def feed(self, text: str, token_starts: Iterable[int] = ()) -> tuple[Part, ...]:
-        """What the text settles. ``token_starts``: where its tokens begin, in the choice's text."""
+        """Returns the parts that the text settles. ``token_starts``: the places in it of tokens."""
         if self._reasoning is None:
             return self._split_calls(text)
         self._token_starts += token_starts
         return self._split(self._reasoning.feed(text))
 
     def finish(self) -> tuple[Part, ...]:
-        """What was held back, at the end of the choice."""
+        """Returns the parts that were held back, at the end of the choice."""
         parts: tuple[Part, ...] = ()
         if self._reasoning is not None:
             parts = self._split(self._reasoning.finish())

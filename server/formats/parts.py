@@ -1,4 +1,4 @@
-"""What a choice's text is made of, in the order in which it was written."""
+"""The parts of a choice's text, in the order in which it was written."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pydantic.config import JsonDict
 
 from server.errors import refused
 from server.formats.format import AS_WRITTEN
-from server.request.body import Body, in_case
+from server.request.body import Body, in_case, optional
 
 _Grammar = Annotated[str, Field(min_length=1, max_length=1 << 17)]
 _Choice = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -73,23 +73,16 @@ class StructuredOutputs(Body):
         "disable_additional_properties": "say 'additionalProperties': false in the schema",
     }
 
-    json_: Schema | str | None = Field(
-        default=None, alias="json", description="A JSON schema, or its text."
+    json_: Schema | str | None = optional("A JSON schema, or its text.", alias="json")
+    json_object: Literal[True] | None = optional("Any JSON object.")
+    regex: _Grammar | None = optional("A regular expression that the whole output matches.")
+    choice: _Choices | None = optional("Texts, of which the output is one.")
+    grammar: _Grammar | None = optional("A grammar in Lark's notation, or GBNF.")
+    disable_any_whitespace: bool | None = optional(
+        "For JSON. Default true: a space after commas and colons, and no other."
     )
-    json_object: Literal[True] | None = Field(default=None, description="Any JSON object.")
-    regex: _Grammar | None = Field(
-        default=None, description="A regular expression that the whole output matches."
-    )
-    choice: _Choices | None = Field(default=None, description="Texts, of which the output is one.")
-    grammar: _Grammar | None = Field(
-        default=None, description="A grammar in Lark's notation, or GBNF."
-    )
-    disable_any_whitespace: bool | None = Field(
-        default=None,
-        description="For JSON. Default true: a space after commas and colons, and no other.",
-    )
-    whitespace_pattern: str | None = Field(
-        default=None, max_length=256, description="For JSON: a regular expression for whitespace."
+    whitespace_pattern: str | None = optional(
+        "For JSON: a regular expression for whitespace.", max_length=256
     )
 
 
@@ -97,7 +90,7 @@ def grammar_of(
     response_format: ResponseFormat | None,
     structured_outputs: StructuredOutputs | None,
 ) -> str:
-    """What the output has to match, for ``SamplingParams.grammar``; "" for anything. Raises ApiError 400
+    """Returns the grammar of the output, for ``SamplingParams.grammar``; "" for any. Raises ApiError 400
     naming the field at fault."""
     wanted = "" if response_format is None else _of_response_format(response_format)
     if structured_outputs is None:

@@ -79,7 +79,7 @@ class MessageFormats:
         )
 
     def grammar(self, body: ToolFields, text: TextOptions, answer: str) -> str:
-        """What the text has to match; ``answer``: what the content has to; "" for anything.
+        """Returns the grammar of the text. ``answer`` is that of the content; "" is for anything.
 
         Raises ApiError 400 where a function's schema cannot be used.
         """

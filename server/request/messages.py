@@ -21,7 +21,7 @@ from pydantic.config import JsonDict
 from typing_extensions import TypedDict
 
 from server.errors import refused
-from server.request.body import Body, in_case, refusal
+from server.request.body import Body, in_case, optional, refusal
 
 TEXT_ONLY = "text only"
 MAX_TOOLS = 128
@@ -61,8 +61,8 @@ class FunctionDefinition(Body):
 
     name: str = Field(pattern=NAME_PATTERN)
     description: str | None = None
-    parameters: ParametersField | None = Field(
-        default=None, description="JSON schema of the arguments; default: any object."
+    parameters: ParametersField | None = optional(
+        "JSON schema of the arguments; default: any object."
     )
     strict: bool | None = None
 
@@ -130,21 +130,18 @@ ToolChoiceField = Annotated[
 
 
 class ToolFields(Body):
-    """What a chat says of tools, and of reasoning."""
+    """The fields of a chat on tools and on reasoning."""
 
-    tools: ToolsField | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MAX_TOOLS,
-        description="Functions that may be called.",
+    tools: ToolsField | None = optional(
+        "Functions that may be called.", min_length=1, max_length=MAX_TOOLS
     )
-    tool_choice: ToolChoiceField = Field(
-        default=None, description="auto (the default with tools), none, required, or a function."
+    tool_choice: ToolChoiceField = optional(
+        "auto (the default with tools), none, required, or a function."
     )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="Whether a reply may have several calls; default: true."
+    parallel_tool_calls: bool | None = optional(
+        "Whether a reply may have several calls; default: true."
     )
-    include_reasoning: bool = Field(default=True, description="Show reasoning that is split off.")
+    include_reasoning: bool = optional("Show reasoning that is split off.", default=True)
 
     @property
     def shown_tools(self) -> Sequence[Tool]:
@@ -206,7 +203,7 @@ _FORMS: dict[str, list[dict[str, JsonDict]]] = {
     "assistant": [{"content": _TEXT}, {"tool_calls": _SEVERAL}, {"reasoning_content": _SOME}],
     "tool": [{"tool_call_id": _SOME, "content": _TEXT}],
 }
-"""By role, what messages hold at least: the fields of one of these."""
+"""The fields that messages hold at least, by role: all of one of these."""
 
 
 def _foreign_to(role: str) -> tuple[str, ...]:
@@ -239,11 +236,11 @@ class ChatMessage(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: ContentField | None = None
-    name: str | None = Field(default=None, description="Of a tool's message: its function.")
+    name: str | None = optional("Of a tool's message: its function.")
     tool_calls: list[MessageToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(default=None, max_length=256)
     reasoning_content: str | None = None
-    reasoning: str | None = Field(default=None, description="The same as 'reasoning_content'.")
+    reasoning: str | None = optional("The same as 'reasoning_content'.")
 
     @property
     def thoughts(self) -> str:

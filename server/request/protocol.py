@@ -22,6 +22,7 @@ from server.request.body import (
     StopField,
     TokenId,
     in_case,
+    optional,
     with_fields,
 )
 from server.request.grammars import ResponseFormat, StructuredOutputs
@@ -96,42 +97,30 @@ _MetadataValue = Annotated[str, Field(max_length=512)]
 def _with_processors(model: type[_Model]) -> type[_Model]:
     """The model, and a field for every parameter of every logits processor."""
     about = {
-        each.name: (each.type, Field(default=each.default, description=each.description))
+        each.name: (each.type, optional(each.description, default=each.default))
         for each in parameters()
     }
     return with_fields(model, about)
 
 
 class CommonFields(Body):
-    """What all requests take."""
+    """The fields of all requests."""
 
-    model: str | None = Field(default=None, description="The served model's name; may be left out.")
-    temperature: float | None = Field(
-        default=None, ge=0, le=2, description="0 is greedy; default 1."
-    )
-    seed: int | None = Field(
-        default=None, ge=0, le=MAX_SEED, description="Default: drawn, and reported."
-    )
-    priority: int = Field(default=0, ge=-MAX_COUNT, le=MAX_COUNT, description="Lower runs first.")
-    timeout: float | None = Field(
-        default=None,
+    model: str | None = optional("The served model's name; may be left out.")
+    temperature: float | None = optional("0 is greedy; default 1.", ge=0, le=2)
+    seed: int | None = optional("Default: drawn, and reported.", ge=0, le=MAX_SEED)
+    priority: int = optional("Lower runs first.", default=0, ge=-MAX_COUNT, le=MAX_COUNT)
+    timeout: float | None = optional(
+        "Seconds from arrival in which the reply has to be done; later it is an error.",
         gt=0,
         allow_inf_nan=False,
-        description="Seconds from arrival in which the reply has to be done; later it is an error.",
     )
-    cache_salt: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=256,
-        description="Caches are shared within one cache_salt only.",
+    cache_salt: str | None = optional(
+        "Caches are shared within one cache_salt only.", min_length=1, max_length=256
     )
-    user: str | None = Field(
-        default=None, max_length=256, description="Written to the request log."
-    )
-    metadata: dict[_MetadataKey, _MetadataValue] | None = Field(
-        default=None,
-        max_length=16,
-        description="Written to the request log, and sent back with whole replies.",
+    user: str | None = optional("Written to the request log.", max_length=256)
+    metadata: dict[_MetadataKey, _MetadataValue] | None = optional(
+        "Written to the request log, and sent back with whole replies.", max_length=16
     )
     stream: bool = False
     speculative: SpeculativeField | None = None
@@ -139,53 +128,45 @@ class CommonFields(Body):
 
 @_with_processors
 class SamplingFields(CommonFields):
-    """What completions and chat take besides, with the fields that logits processors declare."""
+    """The further fields of completions and chats, with those that logits processors declare."""
 
-    n: int = Field(default=1, ge=1, le=128, description="Choices for each prompt.")
+    n: int = optional("Choices for each prompt.", default=1, ge=1, le=128)
     stop: StopField = ()
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=128)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
-    prompt_logprobs: int | None = Field(
-        default=None,
-        ge=0,
-        le=MAX_LOGPROBS,
-        description="Likeliest tokens reported for each place of the prompt.",
+    prompt_logprobs: int | None = optional(
+        "Likeliest tokens reported for each place of the prompt.", ge=0, le=MAX_LOGPROBS
     )
-    logprob_token_ids: list[TokenId] | None = Field(
-        default=None,
+    logprob_token_ids: list[TokenId] | None = optional(
+        "Tokens reported in logprobs besides the likeliest.",
         min_length=1,
         max_length=MAX_LOGPROB_TOKEN_IDS,
-        description="Tokens reported in logprobs besides the likeliest.",
     )
-    return_tokens_as_token_ids: bool = Field(
-        default=False, description="Name tokens 'token_id:ID' in logprobs."
+    return_tokens_as_token_ids: bool = optional(
+        "Name tokens 'token_id:ID' in logprobs.", default=False
     )
-    truncate_prompt_tokens: int | None = Field(
-        default=None,
+    truncate_prompt_tokens: int | None = optional(
+        "Keep so many of a prompt's tokens; -1: what there is room for.",
         ge=-1,
         le=MAX_COUNT,
-        description="Keep so many of a prompt's tokens; -1: what there is room for.",
         json_schema_extra={"not": {"const": 0}},
     )
-    truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description="Where tokens are cut off; default left."
+    truncation_side: Literal["left", "right"] | None = optional(
+        "Where tokens are cut off; default left."
     )
-    allow_special_tokens: bool = Field(
-        default=False, description="Special tokens that texts spell are such tokens."
+    allow_special_tokens: bool = optional(
+        "Special tokens that texts spell are such tokens.", default=False
     )
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = Field(
-        default=None, description="Text, any JSON object, or JSON that matches a schema."
+    response_format: ResponseFormat | None = optional(
+        "Text, any JSON object, or JSON that matches a schema."
     )
-    structured_outputs: StructuredOutputs | None = Field(
-        default=None, description="What the output has to match."
-    )
-    prediction: Prediction | None = Field(
-        default=None,
-        description="What the output will mostly be; drafted from, never written by itself.",
+    structured_outputs: StructuredOutputs | None = optional("What the output has to match.")
+    prediction: Prediction | None = optional(
+        "What the output will mostly be; drafted from, never written by itself."
     )
 
 
@@ -199,20 +180,15 @@ class CompletionRequest(SamplingFields):
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = _FIXED
 
     prompt: PromptField = Field(description="Text or token ids, one or a batch.")
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="Default 16.")
-    best_of: int | None = Field(
-        default=None, ge=1, description="Only the value of 'n' is accepted."
+    max_tokens: int | None = optional("Default 16.", ge=1, le=MAX_COUNT)
+    best_of: int | None = optional("Only the value of 'n' is accepted.", ge=1)
+    echo: bool = optional("Begin the text with the prompt.", default=False)
+    logprobs: int | None = optional(
+        "Likeliest tokens reported next to each token.", ge=0, le=MAX_LOGPROBS
     )
-    echo: bool = Field(default=False, description="Begin the text with the prompt.")
-    logprobs: int | None = Field(
-        default=None,
-        ge=0,
-        le=MAX_LOGPROBS,
-        description="Likeliest tokens reported next to each token.",
-    )
-    add_special_tokens: bool = Field(default=True, description="Let the tokenizer add its BOS.")
-    allow_special_tokens: bool = Field(
-        default=True, description="Special tokens that the prompt spells are such tokens."
+    add_special_tokens: bool = optional("Let the tokenizer add its BOS.", default=True)
+    allow_special_tokens: bool = optional(
+        "Special tokens that the prompt spells are such tokens.", default=True
     )
 
     @property
@@ -229,14 +205,14 @@ class CompletionRequest(SamplingFields):
 class TemplateFields(Body):
     """How messages become a prompt."""
 
-    add_generation_prompt: bool = Field(
-        default=True, description="Let the template begin the assistant's turn."
+    add_generation_prompt: bool = optional(
+        "Let the template begin the assistant's turn.", default=True
     )
-    continue_final_message: bool = Field(
-        default=False, description="Go on in the last message; without a generation prompt."
+    continue_final_message: bool = optional(
+        "Go on in the last message; without a generation prompt.", default=False
     )
-    chat_template_kwargs: dict[str, JsonValue] | None = Field(
-        default=None, description="Variables of the tokenizer's chat template."
+    chat_template_kwargs: dict[str, JsonValue] | None = optional(
+        "Variables of the tokenizer's chat template."
     )
 
 
@@ -269,16 +245,12 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
     }
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_COUNT, description="Default: what the context has room for."
-    )
+    max_tokens: int | None = optional("Default: what the context has room for.", ge=1, le=MAX_COUNT)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    echo: bool = Field(
-        default=False, description="Begin with the last message, the assistant's own."
-    )
-    add_special_tokens: bool = Field(default=False, description="Templates write their own BOS.")
+    echo: bool = optional("Begin with the last message, the assistant's own.", default=False)
+    add_special_tokens: bool = optional("Templates write their own BOS.", default=False)
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -319,16 +291,10 @@ class TokenizeRequest(TemplateFields):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
-    tools: ToolsField | None = Field(
-        default=None, min_length=1, max_length=MAX_TOOLS, description="With messages."
-    )
-    add_special_tokens: bool | None = Field(
-        default=None, description="Default: true for a prompt, false for messages."
-    )
-    allow_special_tokens: bool | None = Field(
-        default=None, description="Default: true for a prompt, false for messages."
-    )
-    return_token_strs: bool = Field(default=False, description="The tokens' texts, too.")
+    tools: ToolsField | None = optional("With messages.", min_length=1, max_length=MAX_TOOLS)
+    add_special_tokens: bool | None = optional("Default: true for a prompt, false for messages.")
+    allow_special_tokens: bool | None = optional("Default: true for a prompt, false for messages.")
+    return_token_strs: bool = optional("The tokens' texts, too.", default=False)
 
 
 class DetokenizeRequest(Body):

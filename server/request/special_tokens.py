@@ -106,8 +106,8 @@ class Disguise:
         return "".join((*parts, text[at:]))
 
     def take_off(self, rendered: str) -> Text:
-        """What a template made of disguised texts, with the texts as they were; special tokens are those
-        of the template."""
+        """Returns the output of a template with the texts as they were; special tokens are those of the
+        template."""
         if not self._hidden:
             return [(True, rendered)]
         for char in self._hidden:
@@ -185,7 +185,7 @@ class TextEncoder:
         return [self._named.get(token_id, token_id) for token_id in token_ids]
 
     def _has_no_others(self, pieces: list[tuple[bool, str]]) -> bool:
-        """Whether all special tokens that a tokenizer finds in a text are those that it may have."""
+        """Returns whether a tokenizer finds no special tokens in a text but those that it may have."""
         if self._are_normalized:
             return False
         return all(may_have for may_have, _ in pieces) or not self.spellings.are_in(joined(pieces))

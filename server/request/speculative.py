@@ -9,12 +9,12 @@ error.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, PlainValidator
+from pydantic import PlainValidator
 
 from drafters.base import DrafterInfo, OptionValue
 from drafters.options import (
@@ -28,7 +28,7 @@ from engine.request.info import EngineInfo
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info
 from server.errors import ApiError
-from server.request.body import Body, described_by
+from server.request.body import Body, described_by, optional
 
 PREDICTION_DRAFTER = "prediction"
 _BUILT_IN = SpeculativeParams()
@@ -78,18 +78,14 @@ class SpeculativeField(Body):
 
 
 class SpeculativeCaps(Body):
-    """What requests may ask for. The engine's own ``max_num_nodes`` bounds the tokens as well."""
+    """The limits of requests. The engine's own ``max_num_nodes`` bounds the tokens as well."""
 
-    draft_strategies: list[str] | None = Field(
-        default=None,
-        max_length=256,
-        description="Drafters that requests may name; default: all that are loaded.",
+    draft_strategies: list[str] | None = optional(
+        "Drafters that requests may name; default: all that are loaded.", max_length=256
     )
-    max_speculative_tokens: int | None = Field(
-        default=None, ge=0, description="Most draft nodes per request and step."
-    )
-    max_tree_width: int = Field(default=8, ge=1, description="Widest draft tree.")
-    max_tree_depth: int = Field(default=32, ge=1, description="Deepest draft tree.")
+    max_speculative_tokens: int | None = optional("Most draft nodes per request and step.", ge=0)
+    max_tree_width: int = optional("Widest draft tree.", default=8, ge=1)
+    max_tree_depth: int = optional("Deepest draft tree.", default=32, ge=1)
 
     def given(self) -> dict[str, Any]:
         """Returns the fields that somebody set."""
@@ -97,7 +93,7 @@ class SpeculativeCaps(Body):
 
 
 class UnfitSpeculationError(ApiError, ValueError):
-    """What the engine, the caps or other fields rule out. To an operator it is a ValueError."""
+    """A field that the engine, the caps or other fields rule out. To an operator it is a ValueError."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(400, f"{field} {reason}", param=field, code="invalid_value")
@@ -106,7 +102,7 @@ class UnfitSpeculationError(ApiError, ValueError):
 
 
 class SpeculativeChange(Body):
-    """What the operator wishes from now on."""
+    """The operator's wishes from now on."""
 
     defaults: SpeculativeField | None = None
     caps: SpeculativeCaps | None = None
@@ -337,7 +333,7 @@ class SpeculativeResolver:
     def _verification(
         self, given: Mapping[str, Any], info: DrafterInfo, is_wide: bool
     ) -> VerificationName:
-        """What was given is refused where it cannot be; the server's default gives way."""
+        """Returns the verification; the server's default gives way where it cannot be."""
         wanted: VerificationName = given.get("verification", self.defaults.verification)
         possible = wanted
         if wanted != "match" and not info.samples:
@@ -350,13 +346,9 @@ class SpeculativeResolver:
         return possible
 
 
-class ChangeSpeculation(Protocol):
-    """Changes speculation for all requests that are read once it has returned."""
-
-    async def __call__(
-        self, change: SpeculativeChange, *, from_built_in: bool
-    ) -> SpeculativeResolver:
-        """Arguments and errors are those of ``SpeculativeResolver.changed``."""
+ChangeSpeculation: TypeAlias = Callable[..., Awaitable[SpeculativeResolver]]
+"""Changes speculation for all requests that are read once it has returned. Arguments and errors are those
+of ``SpeculativeResolver.changed``."""
 
 
 def _refuse(name: str, reason: str) -> UnfitSpeculationError:

@@ -72,12 +72,7 @@ class Translator:
     ) -> RequestPlan:
         """Returns what the engine is to write and how. ``drafters``: those that the request may have;
         None: all. Raises ApiError."""
-        if isinstance(body, ChatRequest):
-            prompts = self._chat(body)
-            beginnings = [(body.messages[-1].content or "") if body.echo else ""]
-        else:
-            prompts = self._completion(body)
-            beginnings = [prompt if body.echo else "" for prompt, _ in prompts]
+        prompts = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
         text, grammar = self._text(body, prompts[0][0])
         _check_agreement(body, grammar)
         resolver = self.resolver.held_to(drafters)
@@ -86,14 +81,13 @@ class Translator:
         token_ids = [each for _, each in prompts]
         requests = self._requests(body, token_ids, grammar, speculative, request_id, arrival_time)
         streaming = body.stream_options or StreamOptions()
+        choices = (ChoicePlan(index, request, text) for index, request in enumerate(requests))
         return RequestPlan(
             request_id=request_id,
             created=int(time.time()),
             n=body.n,
-            choices=tuple(
-                ChoicePlan(index, request, text) for index, request in enumerate(requests)
-            ),
-            beginnings=tuple(beginnings),
+            choices=tuple(choices),
+            beginnings=_beginnings(body, [prompt for prompt, _ in prompts]),
             echo=body.echo and isinstance(body, CompletionRequest),
             stream=body.stream,
             include_usage=streaming.include_usage,
@@ -192,7 +186,7 @@ class Translator:
             raise unknown_model(name, self._model_name)
 
     def _check(self, body: CompletionRequest | ChatRequest, *, num_prompts: int) -> None:
-        """What needs no prompt to be made. Raises ApiError."""
+        """Raises ApiError for a fault that shows without the prompt."""
         self._check_model(body.model)
         if body.stream_options is not None:
             if not body.stream:
@@ -293,6 +287,15 @@ class Translator:
 
 def _marked(text: str, allow_special_tokens: bool) -> Text:
     return text if allow_special_tokens else [(False, text)]
+
+
+def _beginnings(body: CompletionRequest | ChatRequest, prompts: Sequence[str]) -> tuple[str, ...]:
+    """Returns what the texts of each prompt's choices begin with."""
+    if not body.echo:
+        return ("",) * len(prompts)
+    if isinstance(body, ChatRequest):
+        return (body.messages[-1].content or "",)
+    return tuple(prompts)
 
 
 def _min_tokens(body: SamplingFields) -> int:

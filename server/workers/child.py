@@ -132,7 +132,7 @@ def main() -> int:
         if isinstance(message, NewEngine):
             engine.replace(message.info, Connection(message.handle))
         else:
-            services.bodies.resolver = message.resolver
+            services.bodies.translator.resolver = message.resolver
 
     # Without the process that launched it, this one ends.
     link.listen_in_thread(act, lambda: os._exit(1))

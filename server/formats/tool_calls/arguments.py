@@ -54,7 +54,7 @@ def _as_object(schema: Any) -> dict[str, Any]:
 
 
 def takes_any(schema: Schema) -> bool:
-    """Whether the schema names no parameter and forbids none."""
+    """Returns whether the schema names no parameter and forbids none."""
     return not parameters_of(schema) and schema.get("additionalProperties", True) is not False
 
 

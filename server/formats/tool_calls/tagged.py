@@ -159,7 +159,7 @@ class TaggedArguments(ArgumentsReader):
 
 
 def _unanchored(pattern: str) -> str:
-    """What texts match in which the pattern is found."""
+    """Returns an expression for all texts in which the pattern is found."""
     before = "" if pattern.startswith("^") else "(?s:.*)"
     after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
     inner = pattern.removeprefix("^").removesuffix("$" if not after else "")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from engine.request.errors import EngineDeadError
-from server.request.responses import MAX_ITEMS
 from worlds.request_bodies import TOOLS
 from worlds.scripted_engine import ASSISTANT, CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect, openai_client
@@ -214,54 +213,3 @@ async def test_an_effort_that_the_template_ignores_is_a_400(connect: Connect) ->
         refused = await client.post("/responses", json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "reasoning.effort"
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
-        ({"background": True}, "background"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
-        ({"colour": 1}, "colour"),
-        ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0.type"),
-        ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input.0.colour"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input.0.content.0.type",
-        ),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
-        ({"max_output_tokens": 513}, "max_output_tokens"),
-        ({"input": "x" * 600}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-        ({"input": [{"role": "user", "content": 7}]}, "input.0.content"),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}}},
-            "text.format.schema",
-        ),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"reasoning": {"effort": "lots"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-        ({"metadata": {"a": 1}}, "metadata.a"),
-        # What only the chat request that it comes to can tell.
-        ({"tools": [TOOL, TOOL]}, "tools.1.name"),
-        ({"input": [{"type": "reasoning"}]}, "input"),
-        ({"input": [{"role": "user", "content": "x"}] * MAX_ITEMS, "instructions": "y"}, "input"),
-    ],
-)
-async def test_what_cannot_be_is_a_400_that_names_it(
-    connect: Connect, body: dict[str, Any], param: str
-) -> None:
-    engine = ScriptedEngine()
-    async with connect(engine) as client:
-        refused = await client.post("/responses", json={"input": "hi"} | body)
-    assert refused.status_code == 400, refused.text
-    assert refused.json()["error"]["param"] == param
-    assert engine.requests == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from server.formats.message import MessageParser
 from server.formats.parts import (
     CallStart,
-    Content,
     Part,
     Reasoning,
     content_of,
@@ -45,6 +45,7 @@ OPEN = TextOptions(reasoning="qwen3", reasoning_is_open=True)
         (QWEN, "<think>\n\n</think>\n\nc", "", "c", 17),
         (QWEN, "<think> a", "a", "", 9),
         (QWEN, "<thin", "", "<thin", 0),
+        (replace(QWEN, include_reasoning=False), "<think>a</think>b", "", "b", 16),
         (OPEN, "a\n</think>\nc", "a", "c", 10),
         (OPEN, "<think>a</think>c", "a", "c", 16),
         (OPEN, "a </thin", "a </thin", "", 8),
@@ -55,11 +56,6 @@ def test_reasoning_is_split_off(
 ) -> None:
     parts, found = parse(options, [text])
     assert (reasoning_of(parts), content_of(parts), found) == (reasoning, content, num_tokens)
-
-
-def test_reasoning_may_be_left_out_and_still_counts() -> None:
-    options = TextOptions(reasoning="qwen3", include_reasoning=False)
-    assert parse(options, ["<think>a</think>b"]) == ([Content("b")], 16)
 
 
 def test_calls_are_looked_for_behind_the_reasoning_only() -> None:

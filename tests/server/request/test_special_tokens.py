@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.tokenizer import bundled_path, load_tokenizer
 from server.errors import ApiError
 from server.request.prompts import ChatTemplate
-from server.request.special_tokens import Disguise, Spellings, TextEncoder
+from server.request.special_tokens import Disguise, Spellings, TextEncoder, joined
 from worlds.scripted_engine import (
     ASSISTANT,
     CHAT_TEMPLATE,
@@ -33,17 +33,20 @@ def bundled() -> Any:
     return load_tokenizer(str(bundled_path("target")))
 
 
+def render(tokenizer: Any, *messages: tuple[str, Any], **variables: Any) -> Any:
+    return ChatTemplate(tokenizer, Spellings(tokenizer)).render(
+        [{"role": role, "content": content} for role, content in messages],
+        variables,
+        allow_special_tokens=False,
+        add_generation_prompt=False,
+    )
+
+
 def prompt_of(template: str, content: Any, **variables: Any) -> list[int]:
     """What a template that is given one message comes to, byte by byte."""
     tokenizer = byte_tokenizer(template)
-    encoder = TextEncoder(tokenizer)
-    pieces = ChatTemplate(tokenizer, encoder.spellings).render(
-        [{"role": "user", "content": content}],
-        variables,
-        allow_special_tokens=False,
-        add_generation_prompt=True,
-    )
-    return encoder.encode("messages", pieces, add_special_tokens=False)
+    text = render(tokenizer, ("user", content), **variables)
+    return TextEncoder(tokenizer).encode("messages", text, add_special_tokens=False)
 
 
 @pytest.mark.anyio
@@ -128,25 +131,16 @@ TEXTS = st.lists(st.sampled_from([*SPELLED, "a", " ", "\n", "é", "\ue000"])).ma
 def test_the_templates_tokens_are_all_that_there_are(first: str, second: str) -> None:
     """And the texts are tokenized as they are by themselves, between those."""
     tokenizer = bundled()
-    encoder = TextEncoder(tokenizer)
-    pieces = ChatTemplate(tokenizer, encoder.spellings).render(
-        [{"role": "user", "content": first}, {"role": "assistant", "content": second}],
-        {},
-        allow_special_tokens=False,
-        add_generation_prompt=False,
-    )
-    found = encoder.encode("messages", pieces, add_special_tokens=False)
+    pieces = render(tokenizer, ("user", first), ("assistant", second))
+    found = TextEncoder(tokenizer).encode("messages", pieces, add_special_tokens=False)
     texts = [
         tokenizer.encode(t, add_special_tokens=False, split_special_tokens=True)
         for t in (first, second)
     ]
-    tokens = [
-        tokenizer.convert_tokens_to_ids(f"<|{name}|>")
-        for name in ("bos", "user", "eos", "assistant")
-    ]
-    bos, user, eos, assistant = tokens
+    names = ("bos", "user", "eos", "assistant")
+    bos, user, eos, assistant = (tokenizer.convert_tokens_to_ids(f"<|{each}|>") for each in names)
     assert found == [bos, user, *texts[0], eos, assistant, *texts[1], eos]
-    assert "".join(piece for _, piece in pieces).count(first) >= 1
+    assert joined(pieces).count(first) >= 1
 
 
 @given(TEXTS)
