@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from regex import Pattern, compile
+from regex import Match, Pattern, compile
 
 Settled = TypeVar("Settled")
 State: TypeAlias = Callable[[bool], bool]
@@ -45,6 +45,16 @@ class Scanner(Generic[Settled]):
         taken, self._buffer = self._buffer[:num_chars], self._buffer[num_chars:]
         return taken
 
+    def _until(self, pattern: Pattern[str], final: bool) -> tuple[str, Match[str] | None]:
+        """Removes the text up to and with the first match, and returns what came before it and the match:
+        None where there is none yet."""
+        found = pattern.search(self._buffer, partial=not final)
+        text = self._take(found.start() if found else len(self._buffer))
+        if found is None or found.partial:
+            return text, None
+        self._take(len(found[0]))
+        return text, found
+
 
 # --- reasoning ---
 
@@ -53,8 +63,8 @@ Piece: TypeAlias = tuple[str, str]
 
 
 class Splitter(Scanner[Piece]):
-    """Takes the reasoning out of one choice's text. Subclasses take characters with ``_count`` and say
-    where the reasoning begins and ends, markers included."""
+    """Takes the reasoning out of one choice's text. Subclasses say where the reasoning begins and ends,
+    markers included, by the number of characters that were taken before (``_at``)."""
 
     def __init__(self, first: State) -> None:
         super().__init__(first)
@@ -68,9 +78,9 @@ class Splitter(Scanner[Piece]):
         spans = zip(self._starts, self._ends, strict=False)
         return is_open or any(start <= at < end for start, end in spans)
 
-    def _count(self, num_chars: int) -> str:
+    def _take(self, num_chars: int) -> str:
         self._at += num_chars
-        return self._take(num_chars)
+        return super()._take(num_chars)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -58,13 +58,13 @@ class Spellings:
         ends = ((len(text) - size, len(text)) for size in sizes if text[-size:] in self._begins)
         begins = ((0, size) for size in sizes if text[:size] in self._ends)
         for found in (ends, begins):
-            apart = (each for each in found if all(_are_apart(each, other) for other in spans))
-            spans += [span for span in [next(apart, None)] if span is not None]
+            apart = (
+                (first, end)
+                for first, end in found
+                if all(end <= other[0] or other[1] <= first for other in spans)
+            )
+            spans += islice(apart, 1)
         return sorted(spans)
-
-
-def _are_apart(one: Span, other: Span) -> bool:
-    return one[1] <= other[0] or other[1] <= one[0]
 
 
 class Disguise:
@@ -92,18 +92,17 @@ class Disguise:
 
     def put_on(self, given: Any) -> Any:
         """The same JSON with its texts disguised."""
-        if isinstance(given, str):
-            return self._put_on_text(given)
         if isinstance(given, dict):
             return {self.put_on(name): self.put_on(value) for name, value in given.items()}
-        return [self.put_on(each) for each in given] if isinstance(given, list) else given
-
-    def _put_on_text(self, text: str) -> str:
+        if isinstance(given, list):
+            return [self.put_on(each) for each in given]
+        if not isinstance(given, str):
+            return given
         parts, at = [], 0
-        for first, end in self._spellings.spans(text):
-            parts += [text[at:first], self._chars[text[first:end]] * (end - first)]
+        for first, end in self._spellings.spans(given):
+            parts += [given[at:first], self._chars[given[first:end]] * (end - first)]
             at = end
-        return "".join((*parts, text[at:]))
+        return "".join((*parts, given[at:]))
 
     def take_off(self, rendered: str) -> Text:
         """Returns the output of a template with the texts as they were; special tokens are those of the
@@ -114,12 +113,10 @@ class Disguise:
             rendered = rendered.replace(_escaped(char), char)
         runs = "|".join(f"{char}+" for char in self._hidden)
         # Every other part is a run.
-        parts = enumerate(re.split(f"({runs})", rendered))
-        return [
-            (True, part) if at % 2 == 0 else (False, _repeat(self._hidden[part[0]], len(part)))
-            for at, part in parts
-            if part
-        ]
+        parts = re.split(f"({runs})", rendered)
+        # A template may have cut the last spelling of a run.
+        parts[1::2] = [_repeat(self._hidden[run[0]], len(run)) for run in parts[1::2]]
+        return [(at % 2 == 0, part) for at, part in enumerate(parts) if part]
 
 
 def _strings(given: Any) -> Iterator[str]:
@@ -138,7 +135,7 @@ def _escaped(char: str) -> str:
 
 
 def _repeat(spelling: str, size: int) -> str:
-    """So many characters of a spelling, time and again: a template may have cut the last."""
+    """So many characters of a spelling, time and again."""
     return (spelling * (size // len(spelling) + 1))[:size]
 
 
@@ -148,7 +145,10 @@ class TextEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.spellings = Spellings(tokenizer)
-        self._names = {spelling: _unguessable_name() for spelling in self.spellings.tokens}
+        # Nobody can guess them.
+        self._names = {
+            spelling: f"\ue000{secrets.token_hex(16)}\ue001" for spelling in self.spellings.tokens
+        }
         self._own = re.compile(self.spellings.pattern)
         # Then other spellings may become theirs.
         self._are_normalized = any(each.normalized for each in self.spellings.tokens.values())
@@ -214,7 +214,3 @@ def _renamed(token: AddedToken, name: str) -> AddedToken:
     return AddedToken(
         name, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=False
     )
-
-
-def _unguessable_name() -> str:
-    return f"\ue000{secrets.token_hex(16)}\ue001"

@@ -40,19 +40,17 @@ class ChannelSplitter(Splitter):
                 self._write(f"<|channel|>commentary to={called[1]}<|message|>")
             if self._is_reasoning:
                 self._starts.append(self._at)
-            self._count(found.end())
+            self._take(found.end())
         else:
             # What begins like a header and is none must not be looked at once more.
-            self._write(self._count(1))
+            self._write(self._take(1))
         return True
 
     def _message(self, final: bool) -> bool:
-        found = _END.search(self._buffer, partial=not final)
-        start = found.start() if found else len(self._buffer)
-        self._write(self._count(start))
-        if not found or found.partial:
+        text, found = self._until(_END, final)
+        self._write(text)
+        if found is None:
             return False
-        self._count(found.end() - found.start())
         if self._is_reasoning:
             self._ends.append(self._at)
         self._state = self._header

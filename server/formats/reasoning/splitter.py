@@ -28,17 +28,15 @@ class ReasoningSplitter(Splitter):
         self._state = self._after
         if found or self._is_open:
             self._starts.append(0)
-            self._count(found.end() if found else 0)
+            self._take(found.end() if found else 0)
             self._state = self._inside
         return True
 
     def _inside(self, final: bool) -> bool:
-        found = self._end.search(self._buffer, partial=not final)
-        start = found.start() if found else len(self._buffer)
-        self._write(self._count(start))
-        if not found or found.partial:
+        text, found = self._until(self._end, final)
+        self._write(text)
+        if found is None:
             return False
-        self._count(found.end() - found.start())
         self._ends.append(self._at)
         self._state = self._seam
         return True

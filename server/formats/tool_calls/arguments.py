@@ -39,18 +39,14 @@ def parameters_of(schema: Schema) -> list[Parameter]:
         )
     properties, required = schema.get("properties", {}), schema.get("required", [])
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    names = [*properties, *(each for each in required if each not in properties)]
-    return [
-        Parameter(name, {**_as_object(properties.get(name, {})), **shared}, name in required)
-        for name in names
-    ]
-
-
-def _as_object(schema: Any) -> dict[str, Any]:
-    """Raises ValueError where nothing matches."""
-    if schema is False:
+    if False in properties.values():
         raise ValueError("a parameter whose schema is false cannot be given")
-    return {} if schema is True else dict(schema)
+    found = []
+    for name in dict.fromkeys((*properties, *required)):
+        own = properties.get(name, True)
+        parameter = {**({} if own is True else own), **shared}
+        found.append(Parameter(name, parameter, name in required))
+    return found
 
 
 def takes_any(schema: Schema) -> bool:
@@ -64,11 +60,16 @@ def schema_of(schema: Schema, name: str) -> Schema:
     return found if isinstance(found, dict) else {}
 
 
+def values_of(schema: Schema) -> list[Any] | None:
+    """Returns the only values that match; None where that is not said."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
 def types_of(schema: Schema) -> set[str]:
     """The JSON types that a value may have; empty where that is not said."""
     types = schema.get("type")
     if types is None:
-        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        values = values_of(schema)
         return {"string"} if values and all(isinstance(each, str) for each in values) else set()
     return {types} if isinstance(types, str) else set(types)
 

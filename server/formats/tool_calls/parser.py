@@ -61,20 +61,19 @@ class CallParser(Scanner[Part]):
             return False
         self._state = self._content
         if found:
-            self._open(found.end(), is_bare=True)
+            self._open(self._take(found.end()), is_bare=True)
         return True
 
     def _content(self, final: bool) -> bool:
-        found = self._form.opener.search(self._buffer, partial=not final)
-        start = found.start() if found else len(self._buffer)
-        self._write(self._take(start))
-        if not found or found.partial:
+        text, found = self._until(self._form.opener, final)
+        self._write(text)
+        if found is None:
             return False
-        self._open(found.end() - start)
+        self._open(found[0])
         return True
 
-    def _open(self, num_chars: int, *, is_bare: bool = False) -> None:
-        self._opened = self._take(num_chars)
+    def _open(self, opened: str, *, is_bare: bool = False) -> None:
+        self._opened = opened
         self._is_bare = is_bare
         self._state = self._head
 
@@ -133,7 +132,7 @@ class CallParser(Scanner[Part]):
             return False
         self._state = self._content
         if found and found["more"]:
-            self._open(found.end(), is_bare=self._is_bare)
+            self._open(self._take(found.end()), is_bare=self._is_bare)
         elif found:
             self._take(found.end())
         return True

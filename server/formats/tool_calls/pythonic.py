@@ -24,6 +24,7 @@ from server.formats.tool_calls.arguments import (
     parameters_of,
     takes_any,
     types_of,
+    values_of,
     word,
 )
 
@@ -55,11 +56,9 @@ class PythonArguments(ArgumentsReader):
         self._comma = ""
 
     def _between(self, final: bool) -> bool:
-        found = _KEY.search(self._buffer, partial=not final)
-        if found is None or found.partial:
-            self._take(found.start() if found else len(self._buffer))
+        _, found = self._until(_KEY, final)
+        if found is None:
             return False
-        self._take(found.end())
         if found["close"]:
             return self._close()
         self._settled.append(f'{", " if self._num_arguments else "{"}"{found["key"]}": ')
@@ -169,9 +168,8 @@ def _rules(rule: str, schema: Schema) -> Iterator[str]:
 
 
 def _value_rules(rule: str, schema: dict[str, Any]) -> Iterator[str]:
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
     types = types_of(schema)
-    if values is not None:
+    if (values := values_of(schema)) is not None:
         yield f"{rule}: {' | '.join(word(_in_python(each)) for each in values)}"
     elif len(types) == 1 and (own := _AS_PYTHON.get(next(iter(types)))):
         yield f"{rule}: {own}"

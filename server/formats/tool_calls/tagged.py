@@ -19,6 +19,7 @@ from server.formats.tool_calls.arguments import (
     schema_of,
     takes_any,
     types_of,
+    values_of,
     word,
 )
 
@@ -84,8 +85,7 @@ class Tags:
         """A text up to and with the tag after it."""
         if unknown := sorted(schema.keys() - _SAID_OF_TEXTS - ANNOTATIONS):
             raise ValueError(f"{unknown[0]!r} of a text cannot be held to in this model's format")
-        if "enum" in schema or "const" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
+        if (values := values_of(schema)) is not None:
             yield f"{rule}: ({' | '.join(map(word, values))}) {word(self.after)}"
             return
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
@@ -110,12 +110,9 @@ class TaggedArguments(ArgumentsReader):
         self._num_arguments = 0
 
     def _between(self, final: bool) -> bool:
-        found = self._tag.search(self._buffer, partial=not final)
-        if found is None or found.partial:
-            # What is no tag is nobody's.
-            self._take(found.start() if found else len(self._buffer))
+        _, found = self._until(self._tag, final)  # what is no tag is nobody's
+        if found is None:
             return False
-        self._take(found.end())
         if found["close"]:
             self._settled.append("}" if self._num_arguments else "{}")
             self.ended = True
@@ -140,18 +137,16 @@ class TaggedArguments(ArgumentsReader):
         return True
 
     def _value(self, final: bool) -> bool:
-        found = self._end.search(self._buffer, partial=not final)
-        text = self._take(found.start() if found else len(self._buffer))
+        text, found = self._until(self._end, final)
         if self._is_text:
             self._settled.append(escaped(text))
         else:
             self._held.append(text)
-        if found is None or found.partial:
+        if found is None:
             if final:
                 # Cut off in the midst: as it stands.
                 self._settled += self._held
             return False
-        self._take(found.end() - found.start())
         self._settled.append('"' if self._is_text else json_of("".join(self._held), self._types))
         self._held.clear()
         self._state = self._between
