@@ -79,19 +79,10 @@ def build_app(
     )
     bodies = BodyReader(translator, settings.body_processes, settings.log_options())
     if shared is None:
-
-        async def change_own(
-            change: SpeculativeChange, *, from_built_in: bool
-        ) -> SpeculativeResolver:
-            found = translator.resolver.changed(change, from_built_in=from_built_in)
-            translator.resolver = found
-            own.show_speculation(found.defaults, True)
-            return found
-
         own = Metrics(info, model_name, lambda: engine.is_alive, lambda: is_draining())
         engine.add_step_listener(own.observe_step)
         own.show_speculation(resolver.defaults)
-        shared = Shared(own, change_own)
+        shared = Shared(own, _changing(translator, own))
     metrics = shared.metrics
     services = Services(
         engine=engine,
@@ -152,6 +143,18 @@ def build_app(
         app.add_middleware(WatchMiddleware, telemetry=telemetry)
     app.add_middleware(AnswerMiddleware, metrics=metrics)
     return app
+
+
+def _changing(translator: Translator, metrics: Metrics) -> ChangeSpeculation:
+    """Returns what changes speculation where one application is alone in front of the engine."""
+
+    async def change(wish: SpeculativeChange, *, from_built_in: bool) -> SpeculativeResolver:
+        found = translator.resolver.changed(wish, from_built_in=from_built_in)
+        translator.resolver = found
+        metrics.show_speculation(found.defaults, True)
+        return found
+
+    return change
 
 
 def public_name(info: EngineInfo, settings: Settings) -> str:
