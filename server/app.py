@@ -26,9 +26,12 @@ from server.metrics.telemetry.begin import begin_telemetry
 from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader, default_body_bytes
-from server.request.live_speculation import ChangeSpeculation, OwnSpeculation
 from server.request.message_formats import MessageFormats
-from server.request.speculative import SpeculativeResolver
+from server.request.speculative import (
+    ChangeSpeculation,
+    SpeculativeChange,
+    SpeculativeResolver,
+)
 from server.request.translate import Translator
 from server.settings import Settings
 from server.tenants.keys import keys_of
@@ -79,7 +82,7 @@ def build_app(
         own = Metrics(info, model_name, lambda: engine.is_alive, lambda: is_draining())
         engine.add_step_listener(own.observe_step)
         own.show_speculation(resolver.defaults)
-        shared = Shared(own, OwnSpeculation(bodies, own.show_speculation))
+        shared = Shared(own, _changing(translator, own))
     metrics = shared.metrics
     services = Services(
         engine=engine,
@@ -140,6 +143,18 @@ def build_app(
         app.add_middleware(WatchMiddleware, telemetry=telemetry)
     app.add_middleware(AnswerMiddleware, metrics=metrics)
     return app
+
+
+def _changing(translator: Translator, metrics: Metrics) -> ChangeSpeculation:
+    """Returns what changes speculation where one application is alone in front of the engine."""
+
+    async def change(wish: SpeculativeChange, *, from_built_in: bool) -> SpeculativeResolver:
+        found = translator.resolver.changed(wish, from_built_in=from_built_in)
+        translator.resolver = found
+        metrics.show_speculation(found.defaults, True)
+        return found
+
+    return change
 
 
 def public_name(info: EngineInfo, settings: Settings) -> str:

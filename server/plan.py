@@ -1,4 +1,4 @@
-"""What a request asks for once it is checked: the engine's requests and how their text is cut."""
+"""The plan of a request that was checked: the engine's requests and how their text is cut."""
 
 from __future__ import annotations
 
@@ -11,24 +11,18 @@ from engine.request.params import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How a choice's tokens are shown and where its text ends.
+    """How a choice's tokens are shown, where its text ends, and how the text is taken apart.
 
-    ``min_tokens``: a stop string counts once a later token completes it.
+    ``min_tokens``: a stop string counts once a later token completes it. ``tool_calls`` and
+    ``reasoning`` are names of formats, "" for none: then the text is content. ``functions``: those that
+    may be called, and the schemas of their arguments. ``reasoning_is_open``: the prompt ends inside the
+    reasoning.
     """
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class MessageOptions:
-    """How a choice's text is taken apart. ``tool_calls`` and ``reasoning`` are names of formats, "" for
-    none: then the text is content. ``functions``: those that may be called, and the schemas of their
-    arguments. ``reasoning_is_open``: the prompt ends inside the reasoning.
-    """
-
     tool_calls: str = ""
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reasoning: str = ""
@@ -45,24 +39,25 @@ class ChoicePlan:
     index: int
     request: GenerationRequest
     text: TextOptions
-    message: MessageOptions = MessageOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    text: str
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyOptions:
-    """What a reply shows, and whether it is streamed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPlan:
+    """Everything about a request that its reply needs. Choice ``i`` belongs to prompt ``i // n``.
 
     ``num_logprobs``: None for none, else the number of alternatives shown; ``num_prompt_logprobs``
-    likewise. ``echo``: replies begin with the prompt's text, or else with ``prefix``.
-    ``tokens_as_ids``: logprobs name tokens by their ids. ``continuous_usage``: every chunk counts.
+    likewise. ``beginnings``: by prompt, what the texts of its choices begin with before anything was
+    written; ``echo``: that is the prompt itself. ``tokens_as_ids``: logprobs name tokens by their ids.
+    ``continuous_usage``: every chunk counts. ``metadata``: the client's own words for the log, which a
+    whole reply repeats; ``repeated``: what the reply says of the request, by its names.
     """
 
+    request_id: str
+    created: int
+    n: int
+    choices: tuple[ChoicePlan, ...]
+    beginnings: tuple[str, ...]
+    echo: bool
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -71,25 +66,9 @@ class ReplyOptions:
     tokens_as_ids: bool
     return_token_ids: bool
     return_drafted: bool
-    echo: bool
-    prefix: str
-
-
-@dataclass(frozen=True, slots=True)
-class RequestPlan:
-    """Everything about a request that its reply needs. Choice ``i`` belongs to prompt ``i // n``."""
-
-    request_id: str
-    created: int
-    n: int
-    prompts: tuple[Prompt, ...]
-    choices: tuple[ChoicePlan, ...]
-    reply: ReplyOptions
     user: str | None
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own words for the log, which a whole reply repeats."""
+    metadata: Mapping[str, str]
     repeated: Mapping[str, Any] = field(default_factory=dict)
-    """What the reply says of the request, by its names."""
 
     @property
     def seed(self) -> int:
@@ -101,15 +80,15 @@ class RequestPlan:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
+        return sum(len(each.request.prompt_token_ids) for each in self.choices[:: self.n])
 
     @property
     def splits_reasoning(self) -> bool:
-        return any(choice.message.reasoning for choice in self.choices)
+        return bool(self.choices[0].text.reasoning)
 
-    def prompt_of(self, choice_index: int) -> Prompt:
-        return self.prompts[choice_index // self.n]
+    def prompt_token_ids(self, choice_index: int) -> tuple[int, ...]:
+        return self.choices[choice_index].request.prompt_token_ids
 
-    def echoed(self, choice_index: int) -> str:
+    def beginning(self, choice_index: int) -> str:
         """Returns what the choice's text begins with, before anything was written."""
-        return self.prompt_of(choice_index).text if self.reply.echo else self.reply.prefix
+        return self.beginnings[choice_index // self.n]

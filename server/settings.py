@@ -43,8 +43,7 @@ from drafters.registry import drafter_settings
 from engine.config import EngineConfig
 from engine.logs import LogFormat, LogLevel, LogOptions
 from engine.speculation.gamma import gamma_policy_names
-from server.formats.reasoning import reasoning_formats
-from server.formats.tool_calls import tool_call_formats
+from server.formats.registry import reasoning_formats, tool_call_formats
 from server.request.body import described_by
 from server.request.speculative import SpeculativeCaps, SpeculativeField
 

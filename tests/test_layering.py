@@ -137,7 +137,16 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "request": {"errors", "formats", "plan"},
         "reply": {"errors", "formats", "http", "metrics", "plan"},
         "settings": {"formats", "request"},
-        "endpoints": {"errors", "http", "metrics", "reply", "request", "tenants", "version"},
+        "endpoints": {
+            "errors",
+            "http",
+            "metrics",
+            "plan",
+            "reply",
+            "request",
+            "tenants",
+            "version",
+        },
         "app": {
             "endpoints",
             "errors",

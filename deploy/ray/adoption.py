@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.endpoints import Services
-from server.request.live_speculation import SpeculativeChange
-from server.request.speculative import SpeculativeResolver
+from server.request.speculative import SpeculativeChange, SpeculativeResolver
 
 
 @dataclass(frozen=True, slots=True)

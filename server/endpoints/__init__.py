@@ -4,26 +4,28 @@ OpenAPI schema and the table in docs/api.md. What a handler works with comes as 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import Response
 
 from engine.process.streams import EventStreams
 from engine.request.errors import TryLaterError
 from server.http.middleware import KEY_OF
 from server.metrics.prometheus import RequestMetrics
+from server.plan import RequestPlan
 from server.reply.choices import ChoiceSource
-from server.reply.streaming import answer
 from server.reply.token_texts import TokenTexts
-from server.reply.writers import Writer
-from server.request.large_bodies import BodyReader
-from server.request.live_speculation import ChangeSpeculation
-from server.request.speculative import SpeculativeResolver
+from server.request.body import Body
+from server.request.large_bodies import BodyReader, LargeBody
+from server.request.speculative import ChangeSpeculation, SpeculativeResolver
 from server.tenants.terms import Terms
+
+Writer = TypeVar("Writer")
 
 
 @dataclass(slots=True)
@@ -47,14 +49,22 @@ class Services:
     created: int = field(default_factory=lambda: int(time.time()))
     state: Literal["starting", "serving", "draining"] = "starting"
 
-    async def answer(self, body: Any, request: Request, kind: type[Writer]) -> Response:
-        """The reply of the engine, on the terms of the request's key. Raises ApiError and EngineError."""
+    async def writer(
+        self,
+        kind: Callable[[RequestPlan, TokenTexts, str, str], Writer],
+        body: Body | LargeBody,
+        request: Request,
+        work: Callable[..., RequestPlan],
+    ) -> Writer:
+        """Returns what writes the reply to a request, on the terms of its key. ``work`` makes a plan as
+        ``Translator.plan`` does. Raises ApiError."""
         terms = _terms(request)
-        plan = await self.bodies.plan(body, time.perf_counter(), terms.drafters if terms else None)
+        drafters = terms.drafters if terms else None
+        work = partial(work, arrival_time=time.perf_counter(), drafters=drafters)
+        plan = await self.bodies.read(body, work)
         if terms and terms.tenant.name:
             plan = terms.on(plan)
-        writer = kind(plan, self.texts, self.model_name, self.fingerprint)
-        return await answer(request, self.choices, writer)
+        return kind(plan, self.texts, self.model_name, self.fingerprint)
 
     async def charge(self, request: Request) -> None:
         """Count a request that costs this server time and the engine none. Raises TenantLimitError,
@@ -81,7 +91,7 @@ class Services:
     @property
     def resolver(self) -> SpeculativeResolver:
         """The resolver of requests that come now."""
-        return self.bodies.resolver
+        return self.bodies.translator.resolver
 
     @property
     def is_hung(self) -> bool:

@@ -14,8 +14,7 @@ from server.endpoints.drafters import caps_of, described_fields, policy_names
 from server.errors import bad_request
 from server.http.openapi import REFUSED_BODY, errors
 from server.request.large_bodies import BodyRoute, LargeBody
-from server.request.live_speculation import SpeculativeChange
-from server.request.speculative import SpeculativeResolver
+from server.request.speculative import SpeculativeChange, SpeculativeResolver
 from server.request.translate import Translator
 
 logger = logging.getLogger("slipstream.admin")

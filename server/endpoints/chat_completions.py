@@ -7,9 +7,11 @@ from fastapi.responses import Response
 
 from server.endpoints import Served
 from server.http.openapi import generated
+from server.reply.streaming import answer
 from server.reply.writers import ChatChunk, ChatCompletion, ChatWriter
 from server.request.large_bodies import BodyRoute
 from server.request.protocol import ChatRequest
+from server.request.translate import Translator
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
@@ -17,4 +19,5 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 @router.post("/v1/chat/completions", responses=generated(ChatCompletion, ChatChunk))
 async def create_chat_completion(body: ChatRequest, request: Request, served: Served) -> Response:
     """An answer to messages."""
-    return await served.answer(body, request, ChatWriter)
+    writer = await served.writer(ChatWriter, body, request, Translator.plan)
+    return await answer(request, served.choices, writer)

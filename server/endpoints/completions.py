@@ -7,9 +7,11 @@ from fastapi.responses import Response
 
 from server.endpoints import Served
 from server.http.openapi import generated
+from server.reply.streaming import answer
 from server.reply.writers import Completion, CompletionChunk, CompletionWriter
 from server.request.large_bodies import BodyRoute
 from server.request.protocol import CompletionRequest
+from server.request.translate import Translator
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
@@ -17,4 +19,5 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 @router.post("/v1/completions", responses=generated(Completion, CompletionChunk))
 async def create_completion(body: CompletionRequest, request: Request, served: Served) -> Response:
     """Text after a prompt."""
-    return await served.answer(body, request, CompletionWriter)
+    writer = await served.writer(CompletionWriter, body, request, Translator.plan)
+    return await answer(request, served.choices, writer)

@@ -5,30 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from server.formats.format import Splitter
 from server.formats.parts import Content, Part, Reasoning
-from server.formats.reasoning import reasoning_formats
-from server.formats.reasoning.format import Splitter
 from server.formats.reasoning.splitter import ReasoningSplitter
-from server.formats.tool_calls import tool_call_formats
+from server.formats.registry import reasoning_formats, tool_call_formats
 from server.formats.tool_calls.parser import CallParser
-from server.plan import MessageOptions
-
-
-def markers_of(options: MessageOptions) -> tuple[str, ...]:
-    """Texts that the parsers have to see, even where they are special tokens."""
-    found: tuple[str, ...] = ()
-    if options.reasoning:
-        reasoning = reasoning_formats()[options.reasoning]
-        found += reasoning.markers or (reasoning.begin, reasoning.end)
-    if options.tool_calls:
-        found += tool_call_formats()[options.tool_calls].markers
-    return found
+from server.plan import TextOptions
 
 
 class MessageParser:
     """Parses one choice. ``id_seed``: makes the ids of its calls."""
 
-    def __init__(self, options: MessageOptions, id_seed: str) -> None:
+    def __init__(self, options: TextOptions, id_seed: str) -> None:
         self._options = options
         self._reasoning: Splitter | None = None
         self._calls: CallParser | None = None
@@ -53,14 +41,14 @@ class MessageParser:
         return sum(map(self._reasoning.is_reasoning, self._token_starts))
 
     def feed(self, text: str, token_starts: Iterable[int] = ()) -> tuple[Part, ...]:
-        """What the text settles. ``token_starts``: where its tokens begin, in the choice's text."""
+        """Returns the parts that the text settles. ``token_starts``: the places in it of tokens."""
         if self._reasoning is None:
             return self._split_calls(text)
         self._token_starts += token_starts
         return self._split(self._reasoning.feed(text))
 
     def finish(self) -> tuple[Part, ...]:
-        """What was held back, at the end of the choice."""
+        """Returns the parts that were held back, at the end of the choice."""
         parts: tuple[Part, ...] = ()
         if self._reasoning is not None:
             parts = self._split(self._reasoning.finish())

@@ -1,9 +1,10 @@
-"""What a choice's text is made of, in the order in which it was written."""
+"""The parts of a choice's text, in the order in which it was written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeAlias
 
 
@@ -43,16 +44,12 @@ Part: TypeAlias = Content | Reasoning | CallStart | CallArguments
 
 def joined(parts: Iterable[Part]) -> Iterator[Part]:
     """The same parts, with pieces of one text that follow each other put together."""
-    held: list[Part] = []
-    for part in parts:
-        if held and _continues(held[0], part):
-            held.append(part)
-            continue
-        if held:
-            yield _sum(held)
-        held = [part]
-    if held:
-        yield _sum(held)
+    for _, pieces in groupby(parts, lambda part: (type(part), getattr(part, "index", None))):
+        first, *others = pieces
+        if others and not isinstance(first, CallStart):
+            texts = (each.text for each in others if not isinstance(each, CallStart))
+            first = replace(first, text=first.text + "".join(texts))
+        yield first
 
 
 def content_of(parts: Iterable[Part]) -> str:
@@ -61,18 +58,3 @@ def content_of(parts: Iterable[Part]) -> str:
 
 def reasoning_of(parts: Iterable[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Reasoning))
-
-
-def _continues(first: Part, part: Part) -> bool:
-    if isinstance(first, CallStart) or type(first) is not type(part):
-        return False
-    return not isinstance(first, CallArguments) or (
-        isinstance(part, CallArguments) and part.index == first.index
-    )
-
-
-def _sum(parts: list[Part]) -> Part:
-    first = parts[0]
-    if isinstance(first, CallStart):
-        return first
-    return replace(first, text="".join(p.text for p in parts if not isinstance(p, CallStart)))

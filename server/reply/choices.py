@@ -18,8 +18,9 @@ from engine.process.streams import EventStreams
 from engine.request.errors import DeadlineExceededError, RequestError, TryLaterError
 from engine.request.events import FinishInfo, TokenEvent, TokenLogprobs
 from server.errors import shutting_down
-from server.formats.message import MessageParser, markers_of
+from server.formats.message import MessageParser
 from server.formats.parts import Part, content_of
+from server.formats.registry import markers_of
 from server.metrics.prometheus import RequestMetrics
 from server.metrics.record import ChoiceRecord
 from server.plan import ChoicePlan, TextOptions
@@ -163,8 +164,8 @@ class ChoiceDeltas:
         self._assembler = assembler
         self._abort = abort
         self._parser: MessageParser | None = None
-        if plan.message.parses:
-            self._parser = MessageParser(plan.message, plan.request.request_id)
+        if plan.text.parses:
+            self._parser = MessageParser(plan.text, plan.request.request_id)
         self._match: StopMatch | None = None
         self._first = True
         self._num_steps = self._num_draft_tokens = 0
@@ -261,9 +262,10 @@ class ChoiceSource:
         skip = plan.text.skip_special_tokens
         context = plan.request.prompt_token_ids[-_NUM_CONTEXT_TOKENS:]
         skipped = self._texts.special_ids if skip else frozenset()
-        if skip and plan.message.parses:
+        if skip and plan.text.parses:
             # The parsers have to see markers, which the tokenizer would leave out with the others.
-            skip, skipped = False, self._texts.hidden_ids(markers_of(plan.message))
+            markers = markers_of(plan.text.tool_calls, plan.text.reasoning)
+            skip, skipped = False, self._texts.hidden_ids(markers)
         decode = decoder(self._tokenizer, skip_special_tokens=skip)
         return TextAssembler(IncrementalDetokenizer(decode, context, skipped), plan.text)
 

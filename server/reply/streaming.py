@@ -213,7 +213,7 @@ async def answer(request: Request, source: ChoiceSource, writer: Writer) -> Resp
     account = partial(_account, plan, request.scope.get(REQUEST_ID_KEY))
     feed = DeltaFeed(source, plan, record)
     try:
-        if plan.reply.stream:
+        if plan.stream:
             await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
             return DeltaStreamResponse(feed, writer, account)
         deltas = await unless_client_leaves(request.receive, feed.collect)

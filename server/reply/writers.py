@@ -227,9 +227,7 @@ class ChunkWriter(Writer):
     ) -> None:
         super().__init__(plan, texts, model_name, fingerprint)
         self._shows_tokens = (
-            plan.reply.return_token_ids
-            or plan.reply.return_drafted
-            or plan.reply.num_logprobs is not None
+            plan.return_token_ids or plan.return_drafted or plan.num_logprobs is not None
         )
         self._num_written = 0
         self._envelope: Envelope = {
@@ -247,12 +245,12 @@ class ChunkWriter(Writer):
         if not (is_shown or (delta.tokens and self._shows_tokens)):
             return b""
         chunk = self._object(self.chunk, [delta])
-        if self.plan.reply.continuous_usage:
+        if self.plan.continuous_usage:
             chunk["usage"] = running_usage(self.plan.num_prompt_tokens, self._num_written)
         return event(chunk)
 
     def finish(self, usage: Usage) -> bytes:
-        if not self.plan.reply.include_usage:
+        if not self.plan.include_usage:
             return b""
         return event({**self._object(self.chunk, []), **_account(usage)})
 
@@ -274,11 +272,11 @@ class ChunkWriter(Writer):
 
     def _text(self, delta: ChoiceDelta) -> str:
         """The delta's text, behind what the choice's text begins with."""
-        return self.plan.echoed(delta.index) + delta.text if delta.first else delta.text
+        return self.plan.beginning(delta.index) + delta.text if delta.first else delta.text
 
     def _prompt_logprobs(self, delta: ChoiceDelta) -> PromptLogprobs | None:
         """Returns those asked for, where the delta brings them."""
-        num = self.plan.reply.num_prompt_logprobs
+        num = self.plan.num_prompt_logprobs
         if num is None or delta.prompt_logprobs is None:
             return None
         return [
@@ -301,13 +299,13 @@ class ChunkWriter(Writer):
 
     def _shown(self, logprobs: TokenLogprobs) -> list[tuple[int, float]]:
         """Returns the logprobs beside a token: the likeliest, then the rest of those that were named."""
-        top = logprobs.top[: self.plan.reply.num_logprobs]
+        top = logprobs.top[: self.plan.num_logprobs]
         listed = {token_id for token_id, _ in top}
         return [*top, *(each for each in logprobs.named if each[0] not in listed)]
 
     def _name(self, token_id: int) -> str:
         """Returns a token's name in logprobs."""
-        if self.plan.reply.tokens_as_ids:
+        if self.plan.tokens_as_ids:
             return f"token_id:{token_id}"
         return self._texts.text(token_id)
 
@@ -317,11 +315,11 @@ class ChunkWriter(Writer):
         found: Ending = {"finish_reason": None if end is None else end.reason}
         if end is not None:
             found["stop_reason"] = end.stop_reason
-        if self.plan.reply.return_token_ids:
+        if self.plan.return_token_ids:
             found["token_ids"] = [token.token_id for token in delta.tokens]
             if delta.first:
-                found["prompt_token_ids"] = list(self.plan.prompt_of(delta.index).token_ids)
-        if self.plan.reply.return_drafted:
+                found["prompt_token_ids"] = list(self.plan.prompt_token_ids(delta.index))
+        if self.plan.return_drafted:
             found["tokens"] = [
                 DraftedToken(id=token.token_id, text=token.text, drafted=token.drafted)
                 for token in delta.tokens
@@ -342,7 +340,7 @@ class CompletionWriter(ChunkWriter):
         choice: CompletionChoice = {
             "index": delta.index,
             "text": self._text(delta),
-            "logprobs": None if self.plan.reply.num_logprobs is None else self._logprobs(delta),
+            "logprobs": None if self.plan.num_logprobs is None else self._logprobs(delta),
             **self._ending(delta),
         }
         if (found := self._prompt_logprobs(delta)) is not None:
@@ -351,9 +349,9 @@ class CompletionWriter(ChunkWriter):
 
     def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs:
         block = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        if self.plan.reply.echo and delta.prompt_logprobs is not None:
+        if self.plan.echo and delta.prompt_logprobs is not None:
             self._add_prompt(block, delta)
-        start = len(self.plan.echoed(delta.index))
+        start = len(self.plan.beginning(delta.index))
         for token in delta.tokens:
             self._add(block, token.token_id, token.logprobs, start + token.start)
         return block
@@ -361,17 +359,15 @@ class CompletionWriter(ChunkWriter):
     def _add_prompt(self, block: CompletionLogprobs, delta: ChoiceDelta) -> None:
         """The prompt's tokens; the first has no logprob, since nothing comes before it."""
         assert delta.prompt_logprobs is not None
-        prompt = self.plan.prompt_of(delta.index)
-        pieces = self._texts.pieces(prompt.token_ids)
+        text, token_ids = self.plan.beginning(delta.index), self.plan.prompt_token_ids(delta.index)
+        pieces = self._texts.pieces(token_ids)
         offset = 0
-        for token_id, piece, logprobs in zip(
-            prompt.token_ids, pieces, delta.prompt_logprobs, strict=True
-        ):
+        for token_id, piece, logprobs in zip(token_ids, pieces, delta.prompt_logprobs, strict=True):
             self._add(block, token_id, logprobs, offset)
             if token_id in self._texts.special_ids:
                 # The tokenizer may have added it, and then it is not in the text.
                 name = self._texts.text(token_id)
-                offset += len(name) if prompt.text.startswith(name, offset) else 0
+                offset += len(name) if text.startswith(name, offset) else 0
             offset += len(piece)
 
     def _add(
@@ -411,7 +407,7 @@ class ChatWriter(ChunkWriter):
 
     def _choice(self, kind: str, delta: ChoiceDelta) -> Mapping[str, Any]:
         text = self._text(delta)
-        logprobs = None if self.plan.reply.num_logprobs is None else self._logprobs(delta.tokens)
+        logprobs = None if self.plan.num_logprobs is None else self._logprobs(delta.tokens)
         if kind == self.whole:
             message = whole_message(delta, text)
             return ChatChoice(

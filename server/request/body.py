@@ -1,4 +1,4 @@
-"""What all parts of a request's body share: strict types, no unknown fields, refusals that say why.
+"""The base of all parts of a request's body: strict types, no unknown fields, refusals that say why.
 
 A field of OpenAI's API that this server does not implement is known by name, so that sending it
 gives a 400 with a reason and leaving it out (or null) is fine: nothing is accepted and ignored.
@@ -6,7 +6,7 @@ gives a 400 with a reason and leaving it out (or null) is fine: nothing is accep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
@@ -123,43 +123,34 @@ def described_by(
     """
 
     def describe(model: type[Model]) -> type[Model]:
+        hints = get_type_hints(kind) | dict(types or {})
         has = set(model.model_fields) - set(types or ())
-        described: Any = {
-            name: found
-            for name, found in _described(kind, types or {}, optional)
-            if name not in has
-        }
-        return with_fields(model, described)
+        added = {}
+        for each in fields(kind):
+            if each.name in has or "description" not in each.metadata:
+                continue
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            about = Field(
+                default=None if optional else default,
+                description=each.metadata["description"],
+                **each.metadata.get("bounds", {}),
+            )
+            hint = hints[each.name]
+            added[each.name] = (hint | None if optional else hint, about)
+        return with_fields(model, added)
 
     return describe
 
 
-def with_fields(model: type[Model], added: Mapping[str, Any]) -> type[Model]:
+def optional(description: str, default: Any = None, **bounds: Any) -> Any:
+    """Returns a field that may be left out. ``bounds``: by pydantic's names."""
+    return Field(default=default, description=description, **bounds)
+
+
+def with_fields(model: type[Model], added: dict[str, Any]) -> type[Model]:
     """The model and further fields: by name, type and ``Field``."""
-    fields: Any = dict(added)
-    return create_model(
-        model.__name__,
-        __base__=model,
-        __doc__=model.__doc__,
-        __module__=model.__module__,
-        **fields,
-    )
-
-
-def _described(
-    kind: type, types: Mapping[str, Any], optional: bool
-) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    hints = get_type_hints(kind) | dict(types)
-    for each in fields(kind):
-        if "description" not in each.metadata:
-            continue
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        about = Field(
-            default=None if optional else default,
-            description=each.metadata.get("description"),
-            **each.metadata.get("bounds", {}),
-        )
-        yield each.name, (hints[each.name] | None if optional else hints[each.name], about)
+    about: dict[str, Any] = {"__doc__": model.__doc__, "__module__": model.__module__}
+    return create_model(model.__name__, __base__=model, **about, **added)
 
 
 def in_case(needed: Mapping[str, JsonDict], barred: Iterable[str] = ()) -> JsonDict:
@@ -179,7 +170,7 @@ def _detail(*place: int | str, message: str) -> InitErrorDetails:
 
 
 def refusal(*place: int | str, message: str) -> ValidationError:
-    """What a check of our own raises, so that the field at fault is named: ``place`` is the way to it."""
+    """Returns an error for a check of our own to raise; ``place`` is the way to the field at fault."""
     return ValidationError.from_exception_data("body", [_detail(*place, message=message)])
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, TypeVar, get_type_hints
@@ -31,7 +30,6 @@ from starlette.requests import ClientDisconnect
 
 from engine.logs import LogOptions
 from server.errors import ApiError
-from server.plan import RequestPlan
 from server.request.body import Body
 from server.request.parsing import check_content_type, parse
 from server.request.speculative import SpeculativeResolver
@@ -40,15 +38,15 @@ from server.request.translate import Translator
 logger = logging.getLogger(__name__)
 
 LARGE = 16 << 10
-"""Bytes. What is not larger takes the event loop a few milliseconds at worst."""
+"""Bytes. A body of no more takes the event loop a few milliseconds at worst."""
 _NICENESS = 10
 _ENVELOPE_BYTES = 1 << 20
 CLIENT_GONE_STATUS = 499
 
 
 def default_body_bytes(max_model_len: int, tokenizer: Any) -> int:
-    """Bytes that a body may have: what two texts can have that fill the context, the prompt and the
-    prediction, and room for all that stands around them."""
+    """Returns the bytes that a body may have: those of two texts that fill the context, the prompt and
+    the prediction, and room for all that stands around them."""
     # At least the longest token's bytes, since vocabularies stand for bytes by characters.
     longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
     return _ENVELOPE_BYTES + 2 * max_model_len * longest
@@ -89,51 +87,39 @@ class BodyRoute(APIRoute):
 
 Result = TypeVar("Result")
 Work = Callable[[Translator, Any], Result]
-"""What is to be made of a body that is a model by then; from a module's top, so that it can be sent."""
+"""The work on a body that is a model by then; from a module's top, so that it can be sent."""
 
 
 class BodyReader:
-    """Makes plans of bodies: of small ones here, of large ones in a pool of ``num_processes``, which
-    begins with the first of them or with ``warm``. 0: all here. ``logs``: how they log."""
+    """Works on bodies: on small ones here, on large ones in a pool of ``num_processes``, which
+    begins with the first of them or with ``warm``. 0: all here. ``logs``: how they log. The translator's
+    resolver may be replaced at any time."""
 
     def __init__(
         self, translator: Translator, num_processes: int, logs: LogOptions | None = None
     ) -> None:
-        self._translator = translator
+        self.translator = translator
         self._num_processes = num_processes
         self._logs = logs or LogOptions()
         self._pool: ProcessPoolExecutor | None = None
-
-    @property
-    def resolver(self) -> SpeculativeResolver:
-        """What bodies that come now ask of speculation goes through it; it may be set at any time."""
-        return self._translator.resolver
-
-    @resolver.setter
-    def resolver(self, resolver: SpeculativeResolver) -> None:
-        self._translator.resolver = resolver
 
     def warm(self) -> None:
         """Begin now, so that the first large body need not wait for it."""
         if pool := self._get_pool():
             pool.submit(os.getpid)
 
-    async def plan(
-        self, body: Body | LargeBody, arrival_time: float, drafters: tuple[str, ...] | None = None
-    ) -> RequestPlan:
-        """``drafters``: those that the request may have; None: all. Raises ApiError."""
-        return await self.read(body, partial(_plan, arrival_time=arrival_time, drafters=drafters))
-
     async def read(self, body: Body | LargeBody, work: Work[Result]) -> Result:
-        """What ``work`` makes of the body. Raises ApiError."""
+        """Returns the result of ``work`` on the body. Raises ApiError."""
         if not isinstance(body, LargeBody):
-            return work(self._translator, body)
+            return work(self.translator, body)
         pool = self._get_pool()
         if pool is None:
-            return work(self._translator, parse(body.kind, body.content))
+            return work(self.translator, parse(body.kind, body.content))
         try:
             loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(pool, _read_here, body, work, self.resolver)
+            found = await loop.run_in_executor(
+                pool, _read_here, body, work, self.translator.resolver
+            )
         except BrokenProcessPool as error:
             # The next one gets a new pool. Which body broke it is not known: all that it had are refused.
             if self._pool is pool:
@@ -151,7 +137,7 @@ class BodyReader:
     def _get_pool(self) -> ProcessPoolExecutor | None:
         if self._pool is None and self._num_processes > 0:
             try:
-                translator = pickle.dumps(self._translator)
+                translator = pickle.dumps(self.translator)
             except Exception as error:  # whatever a tokenizer of somebody else's raises
                 logger.warning("large bodies are read by the server itself: %s", error)
                 self._num_processes = 0
@@ -182,12 +168,6 @@ def _begin_tracker() -> None:
             del os.environ["PYTHONWARNINGS"]
         else:
             os.environ["PYTHONWARNINGS"] = before
-
-
-def _plan(
-    translator: Translator, body: Body, *, arrival_time: float, drafters: tuple[str, ...] | None
-) -> RequestPlan:
-    return translator.plan(body, arrival_time, drafters)
 
 
 # --- in the pool ---

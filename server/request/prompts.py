@@ -5,35 +5,34 @@ Lengths follow vLLM: a prompt that leaves no room for a single token is a 400.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2.ext
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
+
 from engine.request.info import EngineInfo
-from server.errors import ApiError, refused
-from server.plan import Prompt
-from server.request.chat_template import ChatTemplate
-from server.request.messages import template_messages
-from server.request.protocol import ChatMessage, TemplateFields
-from server.request.special_tokens import Piece, TextEncoder
-from server.request.tools import Tool
+from server.errors import ApiError, bad_request, refused
+from server.request.special_tokens import Disguise, Spellings, Text, TextEncoder, joined
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class PromptOptions:
-    """``add_special_tokens``: those that the tokenizer puts around every text;
-    ``allow_special_tokens``: those that users' texts spell. ``num_kept``: how many tokens are left of a
-    longer prompt, its last ones, or with ``keeps_first`` its first."""
-
-    add_special_tokens: bool
-    allow_special_tokens: bool
-    num_kept: int | None = None
-    keeps_first: bool = False
-
-    def cut(self, token_ids: Sequence[int]) -> Sequence[int]:
-        if self.num_kept is None or len(token_ids) <= self.num_kept:
-            return token_ids
-        return token_ids[: self.num_kept] if self.keeps_first else token_ids[-self.num_kept :]
+# What the server and transformers give a template themselves.
+_NOT_THE_CLIENTS = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "raise_exception",
+        "strftime_now",
+    }
+)
+# transformers' own tags; what stands between them is as it was.
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+ALL = slice(None)
 
 
 class Prompts:
@@ -43,47 +42,47 @@ class Prompts:
         self._info = info
         self._tokenizer = tokenizer
         self._texts = TextEncoder(tokenizer)
-        self._template = ChatTemplate(tokenizer, self._texts.spellings)
+        self.template = ChatTemplate(tokenizer, self._texts.spellings)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
-    def of_text(self, field: str, text: str, options: PromptOptions) -> Prompt:
-        """Raises ApiError naming the field."""
-        return self._prompt(field, [(options.allow_special_tokens, text)], options)
+    def of_text(
+        self, field: str, text: Text, add_special_tokens: bool, kept: slice = ALL
+    ) -> tuple[str, tuple[int, ...]]:
+        """Returns the text and the tokens of a prompt, of which only those at ``kept`` are left.
+        ``add_special_tokens``: those that the tokenizer puts around every text. Raises ApiError naming
+        the field."""
+        whole = joined(text)
+        at_least = self._at_least(whole)
+        if kept == ALL and at_least >= self._info.max_model_len:
+            # Not worth tokenizing.
+            raise self._too_long(field, f"at least {at_least}")
+        token_ids = self.encode(field, text, add_special_tokens)
+        if not token_ids and self._tokenizer.bos_token_id is not None:
+            token_ids = [self._tokenizer.bos_token_id]
+        left = token_ids[kept]
+        self._check_length(field, len(left))
+        return whole if len(left) == len(token_ids) else self.decode(left), tuple(left)
 
-    def of_token_ids(self, field: str, token_ids: Sequence[int], options: PromptOptions) -> Prompt:
-        """Raises ApiError naming the field."""
-        token_ids = options.cut(token_ids)
+    def of_token_ids(
+        self, field: str, token_ids: Sequence[int], kept: slice = ALL
+    ) -> tuple[str, tuple[int, ...]]:
+        """Returns the text and the tokens of a prompt. Raises ApiError naming the field."""
+        token_ids = token_ids[kept]
         self._check_length(field, len(token_ids))
         self.check_token_ids(field, token_ids)
-        return Prompt(self.decode(token_ids), tuple(token_ids))
+        return self.decode(token_ids), tuple(token_ids)
 
-    def of_messages(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Tool],
-        fields: TemplateFields,
-        options: PromptOptions,
-    ) -> Prompt:
-        """Raises ApiError naming the field at fault."""
-        return self._prompt("messages", self.render(messages, tools, fields, options), options)
-
-    def encode(self, field: str, pieces: list[Piece], options: PromptOptions) -> list[int]:
+    def encode(self, field: str, text: Text, add_special_tokens: bool) -> list[int]:
         """Returns the tokens of a text, however many. Raises ApiError naming the field."""
-        if options.allow_special_tokens:
-            text = "".join(piece for _, piece in pieces)
-            return self._texts.encode(text, options.add_special_tokens)
-        return self._texts.encode_pieces(field, pieces, options.add_special_tokens)
+        return self._texts.encode(field, text, add_special_tokens)
 
-    def encode_prediction(
-        self, field: str, text: str, allow_special_tokens: bool
-    ) -> tuple[int, ...]:
+    def of_prediction(self, field: str, text: str, allow_special_tokens: bool) -> tuple[int, ...]:
         """Raises ApiError naming the field."""
         limit = self._info.max_model_len
         too_long = refused(field, f"exceeds the context of {limit}")
         if self._at_least(text) >= limit:
             raise too_long
-        options = PromptOptions(False, allow_special_tokens)
-        token_ids = self.encode(field, [(allow_special_tokens, text)], options)
+        token_ids = self.encode(field, text if allow_special_tokens else [(False, text)], False)
         if not token_ids:
             raise refused(field, ": the prediction has no tokens")
         if len(token_ids) > limit:
@@ -100,43 +99,6 @@ class Prompts:
             if not 0 <= token_id < self._info.vocab_size:
                 last = self._info.vocab_size - 1
                 raise refused(field, f": token id {token_id} is not in 0..{last}")
-
-    def render(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Tool],
-        fields: TemplateFields,
-        options: PromptOptions,
-    ) -> list[Piece]:
-        """Returns the chat template's text for the messages. Raises ApiError naming the field."""
-        if fields.continue_final_message and fields.add_generation_prompt:
-            raise refused(
-                "continue_final_message",
-                "needs 'add_generation_prompt': false",
-            )
-        return self._template.render(
-            template_messages(messages),
-            fields.chat_template_kwargs or {},
-            tools=[
-                {"type": "function", "function": each.function.for_template()} for each in tools
-            ],
-            allow_special_tokens=options.allow_special_tokens,
-            add_generation_prompt=fields.add_generation_prompt,
-            continue_final_message=fields.continue_final_message,
-        )
-
-    def _prompt(self, field: str, pieces: list[Piece], options: PromptOptions) -> Prompt:
-        text = "".join(piece for _, piece in pieces)
-        at_least = self._at_least(text)
-        if options.num_kept is None and at_least >= self._info.max_model_len:
-            # Not worth tokenizing.
-            raise self._too_long(field, f"at least {at_least}")
-        token_ids = self.encode(field, pieces, options)
-        if not token_ids and self._tokenizer.bos_token_id is not None:
-            token_ids = [self._tokenizer.bos_token_id]
-        kept = options.cut(token_ids)
-        self._check_length(field, len(kept))
-        return Prompt(text if len(kept) == len(token_ids) else self.decode(kept), tuple(kept))
 
     def _at_least(self, text: str) -> int:
         """Tokens: none can hold more than the longest one's characters."""
@@ -155,3 +117,102 @@ class Prompts:
             f"{self._info.max_model_len}, and at least one has to be left to write",
             code="context_length_exceeded",
         )
+
+
+class ChatTemplate:
+    """The tokenizer's: which variables it reads, what it makes of messages, and who is to blame where it
+    makes nothing of them."""
+
+    def __init__(self, tokenizer: Any, spellings: Spellings) -> None:
+        self._tokenizer = tokenizer
+        self._spellings = spellings
+        self._source = str(tokenizer.chat_template) if tokenizer.chat_template else None
+        self._variables = _variables(self._source or "")
+        self._takes_tools = "tools" in self._variables
+        self._variables -= _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        allow_special_tokens: bool,
+        **arguments: Any,
+    ) -> Text:
+        """Returns the prompt, with special tokens where the template wrote them, or anywhere.
+
+        ``variables``: the client's; ``arguments``: further ones of ``apply_chat_template``. Raises
+        ApiError: 400 for what the template refuses, 500 where it breaks.
+        """
+        if self._source is None:
+            raise bad_request(
+                "messages", "this model's tokenizer has no chat template; use /v1/completions"
+            )
+        for name in variables:
+            if name not in self._variables:
+                field = f"chat_template_kwargs.{name}"
+                raise refused(field, ": the chat template has no such variable")
+        if tools and not self._takes_tools:
+            raise refused("tools", ": this model's chat template has no place for them")
+        if allow_special_tokens:
+            arguments["tools"] = list(tools) or None
+            return self._apply(messages, variables, arguments)
+        given = [messages, dict(variables), list(tools)]
+        disguise = Disguise(self._spellings, given, self._source)
+        messages, variables, tools = disguise.put_on(given)
+        arguments["tools"] = tools or None
+        return disguise.take_off(self._apply(messages, variables, arguments))
+
+    def _apply(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+    ) -> str:
+        """Raises ApiError."""
+        try:
+            return self._text(messages, variables, arguments)
+        except Exception as error:  # a template may raise whatever Python does
+            if type(error) is TemplateError:  # what templates raise on purpose
+                message = f"the chat template refuses the messages: {error}"
+                raise bad_request("messages", message) from error
+            raise self._blame(error, messages, variables, arguments) from error
+
+    def _text(self, messages: Any, variables: Any, arguments: Any) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, **arguments, **variables
+        )
+        return text
+
+    def _blame(self, error: Exception, messages: Any, variables: Any, arguments: Any) -> ApiError:
+        """The field without which the template works, or the server."""
+        continued = "continue_final_message"
+        for field, fewer, others in (
+            ("chat_template_kwargs", {}, arguments),
+            (continued, variables, {**arguments, continued: False}),
+        ):
+            if (fewer, others) == (variables, arguments):
+                continue
+            try:
+                self._text(messages, fewer, others)
+            except Exception:
+                continue
+            return refused(field, f": the chat template breaks on it: {error}")
+        logger.error("the chat template is broken", exc_info=error)
+        return ApiError(
+            500,
+            "This model's chat template is broken; the server's log says how.",
+            code="chat_template_error",
+        )
+
+
+def _variables(source: str) -> frozenset[str]:
+    """All names that a template reads and does not set."""
+    environment = Environment(extensions=[jinja2.ext.loopcontrols])
+    try:
+        tree = environment.parse(_GENERATION.sub("", source))
+    except TemplateSyntaxError as error:
+        logger.error("the chat template is broken: %s", error)
+        return frozenset()
+    return frozenset(meta.find_undeclared_variables(tree) - environment.globals.keys())

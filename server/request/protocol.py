@@ -9,13 +9,10 @@ translated.
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from annotated_types import MinLen
-from pydantic import ConfigDict, Field, JsonValue, PlainValidator, model_validator
+from pydantic import ConfigDict, Field, JsonValue
 from pydantic.config import JsonDict
-from typing_extensions import TypedDict
 
 from engine.sampling.processor import parameters
 from server.request.body import (
@@ -25,12 +22,19 @@ from server.request.body import (
     StopField,
     TokenId,
     in_case,
-    refusal,
+    optional,
     with_fields,
 )
 from server.request.grammars import ResponseFormat, StructuredOutputs
+from server.request.messages import (
+    MAX_TOOLS,
+    TEXT_ONLY,
+    ChatMessage,
+    ContentField,
+    ToolFields,
+    ToolsField,
+)
 from server.request.speculative import SpeculativeField
-from server.request.tools import MAX_TOOLS, MessageToolCall, ToolChoiceField, ToolsField
 
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -38,7 +42,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_COUNT = 2**31 - 1
 MAX_MESSAGES = 1 << 14
 
-_TEXT_ONLY = "text only"
 _NOT_MOVED = "keys and values stay in this server"
 _UNSUPPORTED = {
     "stream_interval": "a chunk is sent for each step",
@@ -57,8 +60,8 @@ _UNSUPPORTED = {
     "vllm_xargs": "use 'speculative.options' for the drafter's",
     "kv_transfer_params": _NOT_MOVED,
     "ec_transfer_params": _NOT_MOVED,
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "media_io_kwargs": _TEXT_ONLY,
+    "mm_processor_kwargs": TEXT_ONLY,
+    "media_io_kwargs": TEXT_ONLY,
 }
 _FIXED: dict[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -79,33 +82,6 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-def _parse_content(value: object) -> str:
-    """Text, or text parts joined with line breaks."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string or a non-empty list of text parts")
-    texts = []
-    for part in value:
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise ValueError("a part is an object with a 'type'")
-        if part["type"] != "text":
-            raise ValueError("only parts of type 'text' are supported")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError("a text part has a string 'text' and nothing else")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-class TextPart(TypedDict, closed=True):
-    type: Literal["text"]
-    text: str
-
-
-_Parts = Annotated[list[TextPart], MinLen(1)]
-ContentField = Annotated[Any, PlainValidator(_parse_content, json_schema_input_type=str | _Parts)]
-
-
 class Prediction(Body):
     """OpenAI's Predicted Outputs: a text that the output is expected to repeat for the most part."""
 
@@ -120,45 +96,31 @@ _MetadataValue = Annotated[str, Field(max_length=512)]
 
 def _with_processors(model: type[_Model]) -> type[_Model]:
     """The model, and a field for every parameter of every logits processor."""
-    return with_fields(
-        model,
-        {
-            each.name: (each.type, Field(default=each.default, description=each.description))
-            for each in parameters()
-        },
-    )
+    about = {
+        each.name: (each.type, optional(each.description, default=each.default))
+        for each in parameters()
+    }
+    return with_fields(model, about)
 
 
 class CommonFields(Body):
-    """What all requests take."""
+    """The fields of all requests."""
 
-    model: str | None = Field(default=None, description="The served model's name; may be left out.")
-    temperature: float | None = Field(
-        default=None, ge=0, le=2, description="0 is greedy; default 1."
-    )
-    seed: int | None = Field(
-        default=None, ge=0, le=MAX_SEED, description="Default: drawn, and reported."
-    )
-    priority: int = Field(default=0, ge=-MAX_COUNT, le=MAX_COUNT, description="Lower runs first.")
-    timeout: float | None = Field(
-        default=None,
+    model: str | None = optional("The served model's name; may be left out.")
+    temperature: float | None = optional("0 is greedy; default 1.", ge=0, le=2)
+    seed: int | None = optional("Default: drawn, and reported.", ge=0, le=MAX_SEED)
+    priority: int = optional("Lower runs first.", default=0, ge=-MAX_COUNT, le=MAX_COUNT)
+    timeout: float | None = optional(
+        "Seconds from arrival in which the reply has to be done; later it is an error.",
         gt=0,
         allow_inf_nan=False,
-        description="Seconds from arrival in which the reply has to be done; later it is an error.",
     )
-    cache_salt: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=256,
-        description="Caches are shared within one cache_salt only.",
+    cache_salt: str | None = optional(
+        "Caches are shared within one cache_salt only.", min_length=1, max_length=256
     )
-    user: str | None = Field(
-        default=None, max_length=256, description="Written to the request log."
-    )
-    metadata: dict[_MetadataKey, _MetadataValue] | None = Field(
-        default=None,
-        max_length=16,
-        description="Written to the request log, and sent back with whole replies.",
+    user: str | None = optional("Written to the request log.", max_length=256)
+    metadata: dict[_MetadataKey, _MetadataValue] | None = optional(
+        "Written to the request log, and sent back with whole replies.", max_length=16
     )
     stream: bool = False
     speculative: SpeculativeField | None = None
@@ -166,53 +128,45 @@ class CommonFields(Body):
 
 @_with_processors
 class SamplingFields(CommonFields):
-    """What completions and chat take besides, with the fields that logits processors declare."""
+    """The further fields of completions and chats, with those that logits processors declare."""
 
-    n: int = Field(default=1, ge=1, le=128, description="Choices for each prompt.")
+    n: int = optional("Choices for each prompt.", default=1, ge=1, le=128)
     stop: StopField = ()
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=128)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
-    prompt_logprobs: int | None = Field(
-        default=None,
-        ge=0,
-        le=MAX_LOGPROBS,
-        description="Likeliest tokens reported for each place of the prompt.",
+    prompt_logprobs: int | None = optional(
+        "Likeliest tokens reported for each place of the prompt.", ge=0, le=MAX_LOGPROBS
     )
-    logprob_token_ids: list[TokenId] | None = Field(
-        default=None,
+    logprob_token_ids: list[TokenId] | None = optional(
+        "Tokens reported in logprobs besides the likeliest.",
         min_length=1,
         max_length=MAX_LOGPROB_TOKEN_IDS,
-        description="Tokens reported in logprobs besides the likeliest.",
     )
-    return_tokens_as_token_ids: bool = Field(
-        default=False, description="Name tokens 'token_id:ID' in logprobs."
+    return_tokens_as_token_ids: bool = optional(
+        "Name tokens 'token_id:ID' in logprobs.", default=False
     )
-    truncate_prompt_tokens: int | None = Field(
-        default=None,
+    truncate_prompt_tokens: int | None = optional(
+        "Keep so many of a prompt's tokens; -1: what there is room for.",
         ge=-1,
         le=MAX_COUNT,
-        description="Keep so many of a prompt's tokens; -1: what there is room for.",
         json_schema_extra={"not": {"const": 0}},
     )
-    truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description="Where tokens are cut off; default left."
+    truncation_side: Literal["left", "right"] | None = optional(
+        "Where tokens are cut off; default left."
     )
-    allow_special_tokens: bool = Field(
-        default=False, description="Special tokens that texts spell are such tokens."
+    allow_special_tokens: bool = optional(
+        "Special tokens that texts spell are such tokens.", default=False
     )
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = Field(
-        default=None, description="Text, any JSON object, or JSON that matches a schema."
+    response_format: ResponseFormat | None = optional(
+        "Text, any JSON object, or JSON that matches a schema."
     )
-    structured_outputs: StructuredOutputs | None = Field(
-        default=None, description="What the output has to match."
-    )
-    prediction: Prediction | None = Field(
-        default=None,
-        description="What the output will mostly be; drafted from, never written by itself.",
+    structured_outputs: StructuredOutputs | None = optional("What the output has to match.")
+    prediction: Prediction | None = optional(
+        "What the output will mostly be; drafted from, never written by itself."
     )
 
 
@@ -226,109 +180,39 @@ class CompletionRequest(SamplingFields):
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = _FIXED
 
     prompt: PromptField = Field(description="Text or token ids, one or a batch.")
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="Default 16.")
-    best_of: int | None = Field(
-        default=None, ge=1, description="Only the value of 'n' is accepted."
+    max_tokens: int | None = optional("Default 16.", ge=1, le=MAX_COUNT)
+    best_of: int | None = optional("Only the value of 'n' is accepted.", ge=1)
+    echo: bool = optional("Begin the text with the prompt.", default=False)
+    logprobs: int | None = optional(
+        "Likeliest tokens reported next to each token.", ge=0, le=MAX_LOGPROBS
     )
-    echo: bool = Field(default=False, description="Begin the text with the prompt.")
-    logprobs: int | None = Field(
-        default=None,
-        ge=0,
-        le=MAX_LOGPROBS,
-        description="Likeliest tokens reported next to each token.",
+    add_special_tokens: bool = optional("Let the tokenizer add its BOS.", default=True)
+    allow_special_tokens: bool = optional(
+        "Special tokens that the prompt spells are such tokens.", default=True
     )
-    add_special_tokens: bool = Field(default=True, description="Let the tokenizer add its BOS.")
-    allow_special_tokens: bool = Field(
-        default=True, description="Special tokens that the prompt spells are such tokens."
-    )
-
-
-_TEXT: JsonDict = {"type": ["string", "array"]}
-_SOME: JsonDict = {"type": "string", "minLength": 1}
-_SEVERAL: JsonDict = {"type": "array", "minItems": 1}
-_OWN_FIELDS = {
-    "tool": ("name", "tool_call_id"),
-    "assistant": ("tool_calls", "reasoning_content", "reasoning"),
-}
-
-
-_FORMS: dict[str, list[dict[str, JsonDict]]] = {
-    **dict.fromkeys(("system", "developer", "user"), [{"content": _TEXT}]),
-    "assistant": [{"content": _TEXT}, {"tool_calls": _SEVERAL}, {"reasoning_content": _SOME}],
-    "tool": [{"tool_call_id": _SOME, "content": _TEXT}],
-}
-"""By role, what messages hold at least: the fields of one of these."""
-
-
-def _foreign_to(role: str) -> tuple[str, ...]:
-    """Returns the fields that messages of this role have no place for."""
-    return tuple(chain(*(names for owner, names in _OWN_FIELDS.items() if owner != role)))
-
-
-_MESSAGES: JsonDict = {
-    "anyOf": [
-        in_case({"role": {"const": role}, **form}, _foreign_to(role))
-        for role, forms in _FORMS.items()
-        for form in forms
-    ]
-}
-
-
-class ChatMessage(Body):
-    """``developer`` is handed to the chat template as ``system``. Only the assistant has tool calls and
-    reasoning, and then it needs no content; only a tool has ``tool_call_id``, and needs it.
-    """
-
-    model_config = ConfigDict(json_schema_extra=_MESSAGES)
-
-    unsupported: ClassVar[dict[str, str]] = {
-        "function_call": "use 'tool_calls'",
-        "audio": _TEXT_ONLY,
-        "refusal": "send the text as 'content'",
-        "annotations": _TEXT_ONLY,
-    }
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: ContentField | None = None
-    name: str | None = Field(default=None, description="Of a tool's message: its function.")
-    tool_calls: list[MessageToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_call_id: str | None = Field(default=None, max_length=256)
-    reasoning_content: str | None = None
-    reasoning: str | None = Field(default=None, description="The same as 'reasoning_content'.")
 
     @property
-    def thoughts(self) -> str:
-        return self.reasoning_content or self.reasoning or ""
+    def limit(self) -> tuple[str, int | None]:
+        """The field that bounds a choice's tokens, and the bound; None: what there is room for."""
+        return "max_tokens", self.max_tokens or DEFAULT_COMPLETION_TOKENS
 
-    @model_validator(mode="after")
-    def _suits_its_role(self) -> Self:
-        for name in _foreign_to(self.role):
-            if getattr(self, name):
-                raise refusal(name, message=f"messages of {self.role!r} have no place for it")
-        if self.reasoning and self.reasoning_content not in (None, self.reasoning):
-            raise refusal("reasoning", message="contradicts 'reasoning_content'")
-        missing = [[name for name in form if not self._has(name)] for form in _FORMS[self.role]]
-        if all(missing):
-            raise refusal(missing[0][0], message="is missing")
-        return self
-
-    def _has(self, name: str) -> bool:
-        if name == "content":
-            return self.content is not None
-        return bool(self.thoughts if name == "reasoning_content" else getattr(self, name))
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of likeliest tokens reported next to each; None: no log-probabilities."""
+        return self.logprobs
 
 
 class TemplateFields(Body):
     """How messages become a prompt."""
 
-    add_generation_prompt: bool = Field(
-        default=True, description="Let the template begin the assistant's turn."
+    add_generation_prompt: bool = optional(
+        "Let the template begin the assistant's turn.", default=True
     )
-    continue_final_message: bool = Field(
-        default=False, description="Go on in the last message; without a generation prompt."
+    continue_final_message: bool = optional(
+        "Go on in the last message; without a generation prompt.", default=False
     )
-    chat_template_kwargs: dict[str, JsonValue] | None = Field(
-        default=None, description="Variables of the tokenizer's chat template."
+    chat_template_kwargs: dict[str, JsonValue] | None = optional(
+        "Variables of the tokenizer's chat template."
     )
 
 
@@ -337,7 +221,7 @@ _LOGPROBS: JsonDict = {
 }
 
 
-class ChatRequest(SamplingFields, TemplateFields):
+class ChatRequest(SamplingFields, TemplateFields, ToolFields):
     """``POST /v1/chat/completions``."""
 
     model_config = ConfigDict(json_schema_extra=_LOGPROBS)
@@ -345,7 +229,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     unsupported: ClassVar[dict[str, str]] = _UNSUPPORTED | {
         "functions": "use 'tools'",
         "function_call": "use 'tool_choice'",
-        "audio": _TEXT_ONLY,
+        "audio": TEXT_ONLY,
         "reasoning_effort": "the chat template decides; see 'chat_template_kwargs'",
         "verbosity": "say it in a message",
         "web_search_options": "the server reads nothing from the web",
@@ -361,29 +245,24 @@ class ChatRequest(SamplingFields, TemplateFields):
     }
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: ToolsField | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MAX_TOOLS,
-        description="Functions that may be called.",
-    )
-    tool_choice: ToolChoiceField = Field(
-        default=None, description="auto (the default with tools), none, required, or a function."
-    )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="Whether a reply may have several calls; default: true."
-    )
-    include_reasoning: bool = Field(default=True, description="Show reasoning that is split off.")
-    max_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_COUNT, description="Default: what the context has room for."
-    )
+    max_tokens: int | None = optional("Default: what the context has room for.", ge=1, le=MAX_COUNT)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    echo: bool = Field(
-        default=False, description="Begin with the last message, the assistant's own."
-    )
-    add_special_tokens: bool = Field(default=False, description="Templates write their own BOS.")
+    echo: bool = optional("Begin with the last message, the assistant's own.", default=False)
+    add_special_tokens: bool = optional("Templates write their own BOS.", default=False)
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that bounds a choice's tokens, and the bound; None: what there is room for."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of likeliest tokens reported next to each; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 _PROMPT_OR_MESSAGES: JsonDict = {
@@ -404,7 +283,7 @@ class TokenizeRequest(TemplateFields):
     unsupported: ClassVar[dict[str, str]] = {
         "chat_template": ChatRequest.unsupported["chat_template"],
         "documents": ChatRequest.unsupported["documents"],
-        "mm_processor_kwargs": _TEXT_ONLY,
+        "mm_processor_kwargs": TEXT_ONLY,
     }
 
     model_config = ConfigDict(json_schema_extra=_PROMPT_OR_MESSAGES)
@@ -412,16 +291,10 @@ class TokenizeRequest(TemplateFields):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
-    tools: ToolsField | None = Field(
-        default=None, min_length=1, max_length=MAX_TOOLS, description="With messages."
-    )
-    add_special_tokens: bool | None = Field(
-        default=None, description="Default: true for a prompt, false for messages."
-    )
-    allow_special_tokens: bool | None = Field(
-        default=None, description="Default: true for a prompt, false for messages."
-    )
-    return_token_strs: bool = Field(default=False, description="The tokens' texts, too.")
+    tools: ToolsField | None = optional("With messages.", min_length=1, max_length=MAX_TOOLS)
+    add_special_tokens: bool | None = optional("Default: true for a prompt, false for messages.")
+    allow_special_tokens: bool | None = optional("Default: true for a prompt, false for messages.")
+    return_token_strs: bool = optional("The tokens' texts, too.", default=False)
 
 
 class DetokenizeRequest(Body):

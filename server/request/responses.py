@@ -7,6 +7,7 @@ it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import MaxLen, MinLen
@@ -21,11 +22,13 @@ from pydantic import (
 from pydantic.config import JsonDict
 
 from server.errors import ApiError, refused
-from server.request.body import Body, in_case, refusal
+from server.plan import RequestPlan
+from server.request.body import Body, in_case, optional, refusal
 from server.request.grammars import Schema
+from server.request.messages import MAX_TOOLS, NAME_PATTERN, FunctionDefinition
 from server.request.parsing import check
 from server.request.protocol import MAX_COUNT, ChatRequest, CommonFields
-from server.request.tools import MAX_TOOLS, NAME_PATTERN, FunctionDefinition, Tool
+from server.request.translate import Translator
 
 MAX_ITEMS = 1 << 14
 _STATELESS = "nothing is stored here; send the items themselves"
@@ -46,8 +49,7 @@ class InputReasoningPart(Body):
 
 
 class _Item(Body):
-    """What items of replies have besides, and is taken back. ``for_chat``: the message of a chat that
-    says the same."""
+    """The fields of all items. ``for_chat`` returns the message of a chat that says the same."""
 
     unsupported: ClassVar[dict[str, str]] = {"phase": "the model is not told of it"}
 
@@ -182,13 +184,12 @@ class TextFormat(Body):
 
     @model_validator(mode="after")
     def _suits_its_type(self) -> Self:
+        given = self.model_dump(by_alias=True, exclude_none=True)
         for name in _OF_SCHEMAS:
-            value = getattr(self, "schema_" if name == "schema" else name)
-            is_needed = self.type == "json_schema" and name in ("name", "schema")
-            if value is None and is_needed:
-                raise refusal(name, message="is missing")
-            if value is not None and self.type != "json_schema":
+            if self.type != "json_schema" and name in given:
                 raise refusal(name, message=f"has no effect with type {self.type!r}")
+            if self.type == "json_schema" and name in ("name", "schema") and name not in given:
+                raise refusal(name, message="is missing")
         return self
 
     def for_chat(self) -> dict[str, Any]:
@@ -237,17 +238,15 @@ class ResponsesRequest(CommonFields):
     }
 
     input: InputField = Field(description="A text, or the items of a conversation.")
-    instructions: str | None = Field(default=None, description="A system message before the input.")
-    max_output_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_COUNT, description="Default: what the context has room for."
+    instructions: str | None = optional("A system message before the input.")
+    max_output_tokens: int | None = optional(
+        "Default: what the context has room for.", ge=1, le=MAX_COUNT
     )
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Default 1.")
+    top_p: float | None = optional("Default 1.", gt=0, le=1)
     tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | _NamedFunction | None = None
     parallel_tool_calls: bool | None = None
-    text: TextConfig | None = Field(
-        default=None, description="'format': what the text has to match."
-    )
+    text: TextConfig | None = optional("'format': what the text has to match.")
     reasoning: ReasoningConfig | None = None
 
     def for_chat(self) -> ChatRequest:
@@ -255,11 +254,12 @@ class ResponsesRequest(CommonFields):
         messages = _messages(self.instructions, self.input)
         if not messages:
             raise refused("input", ": nothing in it says anything")
+        tools = [tool.model_dump(exclude={"type"}) for tool in self.tools or []]
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in CommonFields.model_fields},
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [_for_chat(tool) for tool in self.tools or []],
+            "tools": [{"type": "function", "function": tool} for tool in tools],
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "top_p": self.top_p,
@@ -268,13 +268,11 @@ class ResponsesRequest(CommonFields):
             given["response_format"] = self.text.format.for_chat()
         if self.reasoning is not None and self.reasoning.effort is not None:
             given["chat_template_kwargs"] = {"reasoning_effort": self.reasoning.effort}
-        return check(
-            ChatRequest,
-            {name: value for name, value in given.items() if value not in (None, [])},
-        )
+        said = {name: value for name, value in given.items() if value not in (None, [])}
+        return check(ChatRequest, said)
 
     def repeated(self) -> dict[str, JsonValue]:
-        """What a response says of its request."""
+        """Returns the fields that a response repeats."""
         text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text else {}
         reasoning = self.reasoning.model_dump() if self.reasoning else {"effort": None}
         tools = [tool.model_dump() for tool in self.tools or []]
@@ -301,10 +299,6 @@ class ResponsesRequest(CommonFields):
         if isinstance(self.tool_choice, _NamedFunction):
             return {"type": "function", "function": {"name": self.tool_choice.name}}
         return self.tool_choice if self.tools or self.tool_choice != "auto" else None
-
-
-def _for_chat(tool: FunctionTool) -> Tool:
-    return Tool(type="function", function=FunctionDefinition(**tool.model_dump(exclude={"type"})))
 
 
 def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str, Any]]:
@@ -338,7 +332,22 @@ _RENAMED = {
 }
 
 
-def in_own_words(error: ApiError) -> ApiError:
+def plan_response(
+    translator: Translator,
+    body: ResponsesRequest,
+    arrival_time: float,
+    drafters: Sequence[str] | None = None,
+) -> RequestPlan:
+    """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
+    one."""
+    try:
+        plan = translator.plan(body.for_chat(), arrival_time, drafters)
+    except ApiError as error:
+        raise _in_own_words(error) from error
+    return replace(plan, repeated=body.repeated())
+
+
+def _in_own_words(error: ApiError) -> ApiError:
     """A refusal of the chat request, with the field of this one that is at fault."""
     param = error.param or ""
     own = param.replace(".function.", ".") if param.startswith("tools.") else param

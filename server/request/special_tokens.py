@@ -16,7 +16,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -25,8 +25,12 @@ from server.errors import refused
 
 _PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 Span = tuple[int, int]
-Piece = tuple[bool, str]
-"""Whether special tokens may be spelled in a part of a text, and the part."""
+Text = str | list[tuple[bool, str]]
+"""A text in which special tokens may be spelled anywhere; or its pieces, and whether they may in each."""
+
+
+def joined(text: Text) -> str:
+    return text if isinstance(text, str) else "".join(piece for _, piece in text)
 
 
 class Spellings:
@@ -54,13 +58,13 @@ class Spellings:
         ends = ((len(text) - size, len(text)) for size in sizes if text[-size:] in self._begins)
         begins = ((0, size) for size in sizes if text[:size] in self._ends)
         for found in (ends, begins):
-            apart = (each for each in found if all(_are_apart(each, other) for other in spans))
-            spans += [span for span in [next(apart, None)] if span is not None]
+            apart = (
+                (first, end)
+                for first, end in found
+                if all(end <= other[0] or other[1] <= first for other in spans)
+            )
+            spans += islice(apart, 1)
         return sorted(spans)
-
-
-def _are_apart(one: Span, other: Span) -> bool:
-    return one[1] <= other[0] or other[1] <= one[0]
 
 
 class Disguise:
@@ -88,34 +92,31 @@ class Disguise:
 
     def put_on(self, given: Any) -> Any:
         """The same JSON with its texts disguised."""
-        if isinstance(given, str):
-            return self._put_on_text(given)
         if isinstance(given, dict):
             return {self.put_on(name): self.put_on(value) for name, value in given.items()}
-        return [self.put_on(each) for each in given] if isinstance(given, list) else given
-
-    def _put_on_text(self, text: str) -> str:
+        if isinstance(given, list):
+            return [self.put_on(each) for each in given]
+        if not isinstance(given, str):
+            return given
         parts, at = [], 0
-        for first, end in self._spellings.spans(text):
-            parts += [text[at:first], self._chars[text[first:end]] * (end - first)]
+        for first, end in self._spellings.spans(given):
+            parts += [given[at:first], self._chars[given[first:end]] * (end - first)]
             at = end
-        return "".join((*parts, text[at:]))
+        return "".join((*parts, given[at:]))
 
-    def take_off(self, rendered: str) -> list[Piece]:
-        """What a template made of disguised texts, with the texts as they were, in pieces: whether a
-        piece may have special tokens of the template's, and the piece."""
+    def take_off(self, rendered: str) -> Text:
+        """Returns the output of a template with the texts as they were; special tokens are those of the
+        template."""
         if not self._hidden:
             return [(True, rendered)]
         for char in self._hidden:
             rendered = rendered.replace(_escaped(char), char)
         runs = "|".join(f"{char}+" for char in self._hidden)
         # Every other part is a run.
-        parts = enumerate(re.split(f"({runs})", rendered))
-        return [
-            (True, part) if at % 2 == 0 else (False, _repeat(self._hidden[part[0]], len(part)))
-            for at, part in parts
-            if part
-        ]
+        parts = re.split(f"({runs})", rendered)
+        # A template may have cut the last spelling of a run.
+        parts[1::2] = [_repeat(self._hidden[run[0]], len(run)) for run in parts[1::2]]
+        return [(at % 2 == 0, part) for at, part in enumerate(parts) if part]
 
 
 def _strings(given: Any) -> Iterator[str]:
@@ -134,7 +135,7 @@ def _escaped(char: str) -> str:
 
 
 def _repeat(spelling: str, size: int) -> str:
-    """So many characters of a spelling, time and again: a template may have cut the last."""
+    """So many characters of a spelling, time and again."""
     return (spelling * (size // len(spelling) + 1))[:size]
 
 
@@ -144,7 +145,10 @@ class TextEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.spellings = Spellings(tokenizer)
-        self._names = {spelling: _unguessable_name() for spelling in self.spellings.tokens}
+        # Nobody can guess them.
+        self._names = {
+            spelling: f"\ue000{secrets.token_hex(16)}\ue001" for spelling in self.spellings.tokens
+        }
         self._own = re.compile(self.spellings.pattern)
         # Then other spellings may become theirs.
         self._are_normalized = any(each.normalized for each in self.spellings.tokens.values())
@@ -159,33 +163,32 @@ class TextEncoder:
         # The second tokenizer is made in a millisecond, and sent in a second.
         return TextEncoder, (self._tokenizer,)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """With the special tokens that are spelled in it."""
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return token_ids
-
-    def encode_pieces(self, field: str, pieces: list[Piece], add_special_tokens: bool) -> list[int]:
-        """Encodes one text; special tokens are those in the pieces that may have them. ``field`` is named
-        in the ApiError 400 that is raised where the tokenizer cannot take others as text."""
-        text = "".join(piece for _, piece in pieces)
-        may_all_have = all(may_have for may_have, _ in pieces)
-        if not self._are_normalized and (may_all_have or not self.spellings.are_in(text)):
-            return self.encode(text, add_special_tokens)
-        named = "".join(
-            self._own.sub(lambda found: self._names[found[0]], piece) if may_have else piece
-            for may_have, piece in pieces
-        )
-        return self._encode_plainly(field, named, add_special_tokens)
-
-    def _encode_plainly(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, field: str, text: Text, add_special_tokens: bool) -> list[int]:
+        """Encodes a text with the special tokens that may be spelled in it. ``field`` is named in the
+        ApiError 400 that is raised where the tokenizer cannot take others as text."""
+        if isinstance(text, str) or self._has_no_others(text):
+            token_ids: list[int] = self._tokenizer.encode(
+                joined(text), add_special_tokens=add_special_tokens
+            )
+            return token_ids
         if self._plain is None:
             raise refused(
                 field,
                 ": this model's tokenizer cannot take special tokens as text; leave them out, "
                 "or send 'allow_special_tokens': true",
             )
-        token_ids = self._plain.encode(text, add_special_tokens=add_special_tokens).ids
+        named = "".join(
+            self._own.sub(lambda found: self._names[found[0]], piece) if may_have else piece
+            for may_have, piece in text
+        )
+        token_ids = self._plain.encode(named, add_special_tokens=add_special_tokens).ids
         return [self._named.get(token_id, token_id) for token_id in token_ids]
+
+    def _has_no_others(self, pieces: list[tuple[bool, str]]) -> bool:
+        """Returns whether a tokenizer finds no special tokens in a text but those that it may have."""
+        if self._are_normalized:
+            return False
+        return all(may_have for may_have, _ in pieces) or not self.spellings.are_in(joined(pieces))
 
     def _build_plain(self, backend: Tokenizer | None) -> Tokenizer | None:
         if backend is None:
@@ -211,7 +214,3 @@ def _renamed(token: AddedToken, name: str) -> AddedToken:
     return AddedToken(
         name, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=False
     )
-
-
-def _unguessable_name() -> str:
-    return f"\ue000{secrets.token_hex(16)}\ue001"

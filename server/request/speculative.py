@@ -1,5 +1,5 @@
 """The ``speculative`` object: who drafts, how deep, in what shape; for a request, or as the
-server's default.
+server's default, which an operator may change while the server serves.
 
 ``SpeculativeResolver`` overlays a request's object on the server's and checks the outcome against what
 the engine has and what the operator allows. A field that could have no effect next to the others is an
@@ -9,12 +9,12 @@ error.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, PlainValidator
+from pydantic import PlainValidator
 
 from drafters.base import DrafterInfo, OptionValue
 from drafters.options import (
@@ -27,8 +27,8 @@ from drafters.options import (
 from engine.request.info import EngineInfo
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info
-from server.errors import ApiError, refused
-from server.request.body import Body, described_by
+from server.errors import ApiError
+from server.request.body import Body, described_by, optional
 
 PREDICTION_DRAFTER = "prediction"
 _BUILT_IN = SpeculativeParams()
@@ -78,33 +78,34 @@ class SpeculativeField(Body):
 
 
 class SpeculativeCaps(Body):
-    """What requests may ask for. The engine's own ``max_num_nodes`` bounds the tokens as well."""
+    """The limits of requests. The engine's own ``max_num_nodes`` bounds the tokens as well."""
 
-    draft_strategies: list[str] | None = Field(
-        default=None,
-        max_length=256,
-        description="Drafters that requests may name; default: all that are loaded.",
+    draft_strategies: list[str] | None = optional(
+        "Drafters that requests may name; default: all that are loaded.", max_length=256
     )
-    max_speculative_tokens: int | None = Field(
-        default=None, ge=0, description="Most draft nodes per request and step."
-    )
-    max_tree_width: int = Field(default=8, ge=1, description="Widest draft tree.")
-    max_tree_depth: int = Field(default=32, ge=1, description="Deepest draft tree.")
+    max_speculative_tokens: int | None = optional("Most draft nodes per request and step.", ge=0)
+    max_tree_width: int = optional("Widest draft tree.", default=8, ge=1)
+    max_tree_depth: int = optional("Deepest draft tree.", default=32, ge=1)
 
     def given(self) -> dict[str, Any]:
         """Returns the fields that somebody set."""
         return self.model_dump(exclude_unset=True)
 
 
-class UnfitSpeculationError(ValueError):
-    """An operator's wish that the engine or the caps rule out. ``group``: "speculative" or
-    "speculative_caps"; ``name``: the field in it; ``reason``: without its name."""
+class UnfitSpeculationError(ApiError, ValueError):
+    """A field that the engine, the caps or other fields rule out. To an operator it is a ValueError."""
 
-    def __init__(self, group: str, name: str, reason: str) -> None:
-        super().__init__(f"{group}.{name} {reason}")
-        self.group = group
-        self.name = name
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(400, f"{field} {reason}", param=field, code="invalid_value")
+        self.field = field
         self.reason = reason
+
+
+class SpeculativeChange(Body):
+    """The operator's wishes from now on."""
+
+    defaults: SpeculativeField | None = None
+    caps: SpeculativeCaps | None = None
 
 
 class SpeculativeResolver:
@@ -125,17 +126,33 @@ class SpeculativeResolver:
         unknown = sorted(set(wanted or ()) - set(info.drafters))
         if unknown:
             reason = f"name a drafter that is not loaded: {unknown[0]}"
-            raise UnfitSpeculationError("speculative_caps", "draft_strategies", reason)
+            raise UnfitSpeculationError("speculative_caps.draft_strategies", reason)
         self.allowed = [
             name for name in info.drafters if name == NO_DRAFTER or wanted is None or name in wanted
         ]
         self._built_in = self.defaults = self._capped(_BUILT_IN)
+        self.defaults = self._overlaid(default)
+
+    def changed(self, change: SpeculativeChange, *, from_built_in: bool) -> SpeculativeResolver:
+        """Returns what serves with the fields given in place of the present wishes.
+
+        ``from_built_in``: in place of the built-in values, all wishes till now forgotten. Raises ApiError
+        400 naming the field at fault.
+        """
+        defaults = {} if from_built_in else self.wished
+        caps = {} if from_built_in else self.caps.given()
+        if change.defaults is not None:
+            defaults = defaults | change.defaults.given()
+        if change.caps is not None:
+            caps = caps | change.caps.given()
         try:
-            self.defaults = self._overlaid(self.wished)
-        except ApiError as error:
-            group, _, name = (error.param or "").partition(".")
-            reason = error.message.removeprefix(f"{error.param} ")
-            raise UnfitSpeculationError(group, name, reason) from error
+            return SpeculativeResolver(
+                self.info, SpeculativeField(**defaults), SpeculativeCaps(**caps)
+            )
+        except UnfitSpeculationError as error:
+            group, _, name = error.field.partition(".")
+            own = "defaults" if group == "speculative" else "caps"
+            raise UnfitSpeculationError(f"{own}.{name}", error.reason) from error
 
     def held_to(self, drafters: Sequence[str] | None) -> SpeculativeResolver:
         """Returns what serves requests that may have these drafters only, and plain decoding; None: any.
@@ -159,10 +176,8 @@ class SpeculativeResolver:
         self, asked: SpeculativeField | None, has_prediction: bool = False
     ) -> SpeculativeParams:
         """Returns every option of a request, by the request or the server, and all in agreement. Raises
-        ApiError 400 naming the field at fault."""
-        return self._resolve({} if asked is None else asked.given(), has_prediction)
-
-    def _resolve(self, given: Mapping[str, Any], has_prediction: bool) -> SpeculativeParams:
+        UnfitSpeculationError naming the field at fault."""
+        given = {} if asked is None else asked.given()
         info = self._drafter(given.get("draft_strategy"), has_prediction)
         own = self._drafter_options(info, given.get("options", {}))
         shown = given.get("return_drafted", self.defaults.return_drafted)
@@ -175,6 +190,7 @@ class SpeculativeResolver:
         num, low, high = self._depth(given, policy)
         shape = self._shape(given, info, high)
         is_aimed = _RATE in policy_info(policy).settings
+        rate = given.get(_RATE, self.defaults.target_acceptance_rate)
         return replace(
             self.defaults,
             draft_strategy=info.name,
@@ -182,9 +198,7 @@ class SpeculativeResolver:
             num_speculative_tokens=num,
             min_speculative_tokens=low,
             max_speculative_tokens=high,
-            target_acceptance_rate=(
-                given.get(_RATE, self.defaults.target_acceptance_rate) if is_aimed else None
-            ),
+            target_acceptance_rate=rate if is_aimed else None,
             verification=self._verification(given, info, is_wide=shape.get("tree_width", 1) > 1),
             options=own,
             return_drafted=shown,
@@ -203,12 +217,12 @@ class SpeculativeResolver:
             tree_depth=min(params.tree_depth, self.caps.max_tree_depth),
         )
 
-    def _overlaid(self, wished: Mapping[str, Any]) -> SpeculativeParams:
+    def _overlaid(self, default: SpeculativeField) -> SpeculativeParams:
         """Returns the defaults overlaid with the operator's wishes, where those are sound."""
-        found = self._resolve(wished, has_prediction=False)
+        found = self.resolve(default)
         # What is not the operator's word is the built-in one, not what it had to give way to. With no
         # drafter, a request may still name one: it then gets the built-in depth.
-        changes = {**wished, "draft_strategy": found.draft_strategy}
+        changes = {**self.wished, "draft_strategy": found.draft_strategy}
         changes.pop("adaptive_depth", None)
         if found.draft_strategy != NO_DRAFTER:
             settled = ("adaptive_depth", _NUM, _LOW, "tree_strategy", "verification")
@@ -233,7 +247,7 @@ class SpeculativeResolver:
             able = (
                 f"one of: {', '.join(takers)}" if takers else "one that this server does not offer"
             )
-            raise refused("prediction", f"needs another draft_strategy: {able}")
+            raise UnfitSpeculationError("prediction", f"needs another draft_strategy: {able}")
         return self.info.drafters[name]
 
     def _drafter_options(
@@ -250,18 +264,18 @@ class SpeculativeResolver:
 
     def _policy(self, given: Mapping[str, Any]) -> str:
         asked = given.get("adaptive_depth", self.defaults.adaptive_depth)
-        policy: str = {True: self._adaptive_policy(), False: FIXED_POLICY}.get(asked, asked)
+        policy: str = asked
+        if asked is True:
+            # The server's adaptive policy.
+            is_adaptive = _HIGH in policy_info(self.defaults.adaptive_depth).settings
+            policy = (self.defaults if is_adaptive else _BUILT_IN).adaptive_depth
+        elif asked is False:
+            policy = FIXED_POLICY
         settings = policy_info(policy).settings
         for name in (_NUM, _LOW, _HIGH, _RATE):
             if name in given and name not in settings:
                 raise _no_effect(name, f"adaptive_depth {policy!r}")
         return policy
-
-    def _adaptive_policy(self) -> str:
-        """Returns the policy that ``true`` stands for."""
-        policy = self.defaults.adaptive_depth
-        is_adaptive = _HIGH in policy_info(policy).settings
-        return policy if is_adaptive else _BUILT_IN.adaptive_depth
 
     def _depth(self, given: Mapping[str, Any], policy: str) -> tuple[int, int, int]:
         """(num, min, max): what was given stands, what was not gives way to it."""
@@ -290,26 +304,26 @@ class SpeculativeResolver:
 
     def _shape(self, given: Mapping[str, Any], info: DrafterInfo, high: int) -> dict[str, Any]:
         """The options of the draft's shape, where they differ from the server's."""
-        strategy = given.get("tree_strategy")
-        is_tree = (strategy or self.defaults.tree_strategy) == "tree"
-        if strategy is None and given.get("verification") == "block":
+        asked = given.get("tree_strategy")
+        is_tree = (asked or self.defaults.tree_strategy) == "tree"
+        if asked is None and given.get("verification") == "block":
             is_tree = False
         if is_tree and not info.drafts_trees:
-            if strategy == "tree":
+            if asked == "tree":
                 raise _refuse("tree_strategy", f"drafter {info.name!r} takes no tree shape")
             is_tree = False
         longest = max(1, high)
-        if not is_tree:
-            for name in ("tree_width", "tree_depth"):
-                if name in given:
-                    raise _no_effect(name, "a tree_strategy other than 'tree'")
-            return {"tree_strategy": "linear"}
-        for name, cap in (
-            ("tree_width", self.caps.max_tree_width),
-            ("tree_depth", min(self.caps.max_tree_depth, longest)),
-        ):
+        caps = {
+            "tree_width": self.caps.max_tree_width,
+            "tree_depth": min(self.caps.max_tree_depth, longest),
+        }
+        for name, cap in caps.items():
+            if name in given and not is_tree:
+                raise _no_effect(name, "a tree_strategy other than 'tree'")
             if given.get(name, 0) > cap:
                 raise _refuse(name, f"must be at most {cap} for this request")
+        if not is_tree:
+            return {"tree_strategy": "linear"}
         return {
             "tree_strategy": "tree",
             "tree_width": given.get("tree_width", self.defaults.tree_width),
@@ -319,10 +333,9 @@ class SpeculativeResolver:
     def _verification(
         self, given: Mapping[str, Any], info: DrafterInfo, is_wide: bool
     ) -> VerificationName:
-        """What was given is refused where it cannot be; the server's default gives way."""
+        """Returns the verification; the server's default gives way where it cannot be."""
         wanted: VerificationName = given.get("verification", self.defaults.verification)
-        possible: VerificationName = wanted
-        why = ""
+        possible = wanted
         if wanted != "match" and not info.samples:
             possible = "match"
             why = f"drafter {info.name!r} does not draw from a distribution of its own"
@@ -333,11 +346,16 @@ class SpeculativeResolver:
         return possible
 
 
-def _refuse(name: str, message: str) -> ApiError:
-    return refused(f"speculative.{name}", message)
+ChangeSpeculation: TypeAlias = Callable[..., Awaitable[SpeculativeResolver]]
+"""Changes speculation for all requests that are read once it has returned. Arguments and errors are those
+of ``SpeculativeResolver.changed``."""
 
 
-def _no_effect(name: str, where: str) -> ApiError:
+def _refuse(name: str, reason: str) -> UnfitSpeculationError:
+    return UnfitSpeculationError(f"speculative.{name}", reason)
+
+
+def _no_effect(name: str, where: str) -> UnfitSpeculationError:
     return _refuse(name, f"has no effect with {where}; leave one of them out")
 
 

@@ -10,28 +10,20 @@ import secrets
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from engine.request.info import EngineInfo
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
-from server.errors import ApiError, refused, unknown_model
-from server.plan import (
-    ChoicePlan,
-    MessageOptions,
-    Prompt,
-    ReplyOptions,
-    RequestPlan,
-    TextOptions,
-)
-from server.request.body import MAX_SEED, Body
+from server.errors import refused, unknown_model
+from server.plan import ChoicePlan, RequestPlan, TextOptions
+from server.request.body import MAX_SEED
 from server.request.grammars import grammar_of
 from server.request.message_formats import MessageFormats
-from server.request.prompts import PromptOptions, Prompts
+from server.request.messages import Tool, template_messages, template_tools
+from server.request.prompts import Prompts
 from server.request.protocol import (
-    DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -40,24 +32,10 @@ from server.request.protocol import (
     TemplateFields,
     TokenizeRequest,
 )
-from server.request.responses import ResponsesRequest, in_own_words
+from server.request.special_tokens import Text
 from server.request.speculative import SpeculativeResolver
 
 GRAMMAR_DRAFTER = "grammar"
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What completions and chat say in different words. ``max_tokens``: None for what there is room
-    for; ``num_logprobs``, ``echo`` and ``prefix`` as in ``ReplyOptions``."""
-
-    prompts: Sequence[Prompt]
-    max_tokens: int | None
-    num_logprobs: int | None
-    grammar: str
-    message: MessageOptions = MessageOptions()
-    echo: bool = False
-    prefix: str = ""
 
 
 class Translator:
@@ -87,61 +65,40 @@ class Translator:
         )
 
     def plan(
-        self, body: Body, arrival_time: float, drafters: Sequence[str] | None = None
+        self,
+        body: CompletionRequest | ChatRequest,
+        arrival_time: float,
+        drafters: Sequence[str] | None = None,
     ) -> RequestPlan:
         """Returns what the engine is to write and how. ``drafters``: those that the request may have;
         None: all. Raises ApiError."""
-        if isinstance(body, ResponsesRequest):
-            try:
-                plan = self.plan(body.for_chat(), arrival_time, drafters)
-            except ApiError as error:
-                raise in_own_words(error) from error
-            return replace(plan, repeated=body.repeated())
-        if isinstance(body, ChatRequest):
-            return self._plan(body, self._chat(body), arrival_time, drafters)
-        assert isinstance(body, CompletionRequest)
-        return self._plan(body, self._completion(body), arrival_time, drafters)
-
-    def _completion(self, body: CompletionRequest) -> _Wanted:
-        """Raises ApiError."""
-        max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-        self._check_common(body, max_tokens, "max_tokens", num_prompts=len(body.prompt))
-        if body.best_of not in (None, body.n):
-            raise refused("best_of", "is supported only if it equals n")
-        options = self._prompt_options(body, body.add_special_tokens, max_tokens)
-        prompts = [
-            self._prompts.of_text("prompt", given, options)
-            if isinstance(given, str)
-            else self._prompts.of_token_ids("prompt", given, options)
-            for given in body.prompt
-        ]
-        grammar = grammar_of(body.response_format, body.structured_outputs)
-        return _Wanted(prompts, max_tokens, body.logprobs, grammar, echo=body.echo)
-
-    def _chat(self, body: ChatRequest) -> _Wanted:
-        """Raises ApiError."""
-        if body.top_logprobs is not None and not body.logprobs:
-            raise refused("top_logprobs", "needs 'logprobs': true")
-        limit = body.max_completion_tokens or body.max_tokens
-        if body.max_tokens is not None and body.max_tokens != limit:
-            raise refused("max_tokens", "contradicts max_completion_tokens")
-        if body.echo and body.messages[-1].role != "assistant":
-            raise refused("echo", "needs a last message that is the assistant's")
-        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        self._check_common(body, limit, field, num_prompts=1)
-        options = self._prompt_options(body, body.add_special_tokens, limit)
-        self._formats.check(body)
-        tools = self._formats.tools(body)
-        prompt = self._prompts.of_messages(body.messages, tools, body, options)
-        message = self._formats.options(body, prompt.text)
-        answer = grammar_of(body.response_format, body.structured_outputs)
-        return _Wanted(
-            [prompt],
-            limit,
-            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            grammar=self._formats.grammar(body, message, answer),
-            message=message,
-            prefix=(body.messages[-1].content or "") if body.echo else "",
+        prompts = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
+        text, grammar = self._text(body, prompts[0][0])
+        _check_agreement(body, grammar)
+        resolver = self.resolver.held_to(drafters)
+        speculative = resolver.resolve(body.speculative, body.prediction is not None)
+        request_id = uuid.uuid4().hex
+        token_ids = [each for _, each in prompts]
+        requests = self._requests(body, token_ids, grammar, speculative, request_id, arrival_time)
+        streaming = body.stream_options or StreamOptions()
+        choices = (ChoicePlan(index, request, text) for index, request in enumerate(requests))
+        return RequestPlan(
+            request_id=request_id,
+            created=int(time.time()),
+            n=body.n,
+            choices=tuple(choices),
+            beginnings=_beginnings(body, [prompt for prompt, _ in prompts]),
+            echo=body.echo and isinstance(body, CompletionRequest),
+            stream=body.stream,
+            include_usage=streaming.include_usage,
+            continuous_usage=streaming.continuous_usage_stats,
+            num_logprobs=body.num_logprobs,
+            num_prompt_logprobs=body.prompt_logprobs,
+            tokens_as_ids=body.return_tokens_as_token_ids,
+            return_token_ids=body.return_token_ids,
+            return_drafted=speculative.return_drafted,
+            user=body.user,
+            metadata=body.metadata or {},
         )
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -150,18 +107,15 @@ class Translator:
         is_prompt = body.prompt is not None
         if is_prompt == (body.messages is not None):
             raise refused("prompt", ": give either 'prompt' or 'messages'")
-        options = PromptOptions(
-            is_prompt if body.add_special_tokens is None else body.add_special_tokens,
-            is_prompt if body.allow_special_tokens is None else body.allow_special_tokens,
-        )
-        if body.messages is not None:
-            pieces = self._prompts.render(body.messages, body.tools or (), body, options)
-            return self._prompts.encode("messages", pieces, options)
+        adds = is_prompt if body.add_special_tokens is None else body.add_special_tokens
+        allows = is_prompt if body.allow_special_tokens is None else body.allow_special_tokens
+        if not is_prompt:
+            text = self._render(body, body.tools or (), allows)
+            return self._prompts.encode("messages", text, adds)
         for name in (*TemplateFields.model_fields, "tools"):
             if name in body.model_fields_set:
                 raise refused(name, "has no effect on a prompt")
-        text = (options.allow_special_tokens, body.prompt or "")
-        return self._prompts.encode("prompt", [text], options)
+        return self._prompts.encode("prompt", _marked(body.prompt or "", allows), adds)
 
     def detokenize(self, body: DetokenizeRequest) -> str:
         """Raises ApiError."""
@@ -169,14 +123,70 @@ class Translator:
         self._prompts.check_token_ids("tokens", body.tokens)
         return self._prompts.decode(body.tokens)
 
+    def _completion(self, body: CompletionRequest) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns the prompts, as texts and tokens. Raises ApiError."""
+        self._check(body, num_prompts=len(body.prompt))
+        if body.best_of not in (None, body.n):
+            raise refused("best_of", "is supported only if it equals n")
+        kept = self._kept(body)
+        return [
+            self._prompts.of_text(
+                "prompt", _marked(given, body.allow_special_tokens), body.add_special_tokens, kept
+            )
+            if isinstance(given, str)
+            else self._prompts.of_token_ids("prompt", given, kept)
+            for given in body.prompt
+        ]
+
+    def _chat(self, body: ChatRequest) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns the only prompt, as text and tokens. Raises ApiError."""
+        if body.top_logprobs is not None and not body.logprobs:
+            raise refused("top_logprobs", "needs 'logprobs': true")
+        if body.max_tokens not in (None, body.limit[1]):
+            raise refused("max_tokens", "contradicts max_completion_tokens")
+        if body.echo and body.messages[-1].role != "assistant":
+            raise refused("echo", "needs a last message that is the assistant's")
+        self._check(body, num_prompts=1)
+        kept = self._kept(body)
+        self._formats.check(body)
+        text = self._render(body, body.shown_tools, body.allow_special_tokens)
+        return [self._prompts.of_text("messages", text, body.add_special_tokens, kept)]
+
+    def _render(
+        self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool], allows: bool
+    ) -> Text:
+        """Returns the chat template's text for the messages. Raises ApiError naming the field."""
+        if body.continue_final_message and body.add_generation_prompt:
+            raise refused("continue_final_message", "needs 'add_generation_prompt': false")
+        return self._prompts.template.render(
+            template_messages(body.messages or ()),
+            body.chat_template_kwargs or {},
+            tools=template_tools(tools),
+            allow_special_tokens=allows,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+
+    def _text(self, body: CompletionRequest | ChatRequest, prompt: str) -> tuple[TextOptions, str]:
+        """Returns what becomes of the tokens, and the grammar that they match. Raises ApiError."""
+        grammar = grammar_of(body.response_format, body.structured_outputs)
+        text = TextOptions(
+            stops=body.stop,
+            include_stop=body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens,
+            min_tokens=_min_tokens(body),
+        )
+        if isinstance(body, ChatRequest):
+            text = self._formats.options(body, text, prompt)
+            grammar = self._formats.grammar(body, text, grammar)
+        return text, grammar
+
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model_name:
             raise unknown_model(name, self._model_name)
 
-    def _check_common(
-        self, body: SamplingFields, max_tokens: int | None, field: str, *, num_prompts: int
-    ) -> None:
-        """What needs no prompt to be made."""
+    def _check(self, body: CompletionRequest | ChatRequest, *, num_prompts: int) -> None:
+        """Raises ApiError for a fault that shows without the prompt."""
         self._check_model(body.model)
         if body.stream_options is not None:
             if not body.stream:
@@ -193,86 +203,50 @@ class Translator:
             name = "n" if num_prompts == 1 else "prompt"
             most = f"this server writes at most {self._max_choices} per request"
             raise refused(name, f": {num_prompts * body.n} choices; {most}")
-        if max_tokens is not None and max_tokens > self._info.max_model_len:
-            limit = self._info.max_model_len
-            raise refused(field, f"exceeds the context of {limit}")
-        if max_tokens is not None and _min_tokens(body) > max_tokens:
+        field, limit = body.limit
+        if limit is not None and limit > self._info.max_model_len:
+            raise refused(field, f"exceeds the context of {self._info.max_model_len}")
+        if limit is not None and _min_tokens(body) > limit:
             raise refused("min_tokens", f"must not exceed {field}")
 
-    def _prompt_options(
-        self, body: SamplingFields, add_special_tokens: bool, max_tokens: int | None
-    ) -> PromptOptions:
-        """Raises ApiError."""
-        num_kept = body.truncate_prompt_tokens
-        if num_kept is None and body.truncation_side is not None:
+    def _kept(self, body: CompletionRequest | ChatRequest) -> slice:
+        """Returns the places of a prompt's tokens that are left. Raises ApiError."""
+        num = body.truncate_prompt_tokens
+        if num is None and body.truncation_side is not None:
             raise refused("truncation_side", "needs 'truncate_prompt_tokens'")
-        if num_kept == 0:
+        if num == 0:
             raise refused("truncate_prompt_tokens", "must be -1, or at least 1")
-        if num_kept == -1:
-            num_kept = max(1, self._info.max_model_len - (max_tokens or 1))
-        return PromptOptions(
-            add_special_tokens,
-            body.allow_special_tokens,
-            num_kept,
-            keeps_first=body.truncation_side == "right",
-        )
-
-    def _plan(
-        self,
-        body: SamplingFields,
-        wanted: _Wanted,
-        arrival_time: float,
-        drafters: Sequence[str] | None,
-    ) -> RequestPlan:
-        """Raises ApiError."""
-        _check_agreement(body, wanted)
-        request_id = uuid.uuid4().hex
-        resolver = self.resolver.held_to(drafters)
-        speculative = resolver.resolve(body.speculative, body.prediction is not None)
-        requests = self._requests(body, wanted, speculative, request_id, arrival_time)
-        text = TextOptions(
-            stops=body.stop,
-            include_stop=body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens,
-            min_tokens=_min_tokens(body),
-        )
-        return RequestPlan(
-            request_id=request_id,
-            created=int(time.time()),
-            n=body.n,
-            prompts=tuple(wanted.prompts),
-            choices=tuple(
-                ChoicePlan(index, request, text, wanted.message)
-                for index, request in enumerate(requests)
-            ),
-            reply=_reply_options(body, wanted, speculative.return_drafted),
-            user=body.user,
-            metadata=body.metadata or {},
-        )
+        if num is None:
+            return slice(None)
+        if num == -1:
+            num = max(1, self._info.max_model_len - (body.limit[1] or 1))
+        return slice(num) if body.truncation_side == "right" else slice(-num, None)
 
     def _requests(
         self,
-        body: SamplingFields,
-        wanted: _Wanted,
+        body: CompletionRequest | ChatRequest,
+        prompts: Sequence[tuple[int, ...]],
+        grammar: str,
         speculative: SpeculativeParams,
         request_id: str,
         arrival_time: float,
     ) -> Iterator[GenerationRequest]:
         """Yields the engine's requests, ``n`` for each prompt. Raises ApiError."""
-        sampling = self._sampling(body, wanted)
+        sampling = self._sampling(body, grammar)
         prediction = self._prediction(body)
         seconds = body.timeout or self._max_seconds
-        for index in range(len(wanted.prompts) * body.n):
-            token_ids = wanted.prompts[index // body.n].token_ids
+        limit = body.limit[1]
+        for index in range(len(prompts) * body.n):
+            token_ids = prompts[index // body.n]
             room = self._info.max_model_len - len(token_ids)
-            limit = room if wanted.max_tokens is None else min(room, wanted.max_tokens)
+            most = room if limit is None else min(room, limit)
             yield GenerationRequest(
                 request_id=f"{request_id}-{index}",
                 prompt_token_ids=token_ids,
                 sampling=SamplingParams(
                     **sampling,
-                    max_tokens=limit,
-                    min_tokens=min(_min_tokens(body), limit),
+                    max_tokens=most,
+                    min_tokens=min(_min_tokens(body), most),
                     choice_index=index % body.n,
                 ),
                 speculative=speculative,
@@ -286,28 +260,42 @@ class Translator:
     def _prediction(self, body: SamplingFields) -> tuple[int, ...]:
         if body.prediction is None:
             return ()
-        return self._prompts.encode_prediction(
+        return self._prompts.of_prediction(
             "prediction.content", body.prediction.content, body.allow_special_tokens
         )
 
-    def _sampling(self, body: SamplingFields, wanted: _Wanted) -> dict[str, Any]:
+    def _sampling(self, body: CompletionRequest | ChatRequest, grammar: str) -> dict[str, Any]:
         """Returns the sampling parameters that all choices share."""
         values = sampling_values(dict(body), self._vocabulary)
         del values["min_tokens"]
         # One list serves an echo and the prompt's log-probabilities; the writers show of it what was
         # asked for.
-        scored = [wanted.num_logprobs if wanted.echo else None, body.prompt_logprobs]
+        echoed = body.num_logprobs if isinstance(body, CompletionRequest) and body.echo else None
+        scored = [num for num in (echoed, body.prompt_logprobs) if num is not None]
         return values | {
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "stop_token_ids": tuple(body.stop_token_ids or ()),
             "ignore_eos": body.ignore_eos,
-            "logprobs": wanted.num_logprobs,
-            "prompt_logprobs": max((num for num in scored if num is not None), default=None),
+            "logprobs": body.num_logprobs,
+            "prompt_logprobs": max(scored, default=None),
             "logprob_token_ids": tuple(dict.fromkeys(body.logprob_token_ids or ())),
-            "grammar": wanted.grammar,
+            "grammar": grammar,
             # Drawn where not given, and sent with the reply, so that any text can be had again.
             "seed": secrets.randbelow(MAX_SEED + 1) if body.seed is None else body.seed,
         }
+
+
+def _marked(text: str, allow_special_tokens: bool) -> Text:
+    return text if allow_special_tokens else [(False, text)]
+
+
+def _beginnings(body: CompletionRequest | ChatRequest, prompts: Sequence[str]) -> tuple[str, ...]:
+    """Returns what the texts of each prompt's choices begin with."""
+    if not body.echo:
+        return ("",) * len(prompts)
+    if isinstance(body, ChatRequest):
+        return (body.messages[-1].content or "",)
+    return tuple(prompts)
 
 
 def _min_tokens(body: SamplingFields) -> int:
@@ -315,31 +303,15 @@ def _min_tokens(body: SamplingFields) -> int:
     return num
 
 
-def _reply_options(body: SamplingFields, wanted: _Wanted, return_drafted: bool) -> ReplyOptions:
-    stream_options = body.stream_options or StreamOptions()
-    return ReplyOptions(
-        stream=body.stream,
-        include_usage=stream_options.include_usage,
-        continuous_usage=stream_options.continuous_usage_stats,
-        num_logprobs=wanted.num_logprobs,
-        num_prompt_logprobs=body.prompt_logprobs,
-        tokens_as_ids=body.return_tokens_as_token_ids,
-        return_token_ids=body.return_token_ids,
-        return_drafted=return_drafted,
-        echo=wanted.echo,
-        prefix=wanted.prefix,
-    )
-
-
-def _check_agreement(body: SamplingFields, wanted: _Wanted) -> None:
+def _check_agreement(body: CompletionRequest | ChatRequest, grammar: str) -> None:
     """Raises ApiError where a field would have no effect next to the others."""
-    if wanted.num_logprobs is None:
+    if body.num_logprobs is None:
         for name in ("return_tokens_as_token_ids", "logprob_token_ids"):
             if getattr(body, name):
                 raise refused(name, "needs 'logprobs'")
-    if wanted.grammar and body.ignore_eos:
+    if grammar and body.ignore_eos:
         raise refused("ignore_eos", ": a text ends where its grammar ends")
     asked = None if body.speculative is None else body.speculative.given().get("draft_strategy")
-    if asked == GRAMMAR_DRAFTER and not wanted.grammar:
+    if asked == GRAMMAR_DRAFTER and not grammar:
         field = "speculative.draft_strategy"
         raise refused(field, f"{asked!r} needs a constrained output")

@@ -27,8 +27,7 @@ from server.endpoints import Services
 from server.errors import ApiError
 from server.http.draining import Drain, DrainingServer, exit_at_sigterm
 from server.http.protocol import HttpConfig
-from server.request.live_speculation import SpeculativeChange
-from server.request.speculative import SpeculativeResolver
+from server.request.speculative import SpeculativeChange, SpeculativeResolver
 from server.settings import Settings
 from server.workers.parent import (
     Adopt,
@@ -133,7 +132,7 @@ def main() -> int:
         if isinstance(message, NewEngine):
             engine.replace(message.info, Connection(message.handle))
         else:
-            services.bodies.resolver = message.resolver
+            services.bodies.translator.resolver = message.resolver
 
     # Without the process that launched it, this one ends.
     link.listen_in_thread(act, lambda: os._exit(1))

@@ -31,8 +31,11 @@ from engine.request.events import StepResult
 from engine.request.info import EngineInfo
 from engine.request.stats import idle_stats
 from server.metrics.prometheus import Metrics
-from server.request.live_speculation import SpeculativeChange, changed
-from server.request.speculative import SpeculativeField, SpeculativeResolver
+from server.request.speculative import (
+    SpeculativeChange,
+    SpeculativeField,
+    SpeculativeResolver,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +119,8 @@ class Drained:
 
 class SpeculationChanges:
     """Speculation of all workers. Hold ``lock`` where one is launched with ``resolver`` and becomes one
-    of those who are told. ``show`` as in ``OwnSpeculation``. From any thread."""
+    of those who are told. ``show`` is told what requests get now, and that
+    it was changed. From any thread."""
 
     def __init__(
         self, resolver: SpeculativeResolver, show: Callable[[SpeculativeParams, bool], None]
@@ -129,7 +133,7 @@ class SpeculationChanges:
         """The new resolver, once all ``workers`` go by it or have gone: a request that follows finds the
         change wherever it arrives. Raises ApiError."""
         with self.lock:
-            found = changed(self.resolver, asked.change, from_built_in=asked.from_built_in)
+            found = self.resolver.changed(asked.change, from_built_in=asked.from_built_in)
             self.resolver = found
             self._show(found.defaults, True)
             waiting = {each.ask(Adopt(found)) for each in workers}

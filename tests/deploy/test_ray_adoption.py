@@ -11,7 +11,7 @@ import pytest
 
 from deploy.ray.adoption import SharedSpeculation
 from server.errors import ApiError
-from server.request.live_speculation import SpeculativeChange
+from server.request.speculative import SpeculativeChange
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import serve
 

@@ -9,8 +9,12 @@ import pytest
 
 from engine.process.link import PeerGoneError
 from server.errors import ApiError
-from server.request.live_speculation import SpeculativeChange
-from server.request.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver
+from server.request.speculative import (
+    SpeculativeCaps,
+    SpeculativeChange,
+    SpeculativeField,
+    SpeculativeResolver,
+)
 from server.workers.parent import Adopt, Change, SpeculationChanges
 from worlds.scripted_engine import engine_info
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.formats.reasoning.format import ReasoningFormat
+from server.formats.format import ReasoningFormat
 
 FORMAT = ReasoningFormat(
     name="deepseek_r1",

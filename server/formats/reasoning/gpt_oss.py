@@ -3,12 +3,9 @@ Written by gpt-oss, which may change between them several times."""
 
 from __future__ import annotations
 
-from math import inf
-
 from regex import compile, search
 
-from server.formats.reasoning.format import Piece, ReasoningFormat
-from server.formats.scanner import Scanner
+from server.formats.format import ReasoningFormat, Splitter
 
 # The prompt ends within the first header.
 _HEADER = compile(
@@ -18,22 +15,16 @@ _HEADER = compile(
 _END = compile(r"<\|(?:end|return)\|>|(?=<\|start\|>)")
 
 
-class ChannelSplitter(Scanner[Piece]):
+class ChannelSplitter(Splitter):
     """Splits the text of one choice. A call comes out as content, its header in one spelling."""
 
     def __init__(self, is_open: bool) -> None:
         super().__init__(self._message if is_open else self._header)
-        self._at = 0
-        self._spans: list[tuple[float, float]] = []
         self._is_reasoning = is_open
         self._wrote = {True: False, False: False}
         self._is_next = False
         if is_open:
-            self._spans.append((0, inf))
-
-    def is_reasoning(self, at: int) -> bool:
-        """Returns whether the character there is, markers included."""
-        return any(start <= at < end for start, end in self._spans)
+            self._starts.append(0)
 
     def _header(self, final: bool) -> bool:
         found = _HEADER.match(self._buffer, partial=not final)
@@ -48,22 +39,20 @@ class ChannelSplitter(Scanner[Piece]):
             if called:
                 self._write(f"<|channel|>commentary to={called[1]}<|message|>")
             if self._is_reasoning:
-                self._spans.append((self._at, inf))
-            self._count(found.end())
+                self._starts.append(self._at)
+            self._take(found.end())
         else:
             # What begins like a header and is none must not be looked at once more.
-            self._write(self._count(1))
+            self._write(self._take(1))
         return True
 
     def _message(self, final: bool) -> bool:
-        found = _END.search(self._buffer, partial=not final)
-        start = found.start() if found else len(self._buffer)
-        self._write(self._count(start))
-        if not found or found.partial:
+        text, found = self._until(_END, final)
+        self._write(text)
+        if found is None:
             return False
-        self._count(found.end() - found.start())
         if self._is_reasoning:
-            self._spans[-1] = (self._spans[-1][0], self._at)
+            self._ends.append(self._at)
         self._state = self._header
         return True
 
@@ -74,10 +63,6 @@ class ChannelSplitter(Scanner[Piece]):
             text = "\n" + text
         self._is_next, self._wrote[self._is_reasoning] = False, True
         self._settled.append((text, "") if self._is_reasoning else ("", text))
-
-    def _count(self, num_chars: int) -> str:
-        self._at += num_chars
-        return self._take(num_chars)
 
 
 FORMAT = ReasoningFormat(

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from regex import compile, escape
 
-from server.formats.reasoning.format import Piece, ReasoningFormat
-from server.formats.scanner import Scanner
+from server.formats.format import ReasoningFormat, Splitter
 
 
-class ReasoningSplitter(Scanner[Piece]):
+class ReasoningSplitter(Splitter):
     """Splits the text of one choice. ``is_open``: it begins inside the reasoning."""
 
     def __init__(self, form: ReasoningFormat, is_open: bool) -> None:
@@ -21,30 +20,24 @@ class ReasoningSplitter(Scanner[Piece]):
         self._is_open = is_open
         self._space = ""
         self._wrote_reasoning = False
-        self.num_chars = 0
-        """Characters up to the end of the reasoning, its markers included; 0 where there is none."""
-
-    def is_reasoning(self, at: int) -> bool:
-        """Returns whether the character there is, markers included."""
-        return at < self.num_chars
 
     def _begin(self, final: bool) -> bool:
         found = self._opening.match(self._buffer, partial=not final)
         if found and found.partial:
             return False
-        if found:
-            self._count(found.end())
-        is_reasoning = found is not None or self._is_open
-        self._state = self._inside if is_reasoning else self._after
+        self._state = self._after
+        if found or self._is_open:
+            self._starts.append(0)
+            self._take(found.end() if found else 0)
+            self._state = self._inside
         return True
 
     def _inside(self, final: bool) -> bool:
-        found = self._end.search(self._buffer, partial=not final)
-        start = found.start() if found else len(self._buffer)
-        self._write(self._count(start))
-        if not found or found.partial:
+        text, found = self._until(self._end, final)
+        self._write(text)
+        if found is None:
             return False
-        self._count(found.end() - found.start())
+        self._ends.append(self._at)
         self._state = self._seam
         return True
 
@@ -66,8 +59,3 @@ class ReasoningSplitter(Scanner[Piece]):
         if body:
             self._wrote_reasoning = True
             self._settled.append((body, ""))
-
-    def _count(self, num_chars: int) -> str:
-        """Takes characters up to the end of the reasoning."""
-        self.num_chars += num_chars
-        return self._take(num_chars)

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple
 
 from regex import escape
 
-from server.formats.tool_calls.json_span import JsonSpan
+from server.formats.format import Schema
 
-Schema: TypeAlias = Mapping[str, Any]
-GrammarLines: TypeAlias = Callable[[str, Schema], Iterator[str]]
-"""Lines of a grammar of llguidance, of which the rule of the given name is what arguments of the schema
-may be written as. Raises ValueError where they cannot be held to the schema."""
-
-AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as ``json.dumps`` writes it: what models have read most. One way to write it leaves fewer tokens
-to choose."""
 _SAID_OF_OBJECTS = {
     "type",
     "properties",
@@ -27,35 +18,6 @@ _SAID_OF_OBJECTS = {
     "definitions",
 }
 ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
-
-
-class ArgumentsReader(Protocol):
-    """Reads one call's arguments, in pieces. ``ended``: nothing that follows belongs to them."""
-
-    ended: bool
-
-    def feed(self, text: str, final: bool) -> tuple[int, str]:
-        """How many characters of ``text`` are done with, and the JSON that they settle. The others are
-        there again in the next text. ``final``: nothing follows."""
-        ...
-
-
-class JsonArguments:
-    """Arguments that are JSON go out as they come."""
-
-    def __init__(self, schema: Schema) -> None:  # noqa: ARG002
-        self._span = JsonSpan()
-        self.ended = False
-
-    def feed(self, text: str, final: bool) -> tuple[int, str]:  # noqa: ARG002
-        num_chars = self._span.feed(text)
-        self.ended = self._span.ended
-        return num_chars, text[:num_chars]
-
-
-def json_rule(rule: str, schema: Schema) -> Iterator[str]:
-    """A value that matches the schema, as JSON."""
-    yield f"{rule}: %json {json.dumps({**schema, 'x-guidance': AS_WRITTEN})}"
 
 
 class Parameter(NamedTuple):
@@ -77,22 +39,18 @@ def parameters_of(schema: Schema) -> list[Parameter]:
         )
     properties, required = schema.get("properties", {}), schema.get("required", [])
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    names = [*properties, *(each for each in required if each not in properties)]
-    return [
-        Parameter(name, {**_as_object(properties.get(name, {})), **shared}, name in required)
-        for name in names
-    ]
-
-
-def _as_object(schema: Any) -> dict[str, Any]:
-    """Raises ValueError where nothing matches."""
-    if schema is False:
+    if False in properties.values():
         raise ValueError("a parameter whose schema is false cannot be given")
-    return {} if schema is True else dict(schema)
+    found = []
+    for name in dict.fromkeys((*properties, *required)):
+        own = properties.get(name, True)
+        parameter = {**({} if own is True else own), **shared}
+        found.append(Parameter(name, parameter, name in required))
+    return found
 
 
 def takes_any(schema: Schema) -> bool:
-    """Whether the schema names no parameter and forbids none."""
+    """Returns whether the schema names no parameter and forbids none."""
     return not parameters_of(schema) and schema.get("additionalProperties", True) is not False
 
 
@@ -102,11 +60,16 @@ def schema_of(schema: Schema, name: str) -> Schema:
     return found if isinstance(found, dict) else {}
 
 
+def values_of(schema: Schema) -> list[Any] | None:
+    """Returns the only values that match; None where that is not said."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
 def types_of(schema: Schema) -> set[str]:
     """The JSON types that a value may have; empty where that is not said."""
     types = schema.get("type")
     if types is None:
-        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        values = values_of(schema)
         return {"string"} if values and all(isinstance(each, str) for each in values) else set()
     return {types} if isinstance(types, str) else set(types)
 

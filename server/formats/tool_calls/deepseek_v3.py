@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from regex import compile
 
-from server.formats.tool_calls.format import SPACE, CallSyntax, Spelling, ToolCallFormat
+from server.formats.format import SPACE, CallSyntax, Spelling, ToolCallFormat
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from regex import compile
 
-from server.formats.tool_calls.format import SPACE, CallSyntax, Spelling, ToolCallFormat
+from server.formats.format import SPACE, CallSyntax, Spelling, ToolCallFormat
 from server.formats.tool_calls.tagged import Tags
 
 _TAGS = Tags(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from regex import compile
 
-from server.formats.tool_calls.format import SPACE, CallSyntax, Spelling, ToolCallFormat
+from server.formats.format import SPACE, CallSyntax, Spelling, ToolCallFormat
 
 # What is between name and arguments may say in which language they are.
 _HEADER_END = r"[^<{]{0,64}(?:<\|constrain\|>[^<{]{0,64})?<\|message\|>"

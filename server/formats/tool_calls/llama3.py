@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from regex import compile
 
-from server.formats.tool_calls.format import (
+from server.formats.format import (
     JSON_HEAD,
     SPACE,
     CallSyntax,

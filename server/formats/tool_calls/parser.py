@@ -8,15 +8,21 @@ come; text that began like a call and is none comes out as content.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 
 from regex import compile
 
+from server.formats.format import (
+    SPACE,
+    ArgumentsReader,
+    CallSyntax,
+    JsonArguments,
+    Scanner,
+    Schema,
+    ToolCallFormat,
+)
 from server.formats.parts import CallArguments, CallStart, Content, Part
-from server.formats.scanner import Scanner
-from server.formats.tool_calls.arguments import ArgumentsReader, JsonArguments, Schema
-from server.formats.tool_calls.format import SPACE, CallSyntax, ToolCallFormat
-from server.formats.tool_calls.json_span import JsonSpan, read_calls
 
 _JSON_START = compile(rf"{SPACE}[\[{{]")
 
@@ -38,8 +44,8 @@ class CallParser(Scanner[Part]):
         self._is_bare = False
         self._syntax: CallSyntax = form.syntaxes[0]
         self._reader: ArgumentsReader = JsonArguments({})
-        self._span = JsonSpan()
-        self._num_scanned = 0
+        # JSON that does not begin with a name, as far as it was read.
+        self._value = ""
         self.num_calls = 0
 
     def finish(self) -> list[Part]:
@@ -55,20 +61,19 @@ class CallParser(Scanner[Part]):
             return False
         self._state = self._content
         if found:
-            self._open(found.end(), is_bare=True)
+            self._open(self._take(found.end()), is_bare=True)
         return True
 
     def _content(self, final: bool) -> bool:
-        found = self._form.opener.search(self._buffer, partial=not final)
-        start = found.start() if found else len(self._buffer)
-        self._write(self._take(start))
-        if not found or found.partial:
+        text, found = self._until(self._form.opener, final)
+        self._write(text)
+        if found is None:
             return False
-        self._open(found.end() - start)
+        self._open(found[0])
         return True
 
-    def _open(self, num_chars: int, *, is_bare: bool = False) -> None:
-        self._opened = self._take(num_chars)
+    def _open(self, opened: str, *, is_bare: bool = False) -> None:
+        self._opened = opened
         self._is_bare = is_bare
         self._state = self._head
 
@@ -91,17 +96,22 @@ class CallParser(Scanner[Part]):
             return False
         if self._is_bare or not _JSON_START.match(self._buffer):
             return self._reject()
-        self._span, self._num_scanned = JsonSpan(), 0
+        self._reader, self._value = JsonArguments({}), ""
         self._state = self._other_order
         return True
 
     def _arguments(self, final: bool) -> bool:
-        num_chars, text = self._reader.feed(self._buffer, final)
-        if text:
+        if text := self._read(final):
             self._settled.append(CallArguments(self.num_calls - 1, text))
-        self._take(num_chars)
         self._state = self._tail if self._reader.ended else self._arguments
         return self._reader.ended
+
+    def _read(self, final: bool) -> str:
+        """Hands the text to the reader; what it does not take comes back when it has ended."""
+        found = "".join(self._reader.feed(self._take(len(self._buffer)), final))
+        if self._reader.ended:
+            self._buffer = self._reader.rest
+        return found
 
     def _tail(self, final: bool) -> bool:
         found = self._syntax.tail.match(self._buffer, partial=True)
@@ -122,26 +132,28 @@ class CallParser(Scanner[Part]):
             return False
         self._state = self._content
         if found and found["more"]:
-            self._open(found.end(), is_bare=self._is_bare)
+            self._open(self._take(found.end()), is_bare=self._is_bare)
         elif found:
             self._take(found.end())
         return True
 
     def _other_order(self, final: bool) -> bool:
         """JSON that does not begin with a name is read when all of it is there."""
-        self._num_scanned += self._span.feed(self._buffer[self._num_scanned :])
-        if not self._span.ended:
+        if not self._reader.ended:
+            self._value += self._read(final)
+        if not self._reader.ended:
             return final and self._reject()
-        found = self._form.ending.match(self._buffer, pos=self._num_scanned, partial=True)
+        found = self._form.ending.match(self._buffer, partial=True)
         if found and found.partial and not final:
             return False
-        calls = read_calls(self._buffer[: self._num_scanned]) if found else None
+        calls = _calls_in(self._value) if found else None
         if found is None or calls is None:
             return self._reject()
         for name, arguments in calls:
             self._start(name)
             self._settled.append(CallArguments(self.num_calls - 1, arguments))
         self._take(found.end())
+        self._value = ""
         self._state = self._content
         return True
 
@@ -154,6 +166,7 @@ class CallParser(Scanner[Part]):
     def _reject(self) -> bool:
         """No call: what opened it is content, and what came after it may hold another."""
         self._write(self._opened)
+        self._buffer, self._value = self._value + self._buffer, ""
         self._state = self._content
         return True
 
@@ -166,3 +179,28 @@ class CallParser(Scanner[Part]):
         if body:
             self._wrote_content = True
             self._settled.append(Content(body))
+
+
+def _calls_in(text: str) -> list[tuple[str, str]] | None:
+    """(name, arguments as JSON text) of the calls that a JSON value holds; None where it holds others."""
+    try:
+        value = json.loads(text)
+        calls = [_read_call(each) for each in (value if isinstance(value, list) else [value])]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return calls or None
+
+
+def _read_call(value: dict[str, object]) -> tuple[str, str]:
+    """Raises ValueError, TypeError or KeyError where it is none."""
+    function = value.get("function") if isinstance(value, dict) else None
+    call = function if isinstance(function, dict) else value
+    if not isinstance(call, dict) or not isinstance(call["name"], str) or not call["name"]:
+        raise TypeError("no call")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        # Some models write their arguments as JSON in JSON.
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise TypeError("no arguments")
+    return call["name"], json.dumps(arguments, ensure_ascii=False)

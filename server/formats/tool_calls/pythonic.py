@@ -9,17 +9,24 @@ from typing import Any
 
 from regex import DOTALL, Pattern, compile, fullmatch
 
-from server.formats.tool_calls.arguments import (
+from server.formats.format import (
+    SPACE,
+    ArgumentsReader,
+    CallSyntax,
     Schema,
+    Spelling,
+    ToolCallFormat,
+    json_rule,
+)
+from server.formats.tool_calls.arguments import (
     escaped,
     json_of,
-    json_rule,
     parameters_of,
     takes_any,
     types_of,
+    values_of,
     word,
 )
-from server.formats.tool_calls.format import SPACE, CallSyntax, Spelling, ToolCallFormat
 
 _KEY: Pattern[str] = compile(rf"(?P<key>[A-Za-z_]\w{{0,127}}){SPACE}=|(?P<close>\))")
 # A word ends where something else begins.
@@ -37,113 +44,101 @@ _CLOSING = {"[": "]", "(": "]", "{": "}"}
 _AS_PYTHON = {"boolean": '"True" | "False"', "null": '"None"'}
 
 
-class PythonArguments:
+class PythonArguments(ArgumentsReader):
     """Reads keyword arguments up to and with the bracket that closes the call."""
 
     def __init__(self, schema: Schema) -> None:  # noqa: ARG002
-        self._json: list[str] = []
+        super().__init__(self._between)
         self._num_arguments = 0
-        self._step = self._between
         self._open: list[str] = []
         self._quote = ""
         # What stands between values only if another one comes.
         self._comma = ""
-        self.ended = False
 
-    def feed(self, text: str, final: bool) -> tuple[int, str]:
-        at = 0
-        while not self.ended and at < len(text):
-            num_chars = self._step(text[at:], final)
-            if not num_chars:
-                break
-            at += num_chars
-        settled = "".join(self._json)
-        self._json.clear()
-        return at, settled
-
-    # Each returns how many characters it has taken, 0 where it has to wait for more.
-
-    def _between(self, text: str, final: bool) -> int:
-        found = _KEY.search(text, partial=not final)
+    def _between(self, final: bool) -> bool:
+        _, found = self._until(_KEY, final)
         if found is None:
-            return len(text)
-        if found.partial:
-            return int(found.start())
+            return False
         if found["close"]:
-            self._close()
-        else:
-            self._json.append(f'{", " if self._num_arguments else "{"}"{found["key"]}": ')
-            self._num_arguments += 1
-            self._step = self._value
-        return int(found.end())
+            return self._close()
+        self._settled.append(f'{", " if self._num_arguments else "{"}"{found["key"]}": ')
+        self._num_arguments += 1
+        self._state = self._value
+        return True
 
-    def _close(self) -> None:
-        self._json.append("}" if self._num_arguments else "{}")
+    def _close(self) -> bool:
+        self._settled.append("}" if self._num_arguments else "{}")
         self.ended = True
+        return False
 
-    def _value(self, text: str, final: bool) -> int:
-        found = _PIECE.match(text) or (_LAST_WORD.match(text) if final else None)
+    def _value(self, final: bool) -> bool:
+        found = _PIECE.match(self._buffer)
+        found = found or (_LAST_WORD.match(self._buffer) if final else None)
         if found is None:
-            return 0
+            return False
+        self._take(found.end())
         groups = found.groupdict()
         if groups["word"]:
             self._write(json_of(groups["word"], set()))
-        elif mark := groups.get("mark"):
-            self._mark(mark)
-        return int(found.end())
+        mark = groups.get("mark")
+        return self._mark(mark) if mark else True
 
-    def _mark(self, mark: str) -> None:
+    def _mark(self, mark: str) -> bool:
         if mark in "\"'":
             self._write('"')
-            self._quote, self._step = mark, self._text
+            self._quote, self._state = mark, self._text
         elif mark in _CLOSING:
             self._write("[" if mark == "(" else mark)
             self._open.append(_CLOSING[mark])
         elif mark == ":":
-            self._json.append(": ")
-        elif self._open and mark == ",":
-            self._comma = ", "
+            self._settled.append(": ")
         elif self._open:
-            self._comma = ""
-            self._json.append(self._open.pop())
+            self._comma = ", " if mark == "," else ""
+            if mark != ",":
+                self._settled.append(self._open.pop())
         else:
-            self._step = self._between
-            if mark == ")":
-                self._close()
+            self._state = self._between
+            return self._close() if mark == ")" else True
+        return True
 
     def _write(self, text: str) -> None:
-        self._json.append(self._comma + text)
+        self._settled.append(self._comma + text)
         self._comma = ""
 
-    def _text(self, text: str, final: bool) -> int:
-        if text[0] == self._quote:
-            self._json.append('"')
-            self._step = self._value
-            return 1
-        if text[0] == "\\":
-            return self._escape(text, final)
-        found = _TEXT.match(text)
-        plain = found[0] if found else text[0]
-        self._json.append(escaped(plain))
-        return len(plain)
+    def _text(self, final: bool) -> bool:
+        if not self._buffer:
+            return False
+        first = self._buffer[0]
+        if first == "\\":
+            return self._escape(final)
+        if first == self._quote:
+            self._take(1)
+            self._settled.append('"')
+            self._state = self._value
+            return True
+        found = _TEXT.match(self._buffer)
+        self._settled.append(escaped(self._take(found.end() if found else 1)))
+        return True
 
-    def _escape(self, text: str, final: bool) -> int:
-        found = _ESCAPE.match(text, partial=not final)
-        if found is None:
-            self._json.append("\\\\")
-            return 1
-        if found.partial:
-            return 0
-        kind, digits = found[0][1], found[0][2:]
-        if kind == "u":
-            # As JSON has it, which may be half of a character.
-            self._json.append(found[0])
-        elif digits:
-            code = int(digits, 16)
-            self._json.append(escaped(chr(code)) if code < 0x110000 else escaped(found[0]))
-        else:
-            self._json.append(escaped(_MEANT.get(kind, found[0])))
-        return int(found.end())
+    def _escape(self, final: bool) -> bool:
+        found = _ESCAPE.match(self._buffer, partial=not final)
+        if found and found.partial:
+            return False
+        self._take(found.end() if found else 1)
+        self._settled.append("\\\\" if found is None else _meant(found[0]))
+        return True
+
+
+def _meant(escape: str) -> str:
+    """Returns what stands in JSON for an escape of Python's."""
+    kind, digits = escape[1], escape[2:]
+    if kind == "u":
+        # As JSON has it, which may be half of a character.
+        return escape
+    if digits:
+        code = int(digits, 16)
+        return escaped(chr(code)) if code < 0x110000 else escaped(escape)
+    return escaped(_MEANT.get(kind, escape))
 
 
 def _rules(rule: str, schema: Schema) -> Iterator[str]:
@@ -173,9 +168,8 @@ def _rules(rule: str, schema: Schema) -> Iterator[str]:
 
 
 def _value_rules(rule: str, schema: dict[str, Any]) -> Iterator[str]:
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
     types = types_of(schema)
-    if values is not None:
+    if (values := values_of(schema)) is not None:
         yield f"{rule}: {' | '.join(word(_in_python(each)) for each in values)}"
     elif len(types) == 1 and (own := _AS_PYTHON.get(next(iter(types)))):
         yield f"{rule}: {own}"

@@ -8,18 +8,18 @@ from typing import Any
 
 from regex import Pattern, compile, escape, fullmatch
 
+from server.formats.format import ArgumentsReader, Schema, json_rule
 from server.formats.tool_calls.arguments import (
     ANNOTATIONS,
     Parameter,
-    Schema,
     escaped,
     in_regex,
     json_of,
-    json_rule,
     parameters_of,
     schema_of,
     takes_any,
     types_of,
+    values_of,
     word,
 )
 
@@ -85,8 +85,7 @@ class Tags:
         """A text up to and with the tag after it."""
         if unknown := sorted(schema.keys() - _SAID_OF_TEXTS - ANNOTATIONS):
             raise ValueError(f"{unknown[0]!r} of a text cannot be held to in this model's format")
-        if "enum" in schema or "const" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
+        if (values := values_of(schema)) is not None:
             yield f"{rule}: ({' | '.join(map(word, values))}) {word(self.after)}"
             return
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
@@ -97,88 +96,65 @@ class Tags:
         yield f"{terminal}: /(?s:.{{{least},{most}}}){after}/{held}"
 
 
-class TaggedArguments:
+class TaggedArguments(ArgumentsReader):
     """Reads one call's. Texts go out as they come, other values when they are there."""
 
     def __init__(self, tags: Tags, schema: Schema) -> None:
+        super().__init__(self._between)
         self._schema = schema
         self._on_lines = tags.on_lines
         self._tag: Pattern[str] = compile(rf"{tags.begin}|(?P<close>{escape(tags.close)})")
         self._end: Pattern[str] = compile((r"\n?" if tags.on_lines else "") + escape(tags.end))
-        self._at_start = self._in_value = False
         self._types: set[str] = set()
         self._held: list[str] = []
-        self._json: list[str] = []
         self._num_arguments = 0
-        self.ended = False
 
-    def feed(self, text: str, final: bool) -> tuple[int, str]:
-        at = 0
-        while not self.ended:
-            step = self._value if self._in_value else self._between
-            num_chars = step(text[at:], final)
-            at += abs(num_chars)
-            if num_chars <= 0:
-                break
-        settled = "".join(self._json)
-        self._json.clear()
-        return at, settled
-
-    # Each returns how many characters it has taken, less than 1 where it cannot go on.
-
-    def _between(self, text: str, final: bool) -> int:
-        found = self._tag.search(text, partial=not final)
-        if found is None or found.partial:
-            # What is no tag is nobody's.
-            return -int(found.start() if found else len(text))
+    def _between(self, final: bool) -> bool:
+        _, found = self._until(self._tag, final)  # what is no tag is nobody's
+        if found is None:
+            return False
         if found["close"]:
-            self._json.append("}" if self._num_arguments else "{}")
+            self._settled.append("}" if self._num_arguments else "{}")
             self.ended = True
-            return int(found.end())
+            return False
         name = found["name"]
         self._types = types_of(schema_of(self._schema, name))
         begin = ", " if self._num_arguments else "{"
-        self._json.append(f'{begin}"{escaped(name)}": ' + ('"' if self._is_text else ""))
+        self._settled.append(f'{begin}"{escaped(name)}": ' + ('"' if self._is_text else ""))
         self._num_arguments += 1
-        self._in_value, self._at_start = True, self._on_lines
-        return int(found.end())
+        self._state = self._line_break if self._on_lines else self._value
+        return True
 
     @property
     def _is_text(self) -> bool:
         return self._types == {"string"}
 
-    def _value(self, text: str, final: bool) -> int:
-        if self._at_start and text:
-            self._at_start = False
-            if text[0] == "\n":
-                return 1
-        found = self._end.search(text, partial=not final)
-        is_whole = found is not None and not found.partial
-        num_chars = int(found.start() if found else len(text))
-        (
-            self._json.append(escaped(text[:num_chars]))
-            if self._is_text
-            else self._hold(text[:num_chars])
-        )
-        if not is_whole or found is None:
+    def _line_break(self, final: bool) -> bool:  # noqa: ARG002
+        if not self._buffer:
+            return False
+        self._take(1 if self._buffer[0] == "\n" else 0)
+        self._state = self._value
+        return True
+
+    def _value(self, final: bool) -> bool:
+        text, found = self._until(self._end, final)
+        if self._is_text:
+            self._settled.append(escaped(text))
+        else:
+            self._held.append(text)
+        if found is None:
             if final:
                 # Cut off in the midst: as it stands.
-                self._json += self._held
-            return -num_chars
-        if self._is_text:
-            self._json.append('"')
-        else:
-            self._json.append(json_of("".join(self._held), self._types))
-            self._held.clear()
-        self._in_value = False
-        return int(found.end())
-
-    def _hold(self, text: str) -> None:
-        self._held.append(text)
+                self._settled += self._held
+            return False
+        self._settled.append('"' if self._is_text else json_of("".join(self._held), self._types))
+        self._held.clear()
+        self._state = self._between
+        return True
 
 
 def _unanchored(pattern: str) -> str:
-    """What texts match in which the pattern is found."""
+    """Returns an expression for all texts in which the pattern is found."""
     before = "" if pattern.startswith("^") else "(?s:.*)"
     after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
     inner = pattern.removeprefix("^").removesuffix("$" if not after else "")

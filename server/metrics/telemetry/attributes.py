@@ -54,7 +54,7 @@ def asked(record: RequestRecord) -> Attributes:
     plan = record.plan
     first = plan.choices[0].request
     found: Attributes = {
-        "gen_ai.request.stream": plan.reply.stream,
+        "gen_ai.request.stream": plan.stream,
         "gen_ai.request.choice.count": plan.n,
         "gen_ai.request.seed": plan.seed,
         **_sampling(first.sampling),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,19 +13,17 @@ from hypothesis import strategies as st
 from server.formats.message import MessageParser
 from server.formats.parts import (
     CallStart,
-    Content,
     Part,
     Reasoning,
     content_of,
     joined,
     reasoning_of,
 )
-from server.formats.reasoning import reasoning_formats
-from server.formats.registry import format_of
-from server.plan import MessageOptions
+from server.formats.registry import format_of, reasoning_formats
+from server.plan import TextOptions
 
 
-def parse(options: MessageOptions, pieces: list[str]) -> tuple[list[Part], int]:
+def parse(options: TextOptions, pieces: list[str]) -> tuple[list[Part], int]:
     """(parts, reasoning tokens), each character a token."""
     parser, found, at = MessageParser(options, "seed"), [], 0
     for piece in pieces:
@@ -33,8 +32,8 @@ def parse(options: MessageOptions, pieces: list[str]) -> tuple[list[Part], int]:
     return list(joined([*found, *parser.finish()])), parser.num_reasoning_tokens
 
 
-QWEN = MessageOptions(reasoning="qwen3")
-OPEN = MessageOptions(reasoning="qwen3", reasoning_is_open=True)
+QWEN = TextOptions(reasoning="qwen3")
+OPEN = TextOptions(reasoning="qwen3", reasoning_is_open=True)
 
 
 @pytest.mark.parametrize(
@@ -46,32 +45,28 @@ OPEN = MessageOptions(reasoning="qwen3", reasoning_is_open=True)
         (QWEN, "<think>\n\n</think>\n\nc", "", "c", 17),
         (QWEN, "<think> a", "a", "", 9),
         (QWEN, "<thin", "", "<thin", 0),
+        (replace(QWEN, include_reasoning=False), "<think>a</think>b", "", "b", 16),
         (OPEN, "a\n</think>\nc", "a", "c", 10),
         (OPEN, "<think>a</think>c", "a", "c", 16),
         (OPEN, "a </thin", "a </thin", "", 8),
     ],
 )
 def test_reasoning_is_split_off(
-    options: MessageOptions, text: str, reasoning: str, content: str, num_tokens: int
+    options: TextOptions, text: str, reasoning: str, content: str, num_tokens: int
 ) -> None:
     parts, found = parse(options, [text])
     assert (reasoning_of(parts), content_of(parts), found) == (reasoning, content, num_tokens)
 
 
-def test_reasoning_may_be_left_out_and_still_counts() -> None:
-    options = MessageOptions(reasoning="qwen3", include_reasoning=False)
-    assert parse(options, ["<think>a</think>b"]) == ([Content("b")], 16)
-
-
 def test_calls_are_looked_for_behind_the_reasoning_only() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    options = MessageOptions("hermes", {"f": {}}, "qwen3")
+    options = TextOptions(tool_calls="hermes", functions={"f": {}}, reasoning="qwen3")
     parts, _ = parse(options, [f"<think>{call}</think>{call}"])
     assert parts[0] == Reasoning(call)
     assert [type(part).__name__ for part in parts[1:]] == ["CallStart", "CallArguments"]
 
 
-OSS = MessageOptions("gpt_oss", {"f": {}}, "gpt_oss")
+OSS = TextOptions(tool_calls="gpt_oss", functions={"f": {}}, reasoning="gpt_oss")
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>yes"
 OSS_CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
@@ -118,7 +113,7 @@ QWEN_FRAGMENTS = ["<think>", "</think>", "<think", "</", "a", " ", "\n", "b c"]
 )
 @given(data=st.data(), cuts=st.lists(st.integers(0, 200)))
 def test_how_the_text_comes_changes_nothing(
-    options: MessageOptions, fragments: list[str], data: st.DataObject, cuts: list[int]
+    options: TextOptions, fragments: list[str], data: st.DataObject, cuts: list[int]
 ) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(fragments), max_size=8)))
     places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})

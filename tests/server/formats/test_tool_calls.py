@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.formats.parts import CallArguments, CallStart, Content, Part, content_of, joined
-from server.formats.registry import format_of
-from server.formats.tool_calls import tool_call_formats
+from server.formats.registry import format_of, tool_call_formats
 from server.formats.tool_calls.parser import CallParser
 from worlds.call_texts import written
 
@@ -132,15 +131,6 @@ def test_other_spellings_are_read(form: str, text: str) -> None:
     assert read(form, told(form, text)) == ("", [WEATHER])
 
 
-def test_arguments_may_be_json_in_json() -> None:
-    text = json.dumps({"name": "add", "arguments": json.dumps(ADD[1])})
-    assert read("hermes", f"<tool_call>{text}</tool_call>") == ("", [ADD])
-
-
-def test_calls_without_arguments_have_empty_ones() -> None:
-    assert read("hermes", '<tool_call>{"name": "f"}</tool_call>') == ("", [("f", {})])
-
-
 @pytest.mark.parametrize(
     ("form", "text"),
     [
@@ -183,13 +173,23 @@ def test_what_is_no_call_is_content_to_the_letter(form: str, text: str) -> None:
     assert read(form, text) == (text, [])
 
 
-def test_what_follows_a_call_is_content() -> None:
-    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert read("hermes", f"{text}\n\nDone.") == ("Done.", [("add", {})])
-    assert read("hermes", f"A\n{text}\nB ") == ("A\n\nB", [("add", {})])
-    broken = '<tool_call>{"name": "add", "arguments": {}, "x": 1}</tool_call>'
-    assert read("hermes", broken) == (', "x": 1}</tool_call>', [("add", {})])
-    assert read("hermes", f"<tool_call>oh {text}") == ("<tool_call>oh", [("add", {})])
+EMPTY, NOTHING = '<tool_call>{"name": "add", "arguments": {}}</tool_call>', ("add", {})
+IN_JSON = json.dumps({"name": "add", "arguments": json.dumps(ADD[1])})
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"{EMPTY}\n\nDone.", "Done.", [NOTHING]),
+        (f"A\n{EMPTY}\nB ", "A\n\nB", [NOTHING]),
+        (f"<tool_call>oh {EMPTY}", "<tool_call>oh", [NOTHING]),
+        (EMPTY.replace("}}", '}, "x": 1}'), ', "x": 1}</tool_call>', [NOTHING]),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+        (f"<tool_call>{IN_JSON}</tool_call>", "", [ADD]),
+    ],
+)
+def test_what_is_around_a_call_is_content(text: str, content: str, calls: list[Any]) -> None:
+    assert read("hermes", text) == (content, calls)
 
 
 FRAGMENTS = [

@@ -49,20 +49,16 @@ async def test_a_broken_template_is_the_servers_fault(
 
 
 async def test_values_that_break_a_template_are_named(connect: Connect) -> None:
-    template = CHAT_TEMPLATE + "{{ 'x' + shout }}"
-    status, error = await ask(
-        connect, "{{ 'x' + (shout or '') }}a", chat_template_kwargs={"shout": 5}
+    shout, continued = (
+        {"shout": 5},
+        {"continue_final_message": True, "add_generation_prompt": False},
     )
+    status, error = await ask(connect, "{{ 'x' + (shout or '') }}a", chat_template_kwargs=shout)
     assert (status, error["param"]) == (400, "chat_template_kwargs")
-    status, error = await ask(connect, template, chat_template_kwargs={"shout": "5"})
-    assert (status, error) == (200, None)
-
-
-async def test_a_final_message_that_is_not_in_the_text_cannot_be_continued(
-    connect: Connect,
-) -> None:
-    fields = {"continue_final_message": True, "add_generation_prompt": False}
-    status, error = await ask(connect, "no messages here", **fields)
+    fine = {"chat_template_kwargs": {"shout": "5"}}
+    assert await ask(connect, CHAT_TEMPLATE + "{{ 'x' + shout }}", **fine) == (200, None)
+    # A final message that is not in the text cannot be continued.
+    status, error = await ask(connect, "no messages here", **continued)
     assert (status, error["param"]) == (400, "continue_final_message")
 
 

@@ -13,12 +13,11 @@ from tokenizers import AddedToken
 from server.errors import ApiError
 from server.formats.message import MessageParser
 from server.formats.parts import CallArguments, CallStart
-from server.formats.reasoning import reasoning_formats
-from server.formats.tool_calls import tool_call_formats
+from server.formats.registry import reasoning_formats, tool_call_formats
 from server.formats.tool_calls.parser import CallParser
-from server.plan import MessageOptions
+from server.plan import TextOptions
 from server.request.grammars import json_grammar
-from server.request.message_grammar import CallRules, MessageGrammar, check_schema
+from server.request.message_formats import CallRules, MessageGrammar, check_schema
 from worlds.call_texts import written
 from worlds.scripted_engine import EOS, byte_tokenizer
 
@@ -81,11 +80,9 @@ class World:
         thinks: str = "",
         functions: Any = FUNCTIONS,
     ) -> bool:
-        opener = self.form.markers[0] if self.form.in_text else ""
-        never_first = self.form.never_first
-        rules = CallRules(functions, self.spelling, opener, must, parallel, never_first)
+        rules = CallRules(functions, self.form, self.spelling, must, parallel)
         reasoning = reasoning_formats()[thinks] if thinks else None
-        grammar = MessageGrammar(self.special).write(rules, answer, reasoning, False)
+        grammar = MessageGrammar(self.special, rules, answer).write(reasoning, False)
         matcher = LLMatcher(self.vocabulary, grammar, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -141,7 +138,9 @@ def test_a_model_of_channels_reasons_first_and_calls_once(has_markers: bool) -> 
         assert world.allows(text, must=must, thinks="gpt_oss") is not must
         text = f'{thought}{final}{{"name": 1}}'
         assert world.allows(text, must=must, answer=ANSWER, thinks="gpt_oss") is not must
-    parser = MessageParser(MessageOptions("gpt_oss", dict(FUNCTIONS), "gpt_oss"), "seed")
+    parser = MessageParser(
+        TextOptions(tool_calls="gpt_oss", functions=dict(FUNCTIONS), reasoning="gpt_oss"), "seed"
+    )
     parts = [*parser.feed(thought + good), *parser.finish()]
     assert [each.text for each in parts if isinstance(each, CallArguments)] == ['{"a": 1}']
 

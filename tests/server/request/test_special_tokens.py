@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.tokenizer import bundled_path, load_tokenizer
 from server.errors import ApiError
-from server.request.chat_template import ChatTemplate
-from server.request.special_tokens import Disguise, Spellings, TextEncoder
+from server.request.prompts import ChatTemplate
+from server.request.special_tokens import Disguise, Spellings, TextEncoder, joined
 from worlds.scripted_engine import (
     ASSISTANT,
     CHAT_TEMPLATE,
@@ -33,17 +33,20 @@ def bundled() -> Any:
     return load_tokenizer(str(bundled_path("target")))
 
 
+def render(tokenizer: Any, *messages: tuple[str, Any], **variables: Any) -> Any:
+    return ChatTemplate(tokenizer, Spellings(tokenizer)).render(
+        [{"role": role, "content": content} for role, content in messages],
+        variables,
+        allow_special_tokens=False,
+        add_generation_prompt=False,
+    )
+
+
 def prompt_of(template: str, content: Any, **variables: Any) -> list[int]:
     """What a template that is given one message comes to, byte by byte."""
     tokenizer = byte_tokenizer(template)
-    encoder = TextEncoder(tokenizer)
-    pieces = ChatTemplate(tokenizer, encoder.spellings).render(
-        [{"role": "user", "content": content}],
-        variables,
-        allow_special_tokens=False,
-        add_generation_prompt=True,
-    )
-    return encoder.encode_pieces("messages", pieces, add_special_tokens=False)
+    text = render(tokenizer, ("user", content), **variables)
+    return TextEncoder(tokenizer).encode("messages", text, add_special_tokens=False)
 
 
 @pytest.mark.anyio
@@ -128,32 +131,23 @@ TEXTS = st.lists(st.sampled_from([*SPELLED, "a", " ", "\n", "é", "\ue000"])).ma
 def test_the_templates_tokens_are_all_that_there_are(first: str, second: str) -> None:
     """And the texts are tokenized as they are by themselves, between those."""
     tokenizer = bundled()
-    encoder = TextEncoder(tokenizer)
-    pieces = ChatTemplate(tokenizer, encoder.spellings).render(
-        [{"role": "user", "content": first}, {"role": "assistant", "content": second}],
-        {},
-        allow_special_tokens=False,
-        add_generation_prompt=False,
-    )
-    found = encoder.encode_pieces("messages", pieces, add_special_tokens=False)
+    pieces = render(tokenizer, ("user", first), ("assistant", second))
+    found = TextEncoder(tokenizer).encode("messages", pieces, add_special_tokens=False)
     texts = [
         tokenizer.encode(t, add_special_tokens=False, split_special_tokens=True)
         for t in (first, second)
     ]
-    tokens = [
-        tokenizer.convert_tokens_to_ids(f"<|{name}|>")
-        for name in ("bos", "user", "eos", "assistant")
-    ]
-    bos, user, eos, assistant = tokens
+    names = ("bos", "user", "eos", "assistant")
+    bos, user, eos, assistant = (tokenizer.convert_tokens_to_ids(f"<|{each}|>") for each in names)
     assert found == [bos, user, *texts[0], eos, assistant, *texts[1], eos]
-    assert "".join(piece for _, piece in pieces).count(first) >= 1
+    assert joined(pieces).count(first) >= 1
 
 
 @given(TEXTS)
 def test_text_is_what_it_is_without_special_tokens(text: str) -> None:
     for tokenizer in (bundled(), byte_tokenizer(), sentencepiece_tokenizer()):
         expected = tokenizer.encode(text, split_special_tokens=True)
-        assert TextEncoder(tokenizer).encode_pieces("prompt", [(False, text)], True) == expected
+        assert TextEncoder(tokenizer).encode("prompt", [(False, text)], True) == expected
 
 
 def test_it_survives_being_sent_and_is_small_then() -> None:
@@ -161,8 +155,8 @@ def test_it_survives_being_sent_and_is_small_then() -> None:
     sent = pickle.dumps(encoder)
     assert len(sent) < 1.2 * len(pickle.dumps(bundled()))
     text = [(False, "a<|eos|>")]
-    again = pickle.loads(sent).encode_pieces("prompt", text, False)
-    assert again == encoder.encode_pieces("prompt", text, False)
+    again = pickle.loads(sent).encode("prompt", text, False)
+    assert again == encoder.encode("prompt", text, False)
 
 
 def test_a_tokenizer_that_cannot_do_so_refuses_the_text() -> None:
@@ -175,9 +169,9 @@ def test_a_tokenizer_that_cannot_do_so_refuses_the_text() -> None:
         convert_tokens_to_ids = staticmethod(tokenizer.convert_tokens_to_ids)
 
     encoder = TextEncoder(Slow())
-    assert encoder.encode_pieces("prompt", [(False, "ab")], False) == [97, 98]
+    assert encoder.encode("prompt", [(False, "ab")], False) == [97, 98]
     with pytest.raises(ApiError, match="allow_special_tokens") as refused:
-        encoder.encode_pieces("prompt", [(False, "a</s>")], False)
+        encoder.encode("prompt", [(False, "a</s>")], False)
     assert refused.value.param == "prompt"
 
 

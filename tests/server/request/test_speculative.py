@@ -16,6 +16,7 @@ from worlds.scripted_engine import ScriptedEngine, engine_info
 from worlds.serving import Connect
 
 pytestmark = pytest.mark.anyio
+DEPTHS = [f"{which}_speculative_tokens" for which in ("num", "min", "max")]
 
 
 def resolver(default: dict[str, Any] | None = None, **caps: Any) -> SpeculativeResolver:
@@ -35,25 +36,25 @@ def depth(
     policy: bool | str | None = None,
 ) -> dict[str, Any]:
     """The fields of gamma that are given."""
-    fields = {
-        "num_speculative_tokens": num,
-        "min_speculative_tokens": low,
-        "max_speculative_tokens": high,
-        "adaptive_depth": policy,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+    fields = zip((*DEPTHS, "adaptive_depth"), (num, low, high, policy), strict=True)
+    return {name: value for name, value in fields if value is not None}
 
 
 def depths_of(params: SpeculativeParams) -> tuple[int, int, int]:
-    return (
-        params.num_speculative_tokens,
-        params.min_speculative_tokens,
-        params.max_speculative_tokens,
-    )
+    num, low, high = (getattr(params, name) for name in DEPTHS)
+    return num, low, high
 
 
-def test_a_request_that_says_nothing_drafts_all_the_same() -> None:
+def test_what_nobody_says_is_as_the_server_has_it() -> None:
     assert resolver().resolve(None) == SpeculativeParams(options={"max_match": 4})
+    assert resolve({"draft_strategy": "none"}) == PLAIN
+    assert resolve({"adaptive_depth": "target_rate"}).target_acceptance_rate is None
+    assert resolve({"target_acceptance_rate": 0.4}).target_acceptance_rate == 0.4
+    undrafted = {"draft_strategy": "none"}
+    assert resolve({}, undrafted).draft_strategy == "none"
+    assert depths_of(resolve({"draft_strategy": "ngram"}, undrafted)) == (8, 0, 16)
+    with pytest.raises(ApiError, match="none, ngram, nasd"):
+        resolve({"draft_strategy": "eagle"})
 
 
 async def test_every_field_is_taken_at_its_word(connect: Connect) -> None:
@@ -76,12 +77,6 @@ async def test_every_field_is_taken_at_its_word(connect: Connect) -> None:
         reply = (await client.post("/completions", json=body)).json()
     assert engine.requests[0].speculative == SpeculativeParams(**fields)
     assert "".join(token["text"] for token in reply["choices"][0]["tokens"]) == "hello"
-
-
-def test_what_nobody_names_is_not_there() -> None:
-    assert resolve({"draft_strategy": "none"}) == PLAIN
-    assert resolve({"adaptive_depth": "target_rate"}).target_acceptance_rate is None
-    assert resolve({"target_acceptance_rate": 0.4}).target_acceptance_rate == 0.4
 
 
 @pytest.mark.parametrize(
@@ -195,50 +190,31 @@ CORE = engine_info(
 
 
 @pytest.mark.parametrize(
-    ("drafter", "options"),
+    ("drafter", "options", "fault"),
     [
-        ("nasd", {"n": 6, "min_context": 4}),
-        ("nasd", {"min_context": 4, "n": 6}),
-        ("ngram", {"ngram_min": 9, "ngram_max": 12}),
-        ("stand", {"min_ctx": 6, "max_ctx": 8}),
+        ("nasd", {"n": 6, "min_context": 4}, ""),
+        ("nasd", {"min_context": 4, "n": 6}, ""),
+        ("ngram", {"ngram_min": 9, "ngram_max": 12}, ""),
+        ("stand", {"min_ctx": 6, "max_ctx": 8}, ""),
+        ("nasd", {"n": 3, "min_context": 3}, "min_context"),
+        ("nasd", {"n": 2, "filler_top_k": 2, "min_context": 2}, "min_context"),
+        ("nasd", {"n": 9, "min_context": 1}, "n"),
+        ("nasd", {"min_context": 2, "a-b": 1}, "a-b"),
+        ("ngram", {"ngram_max": 2, "ngram_min": 3}, "ngram_min"),
+        ("ngram", {"ngram_max": 1}, "ngram_max"),
+        ("stand", {"min_ctx": 5, "share": True}, "min_ctx"),
+        ("jacobi", {"window": 4, "first_guess": "none"}, "first_guess"),
     ],
 )
-async def test_options_that_fit_only_together_are_taken(
-    connect: Connect, drafter: str, options: dict[str, int]
-) -> None:
-    engine = ScriptedEngine("x", info=CORE)
-    speculative = {"draft_strategy": drafter, "options": options}
-    async with connect(engine) as client:
-        reply = await client.post(
-            "/completions", json={"prompt": "ab", "max_tokens": 4, "speculative": speculative}
-        )
-    assert reply.status_code == 200, reply.text
-    assert options.items() <= engine.requests[0].speculative.options.items()
-
-
-@pytest.mark.parametrize(
-    ("drafter", "options", "name"),
-    [
-        ("nasd", {"n": 3, "min_context": 3}, "options.min_context"),
-        ("nasd", {"n": 2, "filler_top_k": 2, "min_context": 2}, "options.min_context"),
-        ("nasd", {"n": 9, "min_context": 1}, "options.n"),
-        ("nasd", {"min_context": 2, "a-b": 1}, "options.a-b"),
-        ("ngram", {"ngram_max": 2, "ngram_min": 3}, "options.ngram_min"),
-        ("ngram", {"ngram_max": 1}, "options.ngram_max"),
-        ("stand", {"min_ctx": 5, "share": True}, "options.min_ctx"),
-        ("jacobi", {"window": 4, "first_guess": "none"}, "options.first_guess"),
-    ],
-)
-async def test_options_that_do_not_fit_together_are_refused_by_name(
-    connect: Connect, drafter: str, options: dict[str, Any], name: str
-) -> None:
-    engine = ScriptedEngine("x", info=CORE)
-    speculative = {"draft_strategy": drafter, "options": options}
-    async with connect(engine) as client:
-        reply = await client.post("/completions", json={"prompt": "ab", "speculative": speculative})
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == f"speculative.{name}"
-    assert engine.requests == []
+def test_options_are_judged_together(drafter: str, options: dict[str, Any], fault: str) -> None:
+    asked = SpeculativeField(draft_strategy=drafter, options=options)
+    subject = SpeculativeResolver(CORE, SpeculativeField(), SpeculativeCaps())
+    if not fault:
+        assert options.items() <= subject.resolve(asked).options.items()
+        return
+    with pytest.raises(ApiError) as refused:
+        subject.resolve(asked)
+    assert refused.value.param == f"speculative.options.{fault}"
 
 
 def test_a_request_answers_for_what_does_not_fit_the_servers_options() -> None:
@@ -256,32 +232,24 @@ SAMPLER_TREE = SAMPLER | {"tree_strategy": "tree"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "verification"),
-    [
-        (SAMPLER, "match"),
-        (SAMPLER | {"verification": "rejection"}, "rejection"),
-        (SAMPLER | {"verification": "block"}, "block"),
-        (SAMPLER_TREE | {"verification": "rejection"}, "rejection"),
-        (SAMPLER_TREE | {"tree_width": 1, "verification": "block"}, "block"),
-        ({"verification": "match"}, "match"),
-    ],
-)
-def test_drafters_that_draw_can_be_verified_by_rejection(
-    fields: dict[str, Any], verification: str
-) -> None:
-    assert resolve(fields).verification == verification
-
-
-@pytest.mark.parametrize(
     ("fields", "part"),
     [
         ({"verification": "rejection"}, "must be 'match' .* 'ngram' does not draw"),
         ({"draft_strategy": "nasd", "verification": "block"}, "must be 'match'"),
         ({"draft_strategy": "none", "verification": "rejection"}, "no effect"),
         (SAMPLER_TREE | {"verification": "block"}, "must be 'rejection' .* for chains"),
+        (SAMPLER, ""),
+        (SAMPLER | {"verification": "rejection"}, ""),
+        (SAMPLER | {"verification": "block"}, ""),
+        (SAMPLER_TREE | {"verification": "rejection"}, ""),
+        (SAMPLER_TREE | {"tree_width": 1, "verification": "block"}, ""),
+        ({"verification": "match"}, ""),
     ],
 )
 def test_a_verification_that_cannot_be_is_refused(fields: dict[str, Any], part: str) -> None:
+    if not part:
+        assert resolve(fields).verification == fields.get("verification", "match")
+        return
     with pytest.raises(ApiError, match=part) as refused:
         resolve(fields)
     assert refused.value.param == "speculative.verification"
@@ -297,11 +265,6 @@ def test_a_default_verification_gives_way_to_what_a_request_names() -> None:
     assert (chain.verification, chain.shape.width) == ("block", 1)
     with pytest.raises(ValueError, match="must be 'rejection'"):
         resolver(SAMPLER_TREE | {"verification": "block"})
-
-
-def test_an_unknown_drafter_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ApiError, match="none, ngram, nasd"):
-        resolve({"draft_strategy": "eagle"})
 
 
 @pytest.mark.parametrize(
@@ -343,12 +306,6 @@ def test_server_defaults_apply_to_what_a_request_leaves_open() -> None:
     assert other.options == {"max_match": 4}
     assert resolve({"adaptive_depth": True}, default).adaptive_depth == "target_rate"
     assert resolve({"options": {"fill": False}}, default).options == {"fill": False, "decay": 0.9}
-
-
-def test_a_server_that_does_not_draft_still_lets_requests_draft() -> None:
-    assert resolve({}, {"draft_strategy": "none"}).draft_strategy == "none"
-    other = resolve({"draft_strategy": "ngram"}, {"draft_strategy": "none"})
-    assert depths_of(other) == (8, 0, 16)
 
 
 def test_operator_caps_bound_requests_and_defaults() -> None:

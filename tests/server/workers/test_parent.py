@@ -12,7 +12,7 @@ import pytest
 from engine.process.link import Link, PeerGoneError
 from server.errors import ApiError, bad_request
 from server.metrics.prometheus import Metrics
-from server.request.live_speculation import SpeculativeChange
+from server.request.speculative import SpeculativeChange
 from server.workers.child import RemoteMetrics, RemoteSpeculation
 from server.workers.parent import Change, Count, Expose, Workers
 from worlds.scripted_engine import engine_info

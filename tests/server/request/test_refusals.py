@@ -1,0 +1,250 @@
+"""Bodies that cannot be taken are a 400 that names the field at fault, and reach no engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from server.request.messages import ChatMessage
+from server.request.protocol import StreamOptions
+from server.request.responses import MAX_ITEMS
+from worlds.request_bodies import ENDPOINTS, TEXT, TOOLS
+from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer
+from worlds.serving import Connect
+
+pytestmark = pytest.mark.anyio
+Row = tuple[dict[str, Any], str]
+
+USER = {"role": "user", "content": "hi"}
+JSON = {"content-type": "application/json"}
+MALFORMED: dict[str, list[Any]] = {
+    "n": [0, True, "2", 129],
+    "temperature": [2.1, "hot", float("nan")],
+    "top_p": [0, 1.5],
+    "top_k": [-2, 1.5],
+    "min_p": [-0.1],
+    "top_n_sigma": [-1, 101, "2"],
+    "presence_penalty": [3],
+    "frequency_penalty": [float("inf")],
+    "repetition_penalty": [0],
+    "seed": [-1, 2**63],
+    "min_tokens": [-1, 65],
+    "max_tokens": [0, 513, 10**40],
+    "stop": [5, [""], ["a"] * 17, ["a" * 513]],
+    "stop_token_ids": [[270], ["a"]],
+    "logit_bias": [{"x": 1}, {"270": 1}],
+    "bad_words": [[""]],
+    "ignore_eos": [1],
+    "priority": [2**31],
+    "cache_salt": [""],
+    "metadata": [
+        {"a": 1},
+        {"a" * 65: "b"},
+        {"a": "b" * 513},
+        dict.fromkeys(map(str, range(17)), ""),
+    ],
+    "logprob_token_ids": [[], [270], [-1], [5] * 129, [5]],
+    "stream": ["true"],
+    "stream_options": [{}],
+    "speculative": [4],
+}
+PROMPTS = ["", [], [[]], ["a", 1], [["a"]], [1.5], [True], [-1], [270], [[1], "a"], None, {}]
+COMPLETIONS: list[Row] = [
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncation_side": "left"}, "truncation_side"),
+    ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [270]}, "allowed_token_ids"),
+    ({"n": 5}, "n"),
+    ({"prompt": ["a", "b", "c"], "n": 2}, "prompt"),
+    *(
+        ({"stream": True, "stream_options": {name: True}}, f"stream_options.{name}")
+        for name in [
+            *StreamOptions.unsupported,
+            "include_obfuscation",
+            "continuous_usage_stats",
+            "unknown",
+        ]
+    ),
+]
+MESSAGES: list[Row] = [
+    ({"role": "user"}, "content"),
+    ({"role": "tool", "content": "x"}, "tool_call_id"),
+    ({"role": "tool", "tool_call_id": "2", "content": "x"}, "tool_call_id"),
+    ({"role": "function", "content": "x"}, "role"),
+    ({"role": "user", "content": 5}, "content"),
+    ({"role": "user", "content": []}, "content"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "content"),
+    ({"role": "user", "content": [{"type": "text"}]}, "content"),
+    ({"role": "assistant", "reasoning": "x", "reasoning_content": "y"}, "reasoning"),
+    *(({**USER, name: "y"}, name) for name in ["colour", "name", *ChatMessage.unsupported]),
+]
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+def called(arguments: str = "{}") -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def answer(call: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call, "content": "x", **fields}
+
+
+def predicted(**fields: Any) -> dict[str, Any]:
+    return {"prediction": {"type": "content", "content": "a", **fields}}
+
+
+PARAMETERS = "tools.0.function.parameters"
+UNUSABLE = {"type": "object", "properties": {"a": {"type": "colour"}}}
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+CHATS: list[Row] = [
+    *(({"messages": [message]}, f"messages.0.{param}") for message, param in MESSAGES),
+    ({"messages": []}, "messages"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"max_completion_tokens": 513}, "max_completion_tokens"),
+    ({"echo": True}, "echo"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    *(
+        ({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs.{name}")
+        for name in ("unheard_of", "messages", "tokenize")
+    ),
+    (predicted(type="text"), "prediction.type"),
+    (predicted(content=""), "prediction.content"),
+    (predicted(content="a" * 513), "prediction.content"),
+    (predicted(x=1), "prediction.x"),
+    ({**predicted(), "speculative": {"draft_strategy": "ngram"}}, "prediction"),
+    ({"speculative": {"draft_strategy": "prediction"}}, "speculative.draft_strategy"),
+    ({"tools": []}, "tools"),
+    ({"tools": [function(name="a b")]}, "tools.0.function.name"),
+    ({"tools": [function(), function()]}, "tools.1.function.name"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [function(parameters={"type": "array"})]}, PARAMETERS),
+    ({"tools": [function(parameters={"properties": 1})]}, PARAMETERS),
+    ({"tools": [function(parameters={"required": "a"})]}, PARAMETERS),
+    ({"tools": [function(parameters=UNUSABLE)], "tool_choice": "required"}, PARAMETERS),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "maybe"}, "tool_choice"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+    ({"tools": TOOLS, "tool_choice": function()}, "tool_choice.function.name"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+    ({"tools": STRICT, "ignore_eos": True}, "ignore_eos"),
+    ({"messages": [called("oh")]}, "messages.0.tool_calls.0.function.arguments"),
+    ({"messages": [called("[]")]}, "messages.0.tool_calls.0.function.arguments"),
+    ({"messages": [called(), answer("2")]}, "messages.1.tool_call_id"),
+    ({"messages": [called(), answer("1", name="g")]}, "messages.1.name"),
+    ({"messages": [called() | {"role": "user"}]}, "messages.0.tool_calls"),
+    ({"include_reasoning": False}, "include_reasoning"),
+]
+
+TOOL: dict[str, Any] = {"type": "function", **TOOLS[0]["function"]}
+SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "x"}}
+RESPONSES: list[Row] = [
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"include": ["reasoning.encrypted_content"]}, "include"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0.type"),
+    ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input.0.colour"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
+    ({"input": [{"role": "user", "content": 7}]}, "input.0.content"),
+    ({"input": [{"role": "user", "content": [{"type": "image"}]}]}, "input.0.content.0.type"),
+    ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
+    ({"max_output_tokens": 513}, "max_output_tokens"),
+    ({"input": "x" * 600}, "input"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+    ({"text": {"format": SCHEMA}}, "text.format.schema"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"reasoning": {"effort": "lots"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    # What only the chat request that it comes to can tell.
+    ({"tools": [TOOL, TOOL]}, "tools.1.name"),
+    ({"input": [{"type": "reasoning"}]}, "input"),
+    ({"input": [USER] * MAX_ITEMS, "instructions": "y"}, "input"),
+]
+TOKENS: list[Row] = [
+    ({}, "prompt"),
+    ({"prompt": "a", "messages": [USER]}, "prompt"),
+    ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+    ({"prompt": "a", "tools": []}, "tools"),
+    ({"prompt": "a", "tools": TOOLS}, "tools"),
+    ({"messages": []}, "messages"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "rows"),
+    [
+        ("/completions", {"prompt": "ab"}, COMPLETIONS),
+        ("/chat/completions", {"messages": [USER]}, CHATS),
+        ("/responses", {"input": "hi"}, RESPONSES),
+        ("http://test/tokenize", {}, TOKENS),
+        ("http://test/detokenize", {}, [({}, "tokens"), ({"tokens": [270]}, "tokens")]),
+    ],
+)
+async def test_what_cannot_be_is_a_400_that_names_it(
+    connect: Connect, path: str, base: dict[str, Any], rows: list[Row]
+) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine, max_choices=4) as client:
+        for fields, param in rows:
+            refused = await client.post(path, json=base | fields)
+            assert refused.status_code == 400, fields
+            assert refused.json()["error"]["param"] == param, fields
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_a_malformed_value_is_a_400_that_names_the_field(connect: Connect, path: str) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with connect(engine) as client:
+        for name, values in MALFORMED.items():
+            for value in values:
+                # Python's JSON has numbers that are none.
+                content = json.dumps(ENDPOINTS[path][1] | {name: value})
+                refused = await client.post(path, content=content, headers=JSON)
+                assert refused.status_code == 400, content
+                error = refused.json()["error"]
+                assert name in (error["param"] or error["message"]), content
+    assert engine.requests == []
+
+
+async def test_a_malformed_prompt_is_a_400(connect: Connect) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = None
+    async with connect(ScriptedEngine(), tokenizer) as client:
+        for prompt in PROMPTS:
+            refused = await client.post("/completions", json={"prompt": prompt})
+            assert refused.status_code == 400, prompt
+            assert refused.json()["error"]["param"] == "prompt", prompt
+
+
+async def test_an_empty_prompt_is_the_bos_token_where_there_is_one(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with connect(engine) as client:
+        assert (await client.post("/completions", json={"prompt": ""})).status_code == 200
+    assert engine.requests[0].prompt_token_ids == (BOS,)
+
+
+async def test_several_errors_are_listed_and_long_input_is_not_echoed(connect: Connect) -> None:
+    body = {f"field_{number}": "x" * 10_000 for number in range(30)}
+    async with connect(ScriptedEngine()) as client:
+        refused = await client.post("/completions", json=body | {"prompt": "a"})
+    message = refused.json()["error"]["message"]
+    assert message.count("this server knows no such field") == 10
+    assert message.endswith("and 20 more")
+    assert "xxxx" not in message
+    assert len(message) < 5000
