@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -53,8 +54,7 @@ from engine.model.selfcheck import (
     verify_exact,
 )
 from engine.process.async_engine import AsyncEngine
-from engine.ranks.group import Ranks, join_ranks
-from engine.ranks.runner import LeadingRunner, follow_steps
+from engine.ranks.group import LeadingRunner, Ranks, follow_steps, join_ranks
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import EngineInfo, QuantizationInfo
 from engine.sampling.warm_up import warm_up
@@ -156,7 +156,9 @@ def build_engine_for(
             "tensor_parallel_size: this model is whole; only one from a folder is divided"
         )
     start = time.perf_counter()
-    determinism = config.determinism or _usual_determinism(model.device, ranks)
+    # Exact where it was shown to be reachable.
+    is_exact_usual = model.device.type == "cpu" and ranks is None
+    determinism = config.determinism or ("exact" if is_exact_usual else "fast")
     exact = determinism == "exact"
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     eos = eos_token_ids(model, tokenizer)
@@ -176,14 +178,17 @@ def build_engine_for(
     attention = build_attention(needs, num_blocks, config.attention_backend)
     runner = _runner(model, attention, config, max_model_len, ranks)
     check_logits(runner, reference)
-    exactness = _verify(runner, failures, config) if exact else Exactness()
+    exactness = Exactness()
+    if exact:
+        exactness = verify_exact(runner, failures, config.determinism == "exact")
     runner.prepare()
     drafts.attach(runner, shapes, vocab_size, max_model_len)
-    constrain = (
-        None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos).constraint
-    )
+    constrain = encode = None
+    if tokenizer is not None:
+        constrain = GrammarCompiler(tokenizer, vocab_size, eos).constraint
+        encode = partial(tokenizer.encode, add_special_tokens=False)
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
-    context = EngineContext(runner, config, vocab_size, drafts, heads, _encoder(tokenizer))
+    context = EngineContext(runner, config, vocab_size, drafts, heads, encode)
     drafters = build_drafters(config.drafters, context, find_plugins(config.drafter_plugins))
     core = _build_core(runner, config, limits, drafters)
     info = EngineInfo(
@@ -235,23 +240,6 @@ def _check_unrounded(model: PreTrainedModel, reference: torch.Tensor, config: En
         check_logits(ModelRunner(model, attention, can_capture=False), reference)
 
 
-def _verify(runner: ModelRunner, failures: Set[str], config: EngineConfig) -> Exactness:
-    """Returns whether a row has its own bits. Raises UnsupportedModelError where it has not and exact
-    bits were asked for."""
-    exactness = verify_exact(runner, failures)
-    if exactness.failed:
-        reason = f"determinism=exact does not hold here: {'; '.join(exactness.failed)}"
-        if config.determinism == "exact":
-            raise UnsupportedModelError(reason)
-        logger.warning("%s; texts may part where two tokens nearly tie", reason)
-    return exactness
-
-
-def _usual_determinism(device: torch.device, ranks: Ranks | None) -> Determinism:
-    """Exact where it was shown to be reachable."""
-    return "exact" if device.type == "cpu" and ranks is None else "fast"
-
-
 def _needs(
     model: PreTrainedModel, shapes: list[KVShape], determinism: Determinism, config: EngineConfig
 ) -> AttentionNeeds:
@@ -270,14 +258,6 @@ def _runner(
         return LeadingRunner(model, attention, config.max_num_batched_tokens, ranks)
     graphs = graph_sizes(config, attention, max_model_len)
     return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
-
-
-def _encoder(
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Callable[[str], Sequence[int]] | None:
-    if tokenizer is None:
-        return None
-    return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
 def _size_store(

@@ -16,7 +16,8 @@ from engine import build, machine
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.machine import can_pack
-from engine.model.linear import OneDnnWeight, PackedLinear
+from engine.model.layers import PackedLinear
+from engine.model.linear import OneDnnWeight
 from engine.process.async_engine import AsyncEngine
 from engine.request.errors import RequestError, UnsupportedModelError
 from engine.request.params import GenerationRequest, SamplingParams

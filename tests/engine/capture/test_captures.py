@@ -325,11 +325,7 @@ def test_a_recording_holds_what_its_kernels_point_to() -> None:
 
 def test_what_a_backend_cannot_capture_is_not() -> None:
     runner = make_runner(tiny_model("llama"), False, block_size=SIZE, attention="sdpa")
-    assert not runner._replays._is_open
-    batch = build_batch([chunk(random_ids(1, 4), 0, 4, tables(0))], SIZE)
-    for _ in range(4):
-        runner.forward(batch)
-    assert not runner._replays._captures
+    assert not isinstance(runner._replays, Captures)
 
 
 def test_timing_waits_until_a_shape_is_settled() -> None:
@@ -341,14 +337,6 @@ def test_timing_waits_until_a_shape_is_settled() -> None:
 
 
 def test_results_that_are_no_numbers_are_the_same_results() -> None:
-    class Broken:
-        can_capture = True
-
-        class needs:  # noqa: N801
-            device = torch.device("cpu")
-
-    found = Captures(Broken())  # type: ignore[arg-type]
-    assert found._is_open
     nan = ForwardOutput(torch.full((2, 3), torch.nan))
     assert all(map(captures._same_bits, nan, nan.copy()))
     assert not captures._same_bits(torch.zeros(2), -torch.zeros(2))

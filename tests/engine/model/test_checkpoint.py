@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.drafting.models import prepare_drafts
 from engine.model.checkpoint import not_finite
 from engine.model.loader import load_model, load_tokenizer
-from engine.model.stored_int8 import store_int8
+from engine.model.quantization import store_int8
 from engine.request.errors import UnsupportedModelError
 from slipstream.cli import main
 from worlds.tiny_models import CPU, tiny_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,16 +11,13 @@ import torch
 from engine.kernels import int8_product
 from engine.model.int8 import (
     GROUP,
-    MOST_IN_FEATURES,
-    Int8Linear,
     Int8Product,
     Int8Weight,
-    SharedProduct,
-    StoredInt8Linear,
     is_exact,
     quantize_by_channel,
     quantize_weight,
 )
+from engine.model.layers import Int8Linear
 
 needs_int8 = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
 
@@ -113,11 +111,8 @@ def test_layers_that_share_an_input_share_one_product(monkeypatch: pytest.Monkey
     product = Int8Product(
         [quantize_weight(w) for w in weights], [None, drawn(8), None], torch.float32
     )
-    shared = SharedProduct(product, 3)
-    first = (0, 32, 40)
-    layers = [
-        Int8Linear(shared, start, w.shape[0]) for start, w in zip(first, weights, strict=True)
-    ]
+    columns = ((0, 32), (32, 8), (40, 8))
+    layers = [Int8Linear(product, *each) for each in columns]
     for rows in (drawn(1, 3, 64), drawn(2, 2, 64, seed=5)):
         outputs = [layer(rows) for layer in layers]
         alone = [
@@ -134,24 +129,15 @@ def test_layers_that_share_an_input_share_one_product(monkeypatch: pytest.Monkey
     assert torch.equal(mixed[1], product_of(weights[1], drawn(8))(b))
 
 
-def test_what_a_checkpoint_stores_is_what_it_computes() -> None:
-    layer = StoredInt8Linear(24, 10, True, torch.float32)
-    values, scales, _ = quantize_by_channel(drawn(10, 24))
-    layer.weight.data.copy_(values)
-    layer.weight_scale.data.copy_(scales[:, None])
-    assert layer.bias is not None
-    layer.bias.data.copy_(drawn(10, seed=1))
-    stored = layer.stored()
-    assert torch.equal(stored.values, values)
-    assert torch.equal(stored.scales, scales)
-    assert stored.group_scales is None
-    rows = drawn(3, 24, seed=2)
-    expected = rows @ (values * scales[:, None]).T + layer.bias
-    torch.testing.assert_close(layer(rows), expected)
-
-
-def test_the_longest_sum_fits_into_32_bits() -> None:
-    assert MOST_IN_FEATURES * 127**2 < 2**31 <= (MOST_IN_FEATURES + 1) * 127**2
+@needs_int8
+def test_sums_that_may_leave_32_bits_are_refused() -> None:
+    longest = (2**31 - 1) // 127**2
+    for in_features in (longest, longest + 1):
+        weight = quantize_by_channel(torch.ones(1, in_features))
+        with (
+            nullcontext() if in_features == longest else pytest.raises(ValueError, match="32 bits")
+        ):
+            Int8Product([weight], [None], torch.float32)
 
 
 @needs_int8

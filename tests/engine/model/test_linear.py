@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from engine.kernels.float_product import PackedFloats
 from engine.kernels.triton.row_ops import row_product
 from engine.machine import can_pack
 from engine.model import linear as linear_module
+from engine.model.layers import PackedLinear
 from engine.model.linear import (
     DeviceWeight,
     OneDnnWeight,
-    PackedLinear,
     PaddedFloats,
     keeps_bits,
     onednn_keeps_bits,
@@ -168,9 +169,11 @@ def test_sizes_that_the_kernel_does_not_take_are_padded_and_other_devices_have_a
 def test_where_a_device_has_no_programs_exact_products_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_module, "_device_of", lambda _: torch.device("cuda"))
+    model = nn.Sequential(make_linear(64, 64))
+    parameters = [SimpleNamespace(device=torch.device("cuda"))]
+    monkeypatch.setattr(model, "parameters", lambda: parameters)
     monkeypatch.setattr(linear_module, "missing_for", lambda _: "it needs triton")
-    failures = pack_linears(nn.Sequential(make_linear(64, 64)), 64, exact=True)
+    failures = pack_linears(model, 64, exact=True)
     assert failures == {"products by torch's library: it needs triton"}
 
 

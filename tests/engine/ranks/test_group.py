@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from engine.attention.backend import AttentionBackend
 from engine.config import EngineConfig
 from engine.model.loader import BUNDLED, load_model
-from engine.ranks.runner import LeadingRunner
+from engine.ranks.group import LeadingRunner
 from engine.request.errors import EngineDeadError
 from engine.request.params import SpeculativeParams
 from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, register_oracle, write_all

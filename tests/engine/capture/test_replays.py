@@ -14,10 +14,22 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from engine.attention.backend import AttentionBackend, AttentionNeeds, build_attention
-from engine.batch import Bucket, ForwardOutput, InputBatch, RequestRows, build_batch
-from engine.capture import device_graphs
-from engine.capture.device_graphs import DeviceGraphs
-from engine.capture.replays import GraphSizes, graph_sizes
+from engine.batch import (
+    NO_SLOT,
+    Bucket,
+    ForwardOutput,
+    InputBatch,
+    RequestRows,
+    build_batch,
+    pad_batch,
+)
+from engine.capture.replays import (
+    DeviceGraphs,
+    GraphSizes,
+    find_bucket,
+    graph_sizes,
+    make_buckets,
+)
 from engine.config import EngineConfig
 from engine.model.loader import attach_attention
 from engine.model.runner import ModelRunner
@@ -201,7 +213,6 @@ def test_capturing_ends_when_time_or_memory_does() -> None:
     seconds = iter(range(0, 10_000, 25))
     graphs = graphs_of(ReplayingMaker(), lambda: float(next(seconds)))
     graphs.prepare(empty_forward)
-    assert device_graphs.CAPTURE_SECONDS == 60
     assert graphs.num_graphs == 2  # begun after 25 and 50 seconds, and none after 75
     graphs = graphs_of(ReplayingMaker(num_allowed=3))
     graphs.prepare(empty_forward)
@@ -222,3 +233,54 @@ def test_graphs_that_cannot_be_had_are_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match=r"cuda_graph_rows=8: .*CUDA devices only"):
         graph_sizes(asked, attention, 64)
     assert graph_sizes(asked, attention, 64, strict=False) is None
+
+
+# --- buckets ---
+
+
+def batch_of(rows: list[int]) -> InputBatch:
+    requests = [
+        RequestRows([7] * count, count, 3, (), range(12 * index, 12 * index + 12), num_logits=count)
+        for index, count in enumerate(rows)
+    ]
+    return build_batch(requests, BLOCK_SIZE)
+
+
+@given(st.integers(1, 300), st.integers(1, 80), st.lists(st.integers(1, 6), max_size=40))
+def test_a_batch_goes_into_the_smallest_bucket_that_has_room(
+    most_rows: int, most_requests: int, rows: list[int]
+) -> None:
+    rows = rows[:most_requests]
+    buckets = make_buckets(most_rows, most_requests)
+    assert list(buckets) == sorted(set(buckets))
+    found = find_bucket(buckets, batch_of(rows))
+    fit = [each for each in buckets if sum(rows) <= each[0] and len(rows) <= each[1]]
+    assert found == (fit[0] if fit else None)
+    # Only what is too large for all goes without.
+    assert (found is None) == (sum(rows) > most_rows)
+
+
+def test_a_few_requests_do_not_pay_for_many() -> None:
+    buckets = make_buckets(64, 64)
+    for rows, bucket in (([6] * 3, (24, 4)), ([2] * 9, (24, 16)), ([1] * 20, (24, 24))):
+        assert find_bucket(buckets, batch_of(rows)) == bucket
+    assert find_bucket(buckets, batch_of([40])) == (48, 1)
+    assert make_buckets(0, 64) == ()
+
+
+@given(st.lists(st.integers(1, 6), max_size=10), st.integers(0, 20))
+def test_padding_leaves_the_batch_as_it_is_and_is_stored_nowhere(
+    rows: list[int], further: int
+) -> None:
+    batch = batch_of(rows)
+    own = [batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices]
+    before = copy.deepcopy(own)
+    bucket = Bucket(batch.num_rows + further, len(rows))
+    padded = pad_batch(batch, bucket)
+    assert own == before
+    columns = [padded.token_ids, padded.positions, padded.slot_mapping, padded.logits_indices]
+    assert {len(column) for column in columns} == {bucket.num_rows}
+    assert all(column[: len(mine)] == mine for column, mine in zip(columns, own, strict=True))
+    assert set(padded.slot_mapping[batch.num_rows :]) <= {NO_SLOT}
+    assert padded.requests is batch.requests
+    assert padded.bucket == bucket
