@@ -39,7 +39,6 @@ from engine.model.int8 import is_exact
 from engine.model.linear import pack_linears
 from engine.model.loader import (
     attach_attention,
-    borrowed_attention,
     eos_token_ids,
     load_model,
     max_position,
@@ -233,11 +232,12 @@ def _quantize(
 
 def _check_unrounded(model: PreTrainedModel, reference: torch.Tensor, config: EngineConfig) -> None:
     """Raises UnsupportedModelError unless the engine's forward writes transformers' own logits."""
-    with borrowed_attention(model) as shapes:
-        needs = replace(_needs(model, shapes, "fast", config), kv_dtype=None)
-        num_blocks = blocks_needed(config.block_size)
-        attention = build_attention(needs, num_blocks, config.attention_backend)
-        check_logits(ModelRunner(model, attention, can_capture=False), reference)
+    own = model.config._attn_implementation
+    shapes = attach_attention(model)
+    needs = replace(_needs(model, shapes, "fast", config), kv_dtype=None)
+    attention = build_attention(needs, blocks_needed(config.block_size), config.attention_backend)
+    check_logits(ModelRunner(model, attention, can_capture=False), reference)
+    model.config._attn_implementation = own
 
 
 def _needs(

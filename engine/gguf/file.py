@@ -31,19 +31,7 @@ them."""
 _MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
 _MOST_DIMENSIONS = 4
 _USUAL_ALIGNMENT = 32
-_FIXED = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_FIXED = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Types of metadata values by their numbers, as ``struct`` calls them."""
 _STRING, _ARRAY = 8, 9
 _LEAST_VALUE_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8

@@ -90,8 +90,8 @@ def refusal(device: torch.device) -> str | None:
 def num_bytes(model: nn.Module) -> int:
     """Returns the bytes of all weights, as they are held."""
     products = {each.product for each in model.modules() if isinstance(each, Int8Linear)}
-    plain: int = sum(each.nbytes for each in {*model.parameters(), *model.buffers()})
-    return plain + sum(each.num_bytes for each in products)
+    plain = {*model.parameters(), *model.buffers()}
+    return sum(int(each.nbytes) for each in plain) + sum(int(each.num_bytes) for each in products)
 
 
 def _num_parameters(model: nn.Module) -> int:

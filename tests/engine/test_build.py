@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -45,6 +45,19 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dimensio
 
 def build_tiny(name: str = "llama", **changes: Any) -> AsyncEngine:
     return build_engine_for(tiny_model(name), None, EngineConfig(**SMALL | changes))
+
+
+def written_with_and_without_drafts(
+    plain: AsyncEngine, drafting: Callable[[], AsyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Texts of an engine without drafts, and of one of the same model whose drafts are mostly right."""
+    prompts = [random_ids(1, 11), random_ids(2, 30), random_ids(3, 5)]
+    expected, _ = write_all(plain, prompts, 20)
+    texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
+    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
+    written, num_accepted = write_all(drafting(), prompts, 20, ORACLE)
+    assert num_accepted > 30
+    return expected, written
 
 
 def greedy(model: str | PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
@@ -97,18 +110,22 @@ def test_free_memory_is_what_the_machine_and_the_container_leave(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "num_blocks", "max_model_len"),
-    [(None, 80, 256), (100, 80, 100), (10_000, 80, 256), (None, 10, 40), (50, 10, 40)],
+    ("name", "wanted", "num_blocks", "max_model_len"),
+    [
+        ("llama", None, 80, 256),
+        ("llama", 100, 80, 100),
+        ("llama", 10_000, 80, 256),
+        ("llama", None, 10, 40),
+        ("llama", 50, 10, 40),
+        # Rotary embeddings that follow the longest row cap the length.
+        ("phi3_longrope", None, 80, 64),
+    ],
 )
 def test_requests_may_grow_as_far_as_model_settings_and_pool_allow(
-    wanted: int | None, num_blocks: int, max_model_len: int
+    name: str, wanted: int | None, num_blocks: int, max_model_len: int
 ) -> None:
-    engine = build_tiny(max_model_len=wanted, num_blocks=num_blocks)
+    engine = build_tiny(name, max_model_len=wanted, num_blocks=num_blocks)
     assert engine.info.max_model_len == max_model_len
-
-
-def test_rotary_embeddings_that_follow_the_longest_row_cap_the_length() -> None:
-    assert build_tiny("phi3_longrope", num_blocks=80).info.max_model_len == 64
 
 
 def test_a_pool_of_one_block_still_serves() -> None:
@@ -171,7 +188,6 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
     def model() -> PreTrainedModel:
         return tiny_model("llama", torch.bfloat16, intermediate_size=1152)
 
-    prompts = [random_ids(1, 11), random_ids(2, 30), random_ids(3, 5)]
     plain = build_engine_for(model(), None, EngineConfig(**SMALL))
     assert (plain.info.dtype, plain.info.exact_verified) == ("bfloat16", True)
     layers = plain.core.runner.model.modules()
@@ -180,15 +196,11 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
     is_onednn = isinstance(packed[0].packed, OneDnnWeight)
     assert len(packed) == 2 * (7 if is_onednn else 5) + 1
     assert "differing bits" not in caplog.text
-    expected, _ = write_all(plain, prompts, 20)
-    texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
-    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
-    drafting = build_engine_for(
-        model(), None, EngineConfig(**SMALL | {"max_num_batched_tokens": 40})
+    config = EngineConfig(**SMALL | {"max_num_batched_tokens": 40})
+    expected, written = written_with_and_without_drafts(
+        plain, lambda: build_engine_for(model(), None, config), monkeypatch
     )
-    written, num_accepted = write_all(drafting, prompts, 20, ORACLE)
     assert written == expected
-    assert num_accepted > 30
 
 
 # --- keys and values in 8 bits ---
@@ -204,16 +216,12 @@ def test_keys_and_values_in_8_bits_serve_a_text_that_drafts_do_not_change(
         attention_backend=backend,
         determinism="fast" if backend == "sdpa" else "exact",
     )
-    prompts = [random_ids(1, 11), random_ids(2, 30), random_ids(3, 5)]
     plain = build_engine_for(tiny_model("llama", dtype), None, config)
     assert plain.core.runner.store.dtype == torch.float8_e4m3fn
     assert plain.info.attention_backend == backend
-    expected, _ = write_all(plain, prompts, 20)
-    texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
-    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
-    drafting = build_engine_for(tiny_model("llama", dtype), None, config)
-    written, num_accepted = write_all(drafting, prompts, 20, ORACLE)
-    assert num_accepted > 30
+    expected, written = written_with_and_without_drafts(
+        plain, lambda: build_engine_for(tiny_model("llama", dtype), None, config), monkeypatch
+    )
     if backend != "sdpa":
         assert plain.info.exact_verified
         assert written == expected

@@ -180,11 +180,14 @@ def test_results_of_a_replay_outlive_the_next() -> None:
     assert first.logits.shape[0] == 1
 
 
-def graphs_of(maker: ReplayingMaker, clock: Callable[[], float] | None = None) -> DeviceGraphs:
-    attention = graph_runner("llama", None).attention
-    if clock is None:
-        return DeviceGraphs(attention, maker, SIZES)
-    return DeviceGraphs(attention, maker, SIZES, clock=clock)
+def prepared(
+    planned: Callable[[InputBatch], Callable[[], ForwardOutput]],
+    maker: ReplayingMaker,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> DeviceGraphs:
+    graphs = DeviceGraphs(graph_runner("llama", None).attention, maker, SIZES, clock)
+    graphs.prepare(planned)
+    return graphs
 
 
 def empty_forward(batch: InputBatch) -> Callable[[], ForwardOutput]:
@@ -192,41 +195,31 @@ def empty_forward(batch: InputBatch) -> Callable[[], ForwardOutput]:
 
 
 def test_what_waits_for_the_device_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    graphs = graphs_of(ReplayingMaker())
-
     def planned(batch: InputBatch) -> Callable[[], ForwardOutput]:
-        def run() -> ForwardOutput:
-            value = torch.zeros(batch.num_rows, 3)
-            return ForwardOutput(value + float(value.sum()))
-
-        return run
+        value = torch.zeros(batch.num_rows, 3)
+        return lambda: ForwardOutput(value + float(value.sum()))
 
     with caplog.at_level(logging.WARNING):
-        graphs.prepare(planned)
+        graphs = prepared(planned, ReplayingMaker())
     assert "steps run without graphs" in caplog.text
-    batch = build_batch([RequestRows([1], 1, 0, (), [0], 1)], BLOCK_SIZE)
+    batch = batch_of([1])
     assert graphs.num_graphs == 0
     assert graphs.pad(batch) is batch
 
 
 def test_capturing_ends_when_time_or_memory_does() -> None:
     seconds = iter(range(0, 10_000, 25))
-    graphs = graphs_of(ReplayingMaker(), lambda: float(next(seconds)))
-    graphs.prepare(empty_forward)
+    graphs = prepared(empty_forward, ReplayingMaker(), lambda: float(next(seconds)))
     assert graphs.num_graphs == 2  # begun after 25 and 50 seconds, and none after 75
-    graphs = graphs_of(ReplayingMaker(num_allowed=3))
-    graphs.prepare(empty_forward)
+    graphs = prepared(empty_forward, ReplayingMaker(num_allowed=3))
     assert graphs.num_graphs == 3
-    small = build_batch([RequestRows([1], 1, 0, (), [0], 1)], BLOCK_SIZE)
-    large = build_batch([RequestRows([1] * 9, 9, 0, (), [0, 1, 2], 1)], BLOCK_SIZE)
-    assert graphs.pad(small).bucket == Bucket(1, 1)
+    large = batch_of([9])
+    assert graphs.pad(batch_of([1])).bucket == Bucket(1, 1)
     assert graphs.pad(large) is large
 
 
 def test_graphs_that_cannot_be_had_are_refused_with_the_reason() -> None:
-    model = copy.deepcopy(reference_model("llama"))
-    needs = AttentionNeeds.of(model, attach_attention(model), "fast", BLOCK_SIZE)
-    attention = build_attention(needs, 8)
+    attention = graph_runner("llama", None, backend="sdpa").attention
     assert graph_sizes(EngineConfig(), attention, 64) is None
     assert graph_sizes(EngineConfig(cuda_graph_rows=0), attention, 64) is None
     asked = EngineConfig(cuda_graph_rows=8)
