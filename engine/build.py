@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -43,7 +43,7 @@ from engine.model.loader import (
     load_model,
     max_position,
 )
-from engine.model.quantization import check_machine, has_stored_weights, quantize_model
+from engine.model.quantization import has_stored_weights, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import (
     Exactness,
@@ -71,7 +71,7 @@ BUNDLED_NAME = "slipstream-bundled"
 
 
 def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizerBase]:
-    """Load the model and build an engine around it; not yet started.
+    """Loads the model and builds an engine around it; not yet started.
 
     Raises UnsupportedModelError with the reason if the model cannot be served, OSError if there is
     none, DrafterPluginError if an installed drafter plugin is at fault.
@@ -127,15 +127,16 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
 
 
 def with_fastest_weights(config: EngineConfig) -> EngineConfig:
-    """The bundled model comes in 8 bits where the CPU has the instructions, if nothing else is asked
-    for. Other models are for their owners to say."""
-    is_open = config.quantization is None and config.dtype == "auto"
-    is_open = is_open and config.is_bundled
+    """Returns the settings with 8 bits for the bundled model where the CPU has the instructions, if
+    nothing else is asked for. Other models are for their owners to say."""
     copies_target = config.quantized is not None and config.quantized_model == "target"
-    is_open = is_open and config.tensor_parallel_size == 1 and not copies_target
-    if not is_open or torch.device(config.device).type != "cpu":
-        return config
-    return replace(config, quantization="int8") if is_exact() else config
+    is_open = (
+        config.is_bundled
+        and (config.quantization, config.dtype) == (None, "auto")
+        and (config.tensor_parallel_size, torch.device(config.device).type) == (1, "cpu")
+        and not copies_target
+    )
+    return replace(config, quantization="int8") if is_open and is_exact() else config
 
 
 def build_engine_for(
@@ -156,9 +157,8 @@ def build_engine_for(
         )
     start = time.perf_counter()
     # Exact where it was shown to be reachable.
-    is_exact_usual = model.device.type == "cpu" and ranks is None
-    determinism = config.determinism or ("exact" if is_exact_usual else "fast")
-    exact = determinism == "exact"
+    usual: Determinism = "exact" if model.device.type == "cpu" and ranks is None else "fast"
+    determinism = config.determinism or usual
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     eos = eos_token_ids(model, tokenizer)
     heads = prepare_heads(model, config)
@@ -167,7 +167,7 @@ def build_engine_for(
     quantization = _quantize(model, reference, config)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
-    failures: Set[str] = set()
+    exact, failures = determinism == "exact", set[str]()
     if ranks is None and (exact or can_pack(model.device, model.dtype)):
         failures = pack_linears(model, config.max_num_batched_tokens, exact)
     fuse(model)
@@ -186,9 +186,9 @@ def build_engine_for(
     if tokenizer is not None:
         constrain = GrammarCompiler(tokenizer, vocab_size, eos).constraint
         encode = partial(tokenizer.encode, add_special_tokens=False)
-    limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     context = EngineContext(runner, config, vocab_size, drafts, heads, encode)
     drafters = build_drafters(config.drafters, context, find_plugins(config.drafter_plugins))
+    limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     core = _build_core(runner, config, limits, drafters)
     info = EngineInfo(
         model=name,
@@ -224,7 +224,6 @@ def _quantize(
         raise UnsupportedModelError("quantization=none: the checkpoint's weights have 8 bits")
     if not stored and config.quantization != "int8":
         return None
-    check_machine(model.device)
     # Before: afterwards rounding would hide what a model keeps besides keys and values.
     _check_unrounded(model, reference, config)
     return quantize_model(model, config.quantize_head)

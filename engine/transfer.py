@@ -61,7 +61,7 @@ class Readback:
 
     @property
     def num_added(self) -> int:
-        """Since the last fetch."""
+        """Counts what was added since the last fetch."""
         return len(self._added)
 
     def fetch(self) -> None:

@@ -273,7 +273,7 @@ def _shape(batch: InputBatch, inputs: InputTensors) -> _Shape:
 
 
 def _same_bits(got: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Whatever they are: no number differs from itself."""
+    """Whether they are equal byte by byte: no number differs from itself."""
     if got is None or expected is None:
         return got is expected
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (got, expected)))

@@ -75,8 +75,8 @@ class _Memory:
         return place if place is tensor else place.copy_(tensor)
 
     def seen(self, value: Any) -> Any:
-        """The same tensor, which does not keep its buffer from being used again; what is no tensor, or
-        lies elsewhere, as it is."""
+        """Returns the same tensor, which does not keep its buffer from being used again; what is no
+        tensor, or lies elsewhere, as it is."""
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return value
         buffer = self._lent.get(value.untyped_storage().data_ptr())

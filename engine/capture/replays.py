@@ -1,5 +1,5 @@
-"""What runs a runner's forwards again without the interpreter: recordings on a CPU, and here graphs of a
-device (CUDA's), which are run again without a launch from Python.
+"""A runner's forwards run again without the interpreter: recordings on a CPU, and here graphs of a device
+(CUDA's), which are run again without a launch from Python.
 
 A graph repeats what its forward told the device: the same kernels, with the same shapes, at the same
 addresses. So steps are padded to buckets, few of which serve them all, and everything that differs from
@@ -110,7 +110,7 @@ class Graph(NamedTuple):
 
 
 class GraphMaker(Protocol):
-    """What captures on a device. Graphs of one maker are never replayed at the same time."""
+    """Captures on a device. Graphs of one maker are never replayed at the same time."""
 
     def capture(self, run: Run) -> Graph:
         """``run`` is called several times. Raises RuntimeError where it does what a graph cannot."""

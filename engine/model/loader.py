@@ -133,7 +133,8 @@ class ShapeProbe:
         del options
         if layer in self.shapes:
             raise RuntimeError(f"two attention layers call themselves number {layer}")
-        self.shapes[layer] = KVShape(query.shape[1], *key.shape[1:], value.shape[2])
+        num_kv_heads, key_dim = key.shape[1:]
+        self.shapes[layer] = KVShape(query.shape[1], num_kv_heads, key_dim, value.shape[2])
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 

@@ -45,7 +45,9 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> Quantizati
 
     Raises UnsupportedModelError where the machine does not compute in 8 bits, or nothing is quantised.
     """
-    check_machine(model.device)
+    reason = refusal(model.device)
+    if reason is not None:
+        raise UnsupportedModelError(f"quantization=int8: {reason}")
     head = model.get_output_embeddings()
     kept = None if with_head or isinstance(head, StoredInt8Linear) else head
     num_parameters = _num_parameters(model)
@@ -69,13 +71,6 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> Quantizati
         info.num_bytes / 2**20,
     )
     return info
-
-
-def check_machine(device: torch.device) -> None:
-    """Raises UnsupportedModelError where models cannot be served in 8 bits."""
-    reason = refusal(device)
-    if reason is not None:
-        raise UnsupportedModelError(f"quantization=int8: {reason}")
 
 
 def refusal(device: torch.device) -> str | None:

@@ -35,7 +35,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all ranks do: move stored rows between slots, then run the batch's rows."""
+    """A step of all ranks: move stored rows between slots, then run the batch's rows."""
 
     batch: InputBatch
     sources: list[int]
