@@ -39,6 +39,9 @@ _MUCH_PADDING = 60
 """A shape whose steps have had so many rows of padding in all is recorded itself."""
 
 
+Run = Callable[[], ForwardOutput]
+
+
 class Replays:
     """Runs a runner's forwards again. This one has nothing to run again: each runs as it is."""
 
@@ -47,7 +50,7 @@ class Replays:
         """Graphs of a device, that there are; recordings come and go."""
         return 0
 
-    def prepare(self, planned: Callable[[InputBatch], Callable[[], ForwardOutput]]) -> None:
+    def prepare(self, planned: Callable[[InputBatch], Run]) -> None:
         """Captures what is captured at start. ``planned``: plans a batch and returns its forward."""
 
     def pad(self, batch: InputBatch) -> InputBatch:
@@ -55,11 +58,7 @@ class Replays:
         return batch
 
     def forward(
-        self,
-        batch: InputBatch,
-        inputs: InputTensors,
-        plan: AttentionPlan,
-        run: Callable[[], ForwardOutput],
+        self, batch: InputBatch, inputs: InputTensors, plan: AttentionPlan, run: Run
     ) -> ForwardOutput:
         """``run``: the model's forward over ``inputs``, with ``plan``. Returns what it returns, and may
         return hidden states that nobody asked for."""
@@ -93,11 +92,6 @@ class _Capture:
         self.graph: CapturedForward | None = None
         self.is_trusted = False
         self.threads = _Threads()
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether there is a recording, or the next forward is recorded."""
-        return self.graph is not None or self.num_seen >= _OFTEN - 1
 
     def expect(self) -> None:
         """Lets the next forward be recorded."""
@@ -159,7 +153,7 @@ class Captures(Replays):
         own = self._captures.setdefault(
             shape._replace(num_rows=num_rows, num_logits=num_rows), _Capture()
         )
-        if own.is_expected:
+        if own.num_seen >= _OFTEN - 1:  # it has a recording, or the next forward is recorded
             return batch
         own.num_padding_rows += shape.num_rows - num_rows
         if own.num_padding_rows > _MUCH_PADDING:
@@ -181,11 +175,7 @@ class Captures(Replays):
         return min(fitting, default=None)
 
     def forward(
-        self,
-        batch: InputBatch,
-        inputs: InputTensors,
-        plan: AttentionPlan,
-        run: Callable[[], ForwardOutput],
+        self, batch: InputBatch, inputs: InputTensors, plan: AttentionPlan, run: Run
     ) -> ForwardOutput:
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return run()
@@ -221,7 +211,7 @@ class Captures(Replays):
         capture.expect()
         return capture.is_trusted and capture.threads.chosen is not None
 
-    def _record(self, capture: _Capture, run: Callable[[], ForwardOutput]) -> ForwardOutput:
+    def _record(self, capture: _Capture, run: Run) -> ForwardOutput:
         recorder = Recorder()
         with recorder.watch():
             output = run()
@@ -233,11 +223,7 @@ class Captures(Replays):
         return output.copy()
 
     def _compare(
-        self,
-        capture: _Capture,
-        graph: CapturedForward,
-        plan: CapturablePlan,
-        run: Callable[[], ForwardOutput],
+        self, capture: _Capture, graph: CapturedForward, plan: CapturablePlan, run: Run
     ) -> ForwardOutput:
         expected = run()
         got = graph.replay(plan, torch.get_num_threads())
@@ -263,13 +249,8 @@ class Captures(Replays):
 
 
 def _shape(batch: InputBatch, inputs: InputTensors) -> _Shape:
-    return _Shape(
-        batch.num_rows,
-        len(inputs.logits_indices),
-        batch.wants_hidden,
-        inputs.token_ids.data_ptr(),
-        torch.get_num_threads(),
-    )
+    sizes = batch.num_rows, len(inputs.logits_indices), batch.wants_hidden
+    return _Shape(*sizes, inputs.token_ids.data_ptr(), torch.get_num_threads())
 
 
 def _same_bits(got: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend, AttentionPlan
 from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
-from engine.capture.captures import Captures, Replays
+from engine.capture.captures import Captures, Replays, Run
 from engine.config import USUAL_GRAPH_ROWS, EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,6 @@ LEAST_FREE_SHARE = 0.05
 """Of the device's memory, below which none is begun either: what else the engine needs finds room."""
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _FEW_REQUESTS = (1, 4, 16)
-
-Run = Callable[[], ForwardOutput]
 
 
 class GraphSizes(NamedTuple):

@@ -18,7 +18,7 @@ with random rows and not by what they are called:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import permutations
 from types import FunctionType, MethodType
@@ -50,10 +50,11 @@ def fuse(model: nn.Module) -> None:
         return
     counts = dict.fromkeys(_FINDERS if devices <= {"cpu"} else ("norms",), 0)
     for module in model.modules():
-        kind, found = _find(module, counts) if fused_forward(module) is None else ("", None)
-        if found is not None:
-            vars(module)["forward"] = found
-            counts[kind] += 1
+        for kind in counts:
+            found = _FINDERS[kind](module) if fused_forward(module) is None else None
+            if found is not None:
+                vars(module)["forward"] = found
+                counts[kind] += 1
     said = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     logger.info("in one pass each: %s", said or "nothing")
 
@@ -62,11 +63,6 @@ def fused_forward(module: nn.Module) -> Fused | None:
     """Returns what stands in the place of the module's forward; None: it is its own."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, Fused) else None
-
-
-def _find(module: nn.Module, kinds: Iterable[str]) -> tuple[str, Fused | None]:
-    found = ((kind, _FINDERS[kind](module)) for kind in kinds)
-    return next((each for each in found if each[1] is not None), ("", None))
 
 
 def _computed(function: Callable[..., Any], *given: torch.Tensor) -> Any:

@@ -19,13 +19,13 @@ from engine.machine import can_pack
 from engine.model.layers import PackedLinear
 from engine.model.linear import OneDnnWeight
 from engine.process.async_engine import AsyncEngine
-from engine.request.errors import RequestError, UnsupportedModelError
+from engine.request.errors import UnsupportedModelError
 from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import (
     CPU,
     VOCAB_SIZE,
-    own_logits,
+    greedy_text,
     random_ids,
     reference_model,
     tiny_model,
@@ -58,15 +58,6 @@ def written_with_and_without_drafts(
     written, num_accepted = write_all(drafting(), prompts, 20, ORACLE)
     assert num_accepted > 30
     return expected, written
-
-
-def greedy(model: str | PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """The text as transformers' own forward has it; without a cache, so without its limits."""
-    model = reference_model(model) if isinstance(model, str) else model
-    text = list(prompt)
-    for _ in range(count):
-        text.append(int(own_logits(model, text)[-1].argmax()))
-    return text[len(prompt) :]
 
 
 # --- sizes ---
@@ -133,7 +124,7 @@ def test_a_pool_of_one_block_still_serves() -> None:
     assert engine.info.max_model_len == 4
     assert engine.info.exact_verified is None, "there was no room to check in"
     written, _ = write_all(engine, [[5, 6]], 9)
-    assert written == [greedy("llama", [5, 6], 2)]
+    assert written == [greedy_text(reference_model("llama"), [5, 6], 2)]
 
 
 def test_what_the_engine_says_of_itself() -> None:
@@ -257,7 +248,7 @@ def test_drafts_outside_the_vocabulary_reach_neither_the_model_nor_the_text(
     register_oracle(monkeypatch, lambda: trespasser)
     prompt = random_ids(1, 9)
     written, _ = write_all(build_tiny(), [prompt], 12, ORACLE)
-    assert written == [greedy("llama", prompt, 12)]
+    assert written == [greedy_text(reference_model("llama"), prompt, 12)]
     assert trespasser.num_asked > 8
 
 
@@ -270,7 +261,7 @@ def test_a_request_ends_at_the_last_position_with_drafts_up_to_it(
     sizes = {"max_position_embeddings": limit} if name == "gpt2" else {}
     model = tiny_model(name, **sizes)
     prompt = random_ids(1, 50)
-    expected = greedy(model, prompt, limit - len(prompt))
+    expected = greedy_text(model, prompt, limit - len(prompt))
     texts = [prompt + expected + [1] * 20]
     register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     engine = build_engine_for(model, None, EngineConfig(**SMALL | {"max_num_batched_tokens": 40}))
@@ -293,8 +284,8 @@ def test_two_engines_of_different_models_run_side_by_side() -> None:
         await second.start()
         prompt = random_ids(1, 13)
         mine, theirs = await asyncio.gather(read(first, prompt, 15), read(second, prompt, 15))
-        assert mine == greedy("gemma2", prompt, 15)
-        assert theirs == greedy("gpt_oss", prompt, 15)
+        assert mine == greedy_text(reference_model("gemma2"), prompt, 15)
+        assert theirs == greedy_text(reference_model("gpt_oss"), prompt, 15)
         await first.stop()
         assert not first.is_alive
         assert await read(second, prompt, 5) == theirs[:5]
@@ -308,11 +299,3 @@ def test_a_model_serves_one_engine_only() -> None:
     build_engine_for(model, None, EngineConfig(**SMALL))
     with pytest.raises(ValueError, match="belongs to another engine"):
         build_engine_for(model, None, EngineConfig(**SMALL))
-
-
-def test_prompts_outside_the_vocabulary_or_the_length_are_refused() -> None:
-    engine = build_tiny(num_blocks=4)
-    for prompt, reason in (([VOCAB_SIZE], "0..96"), ([3] * 16, "fit into 16")):
-        with pytest.raises(RequestError, match=reason):
-            write_all(engine, [prompt], 2)
-        engine = build_tiny(num_blocks=4)
