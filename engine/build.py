@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -38,12 +39,11 @@ from engine.model.int8 import is_exact
 from engine.model.linear import pack_linears
 from engine.model.loader import (
     attach_attention,
-    borrowed_attention,
     eos_token_ids,
     load_model,
     max_position,
 )
-from engine.model.quantization import check_machine, has_stored_weights, quantize_model
+from engine.model.quantization import has_stored_weights, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import (
     Exactness,
@@ -53,8 +53,7 @@ from engine.model.selfcheck import (
     verify_exact,
 )
 from engine.process.async_engine import AsyncEngine
-from engine.ranks.group import Ranks, join_ranks
-from engine.ranks.runner import LeadingRunner, follow_steps
+from engine.ranks.group import LeadingRunner, Ranks, follow_steps, join_ranks
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import EngineInfo, QuantizationInfo
 from engine.sampling.warm_up import warm_up
@@ -70,7 +69,7 @@ BUNDLED_NAME = "slipstream-bundled"
 
 
 def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizerBase]:
-    """Load the model and build an engine around it; not yet started.
+    """Loads the model and builds an engine around it; not yet started.
 
     Raises UnsupportedModelError with the reason if the model cannot be served, OSError if there is
     none, DrafterPluginError if an installed drafter plugin is at fault.
@@ -126,15 +125,16 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
 
 
 def with_fastest_weights(config: EngineConfig) -> EngineConfig:
-    """The bundled model comes in 8 bits where the CPU has the instructions, if nothing else is asked
-    for. Other models are for their owners to say."""
-    is_open = config.quantization is None and config.dtype == "auto"
-    is_open = is_open and config.is_bundled
+    """Returns the settings with 8 bits for the bundled model where the CPU has the instructions, if
+    nothing else is asked for. Other models are for their owners to say."""
     copies_target = config.quantized is not None and config.quantized_model == "target"
-    is_open = is_open and config.tensor_parallel_size == 1 and not copies_target
-    if not is_open or torch.device(config.device).type != "cpu":
-        return config
-    return replace(config, quantization="int8") if is_exact() else config
+    is_open = (
+        config.is_bundled
+        and (config.quantization, config.dtype) == (None, "auto")
+        and (config.tensor_parallel_size, torch.device(config.device).type) == (1, "cpu")
+        and not copies_target
+    )
+    return replace(config, quantization="int8") if is_open and is_exact() else config
 
 
 def build_engine_for(
@@ -154,8 +154,9 @@ def build_engine_for(
             "tensor_parallel_size: this model is whole; only one from a folder is divided"
         )
     start = time.perf_counter()
-    determinism = config.determinism or _usual_determinism(model.device, ranks)
-    exact = determinism == "exact"
+    # Exact where it was shown to be reachable.
+    usual: Determinism = "exact" if model.device.type == "cpu" and ranks is None else "fast"
+    determinism = config.determinism or usual
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     eos = eos_token_ids(model, tokenizer)
     heads = prepare_heads(model, config)
@@ -164,7 +165,7 @@ def build_engine_for(
     quantization = _quantize(model, reference, config)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
-    failures: Set[str] = set()
+    exact, failures = determinism == "exact", set[str]()
     if ranks is None and (exact or can_pack(model.device, model.dtype)):
         failures = pack_linears(model, config.max_num_batched_tokens, exact)
     fuse(model)
@@ -174,15 +175,18 @@ def build_engine_for(
     attention = build_attention(needs, num_blocks, config.attention_backend)
     runner = _runner(model, attention, config, max_model_len, ranks)
     check_logits(runner, reference)
-    exactness = _verify(runner, failures, config) if exact else Exactness()
+    exactness = Exactness()
+    if exact:
+        exactness = verify_exact(runner, failures, config.determinism == "exact")
     runner.prepare()
     drafts.attach(runner, shapes, vocab_size, max_model_len)
-    constrain = (
-        None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos).constraint
-    )
-    limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
-    context = EngineContext(runner, config, vocab_size, drafts, heads, _encoder(tokenizer))
+    constrain = encode = None
+    if tokenizer is not None:
+        constrain = GrammarCompiler(tokenizer, vocab_size, eos).constraint
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+    context = EngineContext(runner, config, vocab_size, drafts, heads, encode)
     drafters = build_drafters(config.drafters, context, find_plugins(config.drafter_plugins))
+    limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     core = _build_core(runner, config, limits, drafters)
     info = EngineInfo(
         model=name,
@@ -218,7 +222,6 @@ def _quantize(
         raise UnsupportedModelError("quantization=none: the checkpoint's weights have 8 bits")
     if not stored and config.quantization != "int8":
         return None
-    check_machine(model.device)
     # Before: afterwards rounding would hide what a model keeps besides keys and values.
     _check_unrounded(model, reference, config)
     return quantize_model(model, config.quantize_head)
@@ -226,28 +229,12 @@ def _quantize(
 
 def _check_unrounded(model: PreTrainedModel, reference: torch.Tensor, config: EngineConfig) -> None:
     """Raises UnsupportedModelError unless the engine's forward writes transformers' own logits."""
-    with borrowed_attention(model) as shapes:
-        needs = replace(_needs(model, shapes, "fast", config), kv_dtype=None)
-        num_blocks = blocks_needed(config.block_size)
-        attention = build_attention(needs, num_blocks, config.attention_backend)
-        check_logits(ModelRunner(model, attention, can_capture=False), reference)
-
-
-def _verify(runner: ModelRunner, failures: Set[str], config: EngineConfig) -> Exactness:
-    """Returns whether a row has its own bits. Raises UnsupportedModelError where it has not and exact
-    bits were asked for."""
-    exactness = verify_exact(runner, failures)
-    if exactness.failed:
-        reason = f"determinism=exact does not hold here: {'; '.join(exactness.failed)}"
-        if config.determinism == "exact":
-            raise UnsupportedModelError(reason)
-        logger.warning("%s; texts may part where two tokens nearly tie", reason)
-    return exactness
-
-
-def _usual_determinism(device: torch.device, ranks: Ranks | None) -> Determinism:
-    """Exact where it was shown to be reachable."""
-    return "exact" if device.type == "cpu" and ranks is None else "fast"
+    own = model.config._attn_implementation
+    shapes = attach_attention(model)
+    needs = replace(_needs(model, shapes, "fast", config), kv_dtype=None)
+    attention = build_attention(needs, blocks_needed(config.block_size), config.attention_backend)
+    check_logits(ModelRunner(model, attention, can_capture=False), reference)
+    model.config._attn_implementation = own
 
 
 def _needs(
@@ -268,14 +255,6 @@ def _runner(
         return LeadingRunner(model, attention, config.max_num_batched_tokens, ranks)
     graphs = graph_sizes(config, attention, max_model_len)
     return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
-
-
-def _encoder(
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Callable[[str], Sequence[int]] | None:
-    if tokenizer is None:
-        return None
-    return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
 def _size_store(

@@ -174,34 +174,26 @@ class EngineConfig:
 
     def _check_with_ranks(self) -> None:
         """Raises ValueError naming a setting that needs the whole model in one process."""
-        reasons = {
-            "device": (
-                self.device not in ("cpu", "cuda"),
-                "each rank takes its own; say cpu or cuda",
-            ),
-            "quantization": (
-                self.quantization == "int8",
-                "products in 8 bits join layers that ranks divide",
-            ),
-            "determinism": (
-                self.determinism == "exact",
-                "the row counts of a rank's part of a product are not held to those of equal bits",
-            ),
-            "quantized": (
-                self.quantized is not None and self.quantized_model == "target",
-                "a rank has no whole model to copy; quantized_model=draft copies the draft",
-            ),
-            "cuda_graph_rows": (
-                bool(self.cuda_graph_rows),
-                "forwards that wait for other ranks are not captured",
-            ),
-            "prefix_layers": (
-                self.prefix_layers is not None,
-                "its layers are divided among ranks, and drafts are made by one of them",
-            ),
+        at_odds = {
+            "device": self.device not in ("cpu", "cuda"),
+            "quantization": self.quantization == "int8",
+            "determinism": self.determinism == "exact",
+            "quantized": self.quantized is not None and self.quantized_model == "target",
+            "cuda_graph_rows": bool(self.cuda_graph_rows),
+            "prefix_layers": self.prefix_layers is not None,
         }
-        for name, (is_at_odds, reason) in reasons.items():
-            if is_at_odds:
+        for name, reason in _AT_ODDS_WITH_RANKS.items():
+            if at_odds[name]:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, which tensor_parallel_size > 1 rules out: {reason}"
                 )
+
+
+_AT_ODDS_WITH_RANKS = {
+    "device": "each rank takes its own; say cpu or cuda",
+    "quantization": "products in 8 bits join layers that ranks divide",
+    "determinism": "the row counts of a rank's part of a product are not held to those of equal bits",
+    "quantized": "a rank has no whole model to copy; quantized_model=draft copies the draft",
+    "cuda_graph_rows": "forwards that wait for other ranks are not captured",
+    "prefix_layers": "its layers are divided among ranks, and drafts are made by one of them",
+}

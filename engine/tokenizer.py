@@ -57,8 +57,8 @@ def check_folder(model: str, *files: str) -> None:
 
 @contextmanager
 def naming(model: str) -> Iterator[None]:
-    """Whatever is raised within becomes one line that names the model: files from outside are read here,
-    and those who read them for us raise what they happen to run into, mostly without its name."""
+    """Turns whatever is raised within into one line that names the model: files from outside are read
+    here, and those who read them for us raise what they happen to run into, mostly without its name."""
     try:
         yield
     except OSError as error:

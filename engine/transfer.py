@@ -40,20 +40,17 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 class Arrival:
-    """A tensor that a ``Readback`` was given."""
+    """A tensor that a ``Readback`` was given. ``there``: on the host; None: it was not fetched yet."""
 
     def __init__(self, sent: Tensor) -> None:
         self.sent = sent
-        self._there: Tensor | None = None
-
-    def arrive(self, there: Tensor) -> None:
-        self._there = there
+        self.there: Tensor | None = None
 
     def tolist(self) -> list[Any]:
-        """Once it was fetched. Raises RuntimeError before."""
-        if self._there is None:
+        """Raises RuntimeError before it was fetched."""
+        if self.there is None:
             raise RuntimeError("the readback was not fetched yet")
-        listed: list[Any] = self._there.tolist()
+        listed: list[Any] = self.there.tolist()
         return listed
 
 
@@ -71,7 +68,7 @@ class Readback:
 
     @property
     def num_added(self) -> int:
-        """Since the last fetch."""
+        """Counts what was added since the last fetch."""
         return len(self._added)
 
     def fetch(self) -> None:
@@ -82,11 +79,11 @@ class Readback:
         sent = [each.sent for each in added]
         there = _copied(sent) if sent[0].device.type == "cuda" else sent
         for each, tensor in zip(added, there, strict=True):
-            each.arrive(tensor)
+            each.there = tensor
 
 
 def read_now(begin: Callable[[Readback], Callable[[], _Result]]) -> _Result:
-    """Begin something, wait for what it reads, and finish it."""
+    """Begins something, waits for what it reads, and finishes it."""
     readback = Readback()
     finish = begin(readback)
     readback.fetch()

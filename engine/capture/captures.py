@@ -1,4 +1,4 @@
-"""Decides which forwards are recorded, and when their recordings are used."""
+"""Decides which forwards of a CPU are recorded, and when their recordings are used."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import NamedTuple, cast
 
 import torch
 
-from engine.attention.backend import AttentionBackend, AttentionPlan, CapturablePlan
+from engine.attention.backend import AttentionPlan, CapturablePlan
 from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
-from engine.capture.graph import CapturedForward
-from engine.capture.recorder import Recorder
+from engine.capture.recording import CapturedForward, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,38 @@ _MUCH_PADDING = 60
 """A shape whose steps have had so many rows of padding in all is recorded itself."""
 
 
+Run = Callable[[], ForwardOutput]
+
+
+class Replays:
+    """Runs a runner's forwards again. This one has nothing to run again: each runs as it is."""
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs of a device, that there are; recordings come and go."""
+        return 0
+
+    def prepare(self, planned: Callable[[InputBatch], Run]) -> None:
+        """Captures what is captured at start. ``planned``: plans a batch and returns its forward."""
+
+    def pad(self, batch: InputBatch) -> InputBatch:
+        """Returns the batch as ``forward`` wants it; the rows that it has come first."""
+        return batch
+
+    def forward(
+        self, batch: InputBatch, inputs: InputTensors, plan: AttentionPlan, run: Run
+    ) -> ForwardOutput:
+        """``run``: the model's forward over ``inputs``, with ``plan``. Returns what it returns, and may
+        return hidden states that nobody asked for."""
+        del batch, inputs, plan
+        return run()
+
+    def is_settled(self, batch: InputBatch, inputs: InputTensors) -> bool:
+        """Whether the next forward takes as long as all those after it."""
+        del batch, inputs
+        return True
+
+
 class _Shape(NamedTuple):
     """The key of a recording: it serves all forwards that are equal in this."""
 
@@ -61,11 +92,6 @@ class _Capture:
         self.graph: CapturedForward | None = None
         self.is_trusted = False
         self.threads = _Threads()
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether there is a recording, or the next forward is recorded."""
-        return self.graph is not None or self.num_seen >= _OFTEN - 1
 
     def expect(self) -> None:
         """Lets the next forward be recorded."""
@@ -101,7 +127,7 @@ class _Threads:
             self.chosen = team if alone > _MUCH_FASTER * min(self._seconds[team]) else 1
 
 
-class Captures:
+class Captures(Replays):
     """Recordings of forwards by shape, the least used ones forgotten first.
 
     A shape is recorded when it has come often enough to come again. When it does, with other inputs, the
@@ -110,26 +136,14 @@ class Captures:
     else, or cannot be made, runs as it is.
     """
 
-    def __init__(
-        self,
-        attention: AttentionBackend,
-        can_capture: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """``can_capture``: of the model; what its attention can is known."""
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._captures: OrderedDict[_Shape, _Capture] = OrderedDict()
-        on_cpu = attention.can_capture and attention.needs.device.type == "cpu"
-        self._is_open = can_capture and on_cpu
-
-    @property
-    def num_graphs(self) -> int:
-        """None: recordings come and go."""
-        return 0
+        self._is_open = True
 
     def pad(self, batch: InputBatch) -> InputBatch:
-        """Up to a number of rows that is recorded, where its own is not and few rows are missing: a few
-        rows cost less than what the interpreter does between a short forward's kernels."""
+        """Pads up to a number of rows that is recorded, where its own is not and few rows are missing: a
+        few rows cost less than what the interpreter does between a short forward's kernels."""
         num_rows = batch.num_rows
         if not self._is_open or not 0 < num_rows == len(batch.logits_indices) <= _MOST_ROWS:
             return batch
@@ -139,7 +153,7 @@ class Captures:
         own = self._captures.setdefault(
             shape._replace(num_rows=num_rows, num_logits=num_rows), _Capture()
         )
-        if own.is_expected:
+        if own.num_seen >= _OFTEN - 1:  # it has a recording, or the next forward is recorded
             return batch
         own.num_padding_rows += shape.num_rows - num_rows
         if own.num_padding_rows > _MUCH_PADDING:
@@ -147,7 +161,7 @@ class Captures:
         return pad_batch(batch, Bucket(shape.num_rows, len(batch.requests)))
 
     def _shape_with_room(self, batch: InputBatch) -> _Shape | None:
-        """Of the recordings that serve the batch when it is padded, the smallest one's."""
+        """Returns the smallest shape of the recordings that serve the batch when it is padded."""
         most = batch.num_rows + batch.num_rows // _PADDING_SHARE
         kind = batch.wants_hidden, torch.get_num_threads()
         fitting = (
@@ -160,17 +174,9 @@ class Captures:
         )
         return min(fitting, default=None)
 
-    def prepare(self, planned: Callable[[InputBatch], Callable[[], ForwardOutput]]) -> None:
-        """Nothing: shapes are recorded as they come."""
-
     def forward(
-        self,
-        batch: InputBatch,
-        inputs: InputTensors,
-        plan: AttentionPlan,
-        run: Callable[[], ForwardOutput],
+        self, batch: InputBatch, inputs: InputTensors, plan: AttentionPlan, run: Run
     ) -> ForwardOutput:
-        """See ``Replays``."""
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return run()
         shape = _shape(batch, inputs)
@@ -198,14 +204,14 @@ class Captures:
         return output
 
     def is_settled(self, batch: InputBatch, inputs: InputTensors) -> bool:
-        """See ``Replays``. The first one to ask for a shape expects it to come again."""
+        """Expects the shape to come again."""
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return True
         capture = self._captures.setdefault(_shape(batch, inputs), _Capture())
         capture.expect()
         return capture.is_trusted and capture.threads.chosen is not None
 
-    def _record(self, capture: _Capture, run: Callable[[], ForwardOutput]) -> ForwardOutput:
+    def _record(self, capture: _Capture, run: Run) -> ForwardOutput:
         recorder = Recorder()
         with recorder.watch():
             output = run()
@@ -217,11 +223,7 @@ class Captures:
         return output.copy()
 
     def _compare(
-        self,
-        capture: _Capture,
-        graph: CapturedForward,
-        plan: CapturablePlan,
-        run: Callable[[], ForwardOutput],
+        self, capture: _Capture, graph: CapturedForward, plan: CapturablePlan, run: Run
     ) -> ForwardOutput:
         expected = run()
         got = graph.replay(plan, torch.get_num_threads())
@@ -231,12 +233,13 @@ class Captures:
         return expected
 
     def _forget(self) -> None:
-        """Of the recordings those that were not used for longest, until the rest has room."""
-        held = [each for each in self._captures.values() if each.graph is not None]
-        total = sum(each.graph.num_bytes for each in held if each.graph is not None)
-        for each in held[:-1]:
-            if total > _MOST_BYTES and each.graph is not None:
-                total -= each.graph.num_bytes
+        """Drops the recordings that were not used for longest, until the rest has room."""
+        every = self._captures.values()
+        held = [(each, each.graph.num_bytes) for each in every if each.graph is not None]
+        total = sum(num_bytes for _, num_bytes in held)
+        for each, num_bytes in held[:-1]:
+            if total > _MOST_BYTES:
+                total -= num_bytes
                 each.graph, each.is_trusted = None, False
 
     def _close(self, reason: str) -> None:
@@ -246,17 +249,12 @@ class Captures:
 
 
 def _shape(batch: InputBatch, inputs: InputTensors) -> _Shape:
-    return _Shape(
-        batch.num_rows,
-        len(inputs.logits_indices),
-        batch.wants_hidden,
-        inputs.token_ids.data_ptr(),
-        torch.get_num_threads(),
-    )
+    sizes = batch.num_rows, len(inputs.logits_indices), batch.wants_hidden
+    return _Shape(*sizes, inputs.token_ids.data_ptr(), torch.get_num_threads())
 
 
 def _same_bits(got: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Whatever they are: no number differs from itself."""
+    """Whether they are equal byte by byte: no number differs from itself."""
     if got is None or expected is None:
         return got is expected
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (got, expected)))

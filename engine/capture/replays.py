@@ -1,28 +1,61 @@
-"""What runs a runner's forwards again without the interpreter: recordings on a CPU, graphs on a GPU."""
+"""A runner's forwards run again without the interpreter: recordings on a CPU, and here graphs of a device
+(CUDA's), which are run again without a launch from Python.
+
+A graph repeats what its forward told the device: the same kernels, with the same shapes, at the same
+addresses. So steps are padded to buckets, few of which serve them all, and everything that differs from
+step to step lies in memory that keeps its place: inputs in ``InputBuffers``, what attention is told in
+its backend's own (``can_graph``). All graphs are captured when the engine starts, the smallest first,
+within a stated time and memory; steps that fit none run as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import torch
 
 from engine.attention.backend import AttentionBackend, AttentionPlan
-from engine.batch import ForwardOutput, InputBatch, InputTensors
-from engine.capture.captures import Captures
-from engine.capture.device_graphs import CudaGraphMaker, DeviceGraphs
-from engine.capture.device_graphs import GraphSizes as GraphSizes
+from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
+from engine.capture.captures import Captures, Replays, Run
 from engine.config import USUAL_GRAPH_ROWS, EngineConfig
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_SECONDS = 60.0
+"""No further graph is begun after so long; what is not captured runs eagerly."""
+LEAST_FREE_SHARE = 0.05
+"""Of the device's memory, below which none is begun either: what else the engine needs finds room."""
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_FEW_REQUESTS = (1, 4, 16)
+
+
+class GraphSizes(NamedTuple):
+    """Captured steps have at most so many rows and requests, each of at most ``most_keys`` tokens, drafts
+    included, and ``most_nodes`` draft nodes."""
+
+    most_rows: int
+    most_requests: int
+    most_keys: int
+    most_nodes: int
 
 
 def graph_sizes(
     config: EngineConfig, attention: AttentionBackend, most_keys: int, strict: bool = True
 ) -> GraphSizes | None:
-    """What ``config`` has captured; None: nothing. ``most_keys``: tokens of a request, drafts not
+    """Returns what ``config`` has captured; None: nothing. ``most_keys``: tokens of a request, drafts not
     counted.
 
     ``strict``: raises ValueError where ``cuda_graph_rows`` asks for what cannot be had; a draft model may
     have none.
     """
-    reason, most_rows = _reason(attention), config.cuda_graph_rows
+    reason, most_rows = None, config.cuda_graph_rows
+    if attention.needs.device.type != "cuda":
+        reason = "there are CUDA graphs on CUDA devices only"
+    elif not attention.can_graph:
+        reason = f"steps of the attention backend {attention.name} cannot be captured"
     if reason is not None and most_rows and strict:
         raise ValueError(f"cuda_graph_rows={most_rows}: {reason}")
     if reason is not None or most_rows == 0:
@@ -35,47 +68,132 @@ def graph_sizes(
     )
 
 
-def _reason(attention: AttentionBackend) -> str | None:
-    """Why there are no graphs; None: there are."""
-    if attention.needs.device.type != "cuda":
-        return "there are CUDA graphs on CUDA devices only"
-    if not attention.can_graph:
-        return f"steps of the attention backend {attention.name} cannot be captured"
-    return None
-
-
-class Replays(Protocol):
-    """Of one runner."""
-
-    @property
-    def num_graphs(self) -> int:
-        """Of a device's, that there are."""
-
-    def prepare(self, planned: Callable[[InputBatch], Callable[[], ForwardOutput]]) -> None:
-        """Capture what is captured at start. ``planned``: plans a batch and returns its forward."""
-
-    def pad(self, batch: InputBatch) -> InputBatch:
-        """The batch as ``forward`` wants it; the rows that it has come first."""
-
-    def forward(
-        self,
-        batch: InputBatch,
-        inputs: InputTensors,
-        plan: AttentionPlan,
-        run: Callable[[], ForwardOutput],
-    ) -> ForwardOutput:
-        """``run``: the model's forward over ``inputs``, with ``plan``. Returns what it returns, and may
-        return hidden states that nobody asked for."""
-
-    def is_settled(self, batch: InputBatch, inputs: InputTensors) -> bool:
-        """Whether the next forward takes as long as all those after it."""
-
-
 def make_replays(
     attention: AttentionBackend, sizes: GraphSizes | None, can_capture: bool = True
 ) -> Replays:
-    """Graphs of so many sizes, or none of a device's: recordings, where there are such, and the model
-    ``can_capture``."""
-    if sizes is None:
-        return Captures(attention, can_capture)
-    return DeviceGraphs(attention, CudaGraphMaker(attention.needs.device), sizes)
+    """Returns graphs of so many sizes, or none of a device's: recordings, where there are such, and the
+    model ``can_capture``."""
+    if sizes is not None:
+        return DeviceGraphs(attention, CudaGraphMaker(attention.needs.device), sizes)
+    on_cpu = attention.can_capture and attention.needs.device.type == "cpu"
+    return Captures() if can_capture and on_cpu else Replays()
+
+
+def make_buckets(most_rows: int, most_requests: int) -> tuple[Bucket, ...]:
+    """Returns all up to ``most_rows``, the smallest first. Padding is at most half of a small step's
+    rows, and a third of a large one's. ``most_requests``: that a step can have.
+
+    A step has as many rows as requests at least: so what a bucket can hold is bounded by both."""
+    sizes = [rows for rows in _ROWS if rows < most_rows] + [most_rows] * (most_rows > 0)
+    buckets = []
+    for rows in sizes:
+        most = min(rows, most_requests)
+        buckets += [Bucket(rows, few) for few in (*_FEW_REQUESTS, most) if few <= most]
+    return tuple(dict.fromkeys(buckets))
+
+
+def find_bucket(buckets: Iterable[Bucket], batch: InputBatch) -> Bucket | None:
+    """Returns the smallest that has room for the batch; None: it is larger than all."""
+    num_rows, num_requests = batch.num_rows, len(batch.requests)
+    fitting = (each for each in buckets if each.num_rows >= num_rows)
+    return next((each for each in fitting if each.num_requests >= num_requests), None)
+
+
+class Graph(NamedTuple):
+    """A captured forward. ``replay`` runs it over what its inputs' memory holds now, asynchronously as
+    any kernel; ``output``: the memory that its results are in."""
+
+    replay: Callable[[], None]
+    output: ForwardOutput
+
+
+class GraphMaker(Protocol):
+    """Captures on a device. Graphs of one maker are never replayed at the same time."""
+
+    def capture(self, run: Run) -> Graph:
+        """``run`` is called several times. Raises RuntimeError where it does what a graph cannot."""
+
+    def has_room(self) -> bool:
+        """Whether the device's memory lets another be captured."""
+
+
+class CudaGraphMaker:
+    """CUDA graphs that share one pool of memory (``GraphMaker``)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Run) -> Graph:
+        with torch.cuda.device(self._device):
+            # Libraries set up what they need, and kernels are compiled, outside the capture.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                run()
+                run()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = run()
+        return Graph(graph.replay, output)
+
+    def has_room(self) -> bool:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return free > LEAST_FREE_SHARE * total
+
+
+class DeviceGraphs(Replays):
+    """The graphs of one runner, by bucket. ``prepare`` makes them; before it, and where it could not,
+    steps run as they are."""
+
+    def __init__(
+        self,
+        attention: AttentionBackend,
+        maker: GraphMaker,
+        sizes: GraphSizes,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``clock``: seconds, for ``CAPTURE_SECONDS``."""
+        self._attention, self._maker, self._sizes, self._clock = attention, maker, sizes, clock
+        self._graphs: dict[Bucket, Graph] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def pad(self, batch: InputBatch) -> InputBatch:
+        """Returns the batch in its bucket, or as it is where no graph serves it."""
+        bucket = find_bucket(self._graphs, batch)
+        return batch if bucket is None else pad_batch(batch, bucket)
+
+    def forward(
+        self, batch: InputBatch, inputs: InputTensors, plan: AttentionPlan, run: Run
+    ) -> ForwardOutput:
+        del inputs, plan  # lie where they lay when the graph was captured
+        if batch.bucket is None:
+            return run()
+        graph = self._graphs[batch.bucket]
+        graph.replay()
+        return graph.output.copy()
+
+    def prepare(self, planned: Callable[[InputBatch], Run]) -> None:
+        """Captures padding alone: nothing is stored."""
+        start = self._clock()
+        wanted = make_buckets(self._sizes.most_rows, self._sizes.most_requests)
+        for bucket in wanted:
+            # Of all before the first is captured: what it reads stays where it is.
+            self._attention.reserve(bucket, self._sizes.most_keys, self._sizes.most_nodes)
+        for bucket in wanted:
+            if self._clock() - start > CAPTURE_SECONDS or not self._maker.has_room():
+                break
+            # With hidden states, which cost nothing where nobody reads them.
+            batch = pad_batch(InputBatch([], wants_hidden=True), bucket)
+            try:
+                self._graphs[bucket] = self._maker.capture(planned(batch))
+            except (RuntimeError, NotImplementedError) as error:
+                logger.warning("steps run without graphs: %s", error)
+                self._graphs.clear()
+                break
+        seconds = self._clock() - start
+        logger.info("%d of %d graphs captured in %.1f s", len(self._graphs), len(wanted), seconds)

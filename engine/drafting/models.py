@@ -33,7 +33,7 @@ from engine.drafting.layer_subset import layer_subset, parse_layers
 from engine.drafting.quantized import quantized_copy
 from engine.machine import can_pack
 from engine.model.fusing import fuse
-from engine.model.int8 import Int8Linear
+from engine.model.layers import Int8Linear
 from engine.model.linear import pack_linears
 from engine.model.loader import (
     BUNDLED,

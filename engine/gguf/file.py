@@ -10,16 +10,16 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine.request.errors import UnsupportedModelError
 
@@ -31,19 +31,7 @@ them."""
 _MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
 _MOST_DIMENSIONS = 4
 _USUAL_ALIGNMENT = 32
-_FIXED = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_FIXED = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Types of metadata values by their numbers, as ``struct`` calls them."""
 _STRING, _ARRAY = 8, 9
 _LEAST_VALUE_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
@@ -114,21 +102,16 @@ def read_header(path: Path) -> GgufHeader:
     Raises UnsupportedModelError with what is wrong, OSError where the file cannot be read.
     """
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < 24:
-            raise UnsupportedModelError(f"the file ends in its header, after {size} bytes")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            return _Walk(mapped, size).header()
+        return _Walk(file, os.fstat(file.fileno()).st_size).header()
 
 
 class _Walk:
-    """One pass over a header. ``part``: what is being read, for messages."""
+    """One pass over a header, which reads nothing that the file has no room for. ``part``: what is being
+    read, for messages."""
 
-    def __init__(self, mapped: mmap.mmap, size: int) -> None:
-        self._mapped = mapped
-        self._size = size
-        self._end = min(size, _MOST_HEADER_BYTES)
-        self._at = 0
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+        self._left = min(size, _MOST_HEADER_BYTES)
         self._num_elements = 0
         self._part = "header"
 
@@ -140,14 +123,8 @@ class _Walk:
             raise UnsupportedModelError(
                 f"GGUF version {version}; read are 2 and 3, in little-endian order"
             )
-        num_tensors, num_values = self._number("Q"), self._number("Q")
-        self._check_count(num_values, _LEAST_VALUE_BYTES, "metadata values")
-        self._check_count(num_tensors, _LEAST_TENSOR_BYTES, "tensors")
-        if num_values > _MOST_VALUES or num_tensors > _MOST_TENSORS:
-            raise UnsupportedModelError(
-                f"it has {num_values} metadata values and {num_tensors} tensors; read are at most "
-                f"{_MOST_VALUES} and {_MOST_TENSORS}"
-            )
+        num_tensors = self._count("tensors", _LEAST_TENSOR_BYTES, _MOST_TENSORS)
+        num_values = self._count("metadata values", _LEAST_VALUE_BYTES, _MOST_VALUES)
         self._part = "metadata"
         metadata = self._metadata(num_values)
         if not isinstance(metadata.get("general.architecture"), str):
@@ -161,39 +138,35 @@ class _Walk:
             key = self._string()
             if key in found:
                 raise UnsupportedModelError(f"its metadata says {key!r} twice")
-            found[key] = self._value(self._number("I"), key)
+            kind = self._number("I")
+            found[key] = self._array(key) if kind == _ARRAY else self._values(key, kind, 1)[0]
         return found
 
-    def _value(self, kind: int, key: str) -> Any:
-        if kind in _FIXED:
-            return self._number(_FIXED[kind])
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            return self._array(key)
-        raise UnsupportedModelError(f"metadata {key!r} has the unknown type {kind}")
-
-    def _array(self, key: str) -> Any:
-        kind, count = self._number("I"), self._number("Q")
-        if kind not in _FIXED and kind != _STRING:
-            raise UnsupportedModelError(f"metadata {key!r} is an array of the unknown type {kind}")
-        width = 8 if kind == _STRING else struct.calcsize(_FIXED[kind])
-        self._check_count(count, width, f"elements of {key!r}")
+    def _array(self, key: str) -> list[Any]:
+        kind = self._number("I")
+        width = struct.calcsize(_FIXED.get(kind, "Q"))
+        count = self._count(f"elements of {key!r}", width)
         self._num_elements += count
         if self._num_elements > _MOST_ELEMENTS:
             raise UnsupportedModelError(
                 f"its arrays have more than {_MOST_ELEMENTS} elements, up to {key!r}"
             )
+        return self._values(key, kind, count)
+
+    def _values(self, key: str, kind: int, count: int) -> list[Any]:
         if kind == _STRING:
             return [self._string() for _ in range(count)]
-        return list(struct.unpack(f"<{count}{_FIXED[kind]}", self._bytes(count * width)))
+        if kind not in _FIXED:
+            raise UnsupportedModelError(f"metadata {key!r} has the unknown type {kind}")
+        layout = f"<{count}{_FIXED[kind]}"
+        return list(struct.unpack(layout, self._bytes(struct.calcsize(layout))))
 
     def _tensors(self, num_tensors: int, alignment: int) -> tuple[StoredTensor, ...]:
         infos = [self._tensor_info() for _ in range(num_tensors)]
         names = {name for name, *_ in infos}
         if len(names) < len(infos):
             raise UnsupportedModelError("its list of tensors names one twice")
-        start = -(-self._at // alignment) * alignment
+        start = -(-self._file.tell() // alignment) * alignment
         return tuple(self._stored(*info, start) for info in infos)
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -207,33 +180,36 @@ class _Walk:
     def _stored(
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int
     ) -> StoredTensor:
-        block = _block_sizes().get(kind)
-        if block is None:
+        if kind not in _block_sizes():
             raise UnsupportedModelError(f"tensor {name!r} has the unknown type {kind}")
-        in_block, block_bytes = block
+        in_block, block_bytes = _block_sizes()[kind]
         if not shape or not all(shape) or shape[0] % in_block:
             raise UnsupportedModelError(
                 f"tensor {name!r} has the shape {list(shape)}, in blocks of {in_block}"
             )
         num_bytes = prod(shape) // in_block * block_bytes
-        if start + offset + num_bytes > self._size:
+        end = start + offset + num_bytes
+        if end > self._size:
             raise UnsupportedModelError(
-                f"the file ends in its data: it has {self._size} bytes, and tensor {name!r} ends at "
-                f"{start + offset + num_bytes}"
+                f"the file ends in its data: it has {self._size} bytes, and tensor {name!r} ends at {end}"
             )
         return StoredTensor(name, shape, kind, start + offset, num_bytes)
 
-    def _check_count(self, count: int, least_bytes: int, of_what: str) -> None:
-        if count * least_bytes > self._end - self._at:
+    def _count(self, of_what: str, least_bytes: int, most: int = sys.maxsize) -> int:
+        """Returns how many things follow, of so many bytes each at least."""
+        count: int = self._number("Q")
+        if count * least_bytes > self._left:
             raise UnsupportedModelError(
                 f"its {self._part} counts {count} {of_what}, for which the file's {self._size} bytes "
                 "have no room: it is cut or damaged"
             )
+        if count > most:
+            raise UnsupportedModelError(f"it has {count} {of_what}; read are at most {most}")
+        return count
 
     def _string(self) -> str:
-        length = self._number("Q")
         try:
-            return self._bytes(length).decode()
+            return self._bytes(self._number("Q")).decode()
         except UnicodeDecodeError as error:
             raise UnsupportedModelError(f"its {self._part} holds text that is not UTF-8") from error
 
@@ -242,13 +218,13 @@ class _Walk:
         return value
 
     def _bytes(self, count: int) -> bytes:
-        if count > self._end - self._at:
+        if count > self._left:
             raise UnsupportedModelError(
-                f"the file ends in its {self._part}: {count} bytes more should follow byte {self._at} of "
-                f"{self._size}"
+                f"the file ends in its {self._part}: {count} bytes more should follow byte "
+                f"{self._file.tell()} of {self._size}"
             )
-        self._at += count
-        return self._mapped[self._at - count : self._at]
+        self._left -= count
+        return self._file.read(count)
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:

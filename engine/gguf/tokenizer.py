@@ -23,32 +23,15 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens, as transformers and as a GGUF file call them."""
 _ENDS = ("eos", "eot", "eom")
 _NAMES_OF_ENDS = {
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<EOT>",
-    "_<EOT>",
-    "<end_of_utterance>",
-}
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "<end_of_utterance>",
+}  # fmt: skip
 """Control tokens that end a text wherever they are: files leave it to llama.cpp to know them by name
 (src/llama-vocab.cpp, special_eog_ids)."""
 _CONTROL = 3
 _DIGIT_SPLITTERS = {
-    "smollm",
-    "starcoder",
-    "refact",
-    "command-r",
-    "codeshell",
-    "exaone",
-    "minerva-7b",
-}
+    "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
+}  # fmt: skip
 """Ways of cutting text before it is merged ("pre") that are GPT-2's, with each digit apart; transformers
 does not know them and would take GPT-2's."""
 _GPT2_SPLITTERS = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"}
@@ -89,7 +72,7 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
 
 def end_token_ids(header: GgufHeader) -> tuple[int, ...]:
     """Returns every token that ends a text: those that the file says and those known by their names."""
-    found = {_special_id(header, name) for name in _ENDS} - {None}
+    found = {_special_id(header, name) for name in _ENDS}
     kinds = header.metadata.get("tokenizer.ggml.token_type", ())
     for number, (token, kind) in enumerate(zip(_tokens(header), kinds, strict=False)):
         if kind == _CONTROL and token in _NAMES_OF_ENDS:
@@ -136,12 +119,9 @@ def _split_digits(backend: Any, splitter: str | None, known: Mapping[str, str]) 
     from tokenizers import pre_tokenizers
 
     if splitter in _DIGIT_SPLITTERS:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, bytewise])
     elif splitter is not None and splitter not in known and splitter not in _GPT2_SPLITTERS:
         logger.warning(
             "the file's way of cutting text, %r, is unknown here: GPT-2's is taken, and token ids may "

@@ -116,7 +116,8 @@ def _dropped(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
 
 
 def _prediction_layers(config: Any) -> list[str]:
-    """Layers after the last that predict further tokens while training: some families number them on."""
+    """Returns the layers after the last that predict further tokens while training: some families number
+    them on."""
     first = getattr(config, "num_hidden_layers", None) or 0
     more = getattr(config, "num_nextn_predict_layers", None) or 0
     return [f"layers.{number}" for number in range(first, first + more)]
@@ -134,8 +135,8 @@ def _damaged_file(model: str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' report of what does not fit, which is said here, and without its progress
-    where nobody watches it."""
+    """Silences transformers' report of what does not fit, which is said here, and its progress where
+    nobody watches it."""
     verbosity = transformers_logging.get_verbosity()
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

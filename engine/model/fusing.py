@@ -1,26 +1,367 @@
-"""Gives a model fewer and longer passes over its rows, by compiled kernels."""
+"""Gives a model fewer and longer passes over its rows, by compiled kernels.
+
+A module keeps its place and its parts and gets another forward. Three kinds are found, by what they do
+with random rows and not by what they are called:
+
+- root mean square norms, which transformers writes as seven operations; for a few rows these cost more
+  than what they compute. On GPUs one of them, the mean of the squares, divides a row among threads by how
+  many rows there are, so that its bits follow them; our pass has one order for rows of a length.
+- attention modules whose rotary position embedding rotates by halves: some eighteen operations, half of
+  a small model's step. Modules call it by a name of their file, and to give that another meaning would
+  change models that are not the engine's: so they get their class's forward over a copy of the names.
+- gated feed-forward networks, down(activation(gate(x)) * up(x)), of packed layers: two passes. In 8 bits
+  gate and up are one product already, and activation and product of the halves are done where the second
+  product's rows are quantised. Of packed floats gate and up become one product, which does both where its
+  sums are rounded.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import permutations
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from engine.model.gated import fuse_gated
-from engine.model.norms import fuse_norms
-from engine.model.rotary import fuse_rotary
+from engine.kernels import KINDS, LANES
+from engine.kernels.triton import missing_for
+from engine.kernels.triton.row_ops import row_norm
+from engine.model.layers import Int8Linear, PackedLinear
 
 logger = logging.getLogger(__name__)
 
+_PROBED_ROWS = 8
 
+
+class Fused:
+    """Stands in the place of a module's forward."""
+
+
+@torch.inference_mode()
 def fuse(model: nn.Module) -> None:
-    """In place, once a model's weights are packed; a second time it finds nothing."""
+    """Gives the model's modules their passes, in place, once its weights are packed; a second time it
+    finds nothing."""
     devices = {each.device.type for each in model.parameters()}
     if not devices <= {"cpu"} and devices != {"cuda"}:
         return
-    counts = {"norms": fuse_norms(model)}
-    if devices <= {"cpu"}:
-        counts["rotary embeddings"] = fuse_rotary(model)
-        counts["gated networks"] = fuse_gated(model)
-    found = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    logger.info("in one pass each: %s", found or "nothing")
+    counts = dict.fromkeys(_FINDERS if devices <= {"cpu"} else ("norms",), 0)
+    for module in model.modules():
+        for kind in counts:
+            found = _FINDERS[kind](module) if fused_forward(module) is None else None
+            if found is not None:
+                vars(module)["forward"] = found
+                counts[kind] += 1
+    said = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    logger.info("in one pass each: %s", said or "nothing")
+
+
+def fused_forward(module: nn.Module) -> Fused | None:
+    """Returns what stands in the place of the module's forward; None: it is its own."""
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, Fused) else None
+
+
+def _computed(function: Callable[..., Any], *given: torch.Tensor) -> Any:
+    """Returns what the function makes of the tensors; None: it takes something else."""
+    try:
+        return function(*given)
+    except Exception:
+        return None
+
+
+# --- root mean square norms ---
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+# Of the largest value: a step of the type, which sums in another order may take.
+_NORM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+
+RowNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
+"""Takes rows, float32 weights, an epsilon, and whether rows are rounded before they are weighed."""
+
+
+def row_norm_for(device: torch.device, length: int) -> RowNorm | None:
+    """Returns one pass over rows of a length; None: there is none for the device."""
+    if device.type == "cuda":
+        return row_norm if missing_for(device) is None else None
+    if device.type != "cpu" or length % LANES:
+        return None
+    from engine.kernels.rms_norm import rms_norm
+
+    return rms_norm
+
+
+class FusedNorm(Fused):
+    """A norm in one pass. ``offset``: added to its weights (Gemma). ``is_rounded``: rows are rounded to
+    their type before they are weighed (Llama)."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        epsilon: float,
+        offset: float,
+        is_rounded: bool,
+        compute: RowNorm,
+    ) -> None:
+        self.offset, self.is_rounded = offset, is_rounded
+        self._epsilon, self._compute = epsilon, compute
+        self._factors = (weight.detach().float() + offset).contiguous()
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._compute(hidden_states, self._factors, self._epsilon, self.is_rounded)
+
+
+def _find_norm(module: nn.Module) -> FusedNorm | None:
+    weight, epsilon = _norm_parts(module)
+    compute = None if weight is None else row_norm_for(weight.device, len(weight))
+    if weight is None or epsilon is None or compute is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_PROBED_ROWS, len(weight), generator=generator) * 3
+    rows = rows.to(weight.device, weight.dtype)
+    expected = _computed(module, rows)
+    if not isinstance(expected, torch.Tensor) or expected.dtype != rows.dtype:
+        return None
+    found = [
+        FusedNorm(weight, epsilon, offset, is_rounded, compute)
+        for offset in (0.0, 1.0)
+        for is_rounded in (True, False)
+    ]
+    nearest = min(found, key=lambda each: float((each(rows) - expected).abs().float().mean()))
+    return nearest if _is_within_a_step(nearest(rows), expected) else None
+
+
+def _norm_parts(module: nn.Module) -> tuple[torch.Tensor | None, float | None]:
+    """Returns weight and epsilon of what may be a norm: a module of one vector and nothing else."""
+    own = dict(module.named_parameters())
+    weight = own.get("weight")
+    has_more = any(True for _ in module.children()) or any(True for _ in module.buffers())
+    if len(own) != 1 or weight is None or has_more:
+        return None, None
+    if weight.dim() != 1 or weight.dtype not in KINDS:
+        return None, None
+    found = (getattr(module, name, None) for name in _EPSILONS)
+    return weight, next((float(each) for each in found if isinstance(each, float)), None)
+
+
+def _is_within_a_step(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    difference = (got.float() - expected.float()).abs()
+    tolerance = _NORM_TOLERANCE[expected.dtype] * expected.float().abs() + 1e-6
+    return got.shape == expected.shape and bool((difference <= tolerance).all())
+
+
+# --- rotary position embeddings ---
+
+_ROTATION = "apply_rotary_pos_emb"
+_PROBED_SHAPES = ((3, 5, 64), (1, 2, 32))
+"""Heads, rows, dimensions."""
+
+
+class FusedRotation(Fused):
+    """The forward of an attention module over its file's names, but for the one of the ``rotation``."""
+
+    def __init__(self, module: nn.Module, rotation: Callable[..., Any]) -> None:
+        forward: Any = type(module).forward
+        names = {**forward.__globals__, _ROTATION: partial(rotated, rotation)}
+        args = forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+        copied = FunctionType(*args)
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        self._forward = MethodType(copied, module)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._forward(*given, **named)
+
+
+def _find_rotation(module: nn.Module) -> FusedRotation | None:
+    forward = type(module).forward
+    if "forward" in vars(module) or not isinstance(forward, FunctionType):
+        return None
+    rotation = (
+        forward.__globals__.get(_ROTATION) if _ROTATION in forward.__code__.co_names else None
+    )
+    if rotation is None or not _rotates_halves(rotation):
+        return None
+    return FusedRotation(module, rotation)
+
+
+def rotated(rotation: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Stands in the place of a ``rotation``; what is not for the kernel is still its own."""
+    from engine.kernels.rotary import can_rotate, rotate
+
+    if len(given) != 4 or named or not can_rotate(*given):
+        return rotation(*given, **named)
+    return rotate(*given)
+
+
+@cache
+def _rotates_halves(rotation: Callable[..., Any]) -> bool:
+    """Whether its results have the bits of the kernel's."""
+    from engine.kernels.rotary import rotate
+
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    for heads, rows, dim in _PROBED_SHAPES:
+        for dtype in KINDS:
+            query = drawn(dtype, 1, rows, heads, dim).transpose(1, 2)
+            key = drawn(dtype, 1, rows, 1, dim).transpose(1, 2)
+            given = query, key, drawn(dtype, 1, rows, dim), drawn(dtype, 1, rows, dim)
+            expected = _computed(rotation, *given)
+            if not isinstance(expected, tuple) or len(expected) != 2:
+                return False
+            if not all(map(_is_same, rotate(*given), expected)):
+                return False
+    return True
+
+
+def _is_same(got: torch.Tensor, expected: object) -> bool:
+    return (
+        isinstance(expected, torch.Tensor)
+        and expected.dtype == got.dtype
+        and torch.equal(got, expected)
+    )
+
+
+# --- gated feed-forward networks ---
+
+_LARGEST = (4.0, 100.0)
+"""Largest values of gate (and up) in probed rows: some networks cut large values off."""
+_ACTIVATION_TOLERANCE = 2e-6
+# Of the root mean square; values next to a step of the type, or of the 8 bits, may fall to either side.
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+class GatedInt8(Fused):
+    """A network in 8 bits. ``is_first``: of the two halves that ``both`` makes the first is the gate."""
+
+    def __init__(self, both: Any, down: Any, is_first: bool, activation: str) -> None:
+        from engine.kernels.int8_product import Gate
+
+        self._both, self._down, self._gate = both, down, Gate(activation, is_first)
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[.., hidden_size]`` to the same."""
+        both = self._both(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        down: torch.Tensor = self._down(both, self._gate)
+        return down.view(hidden_states.shape)
+
+
+class GatedFloats(Fused):
+    """A network of packed floats, of which ``down`` is the last layer."""
+
+    def __init__(
+        self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, activation: str
+    ) -> None:
+        from engine.kernels.float_product import pack_gated
+
+        self._both, self.down = pack_gated(gate.packed, up.packed, activation), down
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[.., hidden_size]`` to the same."""
+        gated = self._both.times(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        down: torch.Tensor = self.down(gated)
+        return down.view(hidden_states.shape)
+
+
+class _Candidate(NamedTuple):
+    """A way in which a network may be put together. ``first``: its first product, of rows of ``dtype``;
+    ``fused``: makes what is to compute it, given the activation's name."""
+
+    first: Any
+    dtype: torch.dtype
+    fused: Callable[[str], GatedInt8 | GatedFloats]
+
+
+def _find_gating(network: nn.Module) -> Fused | None:
+    children = list(network.children())
+    layers = [each for each in children if isinstance(each, Int8Linear | PackedLinear)]
+    if len(children) != len(layers) + 1:
+        return None
+    candidates = [*_in_8_bits(layers), *_of_floats(layers)]
+    (other,) = (each for each in children if each not in layers)
+    activation = _activation_of(other) if candidates else None
+    if activation is None:
+        return None
+    rows = _probe(candidates[0])
+    expected = _computed(network, rows)
+    fused = (each.fused(activation) for each in candidates)
+    found = next((each for each in fused if is_near(each(rows), expected)), None)
+    if isinstance(found, GatedFloats):
+        # Their weights lie in the joint product.
+        for name, child in list(network.named_children()):
+            if isinstance(child, PackedLinear) and child is not found.down:
+                delattr(network, name)
+    return found
+
+
+def _in_8_bits(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
+    products = {id(each.product): each.product for each in layers if isinstance(each, Int8Linear)}
+    if len(products) != 2:
+        return
+    # Products come in the order in which layers are declared, which says nothing.
+    for both, down in permutations(products.values()):
+        fits = both.out_features == 2 * down.in_features and both.dtype in KINDS
+        if fits and down.in_features % LANES == 0:
+            for is_first in (True, False):
+                yield _Candidate(both, both.dtype, partial(GatedInt8, both, down, is_first))
+
+
+def _of_floats(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
+    from engine.kernels.float_product import PackedFloats, can_gate
+
+    packed = [each for each in layers if isinstance(each, PackedLinear)]
+    if len(packed) != 3 or not all(isinstance(each.packed, PackedFloats) for each in packed):
+        return
+    for gate, up, down in permutations(packed):
+        fits = (down.in_features, down.out_features) == (gate.out_features, gate.in_features)
+        if fits and can_gate(gate.packed, up.packed):
+            yield _Candidate(gate, gate.packed.weights.dtype, partial(GatedFloats, gate, up, down))
+
+
+def _activation_of(module: nn.Module) -> str | None:
+    """Returns the name of an activation; None: it is none that kernels know."""
+    from engine.kernels.int8_product import Gate, gate_rows
+    from engine.kernels.lanes import ACTIVATIONS
+
+    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+        return None
+    values = torch.linspace(-12.0, 12.0, 64 * LANES)[None]
+    expected = _computed(module, values)
+    if not isinstance(expected, torch.Tensor) or expected.shape != values.shape:
+        return None
+    for name in ACTIVATIONS:
+        alone = gate_rows(torch.cat([values, torch.ones_like(values)], 1), Gate(name, True))
+        difference = (alone - expected).abs()
+        if bool((difference <= _ACTIVATION_TOLERANCE * (1 + expected.abs())).all()):
+            return name
+    return None
+
+
+def _probe(candidate: _Candidate) -> torch.Tensor:
+    """Returns ``[1, num_rows, hidden_size]``, of small and of large products."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(_PROBED_ROWS, candidate.first.in_features, generator=generator)
+    by = 1 / candidate.first(drawn.to(candidate.dtype)).abs().amax().float()
+    return torch.cat([largest * by * drawn for largest in _LARGEST]).to(candidate.dtype)[None]
+
+
+def is_near(got: torch.Tensor, expected: object) -> bool:
+    """Whether they are the same within rounding, row by row."""
+    if not isinstance(expected, torch.Tensor):
+        return False
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return False
+    error = (got.float() - expected.float()).norm(dim=-1)
+    return bool((error <= _TOLERANCE[got.dtype] * expected.float().norm(dim=-1)).all())
+
+
+_FINDERS: dict[str, Callable[[nn.Module], Fused | None]] = {
+    "norms": _find_norm,
+    "rotary embeddings": _find_rotation,
+    "gated networks": _find_gating,
+}

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from engine.kernels import KINDS
 
@@ -77,7 +76,7 @@ class Int8Product:
     """Products of rows with the weights of layers that read one input, side by side.
 
     ``weights``: all with scales of groups, or all without. ``biases``: one, or None, for each of them.
-    ``dtype``: of the result.
+    ``dtype``: of the result. Raises ValueError for weights without such scales that are too long.
     """
 
     def __init__(
@@ -93,7 +92,8 @@ class Int8Product:
         by_group = [each.group_scales for each in weights if each.group_scales is not None]
         self.out_features, self.in_features = values.shape
         self.dtype = dtype
-        self.has_bias = any(bias is not None for bias in biases)
+        if not by_group and self.in_features > MOST_IN_FEATURES:
+            raise ValueError(f"8 bits: a sum of {self.in_features} products may leave 32 bits")
         whole_row = self.in_features + -self.in_features % GROUP
         self._packed = PackedWeights(
             values,
@@ -102,6 +102,10 @@ class Int8Product:
             _joined(biases, weights),
             GROUP if by_group else whole_row,
         )
+        self._num_layers = len(weights)
+        self._inputs: torch.Tensor | None = None
+        self._result: torch.Tensor | None = None
+        self._num_read = 0
 
     @property
     def num_bytes(self) -> int:
@@ -114,6 +118,20 @@ class Int8Product:
         result: torch.Tensor = self._packed.times(rows, self.dtype, gate)
         return result
 
+    def shared(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Takes the ``inputs`` ``[.., in_features]`` of one of the layers; returns ``[.., out_features]``
+        of all of them, computed when the first one asks and kept until all have. A layer that has
+        another input than the one before it computes the product anew."""
+        result = self._result
+        if result is None or inputs is not self._inputs:
+            flat = inputs.reshape(-1, inputs.shape[-1])
+            result = self(flat).view(*inputs.shape[:-1], -1)
+            self._inputs, self._result, self._num_read = inputs, result, 0
+        self._num_read += 1
+        if self._num_read == self._num_layers:
+            self._inputs = self._result = None
+        return result
+
 
 def _joined(
     biases: Sequence[torch.Tensor | None], weights: Sequence[Int8Weight]
@@ -124,79 +142,6 @@ def _joined(
     return torch.cat(
         [torch.zeros_like(w.scales) if b is None else b.detach().float() for b, w in parts]
     )
-
-
-class SharedProduct:
-    """Computed when the first of its layers is called, and kept until all have read it.
-
-    A layer that is called with another input than the one before it computes the product anew.
-    """
-
-    def __init__(self, product: Int8Product, num_layers: int) -> None:
-        self.product = product
-        self._num_layers = num_layers
-        self._inputs: torch.Tensor | None = None
-        self._result: torch.Tensor | None = None
-        self._num_read = 0
-
-    def of(self, inputs: torch.Tensor) -> torch.Tensor:
-        """``inputs`` ``[.., in_features]``; returns ``[.., out_features]`` of all layers."""
-        result = self._result
-        if result is None or inputs is not self._inputs:
-            flat = inputs.reshape(-1, inputs.shape[-1])
-            result = self.product(flat).view(*inputs.shape[:-1], -1)
-            self._inputs, self._result, self._num_read = inputs, result, 0
-        self._num_read += 1
-        if self._num_read == self._num_layers:
-            self._inputs = self._result = None
-        return result
-
-
-class Int8Linear(nn.Module):
-    """In ``nn.Linear``'s place: ``out_features`` columns, from ``first`` on, of a product that it may
-    share with the layers that read its input."""
-
-    def __init__(self, shared: SharedProduct, first: int, out_features: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = shared.product.in_features, out_features
-        self.shared = shared
-        self._first = first
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result = self.shared.of(inputs)
-        if result.shape[-1] == self.out_features:
-            return result
-        return result.narrow(-1, self._first, self.out_features)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, int8"
-
-
-class StoredInt8Linear(nn.Module):
-    """A layer as a checkpoint in 8 bits brings it, before ``quantize_model`` gives it a product.
-
-    ``weight`` ``[out_features, in_features]`` int8, ``weight_scale`` ``[out_features, 1]``.
-    """
-
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        weight = torch.empty(out_features, in_features, dtype=torch.int8)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        scale = torch.empty(out_features, 1, dtype=torch.float32)
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False)
-            if bias
-            else None
-        )
-
-    def stored(self) -> Int8Weight:
-        return Int8Weight(self.weight.detach(), self.weight_scale.detach().float().flatten())
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Computes as if the weights were of the inputs' type; for forwards before it is replaced."""
-        return F.linear(inputs, (self.weight * self.weight_scale).to(inputs.dtype), self.bias)
 
 
 @cache

@@ -18,20 +18,20 @@ Models also multiply by weights that are no layer: routers, and experts kept in 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers.pytorch_utils import Conv1D
 
 from engine.kernels import KINDS
 from engine.kernels.triton import missing_for
 from engine.kernels.triton.row_ops import row_product
 from engine.machine import has_tiles
+from engine.model.layers import PackedLinear, PackedWeight, as_linear, is_plain
 
 _CPU = torch.device("cpu")
 _CHANNELS = 64
@@ -44,13 +44,6 @@ _MOST_ROWS_OF_LARGE = 64
 _MOST_DISTINCT_ROWS = 64
 _ENOUGH_SUMS = 8192
 """Sums of the probe, in distinct rows: a difference shows in about every other one."""
-
-
-class PackedWeight(Protocol):
-    """A weight, and a bias where there is one, as what multiplies with them wants them."""
-
-    def times(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the product ``[rows, out_features]`` of ``rows`` ``[rows, in_features]``."""
 
 
 class PaddedFloats:
@@ -112,20 +105,6 @@ class DeviceWeight:
         """See ``PackedWeight``."""
         result: torch.Tensor = row_product(rows, self.weight, self.bias)
         return result
-
-
-class PackedLinear(nn.Module):
-    """A layer in ``nn.Linear``'s place, whose weight is ``packed``."""
-
-    def __init__(self, in_features: int, out_features: int, packed: PackedWeight) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.packed: Any = packed
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """``inputs`` ``[.., in_features]``; returns ``[.., out_features]``."""
-        product: torch.Tensor = self.packed.times(inputs.reshape(-1, self.in_features))
-        return product.view(*inputs.shape[:-1], self.out_features)
 
 
 def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
@@ -208,44 +187,22 @@ def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> set[str]:
 
     The unpacked weight is dropped with its module; a tied head keeps the embedding and packs a copy.
     """
-    failures: set[str] = set()
-    missing = missing_for(_device_of(model)) if _device_of(model).type == "cuda" else None
+    device = next((each.device for each in model.parameters()), _CPU)
+    missing = missing_for(device) if device.type == "cuda" else None
     if missing is not None:
         return {f"products by torch's library: {missing}"}
-    for parent, name, linear in _linears(model):
-        packed = pack_weight(linear.weight.detach(), linear.bias, most_rows, exact)
-        setattr(parent, name, PackedLinear(linear.in_features, linear.out_features, packed))
+    # By their names, which keep no layer that is replaced.
+    for name in [name for name, _ in model.named_modules(remove_duplicate=False) if name]:
+        module: Any = model.get_submodule(name)
+        if is_plain(module) and module.weight.dtype in KINDS:
+            linear = as_linear(module)
+            packed = pack_weight(linear.weight.detach(), linear.bias, most_rows, exact)
+            layer = PackedLinear(linear.in_features, linear.out_features, packed)
+            model.set_submodule(name, layer)
+    failures: set[str] = set()
     if exact:
         _steady(model, OneOrderProducts(failures))
     return failures
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((each.device for each in model.parameters()), _CPU)
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yields each layer with its place, and keeps no reference to those that were replaced."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            linear = as_linear(child)
-            if linear is not None and linear.weight.dtype in KINDS:
-                yield parent, name, linear
-
-
-def as_linear(module: nn.Module) -> nn.Linear | None:
-    """Returns a plain linear layer as it is, transformers' ``Conv1D`` as one, and None for anything
-    else."""
-    if type(module) is nn.Linear:
-        return module
-    if type(module) is not Conv1D:
-        return None
-    weight = module.weight.detach()
-    in_features, out_features = weight.shape
-    linear = nn.Linear(in_features, out_features, device="meta")
-    linear.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
-    linear.bias = module.bias
-    return linear
 
 
 class Expert:

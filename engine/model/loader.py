@@ -8,8 +8,6 @@ and under a tree mask, does not write the logits that transformers' own forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -135,12 +133,8 @@ class ShapeProbe:
         del options
         if layer in self.shapes:
             raise RuntimeError(f"two attention layers call themselves number {layer}")
-        self.shapes[layer] = KVShape(
-            query.shape[1],
-            key.shape[1],
-            key.shape[2],
-            value.shape[2],
-        )
+        num_kv_heads, key_dim = key.shape[1:]
+        self.shapes[layer] = KVShape(query.shape[1], num_kv_heads, key_dim, value.shape[2])
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -166,17 +160,6 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
             f"{type(model).__name__}: attention layers report the numbers {layers}"
         )
     return [probe.shapes[layer] for layer in layers]
-
-
-@contextmanager
-def borrowed_attention(model: PreTrainedModel) -> Iterator[list[KVShape]]:
-    """Runs the model on the engine's attention within it; yields each layer's shapes. Raises as
-    ``attach_attention``."""
-    before = model.config._attn_implementation
-    try:
-        yield attach_attention(model)
-    finally:
-        model.config._attn_implementation = before
 
 
 def max_position(config: Any) -> int:

@@ -96,7 +96,7 @@ class ModelRunner:
 
     @contextmanager
     def _hidden_kept(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
-        """The output head may see fewer rows than the base model wrote: so they are taken there."""
+        """Takes the states from the base model, of which the output head may see fewer rows."""
         hidden: list[torch.Tensor] = []
         if not wanted:
             yield hidden

@@ -1,5 +1,5 @@
 """Checkpoints whose linear weights come in 8 bits, in compressed-tensors' format "int-quantized": read as
-they are, and written.
+they are, and described.
 
 transformers reads that format by a package that turns weights back to floats. Here a quantizer of
 its own interface puts ``StoredInt8Linear`` where the checkpoint says so, and its loader does the rest.
@@ -12,18 +12,43 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from engine.model.int8 import MOST_IN_FEATURES, StoredInt8Linear, quantize_by_channel
 from engine.request.errors import UnsupportedModelError
 
 _METHOD = "slipstream-int8"
-_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_SCHEME = {
+    "weights": {**_INT8, "strategy": "channel"},
+    "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+}
+
+
+class StoredInt8Linear(nn.Module):
+    """A layer as a checkpoint in 8 bits brings it, before ``quantize_model`` gives it a product.
+
+    ``weight`` ``[out_features, in_features]`` int8, ``weight_scale`` ``[out_features, 1]``.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = _fixed(torch.empty(out_features, in_features, dtype=torch.int8))
+        self.weight_scale = _fixed(torch.empty(out_features, 1, dtype=torch.float32))
+        self.bias = _fixed(torch.empty(out_features, dtype=dtype)) if bias else None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Computes as if the weights were of the inputs' type; for forwards before it is replaced."""
+        return F.linear(inputs, (self.weight * self.weight_scale).to(inputs.dtype), self.bias)
+
+
+def _fixed(values: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
 
 
 @register_quantization_config(_METHOD)
@@ -62,15 +87,10 @@ class StoredInt8Quantizer(HfQuantizer):
         for name, module in list(model.named_modules()):
             if not self.quantization_config.takes(name, module):
                 continue
-            parent_name, _, own_name = name.rpartition(".")
+            sizes = module.in_features, module.out_features
             with torch.device("meta"):
-                stored = StoredInt8Linear(
-                    module.in_features,
-                    module.out_features,
-                    module.bias is not None,
-                    module.weight.dtype,
-                )
-            setattr(model.get_submodule(parent_name), own_name, stored)
+                stored = StoredInt8Linear(*sizes, module.bias is not None, module.weight.dtype)
+            model.set_submodule(name, stored)
 
     def is_serializable(self) -> bool:
         return True
@@ -81,7 +101,7 @@ class StoredInt8Quantizer(HfQuantizer):
 
 
 def read_scheme(config: Any) -> None:
-    """Let transformers load a checkpoint of 8 bits by this module; others it loads as it does. Changes
+    """Lets transformers load a checkpoint of 8 bits by this module; others it loads as it does. Changes
     ``config``, a model's.
 
     Raises UnsupportedModelError for variants of the format that are not computed here.
@@ -93,7 +113,7 @@ def read_scheme(config: Any) -> None:
     if found.get("format") != "int-quantized" or not groups:
         return
     for group in groups:
-        for part, wanted in (("weights", _WEIGHTS), ("input_activations", _INPUTS)):
+        for part, wanted in _SCHEME.items():
             given = group.get(part) or {}
             wrong = [key for key, value in wanted.items() if given.get(key) != value]
             if wrong:
@@ -106,36 +126,13 @@ def read_scheme(config: Any) -> None:
     config.quantization_config = StoredInt8Config(targets, found.get("ignore") or ()).to_dict()
 
 
-@torch.no_grad()
-def store_int8(model: PreTrainedModel) -> list[str]:
-    """Give the model's linear layers 8 bits in the form that ``save_pretrained`` writes; their names. The
-    output head keeps its type, as readers of the format expect."""
-    head = model.get_output_embeddings()
-    names = [
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear
-        and module is not head
-        and module.in_features <= MOST_IN_FEATURES
-    ]
-    for name in names:
-        parent_name, _, own_name = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        linear: Any = model.get_submodule(name)
-        with torch.device("meta"):
-            stored = StoredInt8Linear(linear.in_features, linear.out_features, False, model.dtype)
-        values, scales, _ = quantize_by_channel(linear.weight)
-        stored.weight = nn.Parameter(values, requires_grad=False)
-        stored.weight_scale = nn.Parameter(scales[:, None], requires_grad=False)
-        stored.bias = linear.bias
-        setattr(parent, own_name, stored)
-    rest = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    group = {"targets": ["Linear"], "weights": _WEIGHTS, "input_activations": _INPUTS}
-    model.config.quantization_config = {
+def written_scheme(ignored: Sequence[str]) -> dict[str, Any]:
+    """Returns what a configuration says of a model whose linear layers, but for the ``ignored``, are
+    ``StoredInt8Linear``."""
+    return {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": rest,
+        "config_groups": {"group_0": {"targets": ["Linear"], **_SCHEME}},
+        "ignore": list(ignored),
     }
-    return names

@@ -1,23 +1,29 @@
-"""The group of ranks: how they find each other, and what rank 0 tells the others.
+"""The group of ranks: how they find each other, what rank 0 tells the others, and one forward in all of
+them.
 
 Rank 0 alone decides: it has the requests, the scheduler, the drafters and every clock. What the others
-need to know of a step is its rows, so that is what they are told, once per step.
+need to know of a step is its rows, so that is what they are told, once per step, and every rank runs them
+over its own part.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
-from engine.batch import InputBatch
+from engine.attention.backend import AttentionBackend
+from engine.batch import ForwardOutput, InputBatch
 from engine.config import EngineConfig
+from engine.model.runner import ModelRunner
 from engine.ranks.rank import STORE, Rank, rank_here
 from engine.request.errors import RanksError, UnsupportedModelError
 
@@ -29,16 +35,11 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """To all ranks: move stored rows between slots, then run the batch's rows."""
+    """A step of all ranks: move stored rows between slots, then run the batch's rows."""
 
     batch: InputBatch
-    sources: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """To all ranks: there are no more steps."""
+    sources: list[int]
+    targets: list[int]
 
 
 class Ranks:
@@ -50,25 +51,26 @@ class Ranks:
         self.device = device
         self._is_whole = True
 
-    def tell(self, message: Step | Leave) -> None:
-        """Rank 0 to all others. Raises RanksError where one of them has gone."""
+    def tell(self, step: Step | None) -> None:
+        """Tells all others as rank 0 what to do; None: there are no more steps. Raises RanksError where
+        one of them has gone."""
         try:
-            dist.broadcast_object_list([message], src=0, device=_HOST)
+            dist.broadcast_object_list([step], src=0, device=_HOST)
         except Exception as error:
             raise self.broken(error) from error
 
-    def hear(self) -> Step | Leave:
-        """Waits for what rank 0 says next. Raises RanksError where it has gone."""
+    def hear(self) -> Step | None:
+        """Waits for what rank 0 tells next. Raises RanksError where it has gone."""
         heard: list[Any] = [None]
         try:
             dist.broadcast_object_list(heard, src=0, device=_HOST)
         except Exception as error:
             raise self.broken(error) from error
-        message: Step | Leave = heard[0]
-        return message
+        step: Step | None = heard[0]
+        return step
 
     def of_all(self, value: Any) -> list[Any]:
-        """Every rank's value, in their order; all have to ask."""
+        """Returns every rank's value, in their order; all have to ask."""
         found: list[Any] = [None] * self.place.size
         dist.all_gather_object(found, value)
         return found
@@ -80,18 +82,18 @@ class Ranks:
         return RanksError(f"the ranks are no longer in step: {type(error).__name__}: {error}")
 
     def leave(self) -> None:
-        """Let the others go, where they still listen."""
+        """Lets the others go, where they still listen."""
         if not self._is_whole:
             return
         self._is_whole = False
         if self.place.number == 0:
             with suppress(RanksError):
-                self.tell(Leave())
+                self.tell(None)
         dist.destroy_process_group()
 
 
 def join_ranks(config: EngineConfig) -> Ranks | None:
-    """Meet the other ranks; returns once all are there. None: ``tensor_parallel_size`` is 1.
+    """Meets the other ranks; returns once all are there. None: ``tensor_parallel_size`` is 1.
 
     Raises ValueError where no ranks were launched or where they were given different settings, and
     UnsupportedModelError where the device rules them out.
@@ -108,7 +110,8 @@ def join_ranks(config: EngineConfig) -> Ranks | None:
     store = os.environ.get(STORE)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=None if store is None else _store(store, place.size),
+        # FileStore is not in its module's __all__.
+        store=None if store is None else dist.FileStore(store, place.size),  # type: ignore[attr-defined]
         rank=place.number,
         world_size=place.size,
         timeout=_PATIENCE,
@@ -122,10 +125,6 @@ def join_ranks(config: EngineConfig) -> Ranks | None:
     return ranks
 
 
-def _store(path: str, size: int) -> Any:
-    return dist.FileStore(path, size)  # type: ignore[attr-defined]  # not in its __all__
-
-
 def _device(config: EngineConfig, place: Rank) -> torch.device:
     if config.device == "cuda":
         device = torch.device("cuda", place.local_number)
@@ -137,3 +136,38 @@ def _device(config: EngineConfig, place: Rank) -> torch.device:
             "machine has some"
         )
     return _HOST
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's runner. Moves of accepted rows travel with the rows of the next step, so that a step is
+    one message."""
+
+    def __init__(
+        self, model: PreTrainedModel, attention: AttentionBackend, max_num_rows: int, ranks: Ranks
+    ) -> None:
+        super().__init__(model, attention, max_num_rows, can_capture=False)
+        self.ranks = ranks
+        self._sources: list[int] = []
+        self._targets: list[int] = []
+
+    def forward(self, batch: InputBatch) -> ForwardOutput:
+        """Raises RanksError for whatever goes wrong: the other ranks cannot be called back."""
+        self.ranks.tell(Step(batch, self._sources, self._targets))
+        self._sources, self._targets = [], []
+        try:
+            return super().forward(batch)
+        except Exception as error:
+            raise self.ranks.broken(error) from error
+
+    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
+        super().move(source_slots, target_slots)
+        self._sources += source_slots
+        self._targets += target_slots
+
+
+def follow_steps(runner: ModelRunner, ranks: Ranks) -> None:
+    """Runs what rank 0 tells until there are no more steps. Raises RanksError where it has gone, and
+    whatever a forward raises."""
+    while (step := ranks.hear()) is not None:
+        runner.move(step.sources, step.targets)
+        runner.forward(step.batch)

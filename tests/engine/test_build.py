@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,15 +16,16 @@ from engine import build, machine
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.machine import can_pack
-from engine.model.linear import OneDnnWeight, PackedLinear
+from engine.model.layers import PackedLinear
+from engine.model.linear import OneDnnWeight
 from engine.process.async_engine import AsyncEngine
-from engine.request.errors import RequestError, UnsupportedModelError
+from engine.request.errors import UnsupportedModelError
 from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
 from worlds.tiny_models import (
     CPU,
     VOCAB_SIZE,
-    own_logits,
+    greedy_text,
     random_ids,
     reference_model,
     tiny_model,
@@ -46,13 +47,17 @@ def build_tiny(name: str = "llama", **changes: Any) -> AsyncEngine:
     return build_engine_for(tiny_model(name), None, EngineConfig(**SMALL | changes))
 
 
-def greedy(model: str | PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """The text as transformers' own forward has it; without a cache, so without its limits."""
-    model = reference_model(model) if isinstance(model, str) else model
-    text = list(prompt)
-    for _ in range(count):
-        text.append(int(own_logits(model, text)[-1].argmax()))
-    return text[len(prompt) :]
+def written_with_and_without_drafts(
+    plain: AsyncEngine, drafting: Callable[[], AsyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Texts of an engine without drafts, and of one of the same model whose drafts are mostly right."""
+    prompts = [random_ids(1, 11), random_ids(2, 30), random_ids(3, 5)]
+    expected, _ = write_all(plain, prompts, 20)
+    texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
+    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
+    written, num_accepted = write_all(drafting(), prompts, 20, ORACLE)
+    assert num_accepted > 30
+    return expected, written
 
 
 # --- sizes ---
@@ -96,18 +101,22 @@ def test_free_memory_is_what_the_machine_and_the_container_leave(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "num_blocks", "max_model_len"),
-    [(None, 80, 256), (100, 80, 100), (10_000, 80, 256), (None, 10, 40), (50, 10, 40)],
+    ("name", "wanted", "num_blocks", "max_model_len"),
+    [
+        ("llama", None, 80, 256),
+        ("llama", 100, 80, 100),
+        ("llama", 10_000, 80, 256),
+        ("llama", None, 10, 40),
+        ("llama", 50, 10, 40),
+        # Rotary embeddings that follow the longest row cap the length.
+        ("phi3_longrope", None, 80, 64),
+    ],
 )
 def test_requests_may_grow_as_far_as_model_settings_and_pool_allow(
-    wanted: int | None, num_blocks: int, max_model_len: int
+    name: str, wanted: int | None, num_blocks: int, max_model_len: int
 ) -> None:
-    engine = build_tiny(max_model_len=wanted, num_blocks=num_blocks)
+    engine = build_tiny(name, max_model_len=wanted, num_blocks=num_blocks)
     assert engine.info.max_model_len == max_model_len
-
-
-def test_rotary_embeddings_that_follow_the_longest_row_cap_the_length() -> None:
-    assert build_tiny("phi3_longrope", num_blocks=80).info.max_model_len == 64
 
 
 def test_a_pool_of_one_block_still_serves() -> None:
@@ -115,7 +124,7 @@ def test_a_pool_of_one_block_still_serves() -> None:
     assert engine.info.max_model_len == 4
     assert engine.info.exact_verified is None, "there was no room to check in"
     written, _ = write_all(engine, [[5, 6]], 9)
-    assert written == [greedy("llama", [5, 6], 2)]
+    assert written == [greedy_text(reference_model("llama"), [5, 6], 2)]
 
 
 def test_what_the_engine_says_of_itself() -> None:
@@ -170,7 +179,6 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
     def model() -> PreTrainedModel:
         return tiny_model("llama", torch.bfloat16, intermediate_size=1152)
 
-    prompts = [random_ids(1, 11), random_ids(2, 30), random_ids(3, 5)]
     plain = build_engine_for(model(), None, EngineConfig(**SMALL))
     assert (plain.info.dtype, plain.info.exact_verified) == ("bfloat16", True)
     layers = plain.core.runner.model.modules()
@@ -179,15 +187,11 @@ def test_bf16_is_packed_and_verified_and_drafts_do_not_change_its_text(
     is_onednn = isinstance(packed[0].packed, OneDnnWeight)
     assert len(packed) == 2 * (7 if is_onednn else 5) + 1
     assert "differing bits" not in caplog.text
-    expected, _ = write_all(plain, prompts, 20)
-    texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
-    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
-    drafting = build_engine_for(
-        model(), None, EngineConfig(**SMALL | {"max_num_batched_tokens": 40})
+    config = EngineConfig(**SMALL | {"max_num_batched_tokens": 40})
+    expected, written = written_with_and_without_drafts(
+        plain, lambda: build_engine_for(model(), None, config), monkeypatch
     )
-    written, num_accepted = write_all(drafting, prompts, 20, ORACLE)
     assert written == expected
-    assert num_accepted > 30
 
 
 # --- keys and values in 8 bits ---
@@ -203,16 +207,12 @@ def test_keys_and_values_in_8_bits_serve_a_text_that_drafts_do_not_change(
         attention_backend=backend,
         determinism="fast" if backend == "sdpa" else "exact",
     )
-    prompts = [random_ids(1, 11), random_ids(2, 30), random_ids(3, 5)]
     plain = build_engine_for(tiny_model("llama", dtype), None, config)
     assert plain.core.runner.store.dtype == torch.float8_e4m3fn
     assert plain.info.attention_backend == backend
-    expected, _ = write_all(plain, prompts, 20)
-    texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
-    register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
-    drafting = build_engine_for(tiny_model("llama", dtype), None, config)
-    written, num_accepted = write_all(drafting, prompts, 20, ORACLE)
-    assert num_accepted > 30
+    expected, written = written_with_and_without_drafts(
+        plain, lambda: build_engine_for(tiny_model("llama", dtype), None, config), monkeypatch
+    )
     if backend != "sdpa":
         assert plain.info.exact_verified
         assert written == expected
@@ -248,7 +248,7 @@ def test_drafts_outside_the_vocabulary_reach_neither_the_model_nor_the_text(
     register_oracle(monkeypatch, lambda: trespasser)
     prompt = random_ids(1, 9)
     written, _ = write_all(build_tiny(), [prompt], 12, ORACLE)
-    assert written == [greedy("llama", prompt, 12)]
+    assert written == [greedy_text(reference_model("llama"), prompt, 12)]
     assert trespasser.num_asked > 8
 
 
@@ -261,7 +261,7 @@ def test_a_request_ends_at_the_last_position_with_drafts_up_to_it(
     sizes = {"max_position_embeddings": limit} if name == "gpt2" else {}
     model = tiny_model(name, **sizes)
     prompt = random_ids(1, 50)
-    expected = greedy(model, prompt, limit - len(prompt))
+    expected = greedy_text(model, prompt, limit - len(prompt))
     texts = [prompt + expected + [1] * 20]
     register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     engine = build_engine_for(model, None, EngineConfig(**SMALL | {"max_num_batched_tokens": 40}))
@@ -284,8 +284,8 @@ def test_two_engines_of_different_models_run_side_by_side() -> None:
         await second.start()
         prompt = random_ids(1, 13)
         mine, theirs = await asyncio.gather(read(first, prompt, 15), read(second, prompt, 15))
-        assert mine == greedy("gemma2", prompt, 15)
-        assert theirs == greedy("gpt_oss", prompt, 15)
+        assert mine == greedy_text(reference_model("gemma2"), prompt, 15)
+        assert theirs == greedy_text(reference_model("gpt_oss"), prompt, 15)
         await first.stop()
         assert not first.is_alive
         assert await read(second, prompt, 5) == theirs[:5]
@@ -299,11 +299,3 @@ def test_a_model_serves_one_engine_only() -> None:
     build_engine_for(model, None, EngineConfig(**SMALL))
     with pytest.raises(ValueError, match="belongs to another engine"):
         build_engine_for(model, None, EngineConfig(**SMALL))
-
-
-def test_prompts_outside_the_vocabulary_or_the_length_are_refused() -> None:
-    engine = build_tiny(num_blocks=4)
-    for prompt, reason in (([VOCAB_SIZE], "0..96"), ([3] * 16, "fit into 16")):
-        with pytest.raises(RequestError, match=reason):
-            write_all(engine, [prompt], 2)
-        engine = build_tiny(num_blocks=4)

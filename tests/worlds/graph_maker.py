@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from engine.batch import ForwardOutput
-from engine.capture.device_graphs import Graph
+from engine.capture.replays import Graph
 
 _WAITING = {
     torch.ops.aten._local_scalar_dense.default,
@@ -123,7 +123,7 @@ class ReplayingMaker:
         run()
         graph = _Replayed(run)
         self.graphs.append(graph)
-        return graph
+        return Graph(graph.replay, graph.output)
 
     def has_room(self) -> bool:
         return self._num_allowed is None or len(self.graphs) < self._num_allowed

@@ -165,6 +165,14 @@ def own_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor
     return logits[0]
 
 
+def greedy_text(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    """The text as transformers' own forward has it; without a cache, so without its limits."""
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(own_logits(model, text)[-1].argmax()))
+    return text[len(prompt) :]
+
+
 def make_runner(
     model: PreTrainedModel,
     exact: bool,

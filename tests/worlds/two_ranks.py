@@ -26,9 +26,8 @@ from engine.model.loader import load_model
 from engine.model.runner import ModelRunner
 from engine.process.async_engine import AsyncEngine
 from engine.process.launch import child_environment
-from engine.ranks.group import join_ranks
+from engine.ranks.group import LeadingRunner, join_ranks
 from engine.ranks.rank import STORE, Rank
-from engine.ranks.runner import LeadingRunner
 from worlds.tiny_models import tiny_model
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}

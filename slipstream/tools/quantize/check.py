@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.model.int8 import Int8Linear
+from engine.model.layers import Int8Linear
 
 _WINDOW = 512
 """Tokens that are read at once, each after those before it in its window."""

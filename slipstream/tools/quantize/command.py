@@ -80,7 +80,7 @@ def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _write(arguments: argparse.Namespace) -> None:
-    from engine.model.stored_int8 import store_int8
+    from engine.model.quantization import store_int8
 
     model, tokenizer = _load(arguments)
     names = store_int8(model)

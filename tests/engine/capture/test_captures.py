@@ -17,16 +17,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention import paged
-from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch
 from engine.capture import captures
 from engine.capture.captures import Captures
 from engine.model.fusing import fuse
 from engine.model.int8 import is_exact
 from engine.model.linear import pack_linears
-from engine.model.loader import attach_attention
 from engine.model.quantization import quantize_model
 from engine.model.runner import ModelRunner
+from worlds.threads import threads
 from worlds.tiny_models import (
     chunk,
     make_runner,
@@ -37,8 +36,6 @@ from worlds.tiny_models import (
 )
 
 SIZE = 16
-RECORDABLE = ["llama", "gemma2", "qwen2", "qwen3_moe", "phi3"]
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +51,36 @@ def runner_of(model: PreTrainedModel, is_open: bool = True) -> ModelRunner:
     return runner
 
 
+def steady_runner(is_open: bool = True) -> ModelRunner:
+    """Of a model whose rows have the same bits in any company, which padding is."""
+    runner = runner_of(tiny_model("llama"), is_open)
+    assert pack_linears(runner.model, 256, exact=True) == set()
+    return runner
+
+
 def trusted(runner: ModelRunner) -> int:
     return sum(each.is_trusted for each in runner._replays._captures.values())
+
+
+def recorded(runner: ModelRunner) -> list[int]:
+    """Numbers of rows, those used last at the end."""
+    every = runner._replays._captures.items()
+    return [shape.num_rows for shape, each in every if each.graph is not None]
+
+
+def only(runner: ModelRunner) -> Any:
+    """What there is of the only shape."""
+    (capture,) = runner._replays._captures.values()
+    return capture
+
+
+def tables(index: int) -> list[int]:
+    return scattered_table(5, 12, first=12 * index, among=12)
+
+
+def rows_of(seed: int, num_rows: int, base: int = 0) -> InputBatch:
+    """So many rows of a text from ``base`` on, of which a first step has written the rest."""
+    return build_batch([chunk(random_ids(seed, 100), base, num_rows, tables(0))], SIZE)
 
 
 def texts(seed: int, lengths: Sequence[int]) -> list[RequestRows]:
@@ -64,10 +89,6 @@ def texts(seed: int, lengths: Sequence[int]) -> list[RequestRows]:
         chunk(random_ids(seed + index, length), 0, length, tables(index))
         for index, length in enumerate(lengths)
     ]
-
-
-def tables(index: int) -> list[int]:
-    return scattered_table(5, 12, first=12 * index, among=12)
 
 
 def steps(seed: int) -> list[list[RequestRows]]:
@@ -86,22 +107,24 @@ def steps(seed: int) -> list[list[RequestRows]]:
     ]
 
 
-def outputs(runner: ModelRunner, seed: int, wants_hidden: bool = False) -> list[torch.Tensor]:
-    found = []
-    for requests in steps(seed):
-        output = runner.forward(build_batch(requests, SIZE, wants_hidden=wants_hidden))
-        found += [each for each in output if each is not None]
-    return found
+def check_same(recording: ModelRunner, plain: ModelRunner, wants_hidden: bool = False) -> None:
+    for requests in (*steps(1), *steps(2)):
+        got, expected = (
+            each.forward(build_batch(requests, SIZE, wants_hidden=wants_hidden))
+            for each in (recording, plain)
+        )
+        assert torch.equal(got.logits, expected.logits)
+        if wants_hidden:
+            assert got.hidden is not None
+            assert torch.equal(got.hidden, expected.hidden)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", RECORDABLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "qwen3_moe", "phi3"])
 def test_results_have_the_models_bits(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name, dtype)
-    recording, plain = runner_of(model), runner_of(model, is_open=False)
-    for seed in (1, 2):
-        for got, expected in zip(outputs(recording, seed), outputs(plain, seed), strict=True):
-            assert torch.equal(got, expected)
+    recording = runner_of(model)
+    check_same(recording, runner_of(model, is_open=False))
     assert trusted(recording) == 1
 
 
@@ -110,53 +133,28 @@ def test_results_have_the_models_bits(name: str, dtype: torch.dtype) -> None:
 def test_so_have_those_of_models_in_8_bits(name: str) -> None:
     model = tiny_model(name, torch.bfloat16)
     quantize_model(model)
-    shapes = attach_attention(model)
     fuse(model)
-    needs = AttentionNeeds.of(model, shapes, "exact", SIZE)
-    recording, plain = (ModelRunner(model, build_attention(needs, 96)) for _ in range(2))
-    plain._replays._close("the test compares with it")
-    for seed in (1, 2):
-        for got, expected in zip(
-            outputs(recording, seed, True), outputs(plain, seed, True), strict=True
-        ):
-            assert torch.equal(got, expected)
+    recording = runner_of(model)
+    check_same(recording, runner_of(model, is_open=False), wants_hidden=True)
     assert trusted(recording) == 1
+
+
+PAIR = (steady_runner(), steady_runner(is_open=False))
 
 
 @given(seed=st.integers(0, 50), counts=st.lists(st.integers(1, 3), min_size=1, max_size=4))
 def test_any_company_writes_and_reads_the_same(seed: int, counts: list[int]) -> None:
-    recording, plain = PAIR
     prompts = texts(seed, [40 + 7 * index for index in range(len(counts))])
     parts = [
         chunk(random_ids(seed + index, 40 + 7 * index), 30, count, tables(index))
         for index, count in enumerate(counts)
     ]
     for requests in (prompts, parts, parts):
-        got, expected = (
-            each.forward(build_batch(requests, SIZE)).logits for each in (recording, plain)
-        )
+        got, expected = (each.forward(build_batch(requests, SIZE)).logits for each in PAIR)
         assert torch.equal(got, expected)
 
 
-def steady_runner(is_open: bool = True) -> ModelRunner:
-    """Of a model whose rows have the same bits in any company, which padding is."""
-    runner = runner_of(tiny_model("llama"), is_open)
-    assert pack_linears(runner.model, 256, exact=True) == set()
-    return runner
-
-
-PAIR = (steady_runner(), steady_runner(is_open=False))
-
-
-def draft_rows(seed: int, num_rows: int) -> InputBatch:
-    """So many rows of a text, of which a first step has written the rest."""
-    return build_batch([chunk(random_ids(seed, 40), 20, num_rows, tables(0))], SIZE)
-
-
-def recorded(runner: ModelRunner) -> list[int]:
-    """Numbers of rows."""
-    every = runner._replays._captures.items()
-    return sorted(shape.num_rows for shape, each in every if each.graph is not None)
+# --- padding ---
 
 
 def test_a_recording_of_a_few_more_rows_serves_until_padding_gets_dear(
@@ -166,18 +164,17 @@ def test_a_recording_of_a_few_more_rows_serves_until_padding_gets_dear(
     padding, plain = steady_runner(), steady_runner(is_open=False)
     padding._replays._clock = lambda: 0.0
     for runner in (padding, plain):
-        runner.forward(build_batch([chunk(random_ids(3, 40), 0, 40, tables(0))], SIZE))
+        runner.forward(rows_of(3, 40))
     for _ in range(4):
-        padding.forward(draft_rows(3, 8))
+        padding.forward(rows_of(3, 8, 20))
     found = []
     for num_rows in (6, 6, 6, 6, 6, 5, 8):
         before = [plane.clone() for plane in padding.store._stacks]
-        got = padding.forward(draft_rows(3, num_rows))
-        expected = plain.forward(draft_rows(3, num_rows))
+        got, expected = (each.forward(rows_of(3, num_rows, 20)) for each in (padding, plain))
         assert torch.equal(got.logits, expected.logits)
         # What the same text has written before, and nothing of the padding.
         assert all(map(torch.equal, before, padding.store._stacks))
-        found.append(recorded(padding))
+        found.append(sorted(recorded(padding)))
     # Twice two rows may be missing; with the third time it is recorded when it comes next. Three of five
     # rows would be too many.
     assert found == [[8], [8], [8], [6, 8], [6, 8], [6, 8], [6, 8]]
@@ -188,37 +185,24 @@ def test_forwards_that_take_long_are_not_padded(seconds: float) -> None:
     runner = steady_runner()
     times = iter(count(0.0, seconds))
     runner._replays._clock = lambda: next(times)
-    for _ in range(4):
-        runner.forward(draft_rows(3, 8))
-    assert recorded(runner) == [8]
-    for _ in range(2):
-        runner.forward(draft_rows(3, 7))
-    assert recorded(runner) == ([8] if seconds < captures._PADDED_SECONDS else [7, 8])
+    for num_rows in (8, 8, 8, 8, 7, 7):
+        runner.forward(rows_of(3, num_rows, 20))
+    assert recorded(runner) == ([8] if seconds < 0.02 else [8, 7])
 
 
 def test_steps_that_want_hidden_states_are_not_served_by_a_recording_without() -> None:
     runner = steady_runner()
     runner._replays._clock = lambda: 0.0
     for _ in range(4):
-        runner.forward(draft_rows(3, 8))
-    batch = draft_rows(3, 7)
+        runner.forward(rows_of(3, 8, 20))
+    batch = rows_of(3, 7, 20)
     batch.wants_hidden = True
     output = runner.forward(batch)
     assert output.hidden is not None
     assert len(output.hidden) == 7
 
 
-def test_a_later_step_leaves_earlier_results_alone() -> None:
-    runner = runner_of(tiny_model("llama"))
-    batches = [
-        build_batch([chunk(random_ids(seed, 8), 0, 8, tables(0))], SIZE) for seed in range(5)
-    ]
-    results = [runner.forward(batch).logits for batch in batches]
-    copies = [each.clone() for each in results]
-    assert trusted(runner) == 1
-    runner.forward(batches[0])
-    assert all(map(torch.equal, results, copies))
-    assert len({each.data_ptr() for each in results}) == len(results)
+# --- what is not recorded ---
 
 
 class Peeking(nn.Module):
@@ -226,18 +210,14 @@ class Peeking(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.calls = inner, 0
 
     def forward(self, hidden: torch.Tensor) -> Any:
         return self.inner(hidden) if hidden.max().item() > 0 else -self.inner(hidden)
 
 
-class Counting(nn.Module):
+class Counting(Peeking):
     """Another result at every call."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.calls = inner, 0
 
     def forward(self, hidden: torch.Tensor) -> Any:
         self.calls += 1
@@ -249,50 +229,63 @@ class Counting(nn.Module):
     [(Peeking, "reads what tensors hold"), (Counting, "computes something else")],
 )
 def test_a_model_that_cannot_be_recorded_runs_as_it_is(
-    kind: type[nn.Module], reason: str, caplog: pytest.LogCaptureFixture
+    kind: type[Peeking], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    models = [tiny_model("llama") for _ in range(2)]
-    for model in models:
-        model.model.layers[0].mlp = kind(model.model.layers[0].mlp)
-    recording, plain = runner_of(models[0]), runner_of(models[1], is_open=False)
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = kind(model.model.layers[0].mlp)
+    recording = runner_of(model)
     caplog.set_level(logging.INFO)
-    for seed in (1, 2):
-        for got, expected in zip(outputs(recording, seed), outputs(plain, seed), strict=True):
-            assert torch.equal(got, expected)
+    check_same(recording, runner_of(model, is_open=False))
     assert reason in caplog.text
     assert trusted(recording) == 0
 
 
-def test_forwards_of_many_rows_are_not_recorded() -> None:
+def test_neither_are_forwards_of_many_rows_nor_what_a_backend_cannot_capture() -> None:
     runner = runner_of(tiny_model("llama"))
     for seed in range(4):
-        text = random_ids(seed, captures._MOST_ROWS + 1)
-        runner.forward(build_batch([chunk(text, 0, len(text), tables(0))], SIZE))
-    assert not runner._replays._captures
+        runner.forward(rows_of(seed, captures._MOST_ROWS + 1))
+    assert not recorded(runner)
+    gathering = make_runner(tiny_model("llama"), False, block_size=SIZE, attention="sdpa")
+    assert not isinstance(gathering._replays, Captures)
+
+
+def test_a_shape_is_recorded_when_it_has_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "_OFTEN", 4)
+    runner = runner_of(tiny_model("llama"))
+    found = []
+    for _ in range(5):
+        runner.forward(rows_of(7, 6))
+        found.append(recorded(runner))
+    assert found == [[], [], [], [6], [6]]
+
+
+# --- memory ---
+
+
+def test_a_later_step_leaves_earlier_results_alone() -> None:
+    runner = runner_of(tiny_model("llama"))
+    results = [runner.forward(rows_of(seed, 8)).logits for seed in range(5)]
+    copies = [each.clone() for each in results]
+    assert trusted(runner) == 1
+    runner.forward(rows_of(0, 8))
+    assert all(map(torch.equal, results, copies))
+    assert len({each.data_ptr() for each in results}) == len(results)
 
 
 def test_the_least_used_recordings_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(tiny_model("llama"))
 
-    def run(num_rows: int) -> None:
-        for seed in range(3):
-            text = random_ids(seed, num_rows)
-            runner.forward(build_batch([chunk(text, 0, num_rows, tables(0))], SIZE))
+    def run(*counts: int) -> list[int]:
+        for num_rows in counts:
+            for seed in range(3):
+                runner.forward(rows_of(seed, num_rows))
+        return recorded(runner)
 
-    def in_turn() -> list[int]:
-        every = runner._replays._captures.items()
-        return [shape.num_rows for shape, each in every if each.graph is not None]
-
-    run(3)
-    (capture,) = runner._replays._captures.values()
-    assert capture.graph is not None
+    assert run(3) == [3]
     # A row takes the same memory in each: room for eleven, and a little more.
-    monkeypatch.setattr(captures, "_MOST_BYTES", 23 * capture.graph.num_bytes // 6)
-    for num_rows in (4, 3, 5, 6):
-        run(num_rows)
-    assert in_turn() == [5, 6]
-    run(3)
-    assert in_turn() == [6, 3]
+    monkeypatch.setattr(captures, "_MOST_BYTES", 23 * only(runner).graph.num_bytes // 6)
+    assert run(4, 3, 5, 6) == [5, 6]
+    assert run(3) == [6, 3]
 
 
 def test_memory_within_a_recording_is_used_again() -> None:
@@ -300,10 +293,8 @@ def test_memory_within_a_recording_is_used_again() -> None:
     for num_layers in (2, 12):
         runner = runner_of(tiny_model("llama", num_hidden_layers=num_layers))
         for seed in range(3):
-            runner.forward(build_batch([chunk(random_ids(seed, 8), 0, 8, tables(0))], SIZE))
-        (capture,) = runner._replays._captures.values()
-        assert capture.graph is not None
-        sizes.append(capture.graph.num_bytes)
+            runner.forward(rows_of(seed, 8))
+        sizes.append(only(runner).graph.num_bytes)
     assert sizes[0] == sizes[1] > 0
 
 
@@ -311,7 +302,7 @@ def test_a_recording_holds_what_its_kernels_point_to() -> None:
     """A layer that asks for other options meanwhile takes nothing from it."""
     runner = runner_of(tiny_model("llama"))
     for seed in range(3):
-        runner.forward(build_batch([chunk(random_ids(seed, 8), 0, 8, tables(0))], SIZE))
+        runner.forward(rows_of(seed, 8))
     assert trusted(runner) == 1
     backend: Any = runner.attention
     held = [weakref.ref(each) for each in backend._layers.values()]
@@ -323,13 +314,7 @@ def test_a_recording_holds_what_its_kernels_point_to() -> None:
     assert all(each() is None for each in held)
 
 
-def test_what_a_backend_cannot_capture_is_not() -> None:
-    runner = make_runner(tiny_model("llama"), False, block_size=SIZE, attention="sdpa")
-    assert not runner._replays._is_open
-    batch = build_batch([chunk(random_ids(1, 4), 0, 4, tables(0))], SIZE)
-    for _ in range(4):
-        runner.forward(batch)
-    assert not runner._replays._captures
+# --- time ---
 
 
 def test_timing_waits_until_a_shape_is_settled() -> None:
@@ -341,18 +326,20 @@ def test_timing_waits_until_a_shape_is_settled() -> None:
 
 
 def test_results_that_are_no_numbers_are_the_same_results() -> None:
-    class Broken:
-        can_capture = True
-
-        class needs:  # noqa: N801
-            device = torch.device("cpu")
-
-    found = Captures(Broken())  # type: ignore[arg-type]
-    assert found._is_open
     nan = ForwardOutput(torch.full((2, 3), torch.nan))
     assert all(map(captures._same_bits, nan, nan.copy()))
     assert not captures._same_bits(torch.zeros(2), -torch.zeros(2))
     assert not captures._same_bits(None, torch.zeros(2))
+
+
+def tried(alone: float, team: float, num_rows: int, base: int) -> ModelRunner:
+    """A runner that has tried its only shape in one thread and in a team, which took so many seconds."""
+    runner = runner_of(tiny_model("llama"))
+    times = iter([0.0, team, 0.0, alone] * captures._TRIALS)
+    runner._replays._clock = lambda: next(times)
+    for _ in range(3 + 2 * captures._TRIALS):
+        runner.forward(rows_of(7, num_rows, base))
+    return runner
 
 
 @pytest.mark.parametrize(
@@ -361,59 +348,30 @@ def test_results_that_are_no_numbers_are_the_same_results() -> None:
 def test_a_short_forward_leaves_cores_to_others_unless_a_team_is_much_faster(
     alone: float, team: float, chosen: int
 ) -> None:
-    torch.set_num_threads(2)
-    try:
-        runner = runner_of(tiny_model("llama"))
-        times = iter([0.0, team, 0.0, alone] * captures._TRIALS)
-        runner._replays._clock = lambda: next(times)
-        request = texts(7, [6])
-        expected = runner.forward(build_batch(request, SIZE))
-        for _ in range(2 + 2 * captures._TRIALS + 2):
-            got = runner.forward(build_batch(request, SIZE))
-            assert torch.equal(got.logits, expected.logits)
-    finally:
-        torch.set_num_threads(1)
-    (capture,) = runner._replays._captures.values()
-    assert capture.threads.chosen == chosen
+    with threads(2):
+        runner = tried(alone, team, 6, 0)
+        expected = runner_of(tiny_model("llama"), is_open=False).forward(rows_of(7, 6))
+        assert torch.equal(runner.forward(rows_of(7, 6)).logits, expected.logits)
+    assert only(runner).threads.chosen == chosen
 
 
 def test_rows_of_long_texts_have_a_team_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "_WORTH_A_TEAM", 4 * 20 * 4 * 32)
-    torch.set_num_threads(2)
-    try:
-        runner = runner_of(tiny_model("llama"))
-        times = iter([0.0, 1e-3, 0.0, 1e-3] * captures._TRIALS)
-        runner._replays._clock = lambda: next(times)
-        short, long = (
-            build_batch([chunk(random_ids(7, 40), base, 4, tables(0))], SIZE) for base in (2, 30)
-        )
-        expected = [runner.forward(each).logits for each in (short, long)]
-        for _ in range(1 + 2 * captures._TRIALS):
-            runner.forward(short)
-        (capture,) = runner._replays._captures.values()
-        assert capture.threads.chosen == 1
+    with threads(2):
+        runner = tried(1e-3, 1e-3, 4, 2)
+        assert only(runner).threads.chosen == 1
         seen: list[int] = []
-        replay = capture.graph.replay
+        graph = only(runner).graph
+        replay = graph.replay
 
         def watched(plan: Any, num_threads: int) -> ForwardOutput:
             seen.append(num_threads)
             return replay(plan, num_threads)
 
-        monkeypatch.setattr(capture.graph, "replay", watched)
-        got = [runner.forward(each).logits for each in (short, long)]
-    finally:
-        torch.set_num_threads(1)
+        monkeypatch.setattr(graph, "replay", watched)
+        for base in (2, 30):
+            batch = rows_of(7, 4, base)
+            with torch.inference_mode():
+                expected = runner._run(*runner._plan(batch), wants_hidden=False)
+            assert torch.equal(runner.forward(batch).logits, expected.logits)
     assert seen == [1, 2]
-    assert all(map(torch.equal, got, expected))
-
-
-def test_a_shape_is_recorded_when_it_has_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captures, "_OFTEN", 4)
-    runner = runner_of(tiny_model("llama"))
-    request = texts(7, [6])
-    recorded = []
-    for _ in range(5):
-        runner.forward(build_batch(request, SIZE))
-        (capture,) = runner._replays._captures.values()
-        recorded.append(capture.graph is not None)
-    assert recorded == [False, False, False, True, True]

@@ -10,8 +10,7 @@ import pytest
 from drafters.model.eagle import EagleDrafter
 from drafters.registry import build_drafters
 from engine.attention.backend import AttentionBackend
-from engine.capture.device_graphs import DeviceGraphs
-from engine.capture.replays import GraphSizes
+from engine.capture.replays import DeviceGraphs, GraphSizes
 from engine.drafting import eagle
 from engine.drafting.eagle import EagleModel
 from engine.request.params import GenerationRequest, SamplingParams

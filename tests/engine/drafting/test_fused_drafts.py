@@ -19,10 +19,8 @@ from engine.drafting.draft_model import EngineDraftModel
 from engine.drafting.eagle import FeatureLayer, eagle_config, load_layer
 from engine.drafting.head_files import read_heads, target_facts, write_heads
 from engine.drafting.models import DraftModels, prepare_drafts
-from engine.model.fusing import fuse
-from engine.model.gated import GatedFeedForward
+from engine.model.fusing import FusedNorm, FusedRotation, GatedInt8, fuse, fused_forward
 from engine.model.loader import attach_attention
-from engine.model.norms import FusedNorm
 from engine.model.quantization import refusal
 from engine.model.runner import ModelRunner
 from worlds.tiny_models import CPU, VOCAB_SIZE, random_ids, tiny_model
@@ -45,12 +43,10 @@ def folder(tmp_path: Path) -> str:
 
 def counts(model: nn.Module) -> tuple[int, int, int]:
     """Norms, rotary embeddings, gated networks."""
-    every = list(model.modules())
-    return (
-        sum(isinstance(each, FusedNorm) for each in every),
-        sum("forward" in vars(each) for each in every),
-        sum(isinstance(each, GatedFeedForward) for each in every),
-    )
+    every = [fused_forward(each) for each in model.modules()]
+    kinds = (FusedNorm, FusedRotation, GatedInt8)
+    first, second, third = (sum(isinstance(each, kind) for each in every) for kind in kinds)
+    return first, second, third
 
 
 def prepared(model: PreTrainedModel, kind: str, **settings: Any) -> DraftModels:
@@ -132,8 +128,7 @@ def test_layers_of_the_target_are_fused_with_it_and_not_before() -> None:
     assert counts(model) == (0, 0, 0)
     got = attached(model, drafts, "prefix_layers")._runner.model
     assert counts(got) == (3, 1, 0)
-    shared = {id(each) for each in model.modules() if isinstance(each, FusedNorm)}
-    assert all(id(each) in shared for each in got.modules() if isinstance(each, FusedNorm))
+    assert {*filter(fused_forward, got.modules())} <= {*model.modules()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""Norms of rows are those of the formula (``tests/engine/model/test_norms`` says that bits are kept)."""
+"""Norms of rows are those of the formula (``tests/engine/model/test_fusing`` says that bits are kept)."""
 
 from __future__ import annotations
 

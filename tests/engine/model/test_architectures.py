@@ -13,6 +13,7 @@ from worlds.tiny_models import (
     VOCAB_SIZE,
     WINDOW,
     chunk,
+    greedy_text,
     own_logits,
     path_to,
     random_ids,
@@ -94,7 +95,7 @@ def test_greedy_text_with_drafts_and_neighbours_equals_generate(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [TEXT[:19], OTHER_TEXT[:6] * 2, TEXT[20:23]]
-    expected = [greedy_text(name, prompt) for prompt in prompts]
+    expected = [greedy_text(reference_model(name), prompt, NUM_WRITTEN) for prompt in prompts]
     texts = [prompt + written for prompt, written in zip(prompts, expected, strict=True)]
     register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     config = EngineConfig(
@@ -110,12 +111,3 @@ def test_greedy_text_with_drafts_and_neighbours_equals_generate(
     assert written == expected
     # Two of three drafts are right four levels deep: most tokens were drafts.
     assert num_accepted > NUM_WRITTEN * len(prompts) / 2
-
-
-def greedy_text(name: str, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = reference_model(name).generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_WRITTEN, do_sample=False
-    )
-    written: list[int] = out[0, len(prompt) :].tolist()
-    return written

@@ -1,46 +1,87 @@
-"""All passes together: what is said of them, and that a model writes what it wrote."""
+"""Passes over rows: modules are found by what they do, and models write what they wrote. Bits of
+most passes are the kernels' own."""
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
 
 from engine.attention.backend import AttentionNeeds, build_attention
-from engine.model.fusing import fuse
-from engine.model.gated import GatedFeedForward
-from engine.model.int8 import is_exact
-from engine.model.linear import pack_linears
+from engine.kernels import rotary as kernel
+from engine.kernels.triton.row_ops import row_norm
+from engine.model import fusing
+from engine.model import linear as linear_module
+from engine.model.fusing import (
+    Fused,
+    FusedNorm,
+    FusedRotation,
+    GatedFloats,
+    GatedInt8,
+    fuse,
+    fused_forward,
+    is_near,
+    rotated,
+    row_norm_for,
+)
+from engine.model.int8 import Int8Product, is_exact, quantize_weight
+from engine.model.layers import Int8Linear, PackedLinear
+from engine.model.linear import pack_floats, pack_linears
 from engine.model.loader import attach_attention
-from engine.model.norms import FusedNorm
-from engine.model.quantization import quantize_model
+from engine.model.quantization import num_bytes, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
 from worlds.tiny_models import BLOCK_SIZE, own_logits, random_ids, tiny_model
 
-needs_int8 = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
-IDS = random_ids(3, 28)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of the logits' spread, on average: a step of the type here and there, after few and large layers.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+IDS = random_ids(3, 28)
+needs_int8 = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
+in_every_kind = pytest.mark.parametrize("kind", [pytest.param("int8", marks=needs_int8), "floats"])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+
+
+@pytest.fixture(autouse=True)
+def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU with AMX, too."""
+    monkeypatch.setattr(linear_module, "has_tiles", lambda: False)
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def forwards(model: nn.Module, *kinds: type) -> list[Any]:
+    """What stands in the place of its modules' forwards."""
+    every = map(fused_forward, model.modules())
+    return [each for each in every if isinstance(each, kinds)]
+
+
+def gatings(model: nn.Module) -> list[Any]:
+    return forwards(model, GatedInt8, GatedFloats)
 
 
 def said(caplog: pytest.LogCaptureFixture, model: nn.Module) -> list[str]:
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger="engine.model.fusing"):
+    with caplog.at_level(logging.INFO, logger=fusing.__name__):
         fuse(model)
     return [each.getMessage() for each in caplog.records]
 
 
-def parts(model: nn.Module) -> list[object]:
-    """What stands where, and with which forward."""
-    return [(each, vars(each).get("forward")) for each in model.modules()]
+# --- whole models ---
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@every_dtype
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "mixtral"])
 def test_logits_stay_what_they_are_within_a_step(name: str, dtype: torch.dtype) -> None:
     wide = {"head_dim": 32} | ({"hidden_size": 128} if name == "phi3" else {})
@@ -48,44 +89,27 @@ def test_logits_stay_what_they_are_within_a_step(name: str, dtype: torch.dtype) 
     expected = own_logits(model, IDS).float()
     fuse(model)
     got = own_logits(model, IDS).float()
-    assert any(isinstance(each, FusedNorm) for each in model.modules())
+    assert forwards(model, FusedNorm)
     assert (got - expected).abs().mean() < TOLERANCE[dtype] * expected.std()
 
 
 @needs_int8
-def test_what_was_found_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_found_is_said_and_a_second_time_there_is_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = tiny_model("llama", head_dim=32)
     plain = copy.deepcopy(model)
     quantize_model(model)
     expected = "in one pass each: 5 norms, 2 rotary embeddings"
     assert said(caplog, model) == [f"{expected}, 2 gated networks"]
     assert said(caplog, plain) == [expected]
-    assert said(caplog, nn.Linear(16, 16)) == ["in one pass each: nothing"]
-
-
-@needs_int8
-def test_a_second_time_there_is_nothing_left_to_do(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model("gemma2", torch.bfloat16, head_dim=32)
-    quantize_model(model)
-    fuse(model)
-    before, expected = parts(model), own_logits(model, IDS)
+    before, logits = [vars(each).get("forward") for each in model.modules()], own_logits(model, IDS)
     assert said(caplog, model) == ["in one pass each: nothing"]
-    assert parts(model) == before
-    assert torch.equal(own_logits(model, IDS), expected)
-
-
-def test_models_on_other_devices_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model("llama", head_dim=32).to("meta")
-    before = parts(model)
-    assert said(caplog, model) == []
-    assert parts(model) == before
-
-
-def runner_of(model: PreTrainedModel) -> ModelRunner:
-    shapes = attach_attention(model)
-    pack_linears(model, 64, exact=True)
-    needs = AttentionNeeds.of(model, shapes, "exact", BLOCK_SIZE)
-    return ModelRunner(model, build_attention(needs, 24))
+    assert [vars(each).get("forward") for each in model.modules()] == before
+    assert torch.equal(own_logits(model, IDS), logits)
+    elsewhere = tiny_model("llama", head_dim=32).to("meta")
+    assert said(caplog, elsewhere) == []
+    assert not forwards(elsewhere, Fused)
 
 
 @needs_int8
@@ -96,7 +120,404 @@ def test_rows_of_a_model_keep_their_bits_however_they_are_cut(name: str) -> None
     quantize_model(model)
     fuse(model)
     reference = reference_logits(model)
-    runner = runner_of(model)
-    assert any(isinstance(each, GatedFeedForward) for each in model.modules())
+    shapes = attach_attention(model)
+    pack_linears(model, 64, exact=True)
+    needs = AttentionNeeds.of(model, shapes, "exact", BLOCK_SIZE)
+    runner = ModelRunner(model, build_attention(needs, 24))
+    assert gatings(model)
     check_logits(runner, reference)
     assert check_exact(runner)
+
+
+def test_models_of_the_same_class_stay_as_they_are_and_copies_are_their_own() -> None:
+    forward = modeling_llama.LlamaAttention.forward
+    model, neighbour = tiny_model("llama", head_dim=32), tiny_model("llama", head_dim=32)
+    fuse(model)
+    assert modeling_llama.LlamaAttention.forward is forward
+    assert forward.__globals__["apply_rotary_pos_emb"] is modeling_llama.apply_rotary_pos_emb
+    assert not forwards(neighbour, Fused)
+    assert len(forwards(model, FusedRotation)) == 2
+    expected = own_logits(model, IDS)
+    twin = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(own_logits(twin, IDS), expected)
+
+
+# --- norms ---
+
+
+def with_random_weights(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    model = copy.deepcopy(tiny_model(name, dtype))
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            noise = 0.3 * torch.randn(parameter.shape, generator=generator)
+            parameter.data += noise.to(dtype)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_triton"),
+    [*((dtype, False) for dtype in DTYPES), (torch.float32, True), (torch.float16, True)],
+)
+@pytest.mark.parametrize(("name", "offset"), [("llama", 0.0), ("gemma2", 1.0)])
+def test_norms_of_a_model_are_found_and_write_the_same(
+    name: str,
+    offset: float,
+    dtype: torch.dtype,
+    is_triton: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By Triton's program, too, whose interpreter does not round bfloat16 to the nearest."""
+    if is_triton:
+        monkeypatch.setattr(fusing, "row_norm_for", lambda *_: row_norm)
+    model = with_random_weights(name, dtype)
+    expected = own_logits(model, IDS).float()
+    named = [each for each in model.modules() if type(each).__name__.endswith("RMSNorm")]
+    fuse(model)
+    found = forwards(model, FusedNorm)
+    assert len(found) == len(named) > 0
+    assert {each.offset for each in found} == {offset}
+    if dtype != torch.float32:
+        assert {each.is_rounded for each in found} == {name == "llama"}
+    error = (own_logits(model, IDS).float() - expected).abs().mean()
+    assert error < TOLERANCE[dtype] * expected.std()
+
+
+@every_dtype
+def test_a_norms_row_has_the_same_bits_alone_and_among_any_others(dtype: torch.dtype) -> None:
+    compute = row_norm_for(torch.device("cpu"), 1040)
+    assert compute is not None
+    norm = FusedNorm(torch.randn(1040).to(dtype), 1e-6, 0.0, True, compute)
+    rows = torch.randn(1, 100, 1040).to(dtype)
+    every = norm(rows)
+    for row in (0, 1, 57, 99):
+        assert torch.equal(norm(rows[:, row : row + 1])[0, 0], every[0, row])
+    spread = rows.transpose(0, 1).expand(100, 3, 1040)
+    assert torch.equal(norm(spread)[:, 2], every[0])
+
+
+class Other(nn.Module):
+    """A weight and an epsilon, but no such norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.eps = 1e-6
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * self.weight
+
+
+class WithGate(Other):
+    def forward(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return rows * gate
+
+
+def test_what_is_no_such_norm_stays_as_it_is() -> None:
+    others = [Other(), WithGate(), nn.LayerNorm(32), nn.LayerNorm(32, bias=False)]
+    norms = [nn.RMSNorm(24, 1e-6), nn.RMSNorm(32, 1e-6)]  # of which one has no whole lanes
+    model = nn.Sequential(*others, *norms)
+    fuse(model)
+    assert [fused_forward(each) is not None for each in model] == [False] * 5 + [True]
+
+
+# --- rotary position embeddings ---
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("name", "changes", "takes"),
+    [
+        ("llama", {"head_dim": 32}, True),
+        ("llama", {"head_dim": 64, "num_key_value_heads": 1}, True),
+        ("qwen2", {"head_dim": 32}, True),
+        ("qwen3", {"head_dim": 32}, True),
+        ("mistral", {"head_dim": 64}, True),
+        ("gemma2", {"head_dim": 32}, True),
+        ("phi3", {"head_dim": 64, "hidden_size": 256}, True),
+        ("qwen3_moe", {"head_dim": 32}, True),
+        # What the kernel does not take is still the function's.
+        ("llama", {"head_dim": 16}, False),
+        ("phi3", {"head_dim": 64, "hidden_size": 256, "partial_rotary_factor": 0.5}, False),
+        ("deepseek_v3", {}, False),
+    ],
+)
+def test_rotated_logits_keep_their_bits(
+    name: str,
+    changes: dict[str, Any],
+    takes: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fusing, "row_norm_for", lambda *_: None)
+    model = tiny_model(name, dtype, **changes)
+    expected = own_logits(model, IDS)
+    fuse(model)
+    assert len(forwards(model, FusedRotation)) == model.config.num_hidden_layers
+    taken: list[bool] = []
+    decide = kernel.can_rotate
+
+    def noted(*parts: torch.Tensor) -> bool:
+        taken.append(decide(*parts))
+        return taken[-1]
+
+    monkeypatch.setattr(kernel, "can_rotate", noted)
+    assert torch.equal(own_logits(model, IDS), expected)
+    assert {*taken} <= {takes}
+    assert taken or not takes
+
+
+def test_what_is_said_of_other_dimensions_batches_and_types_is_the_functions() -> None:
+    asked = []
+
+    def function(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        asked.append(q)
+        return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+    rotation = partial(rotated, function)
+    query, key = torch.randn(1, 4, 6, 64), torch.randn(1, 2, 6, 64)
+    cos, sin = torch.randn(2, 1, 6, 64)
+    rotation(query, key, cos, sin)
+    assert not asked
+    given: list[Any] = [
+        [(query, key, cos, sin), {"unsqueeze_dim": 1}],
+        [(query, key, cos, sin, 1), {}],
+        [(query.transpose(1, 2), key.transpose(1, 2), cos, sin), {"unsqueeze_dim": 2}],
+        [(query, key), {"cos": cos, "sin": sin}],
+        [(query[..., :48], key[..., :48], cos[..., :48], sin[..., :48]), {}],
+    ]
+    for positional, named in given:
+        expected = modeling_llama.apply_rotary_pos_emb(*positional, **named)
+        got = rotation(*positional, **named)
+        assert asked.pop() is positional[0]
+        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """As transformers', except that keys turn the other way."""
+    mine = modeling_llama.apply_rotary_pos_emb
+    return mine(q, k, cos, sin)[0], mine(q, k, cos, -sin)[1]
+
+
+class TurnsBack(nn.Module):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class Twists(modeling_llama.LlamaAttention):
+    """With a forward of its own already."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, 0)
+        self.forward = super().forward
+
+
+def test_other_rotations_are_left_alone() -> None:
+    """Also one of interleaved pairs."""
+    helium = hf.HeliumConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, pad_token_id=0,
+    )  # fmt: skip
+    twists = Twists(hf.LlamaConfig(hidden_size=64, num_attention_heads=2))
+    for model in (TurnsBack(), twists, hf.AutoModelForCausalLM.from_config(helium)):
+        fuse(model)
+        assert not forwards(model, FusedRotation)
+
+
+# --- gated networks ---
+
+
+def ready(name: str, kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose layers are of a kind."""
+    model = tiny_model(name, dtype, intermediate_size=128)
+    if kind == "int8":
+        quantize_model(model)
+    else:
+        pack_linears(model, 64, exact=False)
+    return model
+
+
+@every_dtype
+@in_every_kind
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+def test_networks_of_a_model_are_found_and_write_the_same(
+    name: str, kind: str, dtype: torch.dtype
+) -> None:
+    model = ready(name, kind, dtype)
+    expected, held = own_logits(model, IDS).float(), num_bytes(model)
+    fuse(model)
+    assert len(gatings(model)) == model.config.num_hidden_layers
+    assert num_bytes(model) == held
+    error = (own_logits(model, IDS).float() - expected).abs().mean()
+    assert error < (2e-3 + TOLERANCE[dtype]) * expected.std()
+
+
+@needs_int8
+@pytest.mark.parametrize("name", ["phi3", "deepseek_v3"])
+def test_joint_layers_and_shared_experts_are_found_too(name: str) -> None:
+    """Of the dense layer, and beside the routed ones."""
+    model = ready(name, "int8")
+    expected = own_logits(model, IDS)
+    fuse(model)
+    assert len(gatings(model)) == 2
+    torch.testing.assert_close(own_logits(model, IDS), expected, rtol=0.05, atol=0.05)
+
+
+@needs_int8
+def test_models_that_have_none_stay_as_they_are() -> None:
+    for model in (tiny_model("llama"), ready("gpt2", "int8")):  # torch's own layers; no gate
+        fuse(model)
+        assert not gatings(model)
+
+
+class Network(nn.Module):
+    """Of a kind of layers; in 8 bits gate and up are one product. ``compute`` is told the network, and
+    rows."""
+
+    def __init__(
+        self,
+        kind: str,
+        compute: Callable[[Any, torch.Tensor], torch.Tensor],
+        activation: nn.Module,
+        dtype: torch.dtype = torch.float32,
+        *,
+        scale: float = 0.1,
+        is_gate_last: bool = False,
+        width: int = 128,
+        has_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        halves = [scale * drawn(width, 64, seed=seed) for seed in (1, 2)]
+        biases = [drawn(width, seed=seed).to(dtype) if has_bias else None for seed in (3, 4)]
+        make = _in_8_bits if kind == "int8" else _of_floats
+        # Declared in no order that says anything.
+        (self.down,) = make([drawn(64, width, seed=5)], [None], dtype)
+        first, second = make(halves, biases, dtype)
+        self.gate, self.up = (second, first) if is_gate_last else (first, second)
+        self.activation = activation
+        self._compute = compute
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._compute(self, rows)
+
+
+def _in_8_bits(weights: list[torch.Tensor], biases: list[Any], dtype: torch.dtype) -> list[Any]:
+    product = Int8Product([quantize_weight(each) for each in weights], biases, dtype)
+    size = len(weights[0])
+    return [Int8Linear(product, size * index, size) for index in range(len(weights))]
+
+
+def _of_floats(weights: list[torch.Tensor], biases: list[Any], dtype: torch.dtype) -> list[Any]:
+    return [
+        PackedLinear(weight.shape[1], weight.shape[0], pack_floats(weight.to(dtype), bias))
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+
+
+def usual(net: Any, rows: torch.Tensor) -> torch.Tensor:
+    return net.down(net.activation(net.gate(rows)) * net.up(rows))  # type: ignore[no-any-return]
+
+
+def fused(network: nn.Module) -> Any:
+    """The network, in two passes; None: it stayed as it was."""
+    fuse(network)
+    return None if fused_forward(network) is None else network
+
+
+class Silu(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        exact = rows.float()
+        return (exact * exact.sigmoid()).to(rows.dtype)
+
+
+class Quick(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * (1.702 * rows).sigmoid()
+
+
+class Learned(nn.SiLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(1))
+
+
+class Pairs(nn.Module):
+    def forward(self, rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        return rows * others
+
+
+@every_dtype
+@in_every_kind
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_gate_last", [False, True])
+@pytest.mark.parametrize(
+    "activation", [nn.SiLU(), Silu(), nn.GELU(approximate="tanh")], ids=["silu", "own", "gelu"]
+)
+def test_the_half_with_the_activation_is_told_from_the_other(
+    activation: nn.Module, is_gate_last: bool, has_bias: bool, dtype: torch.dtype, kind: str
+) -> None:
+    network = Network(kind, usual, activation, dtype, is_gate_last=is_gate_last, has_bias=has_bias)
+    # Gates far below and far above nothing, too.
+    given = [drawn(2, 9, 64, seed=7).to(dtype), (40 * drawn(9, 64, seed=8)).to(dtype)]
+    expected = [network(rows) for rows in given]
+    found = fused(network)
+    assert found is not None
+    for rows, wanted in zip(given, expected, strict=True):
+        assert is_near(found(rows), wanted)
+
+
+@in_every_kind
+@pytest.mark.parametrize(
+    "activation",
+    [nn.GELU(), nn.ReLU(), nn.Identity(), nn.Tanh(), Quick(), Learned(), Pairs(), nn.Softmax(-1)],
+)
+def test_other_activations_are_left_alone(activation: nn.Module, kind: str) -> None:
+    compute = usual if not isinstance(activation, Pairs) else gates_by_itself
+    assert fused(Network(kind, compute, activation)) is None
+
+
+def gates_by_itself(net: Any, rows: torch.Tensor) -> torch.Tensor:
+    return net.down(net.activation(net.gate(rows), net.up(rows)))  # type: ignore[no-any-return]
+
+
+OTHERS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "clamps": lambda net, x: net.down(net.activation(net.gate(x).clamp(max=7)) * net.up(x)),
+    "clamps high": lambda net, x: net.down(net.activation(net.gate(x)) * net.up(x).clamp(-64, 64)),
+    "scales": lambda net, x: 1.1 * usual(net, x),
+    "scales the gate": lambda net, x: net.down(net.activation(1.1 * net.gate(x)) * net.up(x)),
+    "adds": lambda net, x: usual(net, x) + x,
+    "adds one": lambda net, x: net.down(net.activation(net.gate(x)) * (net.up(x) + 1)),
+    "no gate": lambda net, x: net.down(net.activation(net.gate(x)) + net.up(x)),
+    "twice": lambda net, x: net.down(net.activation(net.gate(x)) * net.activation(net.up(x))),
+    "other type": lambda net, x: usual(net, x).double(),
+    "a pair": lambda net, x: (usual(net, x), x),
+    "raises": lambda net, x: net.nothing(x),
+}
+
+
+@in_every_kind
+@pytest.mark.parametrize("scale", [0.002, 0.1, 2.0])
+@pytest.mark.parametrize("name", OTHERS)
+def test_networks_that_do_something_else_are_left_alone(name: str, scale: float, kind: str) -> None:
+    assert fused(Network(kind, OTHERS[name], nn.SiLU(), scale=scale)) is None
+    assert fused(Network(kind, usual, nn.SiLU(), scale=scale)) is not None
+
+
+@in_every_kind
+def test_sizes_and_parts_that_do_not_fit_are_left_alone(kind: str) -> None:
+    """A width that is no whole number of the kernel's blocks; a part more; another kind of layer."""
+    assert fused(Network(kind, usual, nn.SiLU(), width=72)) is None
+    more = Network(kind, usual, nn.SiLU())
+    more.dropout = nn.Dropout()
+    assert fused(more) is None
+    cut = Network(kind, usual, nn.SiLU())
+    cut.down = nn.Linear(128, 64)
+    assert fused(cut) is None
+
+
+def test_weights_of_the_first_two_layers_are_not_kept_twice() -> None:
+    network = Network("floats", usual, nn.SiLU())
+    down = network.down
+    assert list(fused(network).children()) == [down, network.activation]

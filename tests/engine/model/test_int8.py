@@ -1,7 +1,8 @@
-"""Layers in 8 bits: what they round, and that a row's bits are the same whatever shares the call."""
+"""Layers in 8 bits: what they round, and what they share. Bits are those of the kernel's tests."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,16 +11,13 @@ import torch
 from engine.kernels import int8_product
 from engine.model.int8 import (
     GROUP,
-    MOST_IN_FEATURES,
-    Int8Linear,
     Int8Product,
     Int8Weight,
-    SharedProduct,
-    StoredInt8Linear,
     is_exact,
     quantize_by_channel,
     quantize_weight,
 )
+from engine.model.layers import Int8Linear
 
 needs_int8 = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
 
@@ -43,52 +41,26 @@ def product_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Pr
 
 @pytest.mark.parametrize("width", [64, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_weight_is_halfway_to_the_next_step_of_its_group_at_most(
-    dtype: torch.dtype, width: int
-) -> None:
+def test_a_weight_is_halfway_to_the_next_step_at_most(dtype: torch.dtype, width: int) -> None:
     weight = drawn(5000, width)  # more channels than go through at once
     weight[:, ::GROUP] *= 50
     weight[7] = 0
     weight[8, :GROUP] = 0
     weight = weight.to(dtype)
     before = weight.clone()
-    found = quantize_weight(weight)
+    found, by_channel = quantize_weight(weight), quantize_by_channel(weight)
     assert torch.equal(weight, before)
     assert (found.values.dtype, found.values.shape) == (torch.int8, weight.shape)
+    assert not found.values[7].any()
     assert found.group_scales is not None
     steps = found.scales[:, None] * found.group_scales.float()
     error = (restored(found) - weight.float()).abs()
     # Of the largest value half a step, and what float16 rounds of the step.
     assert (error <= (0.5 + 127 * 2**-11) * steps.repeat_interleave(GROUP, 1)[:, :width]).all()
-    assert not found.values[7].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_by_channel_a_weight_is_halfway_to_the_next_step_of_its_channel(
-    dtype: torch.dtype,
-) -> None:
-    weight = drawn(5000, 24).to(dtype)
-    found = quantize_by_channel(weight)
-    assert found.group_scales is None
-    assert found.values.abs().amax(1).eq(127).all()
-    error = (restored(found) - weight.float()).abs()
-    assert (error <= 0.5001 * found.scales[:, None]).all()
-
-
-@needs_int8
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_alone_and_in_any_company(bias: bool, dtype: torch.dtype) -> None:
-    weight = quantize_weight(drawn(96, 160))
-    added = drawn(96, seed=1) if bias else None
-    product = Int8Product([weight], [added], dtype)
-    rows = drawn(300, 160, seed=2).to(dtype)
-    every = product(rows)
-    assert every.dtype == dtype
-    for count in (1, 2, 3, 7, 16, 33, 64, 129, 300):
-        for start in {0, 5, 300 - count}:
-            part = slice(start, start + count)
-            assert torch.equal(product(rows[part]), every[part]), (count, start)
+    assert by_channel.group_scales is None
+    assert by_channel.values.abs().amax(1).eq(127).sum() == 4999
+    error = (restored(by_channel) - weight.float()).abs()
+    assert (error <= 0.5001 * by_channel.scales[:, None]).all()
 
 
 @needs_int8
@@ -113,11 +85,8 @@ def test_layers_that_share_an_input_share_one_product(monkeypatch: pytest.Monkey
     product = Int8Product(
         [quantize_weight(w) for w in weights], [None, drawn(8), None], torch.float32
     )
-    shared = SharedProduct(product, 3)
-    first = (0, 32, 40)
-    layers = [
-        Int8Linear(shared, start, w.shape[0]) for start, w in zip(first, weights, strict=True)
-    ]
+    columns = ((0, 32), (32, 8), (40, 8))
+    layers = [Int8Linear(product, *each) for each in columns]
     for rows in (drawn(1, 3, 64), drawn(2, 2, 64, seed=5)):
         outputs = [layer(rows) for layer in layers]
         alone = [
@@ -134,24 +103,15 @@ def test_layers_that_share_an_input_share_one_product(monkeypatch: pytest.Monkey
     assert torch.equal(mixed[1], product_of(weights[1], drawn(8))(b))
 
 
-def test_what_a_checkpoint_stores_is_what_it_computes() -> None:
-    layer = StoredInt8Linear(24, 10, True, torch.float32)
-    values, scales, _ = quantize_by_channel(drawn(10, 24))
-    layer.weight.data.copy_(values)
-    layer.weight_scale.data.copy_(scales[:, None])
-    assert layer.bias is not None
-    layer.bias.data.copy_(drawn(10, seed=1))
-    stored = layer.stored()
-    assert torch.equal(stored.values, values)
-    assert torch.equal(stored.scales, scales)
-    assert stored.group_scales is None
-    rows = drawn(3, 24, seed=2)
-    expected = rows @ (values * scales[:, None]).T + layer.bias
-    torch.testing.assert_close(layer(rows), expected)
-
-
-def test_the_longest_sum_fits_into_32_bits() -> None:
-    assert MOST_IN_FEATURES * 127**2 < 2**31 <= (MOST_IN_FEATURES + 1) * 127**2
+@needs_int8
+def test_sums_that_may_leave_32_bits_are_refused() -> None:
+    longest = (2**31 - 1) // 127**2
+    for in_features in (longest, longest + 1):
+        weight = quantize_by_channel(torch.ones(1, in_features))
+        with (
+            nullcontext() if in_features == longest else pytest.raises(ValueError, match="32 bits")
+        ):
+            Int8Product([weight], [None], torch.float32)
 
 
 @needs_int8

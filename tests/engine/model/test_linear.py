@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from engine.kernels.float_product import PackedFloats
 from engine.kernels.triton.row_ops import row_product
 from engine.machine import can_pack
 from engine.model import linear as linear_module
+from engine.model.layers import PackedLinear
 from engine.model.linear import (
     DeviceWeight,
     OneDnnWeight,
-    PackedLinear,
     PaddedFloats,
     keeps_bits,
     onednn_keeps_bits,
@@ -45,12 +46,6 @@ MOST_ROWS = 600
 def _probing_anew() -> Iterator[None]:
     yield
     onednn_keeps_bits.cache_clear()
-
-
-@pytest.fixture
-def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU with AMX."""
-    monkeypatch.setattr(linear_module, "has_tiles", lambda: True)
 
 
 def make_linear(
@@ -87,15 +82,6 @@ def packed(linear: nn.Linear, most_rows: int = MOST_ROWS, exact: bool = True) ->
     return model[0]
 
 
-def assert_rows_keep_their_bits(layer: Any, dtype: torch.dtype) -> None:
-    rows = cancelling_rows(MOST_ROWS, layer.in_features, dtype)
-    alone = torch.cat([layer(row) for row in rows.split(1)])
-    for count in (*range(2, 36), 47, 63, 64, 65, 100, 129, 255, 257, 400, 512, 513, MOST_ROWS):
-        for first in (0, (MOST_ROWS - count) // 2):
-            among = layer(rows[first : first + count])
-            assert torch.equal(among, alone[first : first + count]), (count, first)
-
-
 @every_dtype
 @torch.inference_mode()
 @pytest.mark.parametrize("bias", [False, True])
@@ -121,21 +107,25 @@ def test_packed_products_equal_f_linear(
 
 @every_dtype
 @torch.inference_mode()
+@pytest.mark.parametrize("has_amx", [False, True])
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
 def test_a_layer_gives_a_row_the_same_bits_alone_and_among_600(
-    in_features: int, out_features: int, dtype: torch.dtype
+    in_features: int,
+    out_features: int,
+    has_amx: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if has_amx and not can_pack(CPU, dtype):
+        pytest.skip("oneDNN serves bf16 where the CPU has instructions for it")
+    monkeypatch.setattr(linear_module, "has_tiles", lambda: has_amx)
     layer = packed(make_linear(in_features, out_features, dtype=dtype))
-    if in_features > 1:
-        assert_rows_keep_their_bits(layer, dtype)
-
-
-@needs_onednn
-@torch.inference_mode()
-@pytest.mark.usefixtures("with_tiles")
-@pytest.mark.parametrize(("in_features", "out_features"), SHAPES[:-2])
-def test_so_does_what_serves_where_there_is_amx(in_features: int, out_features: int) -> None:
-    assert_rows_keep_their_bits(packed(make_linear(in_features, out_features)), torch.bfloat16)
+    rows = cancelling_rows(MOST_ROWS, in_features, dtype)
+    alone = torch.cat([layer(row) for row in rows.split(1)])
+    for count in (*range(2, 36), 47, 63, 64, 65, 100, 129, 255, 257, 400, 512, 513, MOST_ROWS):
+        for first in (0, (MOST_ROWS - count) // 2):
+            among = layer(rows[first : first + count])
+            assert torch.equal(among, alone[first : first + count]), (count, first)
 
 
 # --- which product a layer gets ---
@@ -147,7 +137,9 @@ def test_so_does_what_serves_where_there_is_amx(in_features: int, out_features: 
 def test_what_a_layer_gets_is_a_rule(
     dtype: torch.dtype, has_tiles: bool, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With AMX types of 16 bits are oneDNN's."""
+    """With AMX types of 16 bits are oneDNN's; a vocabulary-sized head is probed for few rows alone, and
+    kept to them."""
+    monkeypatch.setattr(linear_module, "_LARGE_WEIGHT", 64 * 97)
     monkeypatch.setattr(linear_module, "has_tiles", lambda: has_tiles)
     monkeypatch.setattr(linear_module, "OneDnnWeight", lambda *given: given)
     monkeypatch.setattr(linear_module, "onednn_keeps_bits", lambda *_: True)
@@ -155,6 +147,8 @@ def test_what_a_layer_gets_is_a_rule(
     found = pack_weight(weight, None, 2000, exact)
     if has_tiles and dtype != torch.float32:
         assert found == ((weight, None, 2, 1024) if exact else (weight, None))
+        *_, most = pack_weight(torch.cat([weight, weight]), None, 2000, True)  # type: ignore[misc]
+        assert most == 64
     else:
         assert isinstance(found, PackedFloats)
 
@@ -168,9 +162,11 @@ def test_sizes_that_the_kernel_does_not_take_are_padded_and_other_devices_have_a
 def test_where_a_device_has_no_programs_exact_products_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_module, "_device_of", lambda _: torch.device("cuda"))
+    model = nn.Sequential(make_linear(64, 64))
+    parameters = [SimpleNamespace(device=torch.device("cuda"))]
+    monkeypatch.setattr(model, "parameters", lambda: parameters)
     monkeypatch.setattr(linear_module, "missing_for", lambda _: "it needs triton")
-    failures = pack_linears(nn.Sequential(make_linear(64, 64)), 64, exact=True)
+    failures = pack_linears(model, 64, exact=True)
     assert failures == {"products by torch's library: it needs triton"}
 
 
@@ -211,11 +207,11 @@ def test_the_probe_says_whether_rows_keep_their_bits(
 
 @needs_onednn
 @torch.inference_mode()
-@pytest.mark.usefixtures("with_tiles")
 @pytest.mark.parametrize(("limit", "kind"), [(2, OneDnnWeight), (3, PackedFloats)])
 def test_onednn_serves_where_only_a_single_row_differs_and_else_our_kernel(
     limit: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(linear_module, "has_tiles", lambda: True)
     monkeypatch.setattr(OneDnnWeight, "_multiply", lambda _, rows: Fussy(limit).times(rows))
     assert isinstance(packed(make_linear(64, 64)).packed, kind)
     assert isinstance(packed(make_linear(64, 64), exact=False).packed, OneDnnWeight)
@@ -240,17 +236,6 @@ def test_onednn_is_called_with_so_many_rows(
     weight = OneDnnWeight(torch.randn(64, 64).bfloat16(), None, 2, 8)
     assert torch.equal(weight.times(rows), rows[:, :1])
     assert seen == calls
-
-
-@pytest.mark.usefixtures("with_tiles")
-def test_a_vocabulary_sized_head_is_probed_for_few_rows_and_kept_to_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(linear_module, "OneDnnWeight", lambda *given: given[2:])
-    monkeypatch.setattr(linear_module, "onednn_keeps_bits", lambda *_: True)
-    monkeypatch.setattr(linear_module, "_LARGE_WEIGHT", 64 * 70)
-    weights = [torch.randn(size, 64).bfloat16() for size in (70, 71)]
-    assert [pack_weight(each, None, 512, True) for each in weights] == [(2, 512), (2, 64)]
 
 
 # --- whole models ---
@@ -361,7 +346,7 @@ def test_a_model_on_a_device_multiplies_by_programs(monkeypatch: pytest.MonkeyPa
         assert torch.equal(layer(rows), by_tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_only_bf16_on_a_cpu_is_packed_for_speed_alone(dtype: torch.dtype) -> None:
-    assert not can_pack(CPU, dtype)
+def test_only_bf16_on_a_cpu_is_packed_for_speed_alone() -> None:
+    assert not can_pack(CPU, torch.float32)
+    assert not can_pack(CPU, torch.float16)
     assert not can_pack(torch.device("meta"), torch.bfloat16)

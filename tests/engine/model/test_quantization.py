@@ -13,13 +13,14 @@ from engine.attention.backend import AttentionNeeds, build_attention
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.model import quantization
-from engine.model.int8 import GROUP, Int8Linear, is_exact, quantize_by_channel
+from engine.model.int8 import GROUP, Int8Product, is_exact, quantize_by_channel
+from engine.model.layers import Int8Linear
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, load_model
-from engine.model.quantization import has_stored_weights, quantize_model
+from engine.model.quantization import has_stored_weights, quantize_model, store_int8
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
-from engine.model.stored_int8 import store_int8
+from engine.model.stored_int8 import StoredInt8Config, StoredInt8Linear
 from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, tiny_model
 
@@ -32,8 +33,8 @@ def int8_layers(model: nn.Module) -> dict[str, Int8Linear]:
     }
 
 
-def products(model: nn.Module) -> set[int]:
-    return {id(layer.shared) for layer in int8_layers(model).values()}
+def products(model: nn.Module) -> set[Int8Product]:
+    return {layer.product for layer in int8_layers(model).values()}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -63,9 +64,9 @@ def test_layers_that_read_one_tensor_are_computed_together() -> None:
     assert info.num_layers == 2 * 7 + 1
     layers = int8_layers(model)
     attention = "model.layers.0.self_attn"
-    together = [layers[f"{attention}.{each}_proj"].shared for each in "qkv"]
-    assert len({id(each) for each in together}) == 1
-    assert layers[f"{attention}.o_proj"].shared is not together[0]
+    together = {layers[f"{attention}.{each}_proj"].product for each in "qkv"}
+    assert len(together) == 1
+    assert layers[f"{attention}.o_proj"].product not in together
 
 
 def test_what_is_said_of_it_is_what_is_held() -> None:
@@ -78,9 +79,8 @@ def test_what_is_said_of_it_is_what_is_held() -> None:
     assert (info.method, info.bits, info.head) == ("int8", 8, True)
     assert (info.num_quantized, info.num_parameters) == (num_quantized, num_parameters)
     buffers = sum(each.numel() * each.element_size() for each in model.buffers())
-    shared = {id(each.shared): each.shared.product for each in int8_layers(model).values()}
     held = 0
-    for product in shared.values():
+    for product in products(model):
         channels, groups = (-(-size // 32) for size in (product.out_features, product.in_features))
         # A byte of each weight, two of each group's scale, four of each channel's.
         held += 32 * channels * (groups * (GROUP + 2) + 4)
@@ -160,20 +160,31 @@ def test_variants_that_are_not_computed_are_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path), CPU)
 
 
-def test_patterns_say_which_layers_a_checkpoint_holds_in_8_bits() -> None:
-    from engine.model.stored_int8 import StoredInt8Config
+@pytest.mark.parametrize(
+    ("targets", "name", "takes"),
+    [
+        (["re:.*mlp.*", "lm_head"], "a.mlp.up_proj", True),
+        (["re:.*mlp.*", "lm_head"], "a.mlp.down_proj", False),
+        (["re:.*mlp.*", "lm_head"], "a.self_attn.q_proj", False),
+        (["re:.*mlp.*", "lm_head"], "lm_head", True),
+        (["Linear"], "anything", True),
+    ],
+)
+def test_patterns_say_which_layers_a_checkpoint_holds_in_8_bits(
+    targets: list[str], name: str, takes: bool
+) -> None:
+    config = StoredInt8Config(targets, ["re:.*down_proj"])
+    assert config.takes(name, nn.Linear(2, 2)) is takes
+    assert not config.takes(name, nn.Embedding(2, 2))
 
-    linear = nn.Linear(2, 2)
-    config = StoredInt8Config(["re:.*mlp.*", "lm_head"], ["re:.*down_proj"])
-    found = {
-        name: config.takes(name, linear)
-        for name in ("a.mlp.up_proj", "a.mlp.down_proj", "a.self_attn.q_proj", "lm_head")
-    }
-    assert found == {
-        "a.mlp.up_proj": True,
-        "a.mlp.down_proj": False,
-        "a.self_attn.q_proj": False,
-        "lm_head": True,
-    }
-    assert StoredInt8Config(["Linear"]).takes("anything", linear)
-    assert not StoredInt8Config(["Linear"]).takes("anything", nn.Embedding(2, 2))
+
+def test_what_a_checkpoint_stores_is_what_it_computes() -> None:
+    layer = StoredInt8Linear(24, 10, True, torch.float32)
+    values, scales, _ = quantize_by_channel(torch.randn(10, 24))
+    layer.load_state_dict(
+        {"weight": values, "weight_scale": scales[:, None], "bias": torch.randn(10)}
+    )
+    assert layer.bias is not None
+    rows = torch.randn(3, 24)
+    expected = rows @ (values * scales[:, None]).T + layer.bias
+    torch.testing.assert_close(layer(rows), expected)

@@ -1,18 +1,23 @@
-"""Writes down what a forward does: compiled kernels, and torch's operations between them."""
+"""Writes down what a forward does, compiled kernels and torch's operations between them, and does it
+again."""
 
 from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
+from engine.attention.backend import CapturablePlan
+from engine.batch import ForwardOutput
 from engine.kernels import Renewal, find_kernel, watch_kernels
 
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -69,8 +74,8 @@ class _Memory:
         return place if place is tensor else place.copy_(tensor)
 
     def seen(self, value: Any) -> Any:
-        """The same tensor, which does not keep its buffer from being used again; what is no tensor, or
-        lies elsewhere, as it is."""
+        """Returns the same tensor, which does not keep its buffer from being used again; what is no
+        tensor, or lies elsewhere, as it is."""
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return value
         buffer = self._lent.get(value.untyped_storage().data_ptr())
@@ -131,9 +136,9 @@ class Recorder(TorchDispatchMode):
         """Returns the result, in a place that a replay writes to."""
         seen = self._memory.seen
         if func._schema.is_mutable:
-            self.calls.append(TensorCall(func, _mapped(seen, args), _mapped(seen, named), None))
+            self.calls.append(TensorCall(func, tree_map(seen, args), tree_map(seen, named), None))
             return result
-        leaves = list(_leaves(result))
+        leaves = tree_leaves(result)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         if len(tensors) != len(leaves) or _has_shape_of_data(func, args):
             self.reason = f"{func} reads what tensors hold"
@@ -144,9 +149,9 @@ class Recorder(TorchDispatchMode):
         # What may return a view, like ``reshape``, may also return a copy.
         if _storages(tensors) <= _storages([args, named]):
             return result
-        places = _mapped(self._memory.filled, result)
-        results = [seen(each) for each in _leaves(places)]
-        self.calls.append(TensorCall(func, _mapped(seen, args), _mapped(seen, named), results))
+        places = tree_map(self._memory.filled, result)
+        results = [seen(each) for each in tree_leaves(places)]
+        self.calls.append(TensorCall(func, tree_map(seen, args), tree_map(seen, named), results))
         return places
 
     def _note_sum(
@@ -160,32 +165,8 @@ class Recorder(TorchDispatchMode):
         return place
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """What stands in tuples, lists and dictionaries: an operation takes and gives nothing deeper."""
-    if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _leaves(each)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """torch's own trees know more kinds, and take longer than all else here."""
-    if isinstance(value, list):
-        return [_mapped(change, each) for each in value]
-    if isinstance(value, tuple):
-        # Results with names are made of one sequence.
-        parts = [_mapped(change, each) for each in value]
-        return tuple(parts) if type(value) is tuple else type(value)(parts)
-    if isinstance(value, dict):
-        return {key: _mapped(change, each) for key, each in value.items()}
-    return change(value)
-
-
 def _storages(values: Any) -> set[int]:
-    tensors = (each for each in _leaves(values) if isinstance(each, torch.Tensor))
+    tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
     # Packed weights have none that anybody could look at.
     plain = (each for each in tensors if each.layout is torch.strided)
     return {each.untyped_storage().data_ptr() for each in plain}
@@ -204,3 +185,75 @@ def _is_sum(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any
         return False
     are_tensors = all(isinstance(each, torch.Tensor) for each in args)
     return are_tensors and find_kernel("sums").can_add(*args) and result.is_contiguous()
+
+
+class CapturedForward:
+    """A recorded forward. ``recorder`` has no ``reason``, and its calls hold what kernels point to;
+    ``output``: what the forward returned."""
+
+    def __init__(self, recorder: Recorder, output: ForwardOutput) -> None:
+        self._recorder = recorder
+        self._output = output
+        self.num_bytes = recorder.num_bytes
+        groups = groupby(recorder.calls, lambda call: isinstance(call, KernelCall))
+        self._parts: list[_Kernels | list[TensorCall]] = [
+            _Kernels(list(calls)) if are_kernels else list(calls)  # type: ignore[arg-type]
+            for are_kernels, calls in groups
+        ]
+
+    def wants_team(self, plan: CapturablePlan) -> bool:
+        """Whether what differs from step to step, which is attention, has work for several threads."""
+        kernels = (part for part in self._parts if isinstance(part, _Kernels))
+        keys = (key for part in kernels for key, *_ in part.renewed)
+        return any(plan.renewed(key)[1] > 1 for key in keys)
+
+    def replay(self, plan: CapturablePlan, most_threads: int) -> ForwardOutput:
+        """For inputs that lie where those of the recorded forward lay. Bits do not depend on threads."""
+        for part in self._parts:
+            if isinstance(part, _Kernels):
+                part.run(plan, most_threads)
+            else:
+                for call in part:
+                    _repeat(call)
+        return self._output.copy()
+
+
+class _Kernels:
+    """Kernels with nothing between them. ``renewed``: what attention's keys stand for, where in the
+    arguments, and of which kernels."""
+
+    def __init__(self, calls: Sequence[KernelCall]) -> None:
+        sequence = find_kernel("sequence")
+        self._run_sequence = sequence.run_sequence
+        width = max(len(call.arguments) for call in calls)
+        # As they are told at first, counters at 0; the kernels themselves work on the copy.
+        self._arguments = np.zeros((len(calls), width), dtype=np.int64)
+        self._told = self._arguments.copy()
+        self._nodes = np.zeros((len(calls), sequence.NODE_INTS), dtype=np.int64)
+        renewals: dict[tuple[object, int], list[int]] = {}
+        for index, call in enumerate(calls):
+            self._arguments[index, : len(call.arguments)] = call.arguments
+            self._nodes[index] = call.address, self._told[index].ctypes.data, call.num_threads
+            if call.renewal is not None:
+                key = call.renewal.key, call.renewal.place
+                renewals.setdefault(key, []).append(index)
+        self.renewed = [(*key, np.array(rows)) for key, rows in renewals.items()]
+
+    def run(self, plan: CapturablePlan, most_threads: int) -> None:
+        np.copyto(self._told, self._arguments)
+        for key, place, rows in self.renewed:
+            number, num_threads = plan.renewed(key)
+            self._told[rows, place] = number
+            self._nodes[rows, 2] = num_threads
+        nodes = self._nodes
+        num_threads = min(most_threads, int(nodes[:, 2].max()))
+        self._run_sequence(torch.from_numpy(nodes), num_threads)
+
+
+def _repeat(call: TensorCall) -> None:
+    results = call.function(*call.arguments, **call.named)
+    if call.results is None:
+        return
+    made = (results,) if isinstance(results, torch.Tensor) else results
+    for place, result in zip(call.results, made, strict=True):
+        place.copy_(result)

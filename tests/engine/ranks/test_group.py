@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from engine.attention.backend import AttentionBackend
 from engine.config import EngineConfig
 from engine.model.loader import BUNDLED, load_model
-from engine.ranks.runner import LeadingRunner
+from engine.ranks.group import LeadingRunner
 from engine.request.errors import EngineDeadError
 from engine.request.params import SpeculativeParams
 from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, register_oracle, write_all
-from worlds.tiny_models import VOCAB_SIZE, random_ids, reference_model
+from worlds.tiny_models import VOCAB_SIZE, greedy_text, random_ids, reference_model
 from worlds.two_ranks import SecondRank, build, kept_logits, saved_model
 
 NUM_WRITTEN = 16
@@ -41,15 +40,6 @@ def second() -> Iterator[SecondRank]:
     rank.stop()
 
 
-def written_by(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """transformers' own greedy text."""
-    ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_WRITTEN, do_sample=False)
-    text: list[int] = out[0, len(prompt) :].tolist()
-    return text
-
-
 def attention_of(runner: Any) -> AttentionBackend:
     assert isinstance(runner, LeadingRunner)
     return runner.attention
@@ -66,7 +56,7 @@ def test_trees_of_drafts_change_no_text(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = [written_by(reference_model(name), prompt) for prompt in PROMPTS]
+    expected = [greedy_text(reference_model(name), prompt, NUM_WRITTEN) for prompt in PROMPTS]
     texts = [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)]
     register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
     config = EngineConfig(model=saved_model(name, tmp_path), drafters=("none", "oracle"), **SIZES)
@@ -86,7 +76,7 @@ def test_models_and_heads_that_draft_stay_with_the_first_rank(second: SecondRank
     """The bundled heads fit the weights that both ranks hold together."""
     whole = load_model(str(BUNDLED / "target"), torch.device("cpu"), "float32")
     prompts = [[40, 41, 42, 43, 44] * 3, random_ids(4, 12, 4096)]
-    expected = [written_by(whole, prompt) for prompt in prompts]
+    expected = [greedy_text(whole, prompt, NUM_WRITTEN) for prompt in prompts]
     drafters = ("none", "ngram", "small_model", "medusa", "eagle")
     with second.shared(EngineConfig(drafters=drafters, **SIZES)) as engine:
         assert {*engine.info.drafters} >= {*drafters}

@@ -14,10 +14,22 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from engine.attention.backend import AttentionBackend, AttentionNeeds, build_attention
-from engine.batch import Bucket, ForwardOutput, InputBatch, RequestRows, build_batch
-from engine.capture import device_graphs
-from engine.capture.device_graphs import DeviceGraphs
-from engine.capture.replays import GraphSizes, graph_sizes
+from engine.batch import (
+    NO_SLOT,
+    Bucket,
+    ForwardOutput,
+    InputBatch,
+    RequestRows,
+    build_batch,
+    pad_batch,
+)
+from engine.capture.replays import (
+    DeviceGraphs,
+    GraphSizes,
+    find_bucket,
+    graph_sizes,
+    make_buckets,
+)
 from engine.config import EngineConfig
 from engine.model.loader import attach_attention
 from engine.model.runner import ModelRunner
@@ -168,11 +180,14 @@ def test_results_of_a_replay_outlive_the_next() -> None:
     assert first.logits.shape[0] == 1
 
 
-def graphs_of(maker: ReplayingMaker, clock: Callable[[], float] | None = None) -> DeviceGraphs:
-    attention = graph_runner("llama", None).attention
-    if clock is None:
-        return DeviceGraphs(attention, maker, SIZES)
-    return DeviceGraphs(attention, maker, SIZES, clock=clock)
+def prepared(
+    planned: Callable[[InputBatch], Callable[[], ForwardOutput]],
+    maker: ReplayingMaker,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> DeviceGraphs:
+    graphs = DeviceGraphs(graph_runner("llama", None).attention, maker, SIZES, clock)
+    graphs.prepare(planned)
+    return graphs
 
 
 def empty_forward(batch: InputBatch) -> Callable[[], ForwardOutput]:
@@ -180,45 +195,85 @@ def empty_forward(batch: InputBatch) -> Callable[[], ForwardOutput]:
 
 
 def test_what_waits_for_the_device_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    graphs = graphs_of(ReplayingMaker())
-
     def planned(batch: InputBatch) -> Callable[[], ForwardOutput]:
-        def run() -> ForwardOutput:
-            value = torch.zeros(batch.num_rows, 3)
-            return ForwardOutput(value + float(value.sum()))
-
-        return run
+        value = torch.zeros(batch.num_rows, 3)
+        return lambda: ForwardOutput(value + float(value.sum()))
 
     with caplog.at_level(logging.WARNING):
-        graphs.prepare(planned)
+        graphs = prepared(planned, ReplayingMaker())
     assert "steps run without graphs" in caplog.text
-    batch = build_batch([RequestRows([1], 1, 0, (), [0], 1)], BLOCK_SIZE)
+    batch = batch_of([1])
     assert graphs.num_graphs == 0
     assert graphs.pad(batch) is batch
 
 
 def test_capturing_ends_when_time_or_memory_does() -> None:
     seconds = iter(range(0, 10_000, 25))
-    graphs = graphs_of(ReplayingMaker(), lambda: float(next(seconds)))
-    graphs.prepare(empty_forward)
-    assert device_graphs.CAPTURE_SECONDS == 60
+    graphs = prepared(empty_forward, ReplayingMaker(), lambda: float(next(seconds)))
     assert graphs.num_graphs == 2  # begun after 25 and 50 seconds, and none after 75
-    graphs = graphs_of(ReplayingMaker(num_allowed=3))
-    graphs.prepare(empty_forward)
+    graphs = prepared(empty_forward, ReplayingMaker(num_allowed=3))
     assert graphs.num_graphs == 3
-    small = build_batch([RequestRows([1], 1, 0, (), [0], 1)], BLOCK_SIZE)
-    large = build_batch([RequestRows([1] * 9, 9, 0, (), [0, 1, 2], 1)], BLOCK_SIZE)
-    assert graphs.pad(small).bucket == Bucket(1, 1)
+    large = batch_of([9])
+    assert graphs.pad(batch_of([1])).bucket == Bucket(1, 1)
     assert graphs.pad(large) is large
 
 
 def test_graphs_that_cannot_be_had_are_refused_with_the_reason() -> None:
-    model = copy.deepcopy(reference_model("llama"))
-    needs = AttentionNeeds.of(model, attach_attention(model), "fast", BLOCK_SIZE)
-    attention = build_attention(needs, 8)
+    attention = graph_runner("llama", None, backend="sdpa").attention
     assert graph_sizes(EngineConfig(), attention, 64) is None
     assert graph_sizes(EngineConfig(cuda_graph_rows=0), attention, 64) is None
     asked = EngineConfig(cuda_graph_rows=8)
     with pytest.raises(ValueError, match=r"cuda_graph_rows=8: .*CUDA devices only"):
         graph_sizes(asked, attention, 64)
     assert graph_sizes(asked, attention, 64, strict=False) is None
+
+
+# --- buckets ---
+
+
+def batch_of(rows: list[int]) -> InputBatch:
+    requests = [
+        RequestRows([7] * count, count, 3, (), range(12 * index, 12 * index + 12), num_logits=count)
+        for index, count in enumerate(rows)
+    ]
+    return build_batch(requests, BLOCK_SIZE)
+
+
+@given(st.integers(1, 300), st.integers(1, 80), st.lists(st.integers(1, 6), max_size=40))
+def test_a_batch_goes_into_the_smallest_bucket_that_has_room(
+    most_rows: int, most_requests: int, rows: list[int]
+) -> None:
+    rows = rows[:most_requests]
+    buckets = make_buckets(most_rows, most_requests)
+    assert list(buckets) == sorted(set(buckets))
+    found = find_bucket(buckets, batch_of(rows))
+    fit = [each for each in buckets if sum(rows) <= each[0] and len(rows) <= each[1]]
+    assert found == (fit[0] if fit else None)
+    # Only what is too large for all goes without.
+    assert (found is None) == (sum(rows) > most_rows)
+
+
+def test_a_few_requests_do_not_pay_for_many() -> None:
+    buckets = make_buckets(64, 64)
+    for rows, bucket in (([6] * 3, (24, 4)), ([2] * 9, (24, 16)), ([1] * 20, (24, 24))):
+        assert find_bucket(buckets, batch_of(rows)) == bucket
+    assert find_bucket(buckets, batch_of([40])) == (48, 1)
+    assert make_buckets(0, 64) == ()
+
+
+@given(st.lists(st.integers(1, 6), max_size=10), st.integers(0, 20))
+def test_padding_leaves_the_batch_as_it_is_and_is_stored_nowhere(
+    rows: list[int], further: int
+) -> None:
+    batch = batch_of(rows)
+    own = [batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices]
+    before = copy.deepcopy(own)
+    bucket = Bucket(batch.num_rows + further, len(rows))
+    padded = pad_batch(batch, bucket)
+    assert own == before
+    columns = [padded.token_ids, padded.positions, padded.slot_mapping, padded.logits_indices]
+    assert {len(column) for column in columns} == {bucket.num_rows}
+    assert all(column[: len(mine)] == mine for column, mine in zip(columns, own, strict=True))
+    assert set(padded.slot_mapping[batch.num_rows :]) <= {NO_SLOT}
+    assert padded.requests is batch.requests
+    assert padded.bucket == bucket

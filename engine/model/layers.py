@@ -1,0 +1,65 @@
+"""Linear layers: which of a model's are replaced, and by what, in every form that weights are held in.
+What multiplies with them is made in ``linear`` (floats) and ``int8``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether the module is torch's own linear layer, or transformers' of another form."""
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def as_linear(module: Any) -> nn.Linear:
+    """Returns an ``nn.Linear`` as it is, and transformers' ``Conv1D`` as one."""
+    if isinstance(module, nn.Linear):
+        return module
+    in_features, out_features = module.weight.shape
+    linear = nn.Linear(in_features, out_features, device="meta")
+    linear.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)
+    linear.bias = module.bias
+    return linear
+
+
+class PackedWeight(Protocol):
+    """A weight, and a bias where there is one, as what multiplies with them wants them."""
+
+    def times(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the product ``[rows, out_features]`` of ``rows`` ``[rows, in_features]``."""
+
+
+class PackedLinear(nn.Module):
+    """A layer in ``nn.Linear``'s place, whose weight is ``packed``."""
+
+    def __init__(self, in_features: int, out_features: int, packed: PackedWeight) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.packed: Any = packed
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """``inputs`` ``[.., in_features]``; returns ``[.., out_features]``."""
+        product: torch.Tensor = self.packed.times(inputs.reshape(-1, self.in_features))
+        return product.view(*inputs.shape[:-1], self.out_features)
+
+
+class Int8Linear(nn.Module):
+    """In ``nn.Linear``'s place: ``out_features`` columns, from ``first`` on, of a product that it may
+    share with the layers that read its input (``engine.model.int8.Int8Product``)."""
+
+    def __init__(self, product: Any, first: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = product.in_features, out_features
+        self.product = product
+        self._first = first
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.product.shared(inputs)
+        if result.shape[-1] == self.out_features:
+            return result
+        return result.narrow(-1, self._first, self.out_features)
