@@ -66,12 +66,8 @@ def test_eviction_takes_the_block_released_longest_ago() -> None:
 
 
 def test_a_held_block_is_never_evicted() -> None:
-    cache = _cache_of(2)
-    cache.release(1)
-    assert cache.evict() == (1, bytes([1]))
     with pytest.raises(KeyError):
-        cache.evict()
-    assert cache.lookup(bytes([0])) == 0
+        _cache_of(2).evict()
 
 
 def test_a_second_block_under_one_digest_stays_unpublished() -> None:
@@ -89,19 +85,3 @@ def test_clear_returns_the_idle_blocks_and_forgets_the_held_ones() -> None:
     assert cache.clear() == [2, 0]
     assert not cache.is_published(1)
     assert cache.num_idle == 0
-
-
-@pytest.mark.parametrize("damage", ["forgotten digest", "moved digest", "idle stranger", "twice"])
-def test_the_integrity_check_sees(damage: str) -> None:
-    cache = _cache_of(2)
-    match damage:
-        case "forgotten digest":
-            del cache._digest_of[1]
-        case "moved digest":
-            cache._digest_of[1] = bytes([9])
-        case "idle stranger":
-            cache._idle[5] = None
-        case "twice":
-            cache._block_of[bytes([9])] = 1
-    with pytest.raises(AssertionError, match="prefix cache"):
-        cache.check_integrity()

@@ -11,11 +11,14 @@ from kvpool.store import KVStore
 torch.set_num_threads(1)
 
 NUM_LAYERS, NUM_BLOCKS, SIZE, HEADS, DIM_K, DIM_V = 3, 5, 4, 2, 6, 3
+SHAPES = [(HEADS, DIM_K, DIM_V)] * NUM_LAYERS
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
-def _store(dtype: torch.dtype = torch.float32) -> KVStore:
-    return KVStore(NUM_LAYERS, NUM_BLOCKS, SIZE, HEADS, DIM_K, DIM_V, dtype, "cpu")
+def _store(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", dim_multiple: int = 1
+) -> KVStore:
+    return KVStore(SHAPES, NUM_BLOCKS, SIZE, dtype, device, dim_multiple)
 
 
 def _rows(num_rows: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -70,13 +73,12 @@ def test_slots_are_gathered_in_any_order_and_repeated(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_padded_rows_hold_the_same_and_zeros(dtype: torch.dtype) -> None:
-    sizes = (NUM_LAYERS, NUM_BLOCKS, SIZE, HEADS, DIM_K, DIM_V, dtype, "cpu")
-    padded, plain, rows = KVStore(*sizes, dim_multiple=16), _store(dtype), _rows(5)
+    padded, plain, rows = _store(dtype, dim_multiple=16), _store(dtype), _rows(5)
     for store in (padded, plain):
         _write(store, [1, 3, 5, 7, 9], rows)
         store.move(torch.tensor([3, 9]), torch.tensor([0, 3]))
     _assert_equal_stores(padded, plain)
-    per_block = KVStore.bytes_per_block(NUM_LAYERS, SIZE, HEADS, DIM_K, DIM_V, dtype, 16)
+    per_block = KVStore.bytes_per_block(SHAPES, SIZE, dtype, 16)
     assert padded.num_bytes == NUM_BLOCKS * per_block
     assert per_block == NUM_LAYERS * SIZE * HEADS * (16 + 16) * dtype.itemsize
     for plane in padded.key + padded.value:
@@ -137,30 +139,19 @@ def test_overlapping_moves_read_everything_before_they_write(
 
 
 def test_layers_may_differ_in_heads_and_dimensions() -> None:
-    heads, dims_k, dims_v = [2, 1, 2], [4, 8, 4], [4, 8, 2]
-    store = KVStore(3, 2, SIZE, heads, dims_k, dims_v, torch.float32, "cpu")
-    key = [torch.randn(2, h, d) for h, d in zip(heads, dims_k, strict=True)]
-    value = [torch.randn(2, h, d) for h, d in zip(heads, dims_v, strict=True)]
-    for layer in range(3):
-        store.write(layer, torch.tensor([0, 5]), key[layer], value[layer])
+    shapes = [(2, 4, 4), (1, 8, 8), (2, 4, 2)]
+    store = KVStore(shapes, 2, SIZE, torch.float32, "cpu")
+    rows = [(torch.randn(2, heads, k), torch.randn(2, heads, v)) for heads, k, v in shapes]
+    _write(store, [0, 5], rows)
     store.move(torch.tensor([5]), torch.tensor([1]))
-    for layer in range(3):
-        assert torch.equal(store.key[layer][[0, 1, 5]], key[layer][[0, 1, 1]])
-        assert torch.equal(store.value[layer][[0, 1, 5]], value[layer][[0, 1, 1]])
+    for layer, (key, value) in enumerate(rows):
+        assert torch.equal(store.key[layer][[0, 1, 5]], key[[0, 1, 1]])
+        assert torch.equal(store.value[layer][[0, 1, 5]], value[[0, 1, 1]])
         keys, values = store.gather(layer, torch.tensor([0, 5]))
-        assert torch.equal(keys.transpose(0, 1), key[layer])
-        assert torch.equal(values.transpose(0, 1), value[layer])
-    per_block = KVStore.bytes_per_block(3, SIZE, heads, dims_k, dims_v, torch.float32)
+        assert torch.equal(keys.transpose(0, 1), key)
+        assert torch.equal(values.transpose(0, 1), value)
+    per_block = KVStore.bytes_per_block(shapes, SIZE, torch.float32)
     assert store.num_bytes == 2 * per_block == 2 * SIZE * 4 * (8 + 8 + 8 + 8 + 8 + 4)
-
-
-@pytest.mark.parametrize(("dtype", "itemsize"), list(zip(DTYPES, (4, 2, 1), strict=True)))
-def test_bytes_per_block_times_blocks_is_what_the_store_takes(
-    dtype: torch.dtype, itemsize: int
-) -> None:
-    per_block = KVStore.bytes_per_block(NUM_LAYERS, SIZE, HEADS, DIM_K, DIM_V, dtype)
-    assert per_block == NUM_LAYERS * SIZE * HEADS * (DIM_K + DIM_V) * itemsize
-    assert _store(dtype).num_bytes == NUM_BLOCKS * per_block
 
 
 def test_a_fresh_store_holds_zeros() -> None:
@@ -176,26 +167,26 @@ def test_a_head_s_slots_lie_together_and_storage_is_aligned() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("shapes", "num_blocks", "block_size"),
     [
-        (0, 5, 4, 2, 6, 3),
-        (3, 0, 4, 2, 6, 3),
-        (3, 5, 0, 2, 6, 3),
-        (3, 5, 4, [2, 2], 6, 3),
-        (3, 5, 4, 2, 0, 3),
-        (3, 5, 4, 2, 6, [3, 3, -1]),
+        ([], 5, 4),
+        (SHAPES, 0, 4),
+        (SHAPES, 5, 0),
+        ([(0, 6, 3)], 5, 4),
+        ([*SHAPES, (2, 0, 3)], 5, 4),
+        ([*SHAPES, (2, 6, -1)], 5, 4),
     ],
 )
-def test_impossible_sizes_are_refused(sizes: tuple[Any, Any, Any, Any, Any, Any]) -> None:
-    with pytest.raises(ValueError, match=r"at least 1|positive"):
-        KVStore(*sizes, torch.float32, "cpu")
+def test_impossible_sizes_are_refused(shapes: Any, num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        KVStore(shapes, num_blocks, block_size, torch.float32, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_store_holds_the_same_bits() -> None:
     here = _store(torch.bfloat16)
-    there = KVStore(NUM_LAYERS, NUM_BLOCKS, SIZE, HEADS, DIM_K, DIM_V, torch.bfloat16, "cuda")
+    there = _store(torch.bfloat16, "cuda")
     slots, source, destination = (torch.tensor(ids) for ids in ([3, 8, 9], [8, 9], [4, 8]))
     for layer, (key, value) in enumerate(_rows(3)):
         here.write(layer, slots, key, value)
