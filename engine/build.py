@@ -57,7 +57,7 @@ from engine.ranks.group import Ranks, join_ranks
 from engine.ranks.runner import LeadingRunner, follow_steps
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import EngineInfo, QuantizationInfo
-from engine.sampling.warm_up import warm_up
+from engine.sampling.sampler import warm_up
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation

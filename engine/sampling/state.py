@@ -14,9 +14,16 @@ from drafters.base import GREEDY, DraftSampling
 from drafters.tree import DraftTree
 from engine.grammar.constraint import GrammarConstraint
 from engine.request.errors import RequestError
+from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, VerificationName
 from engine.sampling.noise import DRAFT_STREAM, gumbel_list, request_key, step_key
-from engine.sampling.processor import Facts, LogitsProcessor, Stage, check_token_ids, processors
+from engine.sampling.processor import (
+    Facts,
+    LogitsProcessor,
+    Stage,
+    check_token_ids,
+    new_processors,
+)
 
 
 class SamplingState:
@@ -48,15 +55,14 @@ class SamplingState:
             "match" if self.is_greedy else request.speculative.verification
         )
         self.num_steps = 0
-        self._matched_sampling: DraftSampling | None = None
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
 
         self.grammar = _constraint(params, constrain)
-        facts = Facts(request.prompt_token_ids, self.stop_token_ids, vocab_size, self.grammar)
-        found = [cls.of(params, facts) for cls in processors()]
-        self.processors = [each for each in found if each is not None]
+        self.processors = new_processors(
+            Facts(params, request.prompt_token_ids, self.stop_token_ids, vocab_size, self.grammar)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -78,16 +84,11 @@ class SamplingState:
 
         Under "match" the noise is the verifier's, else stream 1 of this step and no other.
         """
-        if self.verification != "match":
-            return self._draft_sampling(step_key(self.key, DRAFT_STREAM, self.num_steps))
-        if self._matched_sampling is None:
-            self._matched_sampling = self._draft_sampling(self.key)
-        return self._matched_sampling
-
-    def _draft_sampling(self, key: int) -> DraftSampling:
-        params = self.params
+        params, key = self.params, self.key
         if self.is_greedy:
             return GREEDY
+        if self.verification != "match":
+            key = step_key(key, DRAFT_STREAM, self.num_steps)
         return DraftSampling(
             params.temperature,
             params.top_k,
@@ -136,6 +137,8 @@ class SampledRequest(Protocol):
     def anchor_logit(self) -> int: ...
     @property
     def draft(self) -> DraftTree: ...
+
+    outcome: Outcome | None
 
 
 def rows_of(request: SampledRequest) -> range:

@@ -5,13 +5,11 @@ comes to the host comes in one copy."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 
 import torch
 
 from drafters.base import HiddenRows
-from engine.request.events import TokenLogprobs
 from engine.request.stats import StepClock
 from engine.sampling.logprobs import Scored, begin_scoring, begin_top_tokens
 from engine.sampling.state import rows_of
@@ -29,14 +27,13 @@ def read_step(requests: Sequence[ScheduledRequest], logits: torch.Tensor, clock:
     readback = Readback()
     sampling = [each for each in requests if each.samples]
     with clock.measure("verify"):
-        pending = begin_verification(logits, sampling, readback)
+        finish_verification, tokens = begin_verification(logits, sampling, readback)
     with clock.measure("draft"):
         finish_tops = begin_top_rows(sampling, logits, readback)
-    finish_logprobs = begin_logprobs(requests, logits, pending.tokens, readback)
+    finish_logprobs = begin_logprobs(requests, logits, tokens, readback)
     with clock.measure("verify"):
         readback.fetch()
-        for each, outcome in zip(sampling, pending.finish(), strict=True):
-            each.outcome = outcome
+        finish_verification()
     with clock.measure("draft"):
         finish_tops()
     finish_logprobs()
@@ -77,21 +74,16 @@ def hidden_rows(
     wanted = [each for each in requests if each.wants_hidden]
     if hidden is None or not wanted:
         return []
-    kept = [_kept_rows(each) for each in wanted]
+    kept = []
+    for each in wanted:
+        first, anchor = each.rows.first_row, each.rows.first_row + each.num_known - 1
+        kept.append([*range(first, anchor + 1), *(anchor + row for row in each.accepted_rows)])
     index = upload([row for rows in kept for row in rows], hidden.device)
     return [
         HiddenRows(
             each.request.request_id, each.base, each.request.token_ids, hidden.index_select(0, own)
         )
         for each, own in zip(wanted, index.split([len(rows) for rows in kept]), strict=True)
-    ]
-
-
-def _kept_rows(each: ScheduledRequest) -> list[int]:
-    anchor = each.rows.first_row + each.num_known - 1
-    return [
-        *range(each.rows.first_row, anchor + 1),
-        *(anchor + row for row in each.accepted_rows),
     ]
 
 
@@ -111,31 +103,24 @@ def begin_logprobs(
     Where reading means to wait, all rows of a draft that is matched are scored, by the tokens chosen
     there. Elsewhere, and for other verifications, emitted tokens are scored once they are known.
     """
-    is_waiting = not is_host(logits.device)
-    asked: list[Scored] = []
-    keeping: list[tuple[slice, Callable[[Sequence[TokenLogprobs]], None]]] = []
+    prompts = [(each, at) for each in requests for at in _prompt_positions(each)]
+    early: list[ScheduledRequest] = []
     late: list[ScheduledRequest] = []
-
-    def ask(rows: list[Scored], keep: Callable[[Sequence[TokenLogprobs]], None]) -> None:
-        keeping.append((slice(len(asked), len(asked) + len(rows)), keep))
-        asked.extend(rows)
-
     for each in requests:
-        positions = _prompt_positions(each)
-        if positions:
-            ask(_scored_prompt(each, positions), partial(_keep_prompt, each, positions))
-        if each.sampling.params.logprobs is None or not each.samples:
-            continue
-        if is_waiting and each.sampling.verification == "match":
-            ask([_scored(each, row, None) for row in rows_of(each)], partial(_keep_path, each))
-        else:
-            late.append(each)
+        if each.samples and each.sampling.params.logprobs is not None:
+            is_early = not is_host(logits.device) and each.sampling.verification == "match"
+            (early if is_early else late).append(each)
+    asked = [_scored_prompt(each, at) for each, at in prompts]
+    asked += [_scored(each, row, None) for each in early for row in rows_of(each)]
     found = begin_scoring(logits, asked, readback, tokens)
 
     def finish() -> None:
-        read = found()
-        for rows, keep in keeping:
-            keep(read[rows])
+        read = iter(found())
+        for each, at in prompts:
+            each.request.prompt_logprobs[at + 1] = next(read)
+        for each in early:
+            own = list(islice(read, 1 + len(each.draft)))
+            each.logprobs = tuple(own[row] for row, _ in _emitted_rows(each))
         _score_emitted(late, logits)
 
     return finish
@@ -150,18 +135,10 @@ def _prompt_positions(each: ScheduledRequest) -> list[int]:
     return [at for at in range(each.base, last) if at + 1 not in request.prompt_logprobs]
 
 
-def _scored_prompt(each: ScheduledRequest, positions: Sequence[int]) -> list[Scored]:
-    params, token_ids = each.sampling.params, each.request.token_ids
-    first, num_top = each.rows.first_logit - each.base, params.prompt_logprobs or 0
-    return [
-        Scored(first + at, token_ids[at + 1], num_top, params.logprob_token_ids) for at in positions
-    ]
-
-
-def _keep_prompt(
-    each: ScheduledRequest, positions: Sequence[int], found: Sequence[TokenLogprobs]
-) -> None:
-    each.request.prompt_logprobs.update(zip((at + 1 for at in positions), found, strict=True))
+def _scored_prompt(each: ScheduledRequest, at: int) -> Scored:
+    params, token_id = each.sampling.params, each.request.token_ids[at + 1]
+    row = each.rows.first_logit + at - each.base
+    return Scored(row, token_id, params.prompt_logprobs or 0, params.logprob_token_ids)
 
 
 def _scored(each: ScheduledRequest, row: int, token_id: int | None) -> Scored:
@@ -177,17 +154,12 @@ def _emitted_rows(each: ScheduledRequest) -> list[tuple[int, int]]:
     return list(zip(outcome.path, outcome.emitted_token_ids, strict=False))
 
 
-def _keep_path(each: ScheduledRequest, found: Sequence[TokenLogprobs]) -> None:
-    """``found``: of all rows of the request."""
-    each.logprobs = tuple(found[row] for row, _ in _emitted_rows(each))
-
-
 def _score_emitted(requests: Sequence[ScheduledRequest], logits: torch.Tensor) -> None:
     asked = [
-        [_scored(each, each.anchor_logit + row, token_id) for row, token_id in _emitted_rows(each)]
+        _scored(each, each.anchor_logit + row, token_id)
         for each in requests
+        for row, token_id in _emitted_rows(each)
     ]
-    every = [scored for rows in asked for scored in rows]
-    found = iter(read_now(lambda readback: begin_scoring(logits, every, readback)))
-    for each, rows in zip(requests, asked, strict=True):
-        each.logprobs = tuple(islice(found, len(rows)))
+    found = iter(read_now(lambda readback: begin_scoring(logits, asked, readback)))
+    for each in requests:
+        each.logprobs = tuple(islice(found, len(_emitted_rows(each))))

@@ -14,7 +14,6 @@ then their last tokens: two waits more for chains, at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,9 +21,8 @@ from torch import Tensor
 
 from engine.request.outcome import Outcome
 from engine.request.params import VerificationName
-from engine.sampling.distribution import target_probs
 from engine.sampling.noise import ACCEPT_STREAM, RESIDUAL_STREAM, step_key, uniform_scalar
-from engine.sampling.sampler import choose_tokens
+from engine.sampling.sampler import choose_tokens, target_probs
 from engine.sampling.state import SampledRequest, SamplingState, rows_of
 from engine.transfer import Readback
 from engine.verification.match import trimmed, verify
@@ -35,76 +33,84 @@ from engine.verification.probs import (
     decide,
     sample_all,
 )
-from engine.verification.rejection import Accepts, Decision, Rule, reject_chain, reject_tokens
+from engine.verification.rejection import Decision, Rule, reject_chain, reject_tokens
 
 _NO_TOKEN = -1
+_RULES: dict[VerificationName, Rule] = {"rejection": reject_tokens, "block": reject_chain}
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A verification that waits for what it reads. ``finish``: one outcome per request, once that was
-    fetched. ``tokens``: the target's own token at every row of the logits, where these are what is
-    verified with: int64 ``[num_rows]``, where the logits are."""
+def begin_verification(
+    logits: Tensor, requests: Sequence[SampledRequest], readback: Readback
+) -> tuple[Callable[[], None], Tensor | None]:
+    """Begins each request's own verification of the step's ``logits`` ``[num_rows, vocab_size]``, which
+    are left as they are. States are read, not advanced.
 
-    finish: Callable[[], list[Outcome]]
-    tokens: Tensor | None = None
+    Returns what gives the requests their outcomes once the readback was fetched, and the target's own
+    token at every row, where any request is matched: int64 ``[num_rows]``, where the logits are.
+    """
+    matched = [each for each in requests if each.sampling.verification == "match"]
+    tokens = choose_tokens(logits, matched) if matched else None
+    finishing = [] if tokens is None else [_begin_matching(tokens, matched, readback)]
+    for name, rule in _RULES.items():
+        own = [each for each in requests if each.sampling.verification == name]
+        if own:
+            finishing.append(_begin_rejection(rule, logits, own, readback))
+
+    def finish() -> None:
+        for each in finishing:
+            each()
+
+    return finish, tokens
 
 
-Verification = Callable[[Tensor, Sequence[SampledRequest], Readback], Pending]
-"""From a step's logits ``[num_rows, vocab_size]``, left as they are, to one outcome per request."""
-
-
-def _match(logits: Tensor, requests: Sequence[SampledRequest], readback: Readback) -> Pending:
-    """The target's own token at every row; drafts that equal it are accepted."""
-    tokens = choose_tokens(logits, requests)
+def _begin_matching(
+    tokens: Tensor, requests: Sequence[SampledRequest], readback: Readback
+) -> Callable[[], None]:
+    """Drafts that equal the target's own token at their row are accepted."""
     chosen = readback.add(tokens)
 
-    def finish() -> list[Outcome]:
+    def finish() -> None:
         token_ids = chosen.tolist()
-        own = [rows_of(each) for each in requests]
-        return [
-            verify(each, token_ids[rows.start : rows.stop])
-            for each, rows in zip(requests, own, strict=True)
-        ]
+        for each in requests:
+            rows = rows_of(each)
+            each.outcome = verify(each, token_ids[rows.start : rows.stop])
 
-    return Pending(finish, tokens)
+    return finish
 
 
-def _reject(
+def _begin_rejection(
     rule: Rule, logits: Tensor, requests: Sequence[SampledRequest], readback: Readback
-) -> Pending:
+) -> Callable[[], None]:
     """Drafts are accepted by the rule, and the last token is sampled from what it leaves."""
     with torch.inference_mode():
         probs = target_probs(logits, requests)
-        drafts = [each.draft for each in requests]
-        distributions = begin_distributions(probs, drafts, readback)
-    return Pending(lambda: _decided(rule, requests, *distributions()))
+        distributions = begin_distributions(probs, [each.draft for each in requests], readback)
+    return lambda: _reject(rule, requests, *distributions())
 
 
 @torch.inference_mode()
-def _decided(
+def _reject(
     rule: Rule,
     requests: Sequence[SampledRequest],
     distributions: Sequence[TensorDistributions],
     questions: Questions,
-) -> list[Outcome]:
+) -> None:
     runs = [
-        partial(rule, each.draft, own, _accepts(each.sampling))
+        partial(rule, each.draft, own, partial(_accepts, each.sampling))
         for each, own in zip(requests, distributions, strict=True)
     ]
     decisions = decide(runs, questions)
-    last = sample_all(
-        [decision.last for decision in decisions],
-        [
-            _uniform(each.sampling, RESIDUAL_STREAM, decision.path[-1])
-            for each, decision in zip(requests, decisions, strict=True)
-        ],
-    )
-    return [_outcome(*each) for each in zip(requests, decisions, last, strict=True)]
+    uniforms = [
+        _uniform(each.sampling, RESIDUAL_STREAM, decision.path[-1])
+        for each, decision in zip(requests, decisions, strict=True)
+    ]
+    last = sample_all([decision.last for decision in decisions], uniforms)
+    for each, decision, token_id in zip(requests, decisions, last, strict=True):
+        each.outcome = _outcome(each, decision, token_id)
 
 
-def _accepts(state: SamplingState) -> Accepts:
-    return lambda row, chance: _uniform(state, ACCEPT_STREAM, row) < chance
+def _accepts(state: SamplingState, row: int, chance: float) -> bool:
+    return _uniform(state, ACCEPT_STREAM, row) < chance
 
 
 def _uniform(state: SamplingState, stream: int, row: int) -> float:
@@ -118,32 +124,3 @@ def _outcome(request: SampledRequest, decision: Decision, last: int) -> Outcome:
         tokens[row] = draft.token_ids[below - 1]
     tokens[path[-1]] = last
     return trimmed(request.sampling, tuple(tokens), path)
-
-
-_VERIFICATIONS: dict[VerificationName, Verification] = {
-    "match": _match,
-    "rejection": partial(_reject, reject_tokens),
-    "block": partial(_reject, reject_chain),
-}
-
-
-def begin_verification(
-    logits: Tensor, requests: Sequence[SampledRequest], readback: Readback
-) -> Pending:
-    """Begins each request's own verification. States are read, not advanced."""
-    tokens: Tensor | None = None
-    finishing: list[tuple[list[int], Pending]] = []
-    for name, verification in _VERIFICATIONS.items():
-        index = [i for i, each in enumerate(requests) if each.sampling.verification == name]
-        if index:
-            pending = verification(logits, [requests[i] for i in index], readback)
-            finishing.append((index, pending))
-            tokens = pending.tokens if tokens is None else tokens
-
-    def finish() -> list[Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        for index, pending in finishing:
-            outcomes.update(zip(index, pending.finish(), strict=True))
-        return [outcomes[i] for i in range(len(requests))]
-
-    return Pending(finish, tokens)

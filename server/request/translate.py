@@ -293,7 +293,7 @@ class Translator:
     def _sampling(self, body: SamplingFields, wanted: _Wanted) -> dict[str, Any]:
         """Returns the sampling parameters that all choices share."""
         values = sampling_values(dict(body), self._vocabulary)
-        del values["min_tokens"]
+        values.pop("min_tokens", None)
         # One list serves an echo and the prompt's log-probabilities; the writers show of it what was
         # asked for.
         scored = [wanted.num_logprobs if wanted.echo else None, body.prompt_logprobs]

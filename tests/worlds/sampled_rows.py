@@ -19,13 +19,14 @@ from engine.verification.match import verify
 from engine.verification.verify import begin_verification
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowGroup:
     """``engine.sampling.state.SampledRequest`` without a request."""
 
     sampling: SamplingState
     anchor_logit: int
     draft: DraftTree = EMPTY
+    outcome: Outcome | None = None
 
 
 def sample_tokens(logits: Tensor, groups: Sequence[SampledRequest]) -> list[int]:
@@ -40,7 +41,8 @@ def verify_all(groups: Sequence[RowGroup], row_token_ids: Sequence[int]) -> list
 
 def verify_step(logits: Tensor, groups: Sequence[SampledRequest]) -> list[Outcome]:
     """By each group's own verification."""
-    return read_now(lambda readback: begin_verification(logits, groups, readback).finish)
+    read_now(lambda readback: begin_verification(logits, groups, readback)[0])
+    return [each.outcome for each in groups if each.outcome is not None]
 
 
 def gumbel_scalar(key: int, position: int, token_id: int) -> float:

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chi2  # type: ignore[import-untyped]
 
 from engine.request.params import SamplingParams
-from engine.sampling.distribution import target_probs
+from engine.sampling.sampler import target_probs
 from engine.sampling.state import paths
 from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import edited_row, new_state, random_tree, truncated_probs

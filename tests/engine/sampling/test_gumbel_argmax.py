@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.sampling.gumbel_argmax
+import engine.sampling.sampler
 from engine.kernels.gumbel_argmax import reference
 from engine.request.params import SamplingParams
-from engine.sampling.gumbel_argmax import greedy_tokens, sampled_tokens
 from engine.sampling.noise import gumbel_list, request_key
+from engine.sampling.sampler import greedy_tokens, sampled_tokens
 from worlds.device_world import no_host
 from worlds.sampling_oracle import expected_token
 
@@ -132,7 +132,7 @@ def test_tensors_find_what_exhaustion_finds(vocab_size: int, device: str) -> Non
 
 
 def test_small_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.sampling.gumbel_argmax, "_PIECE_NUMEL", 1)
+    monkeypatch.setattr(engine.sampling.sampler, "_PIECE_NUMEL", 1)
     rng = random.Random(3)
     logits = random_logits(rng, 30, 300)
     params = [SamplingParams(top_p=0.4, top_k=rng.choice([0, 20]), seed=s) for s in range(30)]

@@ -13,7 +13,6 @@ from drafters.tree import EMPTY, DraftTree, chain
 from engine.request.errors import RequestError
 from engine.request.params import SamplingParams
 from engine.sampling.processors.bad_words import BadWords
-from engine.sampling.processors.penalties import TokenCounts
 from engine.sampling.state import SamplingState, paths, rows_of
 from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import edited_row, expected_token, new_state, random_tree
@@ -211,16 +210,6 @@ def test_tokens_outside_the_vocabulary_are_refused(params: SamplingParams, name:
     with pytest.raises(RequestError) as caught:
         new_state(params, 10)
     assert caught.value.param == name
-
-
-def test_counts_grow_past_their_first_capacity() -> None:
-    counts, rng = TokenCounts(), random.Random(0)
-    tokens = [rng.randrange(500) for _ in range(2000)]
-    counts.add(range(600), 0)
-    counts.add(tokens, 1)
-    assert counts.token_ids.tolist() == list(range(600))
-    assert counts.counts.tolist() == [tokens.count(t) for t in range(600)]
-    assert counts.get(1000) == 0
 
 
 def test_paths_follow_the_tree() -> None:

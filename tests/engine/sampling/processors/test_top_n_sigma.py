@@ -9,8 +9,7 @@ import torch
 
 from drafters.tree import chain
 from engine.request.params import SamplingParams
-from engine.sampling.distribution import target_probs
-from engine.sampling.sampler import edited_logits
+from engine.sampling.sampler import edited_logits, target_probs
 from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import new_state
 
