@@ -153,51 +153,44 @@ class InputBuffers:
     """Device memory that every step's inputs come in, in one copy: views at the same addresses for equal
     numbers of rows, so that a captured step can be run again. ``max_num_rows`` is an estimate: a larger
     batch gets larger memory of its own.
+
+    Copies to a GPU come from pinned memory that is taken anew each time, and used again once they are
+    done: several steps may be launched ahead.
     """
 
     def __init__(self, device: torch.device, max_num_rows: int) -> None:
-        self._device = device
-        self._memories = [_InputMemory(device, max_num_rows)]
+        self._memories = [_columns(max_num_rows, device)]
 
     def fill(self, batch: InputBatch) -> InputTensors:
         """Valid until the next fill."""
         # A step of prompt chunks alone needs no logits, but models want at least one row.
         logits_indices = batch.logits_indices or [0]
         columns = (batch.token_ids, batch.positions, batch.slot_mapping, logits_indices)
-        num_rows = max(batch.num_rows, 1)
-        most = self._memories[-1].num_rows
-        if num_rows > most:
-            self._memories.append(_InputMemory(self._device, max(num_rows, 2 * most)))
-        memory = next(each for each in self._memories if num_rows <= each.num_rows)
-        tensors = InputTensors(*memory.fill(columns, num_rows))
+        rows = self._rows(max(batch.num_rows, 1))
+        host = (
+            rows if not rows.is_cuda else torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        )
+        for row, values in zip(host.numpy(), columns, strict=True):
+            row[: len(values)] = values
+        if host is not rows:
+            rows.copy_(host, non_blocking=True)
+        tensors = InputTensors(*(row[: len(c)] for row, c in zip(rows, columns, strict=True)))
         if batch.chosen is not None:
             tensors.token_ids[: len(batch.chosen)].copy_(batch.chosen)
         return tensors
 
+    def _rows(self, num_rows: int) -> torch.Tensor:
+        """A row of memory for each column, ``[4, num_rows]``."""
+        largest = self._memories[-1]
+        if largest.shape[1] < num_rows:
+            most = max(num_rows, 2 * largest.shape[1])
+            self._memories.append(_columns(most, largest.device))
+        memory = next(each for each in self._memories if num_rows <= each.shape[1])
+        return memory.flatten()[: memory.shape[0] * num_rows].view(-1, num_rows)
 
-class _InputMemory:
-    """Four columns of ``num_rows`` numbers. Copies to a GPU come from pinned memory that is taken anew
-    each time, and used again once they are done: several steps may be launched ahead."""
 
-    def __init__(self, device: torch.device, num_rows: int) -> None:
-        self.num_rows = num_rows
-        count = len(InputTensors._fields) * num_rows
-        self._tensor = torch.zeros(count, dtype=torch.long, device=device)
-        self._array = None if device.type == "cuda" else self._tensor.numpy()
-
-    def fill(self, columns: Sequence[Sequence[int]], num_rows: int) -> list[torch.Tensor]:
-        """Views of the columns, each of its own length and ``num_rows`` after the one before."""
-        end = len(columns) * num_rows
-        host, array = None, self._array
-        if array is None:
-            host = torch.empty(end, dtype=torch.long, pin_memory=True)
-            array = host.numpy()
-        for first, values in zip(range(0, end, num_rows), columns, strict=True):
-            array[first : first + len(values)] = values
-        if host is not None:
-            self._tensor[:end].copy_(host, non_blocking=True)
-        views = self._tensor[:end].view(len(columns), num_rows)
-        return [view[: len(values)] for view, values in zip(views, columns, strict=True)]
+def _columns(num_rows: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(len(InputTensors._fields), num_rows, dtype=torch.long, device=device)
 
 
 class ForwardOutput(NamedTuple):

@@ -56,7 +56,8 @@ class GrammarCompiler:
             self._vocabulary = self._read_vocabulary()
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise RequestError("grammar", f"the grammar cannot be used: {_first_line(matcher)}")
+            reason = str(matcher.get_error()).strip().split("\n", 1)[0][:300]
+            raise RequestError("grammar", f"the grammar cannot be used: {reason}")
         # The lexer's tables are built by the first mask, once for all copies.
         matcher.compute_bitmask()
         return matcher
@@ -76,7 +77,3 @@ class GrammarCompiler:
             raise RequestError("grammar", "this model's tokenizer has no end-of-sequence token")
         wide = max(self._vocab_size, size)
         return LLTokenizer(backend.to_str(), n_vocab=wide, eos_token=ends)
-
-
-def _first_line(matcher: Any) -> str:
-    return str(matcher.get_error()).strip().split("\n", 1)[0][:300]

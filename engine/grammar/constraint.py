@@ -60,7 +60,8 @@ class GrammarConstraint:
     def forced(self, path: Path = ()) -> Path:
         """The tokens that have to follow an allowed ``path``, up to the next choice."""
         if path not in self._forced:
-            self._forced[path] = self._read_forced(path)
+            may_come = self._move(path)
+            self._forced[path] = tuple(self._matcher.compute_ff_tokens()) if may_come else ()
         return self._forced[path]
 
     def _read_mask(self) -> NDArray[np.uint8]:
@@ -68,11 +69,6 @@ class GrammarConstraint:
         if self._matcher.is_error():
             raise ValueError(f"the grammar gave up: {self._matcher.get_error()[:300]}")
         return mask[: -(-self._vocab_size // 8)]
-
-    def _read_forced(self, path: Path) -> Path:
-        if not self._move(path):
-            return ()
-        return tuple(self._matcher.compute_ff_tokens())
 
     def _move(self, path: Path) -> bool:
         """Take the matcher to ``path``; False where it leads nowhere."""

@@ -112,23 +112,14 @@ def begin_top_tokens(
 
     def finish() -> TopTokens:
         token_ids, values = (each.tolist() for each in found)
-        counts = [_num_possible(row) for row in values]
+        counts = [sum(value > -math.inf for value in row) for row in values]
         tops = [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
         if not with_probs:
             return tops, None
-        exp = math.exp
-        return tops, [
-            [exp(value) for value in row[:count]] for row, count in zip(values, counts, strict=True)
-        ]
+        kept = zip(values, counts, strict=True)
+        return tops, [[math.exp(value) for value in row[:count]] for row, count in kept]
 
     return finish
-
-
-def _num_possible(values: Sequence[float]) -> int:
-    """Returns how many of these logits, best first, are of tokens that may come."""
-    if values and values[-1] > -math.inf:
-        return len(values)
-    return sum(value > -math.inf for value in values)
 
 
 def _by_parts(
