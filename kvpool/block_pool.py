@@ -267,16 +267,15 @@ class BlockPool:
 
     def _lease(self, table: BlockTable) -> None:
         """One more draft block; the caller has seen that there is one."""
-        block_id = self._free.pop() if self._free else self._evict()
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, digest = self._cache.evict()
+            if self._listener is not None:
+                self._listener.removed(digest)
         self._ref_counts[block_id] = 1
         table.block_ids.append(block_id)
         self._num_draft += 1
-
-    def _evict(self) -> int:
-        block_id, digest = self._cache.evict()
-        if self._listener is not None:
-            self._listener.removed(digest)
-        return block_id
 
     def _commit_blocks(self, table: BlockTable, num_blocks: int) -> None:
         """Make the first ``num_blocks`` of the table committed; never fewer than there are."""
@@ -314,10 +313,8 @@ class BlockPool:
         after every operation in tests and, where wanted, at idle in production. Raises AssertionError
         naming the first thing that does not hold."""
         self._cache.check_integrity()
-        _require(
-            self.enable_prefix_cache or not len(self._cache),
-            "a block was published although the prefix cache is off",
-        )
+        is_right = self.enable_prefix_cache or not len(self._cache)
+        _require(is_right, "a block was published although the prefix cache is off")
         holders: dict[int, list[tuple[str, int]]] = defaultdict(list)
         for request_id, table in self._tables.items():
             self._check_table(request_id, table)
@@ -329,20 +326,15 @@ class BlockPool:
         self._check_states({block_id: len(places) for block_id, places in holders.items()})
 
     def _check_table(self, request_id: str, table: BlockTable) -> None:
-        ids, num_blocks, size = table.block_ids, table.num_committed_blocks, self.block_size
-        whose = f"request {request_id!r}"
+        ids, size, whose = table.block_ids, self.block_size, f"request {request_id!r}"
+        num_blocks, num_tokens = table.num_committed_blocks, table.num_committed_tokens
         _require(len(set(ids)) == len(ids), f"{whose}: a block is in its table twice")
         known = all(0 <= block_id < self.num_blocks for block_id in ids)
         _require(known, f"{whose}: its table names a block that does not exist")
-        _require(
-            0 <= num_blocks <= len(ids), f"{whose}: {num_blocks} committed of {len(ids)} blocks"
-        )
-        _require(
-            0 <= table.num_committed_tokens <= num_blocks * size,
-            f"{whose}: {table.num_committed_tokens} committed tokens do not fit into "
-            f"{num_blocks} committed blocks",
-        )
-        early = [each for each in ids[table.num_committed_tokens // size :] if self._is_named(each)]
+        committed = f"{num_tokens} tokens and {num_blocks} of {len(ids)} blocks are committed"
+        fits = 0 <= num_blocks <= len(ids) and 0 <= num_tokens <= num_blocks * size
+        _require(fits, f"{whose}: {committed}, which cannot be")
+        early = [each for each in ids[num_tokens // size :] if self._cache.is_published(each)]
         _require(not early, f"{whose}: blocks {early} are published before they are full")
 
     def _check_shared(self, block_id: int, places: Sequence[tuple[str, int]]) -> None:
@@ -353,31 +345,27 @@ class BlockPool:
         """
         whose = f"block {block_id}, shared by {[request_id for request_id, _ in places]}"
         _require(len({index for _, index in places}) == 1, f"{whose}: at different places")
+        is_named = self._cache.is_published(block_id)
         for request_id, index in places:
             table = self._tables[request_id]
             is_full = index < table.num_committed_tokens // self.block_size
             _require(is_full, f"{whose}: {request_id!r} may write to it")
-            _require(self._is_named(block_id) or table.digest is None, f"{whose}: it is private")
+            _require(is_named or table.digest is None, f"{whose}: it is private")
 
     def _check_states(self, num_holders: dict[int, int]) -> None:
         """Every block is in exactly one of: tables, the free list, the idle blocks of the cache."""
         states = Counter([*num_holders, *self._free, *self._cache.idle_blocks()])
         for block_id, ref_count in enumerate(self._ref_counts):
             expected = num_holders.get(block_id, 0)
-            _require(
-                ref_count == expected,
-                f"block {block_id}: ref count {ref_count}, but in {expected} tables",
-            )
+            counts = f"ref count {ref_count}, but in {expected} tables"
+            _require(ref_count == expected, f"block {block_id}: {counts}")
             _require(states[block_id] == 1, f"block {block_id}: in {states[block_id]} states")
-        named = [block_id for block_id in self._free if self._is_named(block_id)]
+        named = [block_id for block_id in self._free if self._cache.is_published(block_id)]
         _require(not named, f"blocks {named}: free, but still published")
         num_draft = sum(table.num_draft_blocks for table in self._tables.values())
         for name, expected in (("draft", num_draft), ("committed", len(num_holders) - num_draft)):
             counted = self.counts()[name]
             _require(counted == expected, f"{name} counter {counted}, counted {expected}")
-
-    def _is_named(self, block_id: int) -> bool:
-        return self._cache.is_published(block_id)
 
 
 def _require(holds: bool, message: str) -> None:

@@ -60,7 +60,7 @@ def _in_nucleus(values: Tensor, temperatures: Tensor, top_ps: Tensor) -> Tensor:
     """Marks where the mass of strictly larger logits is below ``top_ps`` of the mass of all: bool like
     ``values``; nothing at -inf."""
     ordered = values.sort(dim=-1, descending=True).values
-    weights = probability_weights(ordered.clone(), ordered[:, :1], temperatures).long()
+    weights = _weights(ordered, temperatures).long()
     sums = weights.cumsum(dim=-1)
     # Equal logits share the mass above the first of them.
     is_first = torch.ones_like(ordered, dtype=torch.bool)
@@ -72,10 +72,9 @@ def _in_nucleus(values: Tensor, temperatures: Tensor, top_ps: Tensor) -> Tensor:
     return (values >= least) & (values > -_INFINITY)
 
 
-def probability_weights(values: Tensor, top: Tensor, temperatures: Tensor) -> Tensor:
-    """Probabilities relative to the row's largest logit ``top``, scaled so that they become integers:
-    sums of integers have the same bits in any order and any batch. In place; ``values`` float32
-    ``[num_rows, k]``, contiguous, the others ``[num_rows, 1]``."""
+def _weights(ordered: Tensor, temperatures: Tensor) -> Tensor:
+    """Probabilities relative to the row's largest logit, scaled so that they become integers."""
+    values, top = ordered.clone(), ordered[:, :1]
     kernel = host_kernel("gumbel_argmax", values.device)
     if kernel is not None:
         weights: Tensor = kernel.weigh_rows(values, top, temperatures)
