@@ -6,14 +6,6 @@ import pytest
 from worlds.checked_pool import SIZE, TOKENS, CheckedPool, counts, run
 
 
-def test_full_committed_blocks_are_found_by_the_next_request() -> None:
-    pool = CheckedPool(8, SIZE)
-    assert run(pool, "a", TOKENS[:10]) == 0
-    assert pool.open("b", TOKENS[:12], "", 11) == 8
-    assert pool.block_table("b") == pool.block_table("a")[:2]
-    assert pool.counts() == counts(5, 0, 3, 0)
-
-
 @pytest.mark.parametrize(("cap", "num_cached"), [(0, 0), (3, 0), (7, 4), (8, 8), (100, 8)])
 def test_reuse_is_capped_in_whole_blocks(cap: int, num_cached: int) -> None:
     pool = CheckedPool(8, SIZE)

@@ -57,7 +57,10 @@ def _put_ids(at: int | slice, ids: int | array[int]) -> Callable[[BlockPool], No
     [
         (_share_a_block_in_writing, "block 2, shared by .* may write"),
         (_put_ids(slice(2), array("i", [1, 0])), "at different places"),
-        (lambda pool: pool._cache._block_of.pop(pool._cache._digest_of.pop(1)), "block 1.* private"),
+        (
+            lambda pool: pool._cache._block_of.pop(pool._cache._digest_of.pop(1)),
+            "block 1.* private",
+        ),
         (lambda pool: pool._cache.publish(b"draft", 4), r"blocks \[4\] are published before"),
         (lambda pool: pool._cache.publish(b"free", 9), r"blocks \[9\]: free, but still published"),
         (_put_ids(3, 3), "'b': a block is in its table twice"),
