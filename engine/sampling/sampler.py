@@ -30,7 +30,7 @@ from engine.request.params import SamplingParams
 from engine.sampling.logprobs import begin_top_tokens
 from engine.sampling.noise_torch import vocabulary_noise
 from engine.sampling.state import SampledRequest, paths, rows_of
-from engine.sampling.truncation import rows_where, truncated
+from engine.sampling.truncation import truncated
 from engine.transfer import read_now, upload
 
 _NO_TOKEN = -1
@@ -68,8 +68,8 @@ def target_probs(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
     after the other.
 
     A row is the distribution of what ``choose_tokens`` gives: the same edits of the logits, the same
-    truncation down to the bit, then the softmax of what is left. Greedy rows are certain of the lowest
-    id among the largest logits, a row without a finite logit of token 0. ``logits`` as there.
+    truncation down to the bit, then the softmax of what is left. A row without a finite logit is certain
+    of token 0. ``logits`` as there; no row is greedy, since greedy requests are matched.
     """
     with torch.inference_mode():
         rows = [row for each in requests for row in rows_of(each)]
@@ -79,11 +79,6 @@ def target_probs(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
         is_empty = ~(values.amax(dim=-1) > -_INFINITY)  # NaN rows too
         probs.masked_fill_(is_empty[:, None], 0.0)
         probs[:, 0].masked_fill_(is_empty, 1.0)
-        greedy = rows_where([each.temperature == 0 for each in params], values.device)
-        if len(greedy):
-            certain = greedy_tokens(values.index_select(0, greedy))
-            probs.index_fill_(0, greedy, 0.0)
-            probs.index_put_((greedy, certain), probs.new_ones(()))
         return probs
 
 

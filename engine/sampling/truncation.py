@@ -39,17 +39,17 @@ def truncated(
     scaled = values / temperatures
     kept = torch.ones_like(values, dtype=torch.bool)
     for top_k in {each.top_k for each in truncations if 0 < each.top_k < values.shape[1]}:
-        rows = rows_where([each.top_k == top_k for each in truncations], device)
+        rows = _rows_where([each.top_k == top_k for each in truncations], device)
         kept[rows] = values[rows] >= values[rows].topk(top_k, dim=-1).values[:, -1:]
-    rows = rows_where([each.top_p < 1 for each in truncations], device)
+    rows = _rows_where([each.top_p < 1 for each in truncations], device)
     if len(rows):
         whole = _column([each.top_p for each in truncations], device)
         if shares is not None:
-            in_all = rows_where([not each.top_k for each in truncations], device)
+            in_all = _rows_where([not each.top_k for each in truncations], device)
             whole[in_all] /= shares[in_all]
         left = values[rows].masked_fill_(~kept[rows], -_INFINITY)
         kept[rows] = _in_nucleus(left, temperatures[rows], whole[rows])
-    rows = rows_where([each.min_p > 0 for each in truncations], device)
+    rows = _rows_where([each.min_p > 0 for each in truncations], device)
     if len(rows):
         least = _column([math.log(each.min_p) for each in truncations if each.min_p > 0], device)
         kept[rows] &= scaled[rows] >= scaled[rows].amax(dim=-1, keepdim=True) + least
@@ -86,6 +86,6 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
     return upload(values, device, torch.float64)[:, None]
 
 
-def rows_where(flags: Sequence[bool], device: torch.device) -> Tensor:
+def _rows_where(flags: Sequence[bool], device: torch.device) -> Tensor:
     """The numbers of the flagged rows, int64."""
     return upload([row for row, flag in enumerate(flags) if flag], device, torch.int64)

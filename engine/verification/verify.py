@@ -33,7 +33,7 @@ from engine.verification.probs import (
     decide,
     sample_all,
 )
-from engine.verification.rejection import Decision, Rule, reject_chain, reject_tokens
+from engine.verification.rejection import Accepts, Decision, Rule, reject_chain, reject_tokens
 
 _NO_TOKEN = -1
 _RULES: dict[VerificationName, Rule] = {"rejection": reject_tokens, "block": reject_chain}
@@ -96,7 +96,7 @@ def _reject(
     questions: Questions,
 ) -> None:
     runs = [
-        partial(rule, each.draft, own, partial(_accepts, each.sampling))
+        partial(rule, each.draft, own, _accepts(each.sampling))
         for each, own in zip(requests, distributions, strict=True)
     ]
     decisions = decide(runs, questions)
@@ -109,8 +109,8 @@ def _reject(
         each.outcome = _outcome(each, decision, token_id)
 
 
-def _accepts(state: SamplingState, row: int, chance: float) -> bool:
-    return _uniform(state, ACCEPT_STREAM, row) < chance
+def _accepts(state: SamplingState) -> Accepts:
+    return lambda row, chance: _uniform(state, ACCEPT_STREAM, row) < chance
 
 
 def _uniform(state: SamplingState, stream: int, row: int) -> float:

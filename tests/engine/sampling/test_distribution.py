@@ -49,8 +49,7 @@ def test_the_sampler_draws_from_the_table() -> None:
         assert chi2.sf(statistic, max(1, len(cells) - 1)) > 1e-4
 
 
-def test_greedy_rows_are_certain_and_empty_ones_fall_to_token_zero() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0], [-math.inf] * 3, [math.nan] * 3])
-    states = [new_state(SamplingParams(temperature=t), 3) for t in (0.0, 1.0, 1.0)]
-    found = target_probs(logits, [RowGroup(state, i) for i, state in enumerate(states)])
-    assert found.tolist() == [[0, 1, 0], [1, 0, 0], [1, 0, 0]]
+def test_rows_without_a_finite_logit_fall_to_token_zero() -> None:
+    logits = torch.tensor([[-math.inf] * 3, [math.nan] * 3])
+    groups = [RowGroup(new_state(SamplingParams(), 3), row) for row in range(2)]
+    assert target_probs(logits, groups).tolist() == [[1, 0, 0], [1, 0, 0]]
