@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from drafters.tree import chain_length, depths_of
 
@@ -159,38 +161,38 @@ class InputBuffers:
     """
 
     def __init__(self, device: torch.device, max_num_rows: int) -> None:
-        self._memories = [_columns(max_num_rows, device)]
+        self._device = device
+        self._memories: list[tuple[torch.Tensor, NDArray[np.int64] | None]] = []
+        self._grow(max_num_rows)
 
     def fill(self, batch: InputBatch) -> InputTensors:
         """Valid until the next fill."""
         # A step of prompt chunks alone needs no logits, but models want at least one row.
         logits_indices = batch.logits_indices or [0]
         columns = (batch.token_ids, batch.positions, batch.slot_mapping, logits_indices)
-        rows = self._rows(max(batch.num_rows, 1))
-        host = (
-            rows if not rows.is_cuda else torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        )
-        for row, values in zip(host.numpy(), columns, strict=True):
-            row[: len(values)] = values
-        if host is not rows:
-            rows.copy_(host, non_blocking=True)
-        tensors = InputTensors(*(row[: len(c)] for row, c in zip(rows, columns, strict=True)))
+        num_rows = max(batch.num_rows, 1)
+        end = len(columns) * num_rows
+        if end > len(self._memories[-1][0]):
+            self._grow(2 * num_rows)
+        memory, array = next(each for each in self._memories if end <= len(each[0]))
+        host = None
+        if array is None:
+            host = torch.empty(end, dtype=torch.long, pin_memory=True)
+            array = host.numpy()
+        for first, values in zip(range(0, end, num_rows), columns, strict=True):
+            array[first : first + len(values)] = values
+        if host is not None:
+            memory[:end].copy_(host, non_blocking=True)
+        views = zip(memory[:end].view(-1, num_rows), columns, strict=True)
+        tensors = InputTensors(*(view[: len(values)] for view, values in views))
         if batch.chosen is not None:
             tensors.token_ids[: len(batch.chosen)].copy_(batch.chosen)
         return tensors
 
-    def _rows(self, num_rows: int) -> torch.Tensor:
-        """A row of memory for each column, ``[4, num_rows]``."""
-        largest = self._memories[-1]
-        if largest.shape[1] < num_rows:
-            most = max(num_rows, 2 * largest.shape[1])
-            self._memories.append(_columns(most, largest.device))
-        memory = next(each for each in self._memories if num_rows <= each.shape[1])
-        return memory.flatten()[: memory.shape[0] * num_rows].view(-1, num_rows)
-
-
-def _columns(num_rows: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(len(InputTensors._fields), num_rows, dtype=torch.long, device=device)
+    def _grow(self, num_rows: int) -> None:
+        count = len(InputTensors._fields) * num_rows
+        memory = torch.zeros(count, dtype=torch.long, device=self._device)
+        self._memories.append((memory, None if memory.is_cuda else memory.numpy()))
 
 
 class ForwardOutput(NamedTuple):

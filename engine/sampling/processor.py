@@ -144,10 +144,11 @@ def processors() -> tuple[type[LogitsProcessor], ...]:
 
 def new_processors(facts: Facts) -> list[LogitsProcessor]:
     """The processors that a request needs, in the order in which they run. Raises RequestError."""
-    made = []
+    params, made = facts.params, []
     for cls in processors():
-        values = {name: facts.params.get(name, off) for name, off in cls.fields.items()}
-        if values != cls.fields:
+        values = {name: params.get(name, off) for name, off in cls.fields.items()}
+        is_idle = cls.stage is Stage.TRUNCATE and params.temperature == 0
+        if values != cls.fields and not is_idle:
             made.append(cls(facts, **values))
     return made
 

@@ -17,13 +17,7 @@ from engine.request.errors import RequestError
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, VerificationName
 from engine.sampling.noise import DRAFT_STREAM, gumbel_list, request_key, step_key
-from engine.sampling.processor import (
-    Facts,
-    LogitsProcessor,
-    Stage,
-    check_token_ids,
-    new_processors,
-)
+from engine.sampling.processor import Facts, check_token_ids, new_processors
 
 
 class SamplingState:
@@ -50,6 +44,7 @@ class SamplingState:
         self.key = request_key(params.seed, params.choice_index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_output_tokens = 0
+        self.is_greedy = params.temperature == 0
         # Greedy rows have one possible token: every verification then comes to equality.
         self.verification: VerificationName = (
             "match" if self.is_greedy else request.speculative.verification
@@ -60,6 +55,8 @@ class SamplingState:
         self.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
 
         self.grammar = _constraint(params, constrain)
+        # Below it, tokens that end the request do not. Where the grammar leaves nothing else, they do.
+        self.min_num_output_tokens = 0 if self.grammar is not None else params.min_tokens
         self.processors = new_processors(
             Facts(params, request.prompt_token_ids, self.stop_token_ids, vocab_size, self.grammar)
         )
@@ -68,16 +65,6 @@ class SamplingState:
     def num_tokens(self) -> int:
         """Prompt plus output: the absolute position of the token that the anchor's row predicts."""
         return self.num_prompt_tokens + self.num_output_tokens
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.params.temperature == 0
-
-    @property
-    def min_num_output_tokens(self) -> int:
-        """Below it, tokens that end the request do not. Where the grammar leaves nothing else, they
-        do."""
-        return 0 if self.grammar is not None else self.params.min_tokens
 
     def draft_sampling(self) -> DraftSampling:
         """The facts that a drafter needs in order to sample in the coming step.
@@ -98,14 +85,6 @@ class SamplingState:
             key,
             self.verification,
         )
-
-    def processors_now(self) -> list[LogitsProcessor]:
-        """The processors that edit the coming rows' logits, in order."""
-        return [
-            each
-            for each in self.processors
-            if each.is_active() and not (self.is_greedy and each.stage is Stage.TRUNCATE)
-        ]
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that a step emitted."""

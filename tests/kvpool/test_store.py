@@ -154,11 +154,6 @@ def test_layers_may_differ_in_heads_and_dimensions() -> None:
     assert store.num_bytes == 2 * per_block == 2 * SIZE * 4 * (8 + 8 + 8 + 8 + 8 + 4)
 
 
-def test_a_fresh_store_holds_zeros() -> None:
-    store = _store()
-    assert all(not plane.any() for plane in store.key + store.value)
-
-
 def test_a_head_s_slots_lie_together_and_storage_is_aligned() -> None:
     store = _store()
     for plane, dim in ((store.key[1], DIM_K), (store.value[2], DIM_V)):

@@ -63,20 +63,25 @@ def random_rows(
     return logits, [random_truncation(rng, vocab_size) for _ in range(num_rows)]
 
 
+@WAYS
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab_size", [1, 5, 40, 1024, 1500, 4096])
-def test_kernel_finds_what_exhaustion_finds(vocab_size: int) -> None:
-    rng = random.Random(vocab_size + 1)
-    num_rows = 12 if vocab_size > 100 else 60
-    logits, params = random_rows(rng, num_rows, vocab_size)
-    found = [
-        reference(
-            row.numpy(),
-            np.array(gumbel_list(request_key(p.seed, 0), 100 + index, range(vocab_size))),
-            *(p.temperature, p.top_p, p.min_p, p.top_k),
-        )
-        for index, (row, p) in enumerate(zip(logits, params, strict=True))
-    ]
-    assert draw(logits, params) == found == expected(logits, params)
+def test_the_search_finds_what_exhaustion_finds(vocab_size: int, device: str, way: Way) -> None:
+    logits, params = random_rows(
+        random.Random(vocab_size), 12 if vocab_size > 100 else 60, vocab_size
+    )
+    with way():
+        assert draw(logits, params, device) == expected(logits, params)
+    if way is nullcontext:
+        found = [
+            reference(
+                row.numpy(),
+                np.array(gumbel_list(request_key(p.seed, 0), 100 + index, range(vocab_size))),
+                *(p.temperature, p.top_p, p.min_p, p.top_k),
+            )
+            for index, (row, p) in enumerate(zip(logits, params, strict=True))
+        ]
+        assert found == expected(logits, params)
 
 
 def test_kernel_finds_what_tensors_find() -> None:
@@ -96,16 +101,6 @@ def test_kernel_draws_the_same_in_any_number_of_threads() -> None:
         assert draw(logits, params) == alone
     finally:
         torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocab_size", [1, 5, 40, 1024, 1500, 4096])
-def test_tensors_find_what_exhaustion_finds(vocab_size: int, device: str) -> None:
-    rng = random.Random(vocab_size)
-    num_rows = 12 if vocab_size > 100 else 60
-    logits, params = random_rows(rng, num_rows, vocab_size)
-    with no_host():
-        assert draw(logits, params, device) == expected(logits, params)
 
 
 def test_small_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

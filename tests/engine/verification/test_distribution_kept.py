@@ -19,10 +19,10 @@ from functools import cache
 import pytest
 
 from engine.request.params import SamplingParams, SpeculativeParams
-from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
+from worlds.engine_harness import DictatedCost, Driver, Setup, drafting
 from worlds.sampling_oracle import truncated_probs
 from worlds.scripted_target import ScriptedTarget
-from worlds.verified_streams import ALPHA, p_value
+from worlds.verified_streams import ALPHA, p_value, run_many
 
 pytestmark = pytest.mark.slow
 
@@ -76,15 +76,8 @@ def sample(name: str) -> tuple[Counter[tuple[int, ...]], Driver]:
         cost=DictatedCost(row_seconds=1e-4),
         prefix_cache=False,
     )
-    driver = Driver(TARGET.core(setup))
-    driver.run(
-        *(
-            request(
-                f"r{seed}", PROMPT, replace(sampling, seed=seed, max_tokens=NUM_TOKENS), speculation
-            )
-            for seed in range(NUM_REQUESTS)
-        )
-    )
+    sampling = replace(sampling, max_tokens=NUM_TOKENS)
+    driver = run_many(TARGET.core(setup), PROMPT, sampling, speculation, NUM_REQUESTS)
     return Counter(tuple(text) for text in driver.token_ids.values()), driver
 
 

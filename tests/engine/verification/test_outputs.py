@@ -17,7 +17,7 @@ from engine.request.stats import RequestStats, StepClock
 from engine.sampling.state import SamplingState, rows_of
 from engine.schedule.request import Request, ScheduledRequest
 from engine.transfer import read_now
-from engine.verification.outputs import begin_logprobs, begin_top_rows, hidden_rows, read_step
+from engine.verification.verify import begin_logprobs, begin_top_rows, hidden_rows, read_step
 from worlds.device_world import no_host
 from worlds.sampled_rows import emitted_logprobs, top_probs, top_tokens, verify_step
 

@@ -38,6 +38,7 @@ from worlds.verified_streams import (
     VOCAB,
     next_probs,
     p_values,
+    run_many,
 )
 
 pytestmark = pytest.mark.slow
@@ -73,12 +74,7 @@ def run(
     sampling = replace(CASES[name][2], max_tokens=3)
     speculation = replace(speculation, verification=verification)
     core = TARGET.core(Setup(num_blocks=1024, cost=cost, prefix_cache=False, **setup))
-    return Driver(core).run(
-        *(
-            request(f"r{seed}", PROMPT, replace(sampling, seed=seed), speculation)
-            for seed in range(NUM_REQUESTS)
-        )
-    )
+    return run_many(core, PROMPT, sampling, speculation)
 
 
 def sample(name: str, drafter: DrawingDrafter) -> Driver:
