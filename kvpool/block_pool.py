@@ -123,9 +123,8 @@ class BlockPool:
         if not self.enable_prefix_cache:
             self._tables[request_id] = BlockTable(digest=None)
             return 0
-        digest, block_ids = self._match(
-            token_ids, cache_salt, min(max_cached_tokens, len(token_ids))
-        )
+        most = min(max_cached_tokens, len(token_ids))
+        digest, block_ids = self._match(token_ids, cache_salt, most)
         num_cached_tokens = len(block_ids) * self.block_size
         if is_new and max_cached_tokens > 0:
             self.num_prefix_queries += len(token_ids)
@@ -176,20 +175,16 @@ class BlockPool:
         beyond ``token_ids``, or if fewer tokens are named than last time.
         """
         table = self._table(request_id)
-        num_covered = len(table.block_ids) * self.block_size
-        if (
-            not table.num_committed_tokens
-            <= num_computed_tokens
-            <= min(num_covered, len(token_ids))
-        ):
+        least = table.num_committed_tokens
+        most = min(len(table.block_ids) * self.block_size, len(token_ids))
+        if not least <= num_computed_tokens <= most:
             raise BlockPoolError(
-                f"request {request_id!r} cannot promote {num_computed_tokens} tokens: it has "
-                f"{table.num_committed_tokens} committed, {num_covered} slots, "
-                f"{len(token_ids)} token ids"
+                f"request {request_id!r} cannot promote {num_computed_tokens} tokens: "
+                f"{least} are committed, and {most} have slots and token ids"
             )
         self._commit_blocks(table, self._num_blocks_for(num_computed_tokens))
-        first_new = table.num_committed_tokens // self.block_size
         table.num_committed_tokens = num_computed_tokens
+        first_new = least // self.block_size
         for index in range(first_new, num_computed_tokens // self.block_size):
             self._publish(table, index, token_ids)
 

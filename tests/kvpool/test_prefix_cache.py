@@ -60,28 +60,8 @@ def test_eviction_takes_the_block_released_longest_ago() -> None:
     cache.release(2)
     cache.check_integrity()
     assert [cache.evict() for _ in range(3)] == [(each, bytes([each])) for each in range(3)]
+    with pytest.raises(KeyError):
+        cache.evict()
     assert len(cache) == 0
     assert cache.lookup(bytes([0])) is None
     cache.check_integrity()
-
-
-def test_a_held_block_is_never_evicted() -> None:
-    with pytest.raises(KeyError):
-        _cache_of(2).evict()
-
-
-def test_a_second_block_under_one_digest_stays_unpublished() -> None:
-    cache = _cache_of(1)
-    assert not cache.publish(bytes([0]), 7)
-    assert not cache.is_published(7)
-    assert cache.lookup(bytes([0])) == 0
-    cache.check_integrity()
-
-
-def test_clear_returns_the_idle_blocks_and_forgets_the_held_ones() -> None:
-    cache = _cache_of(3)
-    cache.release(2)
-    cache.release(0)
-    assert cache.clear() == [2, 0]
-    assert not cache.is_published(1)
-    assert cache.num_idle == 0

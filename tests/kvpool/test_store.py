@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.block_pool import BlockPool
 from kvpool.store import KVStore
 
 torch.set_num_threads(1)
@@ -34,7 +33,7 @@ def _rows(num_rows: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor
 
 def _write(store: KVStore, slots: list[int], rows: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for layer, (key, value) in enumerate(rows):
-        store.write(layer, torch.tensor(slots), key, value)
+        store.write(layer, torch.tensor(slots, dtype=torch.int64), key, value)
 
 
 def _bits(tensor: torch.Tensor) -> list[int]:
@@ -88,53 +87,18 @@ def test_padded_rows_hold_the_same_and_zeros(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "path",
-    [[1, 2, 3], [2, 4], [1, 3, 5, 6], [6], [4, 5, 6], []],
-    ids=lambda path: "-".join(map(str, path)) or "none",
-)
-def test_compacting_a_tree_path_equals_writing_it_linearly(
-    path: list[int], dtype: torch.dtype
-) -> None:
-    """Rows 0..6 of a step lie at base + row; the accepted path moves to base + depth. Committed
-    slots must equal those of a store into which only the path was ever written, in order."""
-    base, num_rows = 6, 7
-    pool = BlockPool(NUM_BLOCKS, SIZE)
-    pool.open("other", [], "", 0)
-    pool.allocate("other", 4)
-    pool.open("mine", [], "", 0)
-    pool.allocate("mine", base)
-    pool.allocate_draft("mine", base + num_rows)
-    table = pool.block_table("mine")
-    slot = [table[i // SIZE] * SIZE + i % SIZE for i in range(base + num_rows)]
-
-    rows = _rows(num_rows)
-    drafted, linear = _store(dtype), _store(dtype)
-    _write(drafted, slot[base:], rows)
-    accepted = [0, *path]
-    moves = [(row, depth) for depth, row in enumerate(accepted) if row != depth]
-    drafted.move(
-        torch.tensor([slot[base + row] for row, _ in moves], dtype=torch.int64),
-        torch.tensor([slot[base + depth] for _, depth in moves], dtype=torch.int64),
-    )
-    committed = slot[base : base + len(accepted)]
-    _write(linear, committed, [(key[accepted], value[accepted]) for key, value in rows])
-    for moved, fresh in zip(drafted.key + drafted.value, linear.key + linear.value, strict=True):
-        assert _bits(moved[committed]) == _bits(fresh[committed])
-
-
-@pytest.mark.parametrize(
     ("source", "destination"),
-    [([1, 2, 3], [0, 1, 2]), ([0, 1, 2], [1, 2, 3]), ([4, 9], [9, 4]), ([5, 5], [6, 7])],
+    [([1, 2, 3], [0, 1, 2]), ([0, 1, 2], [1, 2, 3]), ([4, 9], [9, 4]), ([5, 5], [6, 7]), ([], [])],
 )
 def test_overlapping_moves_read_everything_before_they_write(
-    source: list[int], destination: list[int]
+    source: list[int], destination: list[int], dtype: torch.dtype
 ) -> None:
-    store, expected = _store(), _store()
+    store, expected = _store(dtype), _store(dtype)
     rows = _rows(NUM_BLOCKS * SIZE)
     for each in (store, expected):
         _write(each, list(range(NUM_BLOCKS * SIZE)), rows)
     _write(expected, destination, [(key[source], value[source]) for key, value in rows])
-    store.move(torch.tensor(source), torch.tensor(destination))
+    store.move(*(torch.tensor(each, dtype=torch.int64) for each in (source, destination)))
     _assert_equal_stores(store, expected)
 
 

@@ -109,32 +109,6 @@ def test_every_row_gets_what_its_own_text_and_parameters_give(
         assert probs == pytest.approx(truncated_probs(*row), rel=1e-4, abs=1e-9)
 
 
-def test_a_row_gets_the_same_token_alone_and_among_others() -> None:
-    rng = random.Random(99)
-    cases = [Case(rng) for _ in range(41)]
-    for case in cases:
-        alone = sample_tokens(*lay_out([case]))
-        for num_others in (1, rng.randrange(2, 40), 40):
-            company = rng.sample([c for c in cases if c is not case], num_others)
-            at = rng.randrange(num_others + 1)
-            logits, groups = lay_out([*company[:at], case, *company[at:]])
-            first = groups[at].anchor_logit
-            assert sample_tokens(logits, groups)[first : first + len(alone)] == alone
-
-
-def test_drafts_around_a_row_do_not_change_it() -> None:
-    """The same path in another tree, and as plain text, gives the same token."""
-    rng = random.Random(5)
-    for _ in range(60):
-        case = Case(rng)
-        tokens = sample_tokens(*lay_out([case]))
-        for row, path in enumerate(paths(case.tree)):
-            plain = new_state(case.params, VOCAB_SIZE, case.prompt)
-            plain.append([*case.output, *path])
-            logits = case.logits[row : row + 1]
-            assert sample_tokens(logits, [RowGroup(plain, 0)]) == [tokens[row]]
-
-
 def test_rows_of_no_group_are_left_out() -> None:
     logits = torch.eye(6)
     state = new_state(SamplingParams(temperature=0), 6)

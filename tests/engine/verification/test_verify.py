@@ -125,13 +125,6 @@ def test_a_first_draft_is_accepted_with_one_minus_the_total_variation(name: str)
         assert abs(accepted - NUM_REQUESTS * overlap) < 5 * deviation
 
 
-def test_blocks_keep_more_of_the_same_drafts() -> None:
-    num_accepted = [
-        sum(sum(flags) for flags in sampled(name).drafted.values()) for name in ("chain", "block")
-    ]
-    assert num_accepted[0] < num_accepted[1]
-
-
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_greedy_requests_write_what_they_would_alone(verification: VerificationName) -> None:
     drafter = DrawingDrafter(DRAFT_PROBS, [1, 1, 1])
