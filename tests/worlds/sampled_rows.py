@@ -35,12 +35,12 @@ def sample_tokens(logits: Tensor, groups: Sequence[SampledRequest]) -> list[int]
 
 
 def verify_all(groups: Sequence[RowGroup], row_token_ids: Sequence[int]) -> list[Outcome]:
-    """By matching; ``row_token_ids``: the target's token at every row of the step."""
+    """Verifies by matching; ``row_token_ids``: the target's token at every row of the step."""
     return [verify(each, [row_token_ids[row] for row in rows_of(each)]) for each in groups]
 
 
 def verify_step(logits: Tensor, groups: Sequence[SampledRequest]) -> list[Outcome]:
-    """By each group's own verification."""
+    """Verifies each group in its own way."""
     read_now(lambda readback: begin_verification(logits, groups, readback)[0])
     return [each.outcome for each in groups if each.outcome is not None]
 

@@ -89,7 +89,7 @@ def truncated_probs(row: Tensor, params: SamplingParams) -> list[float]:
 
 
 def expected_token(row: Tensor, params: SamplingParams, key: int, position: int) -> int:
-    """What an edited row must give, by looking at every token."""
+    """Returns the token that an edited row must give, by looking at every one."""
     values = row.tolist()
     if params.temperature == 0:
         return min(range(len(values)), key=lambda v: (-values[v], v))

@@ -134,7 +134,7 @@ def test_max_model_len_counts_the_prompt() -> None:
 def stream(
     model: ToyModel, params: SamplingParams, prompt: list[int], rng: random.Random | None
 ) -> tuple[list[int], str | None, int | None, int]:
-    """What a request writes, with random drafts if ``rng`` is given, and the steps it took."""
+    """Returns a request's text, with random drafts if ``rng`` is given, how it ended, and the steps."""
     state = new_state(params, model.vocab_size, prompt, eos=(0,))
     text, num_steps = list(prompt), 0
     while True:

@@ -1,4 +1,4 @@
-"""What is read off a forward for several requests at once is what each would read alone."""
+"""Several requests read off a forward at once what each would read alone."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_logprobs_go_to_those_who_asked(parts: list[ScheduledRequest], way: Way)
 
 @WAYS
 def test_a_step_is_read_at_once(parts: list[ScheduledRequest], way: Way) -> None:
-    """What it keeps is what the readings of its own kinds find."""
+    """It keeps what the readings of its own kinds find."""
     logits = torch.randn(20, VOCAB)
     for each in parts:
         each.outcome = None

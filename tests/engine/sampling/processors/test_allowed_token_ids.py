@@ -1,4 +1,4 @@
-"""What allowed_token_ids leaves, alone and among drafts, and what it contradicts."""
+"""Rows keep allowed_token_ids alone, among drafts too, and contradictions are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What top_n_sigma keeps, and that a row's neighbours have no say in it."""
+"""Rows are cut by top_n_sigma, and their neighbours have no say in it."""
 
 from __future__ import annotations
 
