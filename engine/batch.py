@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from drafters.tree import chain_length, depths_of
 
@@ -153,11 +155,15 @@ class InputBuffers:
     """Device memory that every step's inputs come in, in one copy: views at the same addresses for equal
     numbers of rows, so that a captured step can be run again. ``max_num_rows`` is an estimate: a larger
     batch gets larger memory of its own.
+
+    Copies to a GPU come from pinned memory that is taken anew each time, and used again once they are
+    done: several steps may be launched ahead.
     """
 
     def __init__(self, device: torch.device, max_num_rows: int) -> None:
         self._device = device
-        self._memories = [_InputMemory(device, max_num_rows)]
+        self._memories: list[tuple[torch.Tensor, NDArray[np.int64] | None]] = []
+        self._grow(max_num_rows)
 
     def fill(self, batch: InputBatch) -> InputTensors:
         """Valid until the next fill."""
@@ -165,39 +171,28 @@ class InputBuffers:
         logits_indices = batch.logits_indices or [0]
         columns = (batch.token_ids, batch.positions, batch.slot_mapping, logits_indices)
         num_rows = max(batch.num_rows, 1)
-        most = self._memories[-1].num_rows
-        if num_rows > most:
-            self._memories.append(_InputMemory(self._device, max(num_rows, 2 * most)))
-        memory = next(each for each in self._memories if num_rows <= each.num_rows)
-        tensors = InputTensors(*memory.fill(columns, num_rows))
-        if batch.chosen is not None:
-            tensors.token_ids[: len(batch.chosen)].copy_(batch.chosen)
-        return tensors
-
-
-class _InputMemory:
-    """Four columns of ``num_rows`` numbers. Copies to a GPU come from pinned memory that is taken anew
-    each time, and used again once they are done: several steps may be launched ahead."""
-
-    def __init__(self, device: torch.device, num_rows: int) -> None:
-        self.num_rows = num_rows
-        count = len(InputTensors._fields) * num_rows
-        self._tensor = torch.zeros(count, dtype=torch.long, device=device)
-        self._array = None if device.type == "cuda" else self._tensor.numpy()
-
-    def fill(self, columns: Sequence[Sequence[int]], num_rows: int) -> list[torch.Tensor]:
-        """Views of the columns, each of its own length and ``num_rows`` after the one before."""
         end = len(columns) * num_rows
-        host, array = None, self._array
+        if end > len(self._memories[-1][0]):
+            self._grow(2 * num_rows)
+        memory, array = next(each for each in self._memories if end <= len(each[0]))
+        host = None
         if array is None:
             host = torch.empty(end, dtype=torch.long, pin_memory=True)
             array = host.numpy()
         for first, values in zip(range(0, end, num_rows), columns, strict=True):
             array[first : first + len(values)] = values
         if host is not None:
-            self._tensor[:end].copy_(host, non_blocking=True)
-        views = self._tensor[:end].view(len(columns), num_rows)
-        return [view[: len(values)] for view, values in zip(views, columns, strict=True)]
+            memory[:end].copy_(host, non_blocking=True)
+        views = zip(memory[:end].view(-1, num_rows), columns, strict=True)
+        tensors = InputTensors(*(view[: len(values)] for view, values in views))
+        if batch.chosen is not None:
+            tensors.token_ids[: len(batch.chosen)].copy_(batch.chosen)
+        return tensors
+
+    def _grow(self, num_rows: int) -> None:
+        count = len(InputTensors._fields) * num_rows
+        memory = torch.zeros(count, dtype=torch.long, device=self._device)
+        self._memories.append((memory, None if memory.is_cuda else memory.numpy()))
 
 
 class ForwardOutput(NamedTuple):

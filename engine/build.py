@@ -56,7 +56,7 @@ from engine.process.async_engine import AsyncEngine
 from engine.ranks.group import LeadingRunner, Ranks, follow_steps, join_ranks
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import EngineInfo, QuantizationInfo
-from engine.sampling.warm_up import warm_up
+from engine.sampling.sampler import warm_up
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation

@@ -31,7 +31,7 @@ from engine.speculation.baseline import Baseline, EarlyFinishers, estimate_basel
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.transfer import Readback
-from engine.verification.outputs import hidden_rows, read_step
+from engine.verification.verify import hidden_rows, read_step
 from kvpool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)

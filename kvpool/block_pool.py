@@ -15,16 +15,57 @@ Logical slot i of a request is physical slot
 from __future__ import annotations
 
 from array import array
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from kvpool.block_table import BlockTable
-from kvpool.integrity import check_pool
-from kvpool.listener import CacheListener
 from kvpool.prefix_cache import PrefixCache, block_digest, root_digest
 
 
 class BlockPoolError(RuntimeError):
     """The pool was used against its contract: a bug of the caller. Nothing was changed."""
+
+
+class CacheListener(Protocol):
+    """Is told which blocks the prefix cache can serve: by the pool, on its thread, after each change and
+    in the order of changes."""
+
+    def stored(
+        self, digest: bytes, parent: bytes | None, token_ids: Sequence[int], cache_salt: str
+    ) -> None:
+        """A full block, of ``token_ids``, can be found by its digest. ``parent`` names the block before
+        it; None: it is the first of its text."""
+
+    def removed(self, digest: bytes) -> None:
+        """It was evicted."""
+
+    def cleared(self) -> None:
+        """All were forgotten."""
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """Slots of a request, in logical order::
+
+        [0, num_committed_tokens)           final; full blocks here are published and may be shared
+        [.., num_committed_blocks * size)   committed blocks still to be filled, private
+        [.., len(block_ids) * size)         draft blocks, private, never published
+
+    ``block_ids`` are ints of 32 bits, as kernels read them: a step that copies the table copies memory.
+    ``digest`` names the last full committed block (at first the tenant's root); None: this request
+    publishes nothing.
+    """
+
+    digest: bytes | None
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_committed_blocks: int = 0
+    num_committed_tokens: int = 0
+    cache_salt: str = ""
+
+    @property
+    def num_draft_blocks(self) -> int:
+        return len(self.block_ids) - self.num_committed_blocks
 
 
 class BlockPool:
@@ -82,9 +123,8 @@ class BlockPool:
         if not self.enable_prefix_cache:
             self._tables[request_id] = BlockTable(digest=None)
             return 0
-        digest, block_ids = self._match(
-            token_ids, cache_salt, min(max_cached_tokens, len(token_ids))
-        )
+        most = min(max_cached_tokens, len(token_ids))
+        digest, block_ids = self._match(token_ids, cache_salt, most)
         num_cached_tokens = len(block_ids) * self.block_size
         if is_new and max_cached_tokens > 0:
             self.num_prefix_queries += len(token_ids)
@@ -135,20 +175,16 @@ class BlockPool:
         beyond ``token_ids``, or if fewer tokens are named than last time.
         """
         table = self._table(request_id)
-        num_covered = len(table.block_ids) * self.block_size
-        if (
-            not table.num_committed_tokens
-            <= num_computed_tokens
-            <= min(num_covered, len(token_ids))
-        ):
+        least = table.num_committed_tokens
+        most = min(len(table.block_ids) * self.block_size, len(token_ids))
+        if not least <= num_computed_tokens <= most:
             raise BlockPoolError(
-                f"request {request_id!r} cannot promote {num_computed_tokens} tokens: it has "
-                f"{table.num_committed_tokens} committed, {num_covered} slots, "
-                f"{len(token_ids)} token ids"
+                f"request {request_id!r} cannot promote {num_computed_tokens} tokens: "
+                f"{least} are committed, and {most} have slots and token ids"
             )
         self._commit_blocks(table, self._num_blocks_for(num_computed_tokens))
-        first_new = table.num_committed_tokens // self.block_size
         table.num_committed_tokens = num_computed_tokens
+        first_new = least // self.block_size
         for index in range(first_new, num_computed_tokens // self.block_size):
             self._publish(table, index, token_ids)
 
@@ -197,19 +233,6 @@ class BlockPool:
             "cached": self._cache.num_idle,
         }
 
-    def check_integrity(self) -> None:
-        """Recompute all redundant state from the tables. Raises AssertionError on a mismatch."""
-        check_pool(
-            block_size=self.block_size,
-            tables=self._tables,
-            ref_counts=self._ref_counts,
-            free=self._free,
-            cache=self._cache,
-            counts=self.counts(),
-        )
-        if not self.enable_prefix_cache and len(self._cache):
-            raise AssertionError("a block was published although the prefix cache is off")
-
     # Inside
 
     def _table(self, request_id: str) -> BlockTable:
@@ -239,16 +262,15 @@ class BlockPool:
 
     def _lease(self, table: BlockTable) -> None:
         """One more draft block; the caller has seen that there is one."""
-        block_id = self._free.pop() if self._free else self._evict()
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, digest = self._cache.evict()
+            if self._listener is not None:
+                self._listener.removed(digest)
         self._ref_counts[block_id] = 1
         table.block_ids.append(block_id)
         self._num_draft += 1
-
-    def _evict(self) -> int:
-        block_id, digest = self._cache.evict()
-        if self._listener is not None:
-            self._listener.removed(digest)
-        return block_id
 
     def _commit_blocks(self, table: BlockTable, num_blocks: int) -> None:
         """Make the first ``num_blocks`` of the table committed; never fewer than there are."""
@@ -278,3 +300,69 @@ class BlockPool:
             self._cache.release(block_id)
         else:
             self._free.append(block_id)
+
+    # Integrity
+
+    def check_integrity(self) -> None:
+        """Recompute from the tables all that can be derived from them, in time in proportion to the pool:
+        after every operation in tests and, where wanted, at idle in production. Raises AssertionError
+        naming the first thing that does not hold."""
+        self._cache.check_integrity()
+        is_right = self.enable_prefix_cache or not len(self._cache)
+        _require(is_right, "a block was published although the prefix cache is off")
+        holders: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for request_id, table in self._tables.items():
+            self._check_table(request_id, table)
+            for index, block_id in enumerate(table.block_ids):
+                holders[block_id].append((request_id, index))
+        for block_id, places in holders.items():
+            if len(places) > 1:
+                self._check_shared(block_id, places)
+        self._check_states({block_id: len(places) for block_id, places in holders.items()})
+
+    def _check_table(self, request_id: str, table: BlockTable) -> None:
+        ids, size, whose = table.block_ids, self.block_size, f"request {request_id!r}"
+        num_blocks, num_tokens = table.num_committed_blocks, table.num_committed_tokens
+        _require(len(set(ids)) == len(ids), f"{whose}: a block is in its table twice")
+        known = all(0 <= block_id < self.num_blocks for block_id in ids)
+        _require(known, f"{whose}: its table names a block that does not exist")
+        committed = f"{num_tokens} tokens and {num_blocks} of {len(ids)} blocks are committed"
+        fits = 0 <= num_blocks <= len(ids) and 0 <= num_tokens <= num_blocks * size
+        _require(fits, f"{whose}: {committed}, which cannot be")
+        early = [each for each in ids[num_tokens // size :] if self._cache.is_published(each)]
+        _require(not early, f"{whose}: blocks {early} are published before they are full")
+
+    def _check_shared(self, block_id: int, places: Sequence[tuple[str, int]]) -> None:
+        """Shared blocks are full, committed, at one place of the sequence, and came from the cache.
+
+        A reset of the cache takes the digests of blocks in use, and with them their holders' right to
+        publish: only between such holders may a block without a digest be shared.
+        """
+        whose = f"block {block_id}, shared by {[request_id for request_id, _ in places]}"
+        _require(len({index for _, index in places}) == 1, f"{whose}: at different places")
+        is_named = self._cache.is_published(block_id)
+        for request_id, index in places:
+            table = self._tables[request_id]
+            is_full = index < table.num_committed_tokens // self.block_size
+            _require(is_full, f"{whose}: {request_id!r} may write to it")
+            _require(is_named or table.digest is None, f"{whose}: it is private")
+
+    def _check_states(self, num_holders: dict[int, int]) -> None:
+        """Every block is in exactly one of: tables, the free list, the idle blocks of the cache."""
+        states = Counter([*num_holders, *self._free, *self._cache.idle_blocks()])
+        for block_id, ref_count in enumerate(self._ref_counts):
+            expected = num_holders.get(block_id, 0)
+            counts = f"ref count {ref_count}, but in {expected} tables"
+            _require(ref_count == expected, f"block {block_id}: {counts}")
+            _require(states[block_id] == 1, f"block {block_id}: in {states[block_id]} states")
+        named = [block_id for block_id in self._free if self._cache.is_published(block_id)]
+        _require(not named, f"blocks {named}: free, but still published")
+        num_draft = sum(table.num_draft_blocks for table in self._tables.values())
+        for name, expected in (("draft", num_draft), ("committed", len(num_holders) - num_draft)):
+            counted = self.counts()[name]
+            _require(counted == expected, f"{name} counter {counted}, counted {expected}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)

@@ -11,19 +11,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-ALIGNMENT = 64
+RowShape = tuple[int, int, int]
+"""``(num_kv_heads, key_dim, value_dim)`` of one layer."""
+_ALIGNMENT = 64
 """Bytes; a cache line, and what vector kernels like best."""
 
 
 class KVStore:
-    """Keys and values of ``num_layers`` layers in blocks of ``block_size`` slots.
+    """Keys and values of the layers with these ``shapes`` in blocks of ``block_size`` slots.
 
-    ``num_kv_heads``, ``head_dim_k`` and ``head_dim_v`` are one number for all layers or one per
-    layer. Raises ValueError on sizes that make no store.
+    Raises ValueError on sizes that make no store.
 
     Heads lie one after another, and of each head all slots: what attention reads, the keys of one head,
     is one piece of memory where blocks lie together. ``key[layer]`` is a view
-    ``[num_slots, num_kv_heads, head_dim_k]``, ``value[layer]`` likewise. A row takes the memory of a
+    ``[num_slots, num_kv_heads, key_dim]``, ``value[layer]`` likewise. A row takes the memory of a
     multiple of ``dim_multiple`` dimensions; those beyond its own are 0 for ever.
 
     Everything starts as zeros. Attention reads whole blocks, slots never written included, and
@@ -32,40 +33,34 @@ class KVStore:
 
     def __init__(
         self,
-        num_layers: int,
+        shapes: Sequence[RowShape],
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int | Sequence[int],
-        head_dim_k: int | Sequence[int],
-        head_dim_v: int | Sequence[int],
         dtype: torch.dtype,
         device: torch.device | str,
         dim_multiple: int = 1,
     ) -> None:
-        if min(num_layers, num_blocks, block_size) < 1:
-            raise ValueError("num_layers, num_blocks and block_size must be at least 1")
-        self.num_layers = num_layers
+        if min(num_blocks, block_size, *map(min, shapes)) < 1 or not shapes:
+            raise ValueError("layers, blocks, slots, heads and dimensions must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
         self.dtype = dtype
         self.device = torch.device(device)
-        shapes_k, shapes_v = _row_shapes(num_layers, num_kv_heads, head_dim_k, head_dim_v)
         # Planes (one layer's keys, or its values) whose rows have equal shape share one tensor, so
         # that moving accepted rows takes one copy for all layers and not two per layer.
-        shapes = shapes_k + shapes_v
+        rows = _rows(shapes)
         planes: dict[int, torch.Tensor] = {}  # each [num_kv_heads, num_slots, head_dim]
         self._stacks: list[torch.Tensor] = []  # [num_planes * heads, num_slots, padded dim]
-        for shape in sorted(set(shapes)):
-            heads, dim = shape
-            members = [index for index, other in enumerate(shapes) if other == shape]
+        for heads, dim in sorted(set(rows)):
+            members = [index for index, row in enumerate(rows) if row == (heads, dim)]
             size = (len(members), heads, self.num_slots, _padded(dim, dim_multiple))
             stack = _zeros(size, dtype, self.device)
             self._stacks.append(_copyable(stack).flatten(0, 1))
             for plane, index in zip(stack, members, strict=True):
                 planes[index] = plane[..., :dim]
         # Views made once: making one costs as much as a small copy.
-        pairs = [(planes[layer], planes[num_layers + layer]) for layer in range(num_layers)]
+        pairs = [(planes[index], planes[index + 1]) for index in range(0, len(rows), 2)]
         self.key = [key.transpose(0, 1) for key, _ in pairs]
         self.value = [value.transpose(0, 1) for _, value in pairs]
         self._planes = [(_copyable(key), _copyable(value)) for key, value in pairs]
@@ -76,43 +71,33 @@ class KVStore:
 
     @staticmethod
     def bytes_per_block(
-        num_layers: int,
-        block_size: int,
-        num_kv_heads: int | Sequence[int],
-        head_dim_k: int | Sequence[int],
-        head_dim_v: int | Sequence[int],
-        dtype: torch.dtype,
-        dim_multiple: int = 1,
+        shapes: Sequence[RowShape], block_size: int, dtype: torch.dtype, dim_multiple: int = 1
     ) -> int:
         """Bytes that one more block costs over all layers: for sizing a pool from free memory."""
-        shapes_k, shapes_v = _row_shapes(num_layers, num_kv_heads, head_dim_k, head_dim_v)
-        per_slot = sum(heads * _padded(dim, dim_multiple) for heads, dim in shapes_k + shapes_v)
+        per_slot = sum(heads * _padded(dim, dim_multiple) for heads, dim in _rows(shapes))
         return per_slot * block_size * dtype.itemsize
 
     def write(
         self,
         layer: int,
         slots: torch.Tensor,  # [num_rows] int64, no slot twice
-        key: torch.Tensor,  # [num_rows, num_kv_heads, head_dim_k]
-        value: torch.Tensor,  # [num_rows, num_kv_heads, head_dim_v]
+        key: torch.Tensor,  # [num_rows, num_kv_heads, key_dim]
+        value: torch.Tensor,  # [num_rows, num_kv_heads, value_dim]
     ) -> None:
         """Put one layer's new rows into their slots; other dtypes are converted to the store's."""
         for plane, rows in zip(self._planes[layer], (key, value), strict=True):
-            plane.index_copy_(1, slots, _copyable(self._converted(rows)).transpose(0, 1))
-
-    def _converted(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.dtype.itemsize == 1 and self.dtype.is_floating_point:
-            # Out of an 8-bit float's range is NaN, and one NaN would spoil every later row.
-            most = torch.finfo(self.dtype).max
-            rows = rows.clamp(-most, most)
-        return rows.to(self.dtype)
+            if self.dtype.itemsize == 1:
+                # Out of an 8-bit float's range is NaN, and one NaN would spoil every later row.
+                most = torch.finfo(self.dtype).max
+                rows = rows.clamp(-most, most)
+            plane.index_copy_(1, slots, _copyable(rows.to(self.dtype)).transpose(0, 1))
 
     def gather(
         self,
         layer: int,
         slots: torch.Tensor,  # [num_ids] int64, repeats allowed
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns copies of slots' keys ``[num_kv_heads, num_ids, head_dim_k]``, and values likewise."""
+        """Returns copies of slots' keys ``[num_kv_heads, num_ids, key_dim]``, and values likewise."""
         keys, values = (each.index_select(1, slots) for each in self._planes[layer])
         return keys.view(self.dtype), values.view(self.dtype)
 
@@ -126,30 +111,13 @@ class KVStore:
         All sources are read before any destination is written, so the two may overlap. Serves
         to compact accepted tree paths: keys carry their position already, so copying is enough.
         """
-        if src_slots.numel() == 0:
-            return
         for stack in self._stacks:
             stack.index_copy_(1, dst_slots, stack.index_select(1, src_slots))
 
 
-def _row_shapes(
-    num_layers: int,
-    num_kv_heads: int | Sequence[int],
-    head_dim_k: int | Sequence[int],
-    head_dim_v: int | Sequence[int],
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(heads, dim) of a row of keys and of a row of values, per layer."""
-    heads = _per_layer("num_kv_heads", num_kv_heads, num_layers)
-    dims_k = _per_layer("head_dim_k", head_dim_k, num_layers)
-    dims_v = _per_layer("head_dim_v", head_dim_v, num_layers)
-    return list(zip(heads, dims_k, strict=True)), list(zip(heads, dims_v, strict=True))
-
-
-def _per_layer(name: str, sizes: int | Sequence[int], num_layers: int) -> list[int]:
-    listed = [sizes] * num_layers if isinstance(sizes, int) else list(sizes)
-    if len(listed) != num_layers or min(listed) < 1:
-        raise ValueError(f"{name} must be positive, one for all or one for each of {num_layers}")
-    return listed
+def _rows(shapes: Sequence[RowShape]) -> list[tuple[int, int]]:
+    """Heads and dimensions of a row of each layer's keys, then of its values."""
+    return [(heads, dim) for heads, *dims in shapes for dim in dims]
 
 
 def _padded(dim: int, multiple: int) -> int:
@@ -171,6 +139,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
+    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

@@ -84,11 +84,8 @@ class AttentionNeeds:
     def store_sizes(self) -> dict[str, Any]:
         """Returns ``KVStore``'s arguments but for device, number of blocks and ``dim_multiple``."""
         return {
-            "num_layers": len(self.shapes),
+            "shapes": [(each.num_kv_heads, each.key_dim, each.value_dim) for each in self.shapes],
             "block_size": self.block_size,
-            "num_kv_heads": [shape.num_kv_heads for shape in self.shapes],
-            "head_dim_k": [shape.key_dim for shape in self.shapes],
-            "head_dim_v": [shape.value_dim for shape in self.shapes],
             "dtype": self.kv_dtype or self.dtype,
         }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from drafters.base import DraftSampling
 from drafters.model.protocol import Candidates
 from engine.sampling.noise_torch import gumbel
-from engine.sampling.truncation import truncated
+from engine.sampling.sampler import truncated
 from engine.transfer import Readback, upload
 
 _NUM_SAMPLED_FROM = 256

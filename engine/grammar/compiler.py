@@ -9,8 +9,8 @@ live on.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 from engine.grammar.constraint import GrammarConstraint
@@ -32,8 +32,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()
-        self._vocabulary: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled = lru_cache(_MAX_CACHED)(self._compile)
 
     def constraint(self, grammar: str) -> GrammarConstraint:
         """A constraint at the start of a text. ``grammar``: as llguidance's ``grammar_from_*`` give it.
@@ -41,27 +40,21 @@ class GrammarCompiler:
         Raises RequestError where it cannot be compiled, or the tokenizer does not fit.
         """
         with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                matcher = self._compiled[grammar] = self._compile(grammar)
-                if len(self._compiled) > _MAX_CACHED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            return GrammarConstraint(matcher.deep_copy(), self._vocab_size)
+            return GrammarConstraint(self._compiled(grammar).deep_copy(), self._vocab_size)
 
     def _compile(self, grammar: str) -> Any:
         from llguidance import LLMatcher  # loaded with the first grammar
 
-        if self._vocabulary is None:
-            self._vocabulary = self._read_vocabulary()
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise RequestError("grammar", f"the grammar cannot be used: {_first_line(matcher)}")
+            reason = str(matcher.get_error()).strip().split("\n", 1)[0][:300]
+            raise RequestError("grammar", f"the grammar cannot be used: {reason}")
         # The lexer's tables are built by the first mask, once for all copies.
         matcher.compute_bitmask()
         return matcher
 
-    def _read_vocabulary(self) -> Any:
+    @cached_property
+    def _vocabulary(self) -> Any:
         from llguidance import LLTokenizer
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -76,7 +69,3 @@ class GrammarCompiler:
             raise RequestError("grammar", "this model's tokenizer has no end-of-sequence token")
         wide = max(self._vocab_size, size)
         return LLTokenizer(backend.to_str(), n_vocab=wide, eos_token=ends)
-
-
-def _first_line(matcher: Any) -> str:
-    return str(matcher.get_error()).strip().split("\n", 1)[0][:300]

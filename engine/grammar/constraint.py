@@ -38,17 +38,13 @@ class GrammarConstraint:
         if num_taken < len(token_ids):
             raise ValueError(f"the grammar does not allow token {token_ids[num_taken]} here")
 
-    def mask(self, path: Path) -> NDArray[np.uint8] | None:
-        """Tokens that may follow ``path``, packed, lowest bit first: ``[ceil(vocab_size / 8)]``. None
-        where the path itself is not allowed, or ends the text. Raises ValueError where the grammar has
-        become too complex to go on."""
+    def allowed(self, path: Path) -> NDArray[np.bool_] | None:
+        """Tokens that may follow ``path``, one bool per token: ``[vocab_size]``. None where the path
+        itself is not allowed, or ends the text. Raises ValueError where the grammar has become too
+        complex to go on."""
         if path not in self._masks:
             self._masks[path] = self._read_mask() if self._move(path) else None
-        return self._masks[path]
-
-    def allowed(self, path: Path) -> NDArray[np.bool_] | None:
-        """``mask``, one bool per token: ``[vocab_size]``."""
-        mask = self.mask(path)
+        mask = self._masks[path]
         if mask is None:
             return None
         return np.unpackbits(mask, count=self._vocab_size, bitorder="little").view(np.bool_)
@@ -60,19 +56,16 @@ class GrammarConstraint:
     def forced(self, path: Path = ()) -> Path:
         """The tokens that have to follow an allowed ``path``, up to the next choice."""
         if path not in self._forced:
-            self._forced[path] = self._read_forced(path)
+            may_come = self._move(path)
+            self._forced[path] = tuple(self._matcher.compute_ff_tokens()) if may_come else ()
         return self._forced[path]
 
     def _read_mask(self) -> NDArray[np.uint8]:
+        """One bit per token, lowest first."""
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise ValueError(f"the grammar gave up: {self._matcher.get_error()[:300]}")
         return mask[: -(-self._vocab_size // 8)]
-
-    def _read_forced(self, path: Path) -> Path:
-        if not self._move(path):
-            return ()
-        return tuple(self._matcher.compute_ff_tokens())
 
     def _move(self, path: Path) -> bool:
         """Take the matcher to ``path``; False where it leads nowhere."""

@@ -1,4 +1,4 @@
-"""Which token of a row wins, in one pass over its logits: what ``engine.sampling.gumbel_argmax`` defines,
+"""Which token of a row wins, in one pass over its logits: what ``engine.sampling.sampler`` defines,
 without a tensor for every operation.
 
 The noise is ``engine.sampling.noise``'s. Of each group of 32 tokens one hash bounds the noise; only

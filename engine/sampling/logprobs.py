@@ -52,8 +52,7 @@ def begin_scoring(
     num_own = 1 + max(len(each.named) for each in asked)
     rows = [each.row for each in asked]
     own = upload([_own(each, num_own) for each in asked], logits.device)
-    if any(each.token_id is None for each in asked):
-        assert chosen is not None
+    if chosen is not None:
         tokens = chosen.index_select(0, upload(rows, logits.device))[:, None]
         own = torch.where(own == _CHOSEN, tokens, own)
 
@@ -65,10 +64,12 @@ def begin_scoring(
     found = _by_parts(logits, rows, read, readback)
 
     def finish() -> list[TokenLogprobs]:
-        return [
-            _told(each, list(zip(ids, values, strict=True)), num_own)
-            for each, ids, values in zip(asked, *(each.tolist() for each in found), strict=True)
-        ]
+        told = []
+        for each, ids, values in zip(asked, *(each.tolist() for each in found), strict=True):
+            pairs = list(zip(ids, values, strict=True))
+            top, named = pairs[num_own : num_own + each.num_top], pairs[1 : 1 + len(each.named)]
+            told.append(TokenLogprobs(*pairs[0], tuple(top), tuple(named)))
+        return told
 
     return finish
 
@@ -76,14 +77,7 @@ def begin_scoring(
 def _own(scored: Scored, num: int) -> list[int]:
     """The row's token and those named, filled up to ``num``."""
     token_id = _CHOSEN if scored.token_id is None else scored.token_id
-    own = [token_id, *scored.named]
-    return own + [token_id] * (num - len(own))
-
-
-def _told(scored: Scored, found: list[tuple[int, float]], num_own: int) -> TokenLogprobs:
-    """``found``: as many as ``_own`` gives, then the likeliest."""
-    top = found[num_own : num_own + scored.num_top]
-    return TokenLogprobs(*found[0], tuple(top), tuple(found[1 : 1 + len(scored.named)]))
+    return [token_id, *scored.named] + [token_id] * (num - 1 - len(scored.named))
 
 
 TopTokens = tuple[list[list[int]], list[list[float]] | None]
@@ -111,23 +105,14 @@ def begin_top_tokens(
 
     def finish() -> TopTokens:
         token_ids, values = (each.tolist() for each in found)
-        counts = [_num_possible(row) for row in values]
+        counts = [sum(value > -math.inf for value in row) for row in values]
         tops = [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
         if not with_probs:
             return tops, None
-        exp = math.exp
-        return tops, [
-            [exp(value) for value in row[:count]] for row, count in zip(values, counts, strict=True)
-        ]
+        kept = zip(values, counts, strict=True)
+        return tops, [[math.exp(value) for value in row[:count]] for row, count in kept]
 
     return finish
-
-
-def _num_possible(values: Sequence[float]) -> int:
-    """Returns how many of these logits, best first, are of tokens that may come."""
-    if values and values[-1] > -math.inf:
-        return len(values)
-    return sum(value > -math.inf for value in values)
 
 
 def _by_parts(

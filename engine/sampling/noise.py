@@ -13,7 +13,7 @@ Tokens come in groups of 32. By the memorylessness of the exponential law, 32 in
 Exp(1) arrival times are one minimum ~ Exp(32) at a uniformly chosen member, and minimum + Exp(1) for
 the others; ``g = -log(arrival)`` is then exactly standard Gumbel, independent over tokens. The
 gain: one hash bounds the noise of a whole group, so the largest ``logit + g`` of a vocabulary is
-found without computing most of the noise (``engine/sampling/gumbel_argmax.py``).
+found without computing most of the noise (``engine/kernels/gumbel_argmax.py``).
 
 Integers come from splitmix64 (Steele, Lea, Flood 2014) on wrapping int64 and are equal on every
 device and in the Python twin. Floats are computed in float64 and rounded to float32, so that the

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import engine.sampling.processors
 from engine.grammar.constraint import GrammarConstraint
+from engine.grammar.constraint import Path as Path
 from engine.request.errors import RequestError
 from engine.request.params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-Path = tuple[int, ...]
-"""The draft tokens from the anchor (excluded) to a row (included)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,7 @@ class Facts:
     """Facts that a processor may know of its request besides the parameters' values. ``grammar``: of a
     request whose output is constrained."""
 
+    params: SamplingParams
     prompt_token_ids: Sequence[int]
     stop_token_ids: frozenset[int]
     vocab_size: int
@@ -74,26 +73,20 @@ class LogitsProcessor:
 
     stage: ClassVar[Stage]
     parameters: ClassVar[tuple[Parameter, ...]]
-    """Its fields; none where what it works with comes to ``of`` by other ways."""
+    fields: ClassVar[Mapping[str, Any]]
+    """The fields of ``SamplingParams`` that it reads, and their values where it is not needed: its
+    parameters and their defaults, unless it says otherwise."""
 
     def __init__(self, facts: Facts, **values: Any) -> None:
-        """``values``: of all ``parameters``, by name. Raises RequestError naming one that does not
-        fit the request."""
+        """``values``: of all ``fields``, by name. Raises RequestError naming one that does not fit the
+        request."""
 
     @classmethod
     def resolve(cls, values: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
-        """The values as the engine wants them, from those a client sent; where other names are
-        returned, they are fields of ``SamplingParams``. Raises RequestError."""
+        """The values of ``fields`` from those that a client sent; defaults stand for those left out.
+        Raises RequestError."""
         del vocabulary
         return values
-
-    @classmethod
-    def of(cls, params: SamplingParams, facts: Facts) -> LogitsProcessor | None:
-        """The processor of a request; None where all values are the defaults."""
-        values = {p.name: params.get(p.name, p.default) for p in cls.parameters}
-        if all(values[p.name] == p.default for p in cls.parameters):
-            return None
-        return cls(facts, **values)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that a step emitted."""
@@ -134,6 +127,8 @@ def register(cls: _Class) -> _Class:
         owner = _owners.setdefault(parameter.name, cls)
         if owner is not cls:
             raise ValueError(f"{parameter.name} belongs to {owner.__name__}")
+    if "fields" not in vars(cls):
+        cls.fields = {each.name: each.default for each in cls.parameters}
     _classes[cls] = None
     return cls
 
@@ -147,32 +142,42 @@ def processors() -> tuple[type[LogitsProcessor], ...]:
     return tuple(sorted(_classes, key=lambda cls: (cls.stage, cls.__module__)))
 
 
+def new_processors(facts: Facts) -> list[LogitsProcessor]:
+    """The processors that a request needs, in the order in which they run. Raises RequestError."""
+    params, made = facts.params, []
+    for cls in processors():
+        values = {name: params.get(name, off) for name, off in cls.fields.items()}
+        is_idle = cls.stage is Stage.TRUNCATE and params.temperature == 0
+        if values != cls.fields and not is_idle:
+            made.append(cls(facts, **values))
+    return made
+
+
 def parameters() -> tuple[Parameter, ...]:
     """The request fields of all processors."""
     return tuple(parameter for cls in processors() for parameter in cls.parameters)
 
 
 def sampling_values(sent: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
-    """Arguments for ``SamplingParams`` from the values that a client sent (None: left out).
+    """Arguments for ``SamplingParams`` from the values that a client sent (None: left out), as far as
+    they are not the defaults.
 
     Raises RequestError naming the field.
     """
     values: dict[str, Any] = {}
     for cls in processors():
-        given = {p.name: _or(sent.get(p.name), p.default) for p in cls.parameters}
-        values |= cls.resolve(given, vocabulary)
+        defaults = {each.name: each.default for each in cls.parameters}
+        given = {name: sent[name] for name in defaults if sent.get(name) is not None}
+        if defaults | given != defaults:
+            values |= cls.resolve(defaults | given, vocabulary)
     known = SamplingParams.__dataclass_fields__
-    further = {name: value for name, value in values.items() if name not in known}
-    return {name: value for name, value in values.items() if name in known} | {"further": further}
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
+    further = {name: values.pop(name) for name in [*values] if name not in known}
+    return values | {"further": further}
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """As ``engine.transfer.upload``, which is loaded with the first values: the server reads what
-    processors declare, and does without torch."""
+    """As ``engine.transfer.upload``, which is loaded with the first values: the server, which reads what
+    processors declare, does without torch."""
     from engine.transfer import upload as uploaded
 
     return uploaded(values, device, dtype)

@@ -14,9 +14,10 @@ from drafters.base import GREEDY, DraftSampling
 from drafters.tree import DraftTree
 from engine.grammar.constraint import GrammarConstraint
 from engine.request.errors import RequestError
+from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, VerificationName
 from engine.sampling.noise import DRAFT_STREAM, gumbel_list, request_key, step_key
-from engine.sampling.processor import Facts, LogitsProcessor, Stage, check_token_ids, processors
+from engine.sampling.processor import Facts, check_token_ids, new_processors
 
 
 class SamplingState:
@@ -43,51 +44,38 @@ class SamplingState:
         self.key = request_key(params.seed, params.choice_index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_output_tokens = 0
+        self.is_greedy = params.temperature == 0
         # Greedy rows have one possible token: every verification then comes to equality.
         self.verification: VerificationName = (
             "match" if self.is_greedy else request.speculative.verification
         )
         self.num_steps = 0
-        self._matched_sampling: DraftSampling | None = None
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
 
         self.grammar = _constraint(params, constrain)
-        facts = Facts(request.prompt_token_ids, self.stop_token_ids, vocab_size, self.grammar)
-        found = [cls.of(params, facts) for cls in processors()]
-        self.processors = [each for each in found if each is not None]
+        # Below it, tokens that end the request do not. Where the grammar leaves nothing else, they do.
+        self.min_num_output_tokens = 0 if self.grammar is not None else params.min_tokens
+        self.processors = new_processors(
+            Facts(params, request.prompt_token_ids, self.stop_token_ids, vocab_size, self.grammar)
+        )
 
     @property
     def num_tokens(self) -> int:
         """Prompt plus output: the absolute position of the token that the anchor's row predicts."""
         return self.num_prompt_tokens + self.num_output_tokens
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.params.temperature == 0
-
-    @property
-    def min_num_output_tokens(self) -> int:
-        """Below it, tokens that end the request do not. Where the grammar leaves nothing else, they
-        do."""
-        return 0 if self.grammar is not None else self.params.min_tokens
-
     def draft_sampling(self) -> DraftSampling:
         """The facts that a drafter needs in order to sample in the coming step.
 
         Under "match" the noise is the verifier's, else stream 1 of this step and no other.
         """
-        if self.verification != "match":
-            return self._draft_sampling(step_key(self.key, DRAFT_STREAM, self.num_steps))
-        if self._matched_sampling is None:
-            self._matched_sampling = self._draft_sampling(self.key)
-        return self._matched_sampling
-
-    def _draft_sampling(self, key: int) -> DraftSampling:
-        params = self.params
+        params, key = self.params, self.key
         if self.is_greedy:
             return GREEDY
+        if self.verification != "match":
+            key = step_key(key, DRAFT_STREAM, self.num_steps)
         return DraftSampling(
             params.temperature,
             params.top_k,
@@ -97,14 +85,6 @@ class SamplingState:
             key,
             self.verification,
         )
-
-    def processors_now(self) -> list[LogitsProcessor]:
-        """The processors that edit the coming rows' logits, in order."""
-        return [
-            each
-            for each in self.processors
-            if each.is_active() and not (self.is_greedy and each.stage is Stage.TRUNCATE)
-        ]
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that a step emitted."""
@@ -136,6 +116,8 @@ class SampledRequest(Protocol):
     def anchor_logit(self) -> int: ...
     @property
     def draft(self) -> DraftTree: ...
+
+    outcome: Outcome | None
 
 
 def rows_of(request: SampledRequest) -> range:

@@ -1,9 +1,11 @@
-"""Verifies each request's drafts in a step: one strategy per request, by its own wish.
+"""Reads a step's forward: which drafts stand, and the target's token after them; top tokens for drafters,
+log-probabilities for clients; and hidden states, which stay where they are. Each kind is gathered for all
+requests at once, and all that comes to the host comes in one copy.
 
-``match`` compares with the token that the target chose (``match.py``). ``rejection`` and
-``block`` accept drafts with a probability (``rejection.py``): here they get the target's and the
-drafter's distributions as tensors and their answers from streams 2 and 3 of the request's noise, whose
-keys name the step, so that none is ever used twice.
+One strategy verifies a request, by its own wish. ``match`` compares with the token that the target chose
+(``match.py``). ``rejection`` and ``block`` accept drafts with a probability (``rejection.py``): here they
+get the target's and the drafter's distributions as tensors and their answers from streams 2 and 3 of the
+request's noise, whose keys name the step, so that none is ever used twice.
 
 A verification begins with work for the device, in shapes that the host knows, and ends when what it reads
 has come, with whatever else the step reads. Matching then needs nothing more. The others read again what
@@ -14,19 +16,22 @@ then their last tokens: two waits more for chains, at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from drafters.base import HiddenRows
 from engine.request.outcome import Outcome
 from engine.request.params import VerificationName
-from engine.sampling.distribution import target_probs
+from engine.request.stats import StepClock
+from engine.sampling.logprobs import Scored, begin_scoring, begin_top_tokens
 from engine.sampling.noise import ACCEPT_STREAM, RESIDUAL_STREAM, step_key, uniform_scalar
-from engine.sampling.sampler import choose_tokens
+from engine.sampling.sampler import choose_tokens, target_probs
 from engine.sampling.state import SampledRequest, SamplingState, rows_of
-from engine.transfer import Readback
+from engine.schedule.request import ScheduledRequest
+from engine.transfer import Readback, is_host, read_now, upload
 from engine.verification.match import trimmed, verify
 from engine.verification.probs import (
     Questions,
@@ -38,69 +43,101 @@ from engine.verification.probs import (
 from engine.verification.rejection import Accepts, Decision, Rule, reject_chain, reject_tokens
 
 _NO_TOKEN = -1
+_RULES: dict[VerificationName, Rule] = {"rejection": reject_tokens, "block": reject_chain}
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A verification that waits for what it reads. ``finish``: one outcome per request, once that was
-    fetched. ``tokens``: the target's own token at every row of the logits, where these are what is
-    verified with: int64 ``[num_rows]``, where the logits are."""
+def read_step(requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepClock) -> None:
+    """Keep with the requests what their rows say: outcomes, top tokens for drafters, log-probabilities.
 
-    finish: Callable[[], list[Outcome]]
-    tokens: Tensor | None = None
+    All of it is begun before anything is read, and read in one go, with one wait for the device; only
+    verification by rejection, and what follows from it, waits again.
+    """
+    readback = Readback()
+    sampling = [each for each in requests if each.samples]
+    with clock.measure("verify"):
+        finish_verification, tokens = begin_verification(logits, sampling, readback)
+    with clock.measure("draft"):
+        finish_tops = begin_top_rows(sampling, logits, readback)
+    finish_logprobs = begin_logprobs(requests, logits, tokens, readback)
+    with clock.measure("verify"):
+        readback.fetch()
+        finish_verification()
+    with clock.measure("draft"):
+        finish_tops()
+    finish_logprobs()
 
 
-Verification = Callable[[Tensor, Sequence[SampledRequest], Readback], Pending]
-"""From a step's logits ``[num_rows, vocab_size]``, left as they are, to one outcome per request."""
+# --- which drafts stand ---
 
 
-def _match(logits: Tensor, requests: Sequence[SampledRequest], readback: Readback) -> Pending:
-    """The target's own token at every row; drafts that equal it are accepted."""
-    tokens = choose_tokens(logits, requests)
+def begin_verification(
+    logits: Tensor, requests: Sequence[SampledRequest], readback: Readback
+) -> tuple[Callable[[], None], Tensor | None]:
+    """Begins each request's own verification of the step's ``logits`` ``[num_rows, vocab_size]``, which
+    are left as they are. States are read, not advanced.
+
+    Returns what gives the requests their outcomes once the readback was fetched, and the target's own
+    token at every row, where any request is matched: int64 ``[num_rows]``, where the logits are.
+    """
+    matched = [each for each in requests if each.sampling.verification == "match"]
+    tokens = choose_tokens(logits, matched) if matched else None
+    finishing = [] if tokens is None else [_begin_matching(tokens, matched, readback)]
+    for name, rule in _RULES.items():
+        own = [each for each in requests if each.sampling.verification == name]
+        if own:
+            finishing.append(_begin_rejection(rule, logits, own, readback))
+
+    def finish() -> None:
+        for each in finishing:
+            each()
+
+    return finish, tokens
+
+
+def _begin_matching(
+    tokens: Tensor, requests: Sequence[SampledRequest], readback: Readback
+) -> Callable[[], None]:
+    """Drafts that equal the target's own token at their row are accepted."""
     chosen = readback.add(tokens)
 
-    def finish() -> list[Outcome]:
+    def finish() -> None:
         token_ids = chosen.tolist()
-        own = [rows_of(each) for each in requests]
-        return [
-            verify(each, token_ids[rows.start : rows.stop])
-            for each, rows in zip(requests, own, strict=True)
-        ]
+        for each in requests:
+            rows = rows_of(each)
+            each.outcome = verify(each, token_ids[rows.start : rows.stop])
 
-    return Pending(finish, tokens)
+    return finish
 
 
-def _reject(
+def _begin_rejection(
     rule: Rule, logits: Tensor, requests: Sequence[SampledRequest], readback: Readback
-) -> Pending:
+) -> Callable[[], None]:
     """Drafts are accepted by the rule, and the last token is sampled from what it leaves."""
     with torch.inference_mode():
         probs = target_probs(logits, requests)
-        drafts = [each.draft for each in requests]
-        distributions = begin_distributions(probs, drafts, readback)
-    return Pending(lambda: _decided(rule, requests, *distributions()))
+        distributions = begin_distributions(probs, [each.draft for each in requests], readback)
+    return lambda: _reject(rule, requests, *distributions())
 
 
 @torch.inference_mode()
-def _decided(
+def _reject(
     rule: Rule,
     requests: Sequence[SampledRequest],
     distributions: Sequence[TensorDistributions],
     questions: Questions,
-) -> list[Outcome]:
+) -> None:
     runs = [
         partial(rule, each.draft, own, _accepts(each.sampling))
         for each, own in zip(requests, distributions, strict=True)
     ]
     decisions = decide(runs, questions)
-    last = sample_all(
-        [decision.last for decision in decisions],
-        [
-            _uniform(each.sampling, RESIDUAL_STREAM, decision.path[-1])
-            for each, decision in zip(requests, decisions, strict=True)
-        ],
-    )
-    return [_outcome(*each) for each in zip(requests, decisions, last, strict=True)]
+    uniforms = [
+        _uniform(each.sampling, RESIDUAL_STREAM, decision.path[-1])
+        for each, decision in zip(requests, decisions, strict=True)
+    ]
+    last = sample_all([decision.last for decision in decisions], uniforms)
+    for each, decision, token_id in zip(requests, decisions, last, strict=True):
+        each.outcome = _outcome(each, decision, token_id)
 
 
 def _accepts(state: SamplingState) -> Accepts:
@@ -120,30 +157,125 @@ def _outcome(request: SampledRequest, decision: Decision, last: int) -> Outcome:
     return trimmed(request.sampling, tuple(tokens), path)
 
 
-_VERIFICATIONS: dict[VerificationName, Verification] = {
-    "match": _match,
-    "rejection": partial(_reject, reject_tokens),
-    "block": partial(_reject, reject_chain),
-}
+# --- for drafters ---
 
 
-def begin_verification(
-    logits: Tensor, requests: Sequence[SampledRequest], readback: Readback
-) -> Pending:
-    """Begins each request's own verification. States are read, not advanced."""
-    tokens: Tensor | None = None
-    finishing: list[tuple[list[int], Pending]] = []
-    for name, verification in _VERIFICATIONS.items():
-        index = [i for i, each in enumerate(requests) if each.sampling.verification == name]
-        if index:
-            pending = verification(logits, [requests[i] for i in index], readback)
-            finishing.append((index, pending))
-            tokens = pending.tokens if tokens is None else tokens
+def begin_top_rows(
+    sampling: Sequence[ScheduledRequest], logits: Tensor, readback: Readback
+) -> Callable[[], None]:
+    """The top tokens that drafters want to see, of all rows of requests that sample: who is accepted is
+    not known yet."""
+    asking = [each for each in sampling if each.num_top_tokens]
+    rows = [row for each in asking for row in rows_of(each)]
+    most = max((each.num_top_tokens for each in asking), default=0)
+    with_probs = any(each.wants_top_probs for each in asking)
+    found = begin_top_tokens(logits, rows, most, readback, with_probs)
 
-    def finish() -> list[Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        for index, pending in finishing:
-            outcomes.update(zip(index, pending.finish(), strict=True))
-        return [outcomes[i] for i in range(len(requests))]
+    def finish() -> None:
+        token_ids, probs = found()
+        first = 0
+        for each in asking:
+            own, k = slice(first, first + 1 + len(each.draft)), each.num_top_tokens
+            each.top_token_ids = [row[:k] for row in token_ids[own]]
+            if probs is not None and each.wants_top_probs:
+                each.top_probs = [row[:k] for row in probs[own]]
+            first = own.stop
 
-    return Pending(finish, tokens)
+    return finish
+
+
+def hidden_rows(requests: Sequence[ScheduledRequest], hidden: Tensor | None) -> list[HiddenRows]:
+    """The states of newly committed tokens, ``hidden`` ``[num_rows, hidden_size]``, for the requests
+    whose drafters read them. Every request gets memory of its own, which it may keep."""
+    wanted = [each for each in requests if each.wants_hidden]
+    if hidden is None or not wanted:
+        return []
+    kept = []
+    for each in wanted:
+        first, anchor = each.rows.first_row, each.rows.first_row + each.num_known - 1
+        kept.append([*range(first, anchor + 1), *(anchor + row for row in each.accepted_rows)])
+    index = upload([row for rows in kept for row in rows], hidden.device)
+    return [
+        HiddenRows(
+            each.request.request_id, each.base, each.request.token_ids, hidden.index_select(0, own)
+        )
+        for each, own in zip(wanted, index.split([len(rows) for rows in kept]), strict=True)
+    ]
+
+
+# --- for clients ---
+
+
+def begin_logprobs(
+    requests: Sequence[ScheduledRequest],
+    logits: Tensor,
+    tokens: Tensor | None,
+    readback: Readback,
+) -> Callable[[], None]:
+    """The log-probabilities that requests asked for: of tokens emitted in this step, and of prompt tokens
+    that follow its known rows, all of which have logits then. ``tokens``: what matching compares drafts
+    with, at every row.
+
+    Where reading means to wait, all rows of a draft that is matched are scored, by the tokens chosen
+    there. Elsewhere, and for other verifications, emitted tokens are scored once they are known.
+    """
+    prompts = [(each, at) for each in requests for at in _prompt_positions(each)]
+    early: list[ScheduledRequest] = []
+    late: list[ScheduledRequest] = []
+    for each in requests:
+        if each.samples and each.sampling.params.logprobs is not None:
+            is_early = not is_host(logits.device) and each.sampling.verification == "match"
+            (early if is_early else late).append(each)
+    asked = [_scored_prompt(each, at) for each, at in prompts]
+    asked += [_scored(each, row, None) for each in early for row in rows_of(each)]
+    found = begin_scoring(logits, asked, readback, tokens)
+
+    def finish() -> None:
+        read = iter(found())
+        for each, at in prompts:
+            each.request.prompt_logprobs[at + 1] = next(read)
+        for each in early:
+            own = list(islice(read, 1 + len(each.draft)))
+            each.logprobs = tuple(own[row] for row, _ in _emitted_rows(each))
+        _score_emitted(late, logits)
+
+    return finish
+
+
+def _prompt_positions(each: ScheduledRequest) -> list[int]:
+    """Positions of known rows whose next token is the prompt's and was not scored yet."""
+    request = each.request
+    if not request.wants_prompt_logprobs:
+        return []
+    last = min(each.base + each.num_known, request.num_prompt_tokens - 1)
+    return [at for at in range(each.base, last) if at + 1 not in request.prompt_logprobs]
+
+
+def _scored_prompt(each: ScheduledRequest, at: int) -> Scored:
+    params, token_id = each.sampling.params, each.request.token_ids[at + 1]
+    row = each.rows.first_logit + at - each.base
+    return Scored(row, token_id, params.prompt_logprobs or 0, params.logprob_token_ids)
+
+
+def _scored(each: ScheduledRequest, row: int, token_id: int | None) -> Scored:
+    params = each.sampling.params
+    return Scored(row, token_id, params.logprobs or 0, params.logprob_token_ids)
+
+
+def _emitted_rows(each: ScheduledRequest) -> list[tuple[int, int]]:
+    """The rows that emitted tokens came from, counted from the anchor's, and these tokens: the path leads
+    from row to row, and the token at each is the next one emitted, unless the run was trimmed."""
+    outcome = each.outcome
+    assert outcome is not None
+    return list(zip(outcome.path, outcome.emitted_token_ids, strict=False))
+
+
+def _score_emitted(requests: Sequence[ScheduledRequest], logits: Tensor) -> None:
+    asked = [
+        _scored(each, each.anchor_logit + row, token_id)
+        for each in requests
+        for row, token_id in _emitted_rows(each)
+    ]
+    found = iter(read_now(lambda readback: begin_scoring(logits, asked, readback)))
+    for each in requests:
+        each.logprobs = tuple(islice(found, len(_emitted_rows(each))))

@@ -267,7 +267,7 @@ class Translator:
     def _sampling(self, body: CompletionRequest | ChatRequest, grammar: str) -> dict[str, Any]:
         """Returns the sampling parameters that all choices share."""
         values = sampling_values(dict(body), self._vocabulary)
-        del values["min_tokens"]
+        values.pop("min_tokens", None)
         # One list serves an echo and the prompt's log-probabilities; the writers show of it what was
         # asked for.
         echoed = body.num_logprobs if isinstance(body, CompletionRequest) and body.echo else None

@@ -12,23 +12,6 @@ from worlds.lanes import examples
 SIZE = 4
 
 
-def test_a_chunk_a_tree_and_a_lone_row_worked_out_by_hand() -> None:
-    chunk = RequestRows([10, 11, 12], 3, 2, (), [5, 1], 0)
-    tree = RequestRows([20, 21, 22, 23, 24], 2, 7, (-1, -1, 1), [3, 0, 2], 4)
-    lone = RequestRows([30], 1, 0, (), [9], 1)
-    batch = build_batch([chunk, tree, lone], SIZE)
-    assert batch.token_ids == [10, 11, 12, 20, 21, 22, 23, 24, 30]
-    # Known rows count on; siblings share a position.
-    assert batch.positions == [2, 3, 4, 7, 8, 9, 9, 10, 0]
-    # Slots count on, whatever the positions: 5*4+2, 5*4+3, then block 1; block 0's last, then block 2.
-    assert batch.slot_mapping == [22, 23, 4, 3, 8, 9, 10, 11, 36]
-    assert batch.logits_indices == [4, 5, 6, 7, 8]
-    assert [each.first_row for each in batch.requests] == [0, 3, 8]
-    assert [each.first_logit for each in batch.requests] == [0, 0, 4]
-    assert batch.num_rows == 9
-    assert batch.num_kv_tokens == 5 + 12 + 1
-
-
 def test_inputs_of_steps_of_equal_size_lie_at_the_same_addresses() -> None:
     buffers = InputBuffers(torch.device("cpu"), max_num_rows=8)
     steps = [
@@ -82,6 +65,7 @@ def test_every_row_is_where_its_request_says(given: list[RequestRows]) -> None:
     batch = build_batch(given, SIZE)
     assert batch.token_ids == [t for each in given for t in each.token_ids]
     assert len(set(batch.slot_mapping)) == batch.num_rows == len(batch.positions)
+    assert batch.num_kv_tokens == sum(each.base + len(each.token_ids) for each in given)
     assert sorted(batch.logits_indices) == batch.logits_indices
     next_row = 0
     for rows in batch.requests:

@@ -23,7 +23,7 @@ from engine.core import MAX_FAILED_STEPS, EngineCore
 from engine.request.errors import RequestFailedError
 from engine.request.events import ErrorEvent, TokenEvent
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
-from engine.sampling.processor import LogitsProcessor, Path, Stage
+from engine.sampling.processor import Facts, LogitsProcessor, Path, Stage
 from engine.sampling.processors.grammar import Grammar
 from worlds.engine_harness import Driver, Setup, build_core, drafting, request, traces_of
 from worlds.fake_drafters import FakeDrafter, foreseeing
@@ -466,7 +466,8 @@ def test_a_grammar_that_gives_up_ends_its_request_and_no_other() -> None:
     (odd,) = [each for each in driver.core.scheduler.waiting if each.request_id == "odd"]
     grammar: Any = GaveUp()
     odd.sampling.grammar = grammar
-    odd.sampling.processors.append(Grammar(grammar))
+    facts = Facts(odd.sampling.params, (), frozenset(), TARGET.vocab_size, grammar)
+    odd.sampling.processors.append(Grammar(facts, ""))
     driver.run()
     assert driver.failures == {"odd": "ValueError: the grammar gave up, asked for allowed"}
     alone = undisturbed()

@@ -1,4 +1,5 @@
-"""Blocks that lie together, shortage and misuse; ``test_block_pool_machine.py`` proves the rest."""
+"""Blocks that lie together, shortage and misuse; what is published when, found, counted, evicted first
+and forgotten. ``test_block_pool_machine.py`` proves the rest: that only what is right is shared, too."""
 
 from collections.abc import Callable
 
@@ -61,3 +62,149 @@ def test_misuse_is_an_error_and_changes_nothing(misuse: Callable[[BlockPool], ob
 def test_a_pool_of_nothing_is_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         BlockPool(num_blocks, block_size)
+
+
+# --- the prefix cache ---
+
+
+@pytest.mark.parametrize(("cap", "num_cached"), [(0, 0), (3, 0), (7, 4), (8, 8), (100, 8)])
+def test_reuse_is_capped_in_whole_blocks(cap: int, num_cached: int) -> None:
+    pool = CheckedPool(8, SIZE)
+    run(pool, "a", TOKENS[:8])
+    assert pool.open("b", TOKENS[:8], "", cap) == num_cached
+
+
+def test_a_capped_request_recomputes_its_last_block_privately() -> None:
+    """A prompt that is cached in full needs its last row's logits: at most len - 1 is reused."""
+    pool = CheckedPool(8, SIZE)
+    run(pool, "a", TOKENS[:8])
+    assert run(pool, "b", TOKENS[:8], cap=7) == 4
+    assert pool.block_table("b")[0] == pool.block_table("a")[0]
+    assert pool.block_table("b")[1] != pool.block_table("a")[1]
+    # b's copy of the second block has no name: it goes back to the free list, not to the cache.
+    pool.free("b")
+    assert pool.counts() == counts(6, 0, 2, 0)
+    pool.free("a")
+    assert pool.counts() == counts(6, 0, 0, 2)
+
+
+def test_a_block_is_published_when_its_last_token_is_committed() -> None:
+    pool = CheckedPool(8, SIZE)
+    pool.open("a", TOKENS, "", 0)
+    pool.allocate("a", 12)
+    for num_computed_tokens in range(13):
+        pool.promote("a", TOKENS, num_computed_tokens)
+        assert pool.open("probe", TOKENS, "", 100) == num_computed_tokens // SIZE * SIZE
+        pool.free("probe")
+
+
+class CountingTokens(list[int]):
+    """Counts the tokens that are read from it."""
+
+    num_read = 0
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        result = super().__getitem__(index)
+        self.num_read += len(result) if isinstance(index, slice) else 1
+        return result
+
+
+def test_promote_reads_only_newly_full_blocks() -> None:
+    pool = CheckedPool(100, SIZE)
+    token_ids = CountingTokens(range(400))
+    pool.open("a", [], "", 0)
+    pool.allocate("a", 400)
+    pool.promote("a", token_ids, 397)
+    assert token_ids.num_read == 396
+    pool.promote("a", token_ids, 399)
+    assert token_ids.num_read == 396
+    pool.promote("a", token_ids, 400)
+    assert token_ids.num_read == 400
+
+
+def test_eviction_takes_the_least_recently_used_request_and_its_tail_first() -> None:
+    pool = CheckedPool(6, SIZE)
+    old, new = TOKENS[:12], TOKENS[20:32]
+    run(pool, "old", old)
+    run(pool, "new", new)
+    pool.free("old")
+    pool.free("new")
+    assert pool.counts() == counts(0, 0, 0, 6)
+    expected = [(8, 12), (4, 12), (0, 12), (0, 8), (0, 4), (0, 0)]
+    for num_evicted, (left_of_old, left_of_new) in enumerate(expected, start=1):
+        pool.open("probe", [], "", 0)
+        assert pool.allocate("probe", num_evicted * SIZE)
+        for token_ids, left in ((new, left_of_new), (old, left_of_old)):
+            assert len(pool._match(token_ids, "", 12)[1]) * SIZE == left
+        # Freed unpublished, so that the next round takes these and evicts one more.
+        pool.free("probe")
+
+
+def test_a_hit_makes_a_prefix_young_again() -> None:
+    pool = CheckedPool(2, SIZE)
+    run(pool, "a", TOKENS[:4])
+    run(pool, "b", TOKENS[10:14])
+    pool.free("a")
+    pool.free("b")
+    assert pool.open("a", TOKENS[:4], "", 100) == 4
+    pool.free("a")
+    pool.open("c", [], "", 0)
+    assert pool.allocate("c", 1)
+    assert pool.open("a", TOKENS[:4], "", 100) == 4
+    assert pool.open("b", TOKENS[10:14], "", 100) == 0
+
+
+def test_free_blocks_are_used_before_cached_ones() -> None:
+    pool = CheckedPool(4, SIZE)
+    run(pool, "a", TOKENS[:8])
+    pool.free("a")
+    pool.open("b", [], "", 0)
+    pool.allocate_draft("b", 8)
+    assert pool.counts() == counts(0, 2, 0, 2)
+    pool.allocate_draft("b", 9)
+    assert pool.counts() == counts(0, 3, 0, 1)
+
+
+def test_queries_and_hits_count_tokens() -> None:
+    pool = CheckedPool(8, SIZE)
+    run(pool, "a", TOKENS[:10], cap=9)
+    assert (pool.num_prefix_queries, pool.num_prefix_hits) == (10, 0)
+    run(pool, "b", TOKENS[:10], cap=9)
+    assert (pool.num_prefix_queries, pool.num_prefix_hits) == (20, 8)
+    pool.open("c", TOKENS[:10], "", 0)
+    assert (pool.num_prefix_queries, pool.num_prefix_hits) == (20, 8)
+    pool.free("b")
+    assert pool.open("b", TOKENS[:10], "", 9, is_new=False) == 8
+    assert (pool.num_prefix_queries, pool.num_prefix_hits) == (20, 8)
+
+
+def test_a_pool_without_prefix_cache_reuses_and_publishes_nothing() -> None:
+    pool = CheckedPool(4, SIZE, enable_prefix_cache=False)
+    assert run(pool, "a", TOKENS[:8]) == 0
+    assert run(pool, "b", TOKENS[:8]) == 0
+    assert (pool.num_prefix_queries, pool.num_prefix_hits) == (0, 0)
+    pool.free("a")
+    assert pool.counts() == counts(2, 0, 2, 0)
+
+
+def test_a_reset_frees_what_was_cached() -> None:
+    pool = CheckedPool(4, SIZE)
+    run(pool, "a", TOKENS[:8])
+    pool.free("a")
+    pool.reset_prefix_cache()
+    assert pool.counts() == counts(4, 0, 0, 0)
+    assert pool.open("b", TOKENS[:8], "", 100) == 0
+
+
+def test_requests_open_at_a_reset_publish_nothing_any_more() -> None:
+    pool = CheckedPool(8, SIZE)
+    run(pool, "a", TOKENS[:8])
+    run(pool, "b", TOKENS[:10])
+    pool.reset_prefix_cache()
+    pool.allocate("b", 12)
+    pool.promote("b", TOKENS, 12)
+    assert run(pool, "c", TOKENS[:8]) == 0
+    assert run(pool, "d", TOKENS[:8]) == 8
+    for request_id in ("a", "b", "d", "c"):
+        pool.free(request_id)
+    assert pool.counts() == counts(6, 0, 0, 2)

@@ -208,7 +208,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not self.told_plain.index.salts
 
     def _hashes(self, request: ModelRequest) -> Iterator[int]:
-        """Of the blocks that the request's computed tokens fill."""
+        """Yields the hashes of the blocks that the request's computed tokens fill."""
         size, digest = self.pool.block_size, root_digest(request.cache_salt)
         for start in range(0, request.num_computed_tokens - size + 1, size):
             digest = block_digest(digest, request.token_ids[start : start + size])

@@ -19,13 +19,14 @@ from engine.verification.match import verify
 from engine.verification.verify import begin_verification
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowGroup:
     """``engine.sampling.state.SampledRequest`` without a request."""
 
     sampling: SamplingState
     anchor_logit: int
     draft: DraftTree = EMPTY
+    outcome: Outcome | None = None
 
 
 def sample_tokens(logits: Tensor, groups: Sequence[SampledRequest]) -> list[int]:
@@ -34,13 +35,14 @@ def sample_tokens(logits: Tensor, groups: Sequence[SampledRequest]) -> list[int]
 
 
 def verify_all(groups: Sequence[RowGroup], row_token_ids: Sequence[int]) -> list[Outcome]:
-    """By matching; ``row_token_ids``: the target's token at every row of the step."""
+    """Verifies by matching; ``row_token_ids``: the target's token at every row of the step."""
     return [verify(each, [row_token_ids[row] for row in rows_of(each)]) for each in groups]
 
 
 def verify_step(logits: Tensor, groups: Sequence[SampledRequest]) -> list[Outcome]:
-    """By each group's own verification."""
-    return read_now(lambda readback: begin_verification(logits, groups, readback).finish)
+    """Verifies each group in its own way."""
+    read_now(lambda readback: begin_verification(logits, groups, readback)[0])
+    return [each.outcome for each in groups if each.outcome is not None]
 
 
 def gumbel_scalar(key: int, position: int, token_id: int) -> float:

@@ -89,7 +89,7 @@ def truncated_probs(row: Tensor, params: SamplingParams) -> list[float]:
 
 
 def expected_token(row: Tensor, params: SamplingParams, key: int, position: int) -> int:
-    """What an edited row must give, by looking at every token."""
+    """Returns the token that an edited row must give, by looking at every one."""
     values = row.tolist()
     if params.temperature == 0:
         return min(range(len(values)), key=lambda v: (-values[v], v))
@@ -98,6 +98,29 @@ def expected_token(row: Tensor, params: SamplingParams, key: int, position: int)
         for v in survivors(row, params)
     }
     return min(scores, key=lambda v: (-scores[v], v))
+
+
+def random_row(rng: random.Random, vocab_size: int) -> Tensor:
+    """Flat or peaked, with ties, with impossible tokens; one token at least is possible."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    row = torch.randn(vocab_size, generator=generator) * rng.choice([0.0, 0.3, 2.0, 8.0])
+    if rng.random() < 0.4:
+        row = (row * 2).round() / 2
+    if rng.random() < 0.4:
+        mask = torch.rand(vocab_size, generator=generator) < rng.choice([0.1, 0.9])
+        mask[rng.randrange(vocab_size)] = False
+        row = row.masked_fill(mask, float("-inf"))
+    return row
+
+
+def random_truncation(rng: random.Random, vocab_size: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.05, 0.7, 1.0, 1.3, 5.0]),
+        top_k=rng.choice([0, 0, 1, 3, 50, vocab_size, 2 * vocab_size]),
+        top_p=rng.choice([1.0, 1.0, 0.95, 0.9, 0.5, 0.01]),
+        min_p=rng.choice([0.0, 0.0, 0.05, 0.5, 1.0]),
+        seed=rng.randrange(2**64),
+    )
 
 
 def random_tree(rng: random.Random, vocab_size: int, max_nodes: int) -> DraftTree:

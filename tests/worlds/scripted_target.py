@@ -71,7 +71,7 @@ class ScriptedTarget:
                 values.append(self.value(token_ids[position], position, values))
             previous = token_ids[-2] if len(token_ids) > 1 else -1
             row = self.logit_row(values[-1], token_ids[-1], previous)
-            if state.is_greedy and not state.processors_now():
+            if state.is_greedy and not state.processors:
                 token_id = self._likeliest[row]
             else:
                 token_id = sample_tokens(self.logits([row]), [RowGroup(state, 0)])[0]

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from scipy.stats import chi2  # type: ignore[import-untyped]
 
+from engine.core import EngineCore
 from engine.request.params import SamplingParams, SpeculativeParams, VerificationName
-from worlds.engine_harness import Driver, drafting
+from worlds.engine_harness import Driver, drafting, request
 from worlds.sampling_oracle import edited_row, truncated_probs
 from worlds.scripted_target import ScriptedTarget
 
@@ -55,6 +56,22 @@ def pair_probs(sampling: SamplingParams) -> tuple[dict[tuple[int, int], float], 
             for c, third in enumerate(next_probs(sampling, (a, b)) if second else ()):
                 late[b, c] += first * second * third
     return early, late
+
+
+def run_many(
+    core: EngineCore,
+    prompt: list[int],
+    sampling: SamplingParams,
+    speculation: SpeculativeParams,
+    num_requests: int = NUM_REQUESTS,
+) -> Driver:
+    """Requests that differ in their seed alone."""
+    return Driver(core).run(
+        *(
+            request(f"r{seed}", prompt, replace(sampling, seed=seed), speculation)
+            for seed in range(num_requests)
+        )
+    )
 
 
 def p_value(counts: Counter[_Key], probs: Mapping[_Key, float], least_cells: int = 20) -> float:

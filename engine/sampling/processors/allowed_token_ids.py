@@ -9,7 +9,6 @@ import numpy as np
 from annotated_types import MaxLen, MinLen
 
 from engine.request.errors import RequestError
-from engine.request.params import SamplingParams
 from engine.sampling.processor import (
     Facts,
     LogitsProcessor,
@@ -45,30 +44,22 @@ class AllowedTokenIds(LogitsProcessor):
 
     def __init__(self, facts: Facts, allowed_token_ids: Sequence[int]) -> None:
         check_token_ids(_NAME, allowed_token_ids, facts.vocab_size)
-        self._is_forbidden = np.ones(facts.vocab_size, np.bool_)
-        self._is_forbidden[list(allowed_token_ids)] = False
-
-    @classmethod
-    def resolve(cls, values: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
-        if values[_NAME] is None:
-            return {}
-        check_token_ids(_NAME, values[_NAME], vocabulary.size)
-        return {_NAME: tuple(values[_NAME])}
-
-    @classmethod
-    def of(cls, params: SamplingParams, facts: Facts) -> LogitsProcessor | None:
-        allowed = params.get(_NAME, None)
-        if allowed is None:
-            return None
+        params = facts.params
         if params.grammar:
             raise RequestError(_NAME, f"{_NAME}: the constraint of the output names the tokens")
         # Where there may come a row that leaves no token at all.
         bad = {word[-1] for word in params.bad_words_token_ids if word}
         ends = facts.stop_token_ids if params.min_tokens else frozenset()
         for name, ruled_out in (("bad_words", bad), ("min_tokens", bad | ends)):
-            if ruled_out.issuperset(allowed):
+            if ruled_out.issuperset(allowed_token_ids):
                 raise RequestError(_NAME, f"{_NAME}: {name} may rule out all of them")
-        return cls(facts, allowed)
+        self._is_forbidden = np.ones(facts.vocab_size, np.bool_)
+        self._is_forbidden[list(allowed_token_ids)] = False
+
+    @classmethod
+    def resolve(cls, values: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
+        check_token_ids(_NAME, values[_NAME], vocabulary.size)
+        return {_NAME: tuple(values[_NAME])}
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
         del paths

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import MaxLen, MinLen
 
 from engine.request.errors import RequestError
-from engine.request.params import SamplingParams
 from engine.sampling.processor import (
     Facts,
     LogitsProcessor,
@@ -26,6 +25,7 @@ class BadWords(LogitsProcessor):
     """The last token of a word is ruled out where its others end the text, prompt included."""
 
     stage = Stage.FORBID
+    fields: ClassVar = {"bad_words_token_ids": ()}
     parameters = (
         Parameter(
             "bad_words",
@@ -35,8 +35,8 @@ class BadWords(LogitsProcessor):
         ),
     )
 
-    def __init__(self, facts: Facts, token_ids: Sequence[tuple[int, ...]]) -> None:
-        words = [word for word in token_ids if word]
+    def __init__(self, facts: Facts, bad_words_token_ids: Sequence[Path]) -> None:
+        words = [word for word in bad_words_token_ids if word]
         check_token_ids("bad_words", [each for word in words for each in word], facts.vocab_size)
         self._always = sorted({word[0] for word in words if len(word) == 1})
         self._sequences = [word for word in words if len(word) > 1]
@@ -55,11 +55,6 @@ class BadWords(LogitsProcessor):
                     raise RequestError("bad_words", f"bad_words: {word!r} has no tokens")
                 sequences[token_ids] = None
         return {"bad_words_token_ids": tuple(sequences)}
-
-    @classmethod
-    def of(cls, params: SamplingParams, facts: Facts) -> BadWords | None:
-        words = params.bad_words_token_ids
-        return cls(facts, words) if any(words) else None
 
     def append(self, token_ids: Sequence[int]) -> None:
         text = [*self._tail, *token_ids[-self._tail_len :]] if self._tail_len else []

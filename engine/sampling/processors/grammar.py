@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from engine.grammar.constraint import GrammarConstraint
-from engine.request.params import SamplingParams
 from engine.sampling.processor import Facts, LogitsProcessor, Path, Stage, register, upload
 
 if TYPE_CHECKING:
@@ -22,14 +20,12 @@ class Grammar(LogitsProcessor):
 
     stage = Stage.CONSTRAIN
     parameters = ()
+    fields: ClassVar = {"grammar": ""}
 
-    def __init__(self, constraint: GrammarConstraint) -> None:
-        self._constraint = constraint
-
-    @classmethod
-    def of(cls, params: SamplingParams, facts: Facts) -> Grammar | None:
-        del params
-        return None if facts.grammar is None else cls(facts.grammar)
+    def __init__(self, facts: Facts, grammar: str) -> None:
+        del grammar  # compiled, it is the constraint
+        assert facts.grammar is not None
+        self._constraint = facts.grammar
 
     def append(self, token_ids: Sequence[int]) -> None:
         self._constraint.append(token_ids)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
-from numpy.typing import NDArray
 
 from engine.sampling.processor import (
     Facts,
@@ -21,38 +20,6 @@ from engine.sampling.processor import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class TokenCounts:
-    """Output counts of the tokens seen, as arrays that grow in place. Prompt tokens count 0."""
-
-    def __init__(self) -> None:
-        self._slots: dict[int, int] = {}
-        self._token_ids: NDArray[np.int64] = np.zeros(64, np.int64)
-        self._counts: NDArray[np.float32] = np.zeros(64, np.float32)
-
-    def add(self, token_ids: Iterable[int], amount: int) -> None:
-        for token_id in token_ids:
-            slot = self._slots.setdefault(token_id, len(self._slots))
-            if slot == len(self._token_ids):
-                self._token_ids = np.resize(self._token_ids, 2 * slot)
-                self._counts = np.concatenate([self._counts, np.zeros(slot, np.float32)])
-            self._token_ids[slot] = token_id
-            self._counts[slot] += amount
-
-    def get(self, token_id: int) -> int:
-        slot = self._slots.get(token_id)
-        return 0 if slot is None else int(self._counts[slot])
-
-    @property
-    def token_ids(self) -> NDArray[np.int64]:
-        """The distinct tokens seen, in the order of first sight."""
-        return self._token_ids[: len(self._slots)]
-
-    @property
-    def counts(self) -> NDArray[np.float32]:
-        """The number of times that each of ``token_ids`` was emitted."""
-        return self._counts[: len(self._slots)]
 
 
 @register
@@ -89,26 +56,29 @@ class Penalties(LogitsProcessor):
         repetition_penalty: float,
     ) -> None:
         self._factors = [[repetition_penalty], [frequency_penalty], [presence_penalty]]
-        self._counts = TokenCounts()
+        self._counts = np.zeros(facts.vocab_size, np.float32)
+        self._is_seen = np.zeros(facts.vocab_size, np.bool_)
         if repetition_penalty != 1:
-            self._counts.add(facts.prompt_token_ids, 0)
+            self._is_seen[list(facts.prompt_token_ids)] = True
 
     def append(self, token_ids: Sequence[int]) -> None:
-        self._counts.add(token_ids, 1)
+        ids = list(token_ids)
+        np.add.at(self._counts, ids, 1)
+        self._is_seen[ids] = True
 
     def process(self, logits: Tensor, paths: Sequence[Path]) -> None:
-        counts = self._counts
+        seen = np.flatnonzero(self._is_seen)
         on_path = [
-            (row, token_id, counts.get(token_id) + path.count(token_id))
+            (row, token_id, int(self._counts[token_id]) + path.count(token_id))
             for row, path in enumerate(paths)
             for token_id in set(path)
         ]
         at = upload(np.array(on_path, np.int64).reshape(-1, 3), logits.device)
         unpenalised = logits[at[:, 0], at[:, 1]]
-        if len(counts.token_ids):
-            token_ids = upload(counts.token_ids, logits.device)
-            seen = upload(counts.counts, logits.device)
-            logits[:, token_ids] = self._penalised(logits[:, token_ids], seen)
+        if len(seen):
+            token_ids = upload(seen, logits.device)
+            counts = upload(self._counts[seen], logits.device)
+            logits[:, token_ids] = self._penalised(logits[:, token_ids], counts)
         if on_path:
             logits[at[:, 0], at[:, 1]] = self._penalised(unpenalised, at[:, 2].float())
 

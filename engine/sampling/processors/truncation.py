@@ -1,20 +1,20 @@
 """``top_k``, ``top_p`` and ``min_p``, in this order: the truncations that the search for the sampled
-token applies itself (``gumbel_argmax.py``), and ``distribution.py`` where a table is wanted."""
+token applies itself, as does ``target_probs`` (``engine/sampling/sampler.py``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
-from engine.request.params import SamplingParams
-from engine.sampling.processor import Facts, LogitsProcessor, Parameter, Stage, Vocabulary, register
+from engine.sampling.processor import LogitsProcessor, Parameter, Stage, Vocabulary, register
 
 
 @register
 class Truncation(LogitsProcessor):
     stage = Stage.TRUNCATE
+    fields: ClassVar = {}  # no value makes it needed
     parameters = (
         Parameter(
             "top_k",
@@ -40,8 +40,3 @@ class Truncation(LogitsProcessor):
     def resolve(cls, values: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
         del vocabulary
         return {**values, "top_k": max(0, values["top_k"])}
-
-    @classmethod
-    def of(cls, params: SamplingParams, facts: Facts) -> None:
-        """Nothing is left to do to the logits."""
-        del params, facts

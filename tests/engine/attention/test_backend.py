@@ -122,7 +122,7 @@ def test_a_backend_brings_the_layout_of_its_store(one_more_file: str) -> None:
 
     made = build_attention(NEEDS, 6)
     assert (type(made), type(made.store)) == (Own, OwnStore)
-    assert (made.store.num_blocks, made.store.block_size, made.store.num_layers) == (6, 4, 2)
+    assert (made.store.num_blocks, made.store.block_size, len(made.store.key)) == (6, 4, 2)
     assert made.store.num_bytes == 6 * Own.bytes_per_block(NEEDS) == 6 * 2 * 2 * (8 + 8) * 4 * 4
     # Over a store of the plain layout it is not taken, and asked for by name refused.
     plain = build_attention(NEEDS, 6, "sdpa").store

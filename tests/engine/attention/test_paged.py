@@ -175,7 +175,7 @@ def test_new_rows_are_stored_as_every_backend_stores_them(kv_dtype: torch.dtype)
     """Finite, and no key so large that a sum of products is not."""
     stores = []
     for name in ("paged", "sdpa"):
-        store = KVStore(1, 4, 16, 2, 16, 16, kv_dtype, CPU)
+        store = KVStore([(2, 16, 16)], 4, 16, kv_dtype, CPU)
         needs = AttentionNeeds("fast", CPU, torch.bfloat16, 16, [KVShape(4, 2, 16, 16)], kv_dtype)
         backend = choose_backend(name, needs)(store, needs)
         batch = build_batch([RequestRows([0] * 6, 6, 0, (), [2], 6)], 16)

@@ -12,7 +12,7 @@ from drafters.base import GREEDY, DraftSampling
 from drafters.model.protocol import Candidates
 from engine.drafting.candidates import ScoredRow, begin_candidates
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
-from engine.sampling.distribution import target_probs
+from engine.sampling.sampler import target_probs
 from engine.sampling.state import SamplingState
 from engine.transfer import read_now
 from worlds.sampled_rows import RowGroup, sample_tokens

@@ -35,7 +35,7 @@ def test_without_a_token_that_ends_a_text_there_are_no_grammars() -> None:
 
 
 def test_any_token_that_ends_a_text_may_end_it() -> None:
-    """Of those that the tokenizer has: it has 59."""
+    """The tokenizer has 59 tokens: one of the three is none of them."""
     made = GrammarCompiler(tiny_tokenizer(), TINY_VOCAB, (EOS, 7, 63)).constraint('start: "a"')
     made.append(tiny_tokenizer().encode("a"))
     mask = made.allowed(())

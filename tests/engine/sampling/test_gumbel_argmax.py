@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.sampling.gumbel_argmax
+import engine.sampling.sampler
 from engine.kernels.gumbel_argmax import reference
 from engine.request.params import SamplingParams
-from engine.sampling.gumbel_argmax import greedy_tokens, sampled_tokens
 from engine.sampling.noise import gumbel_list, request_key
+from engine.sampling.sampler import greedy_tokens, sampled_tokens
 from worlds.device_world import no_host
-from worlds.sampling_oracle import expected_token
+from worlds.sampling_oracle import expected_token, random_row, random_truncation
 
 torch.set_num_threads(1)
 
@@ -56,53 +56,37 @@ def expected(logits: Tensor, params: list[SamplingParams]) -> list[int]:
     ]
 
 
-def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=rng.choice([0.05, 0.7, 1.0, 1.3, 5.0]),
-        top_k=rng.choice([0, 0, 1, 3, 50, vocab_size, 2 * vocab_size]),
-        top_p=rng.choice([1.0, 1.0, 0.9, 0.5, 0.01]),
-        min_p=rng.choice([0.0, 0.0, 0.05, 0.5, 1.0]),
-        seed=rng.randrange(2**64),
-    )
+def random_rows(
+    rng: random.Random, num_rows: int, vocab_size: int
+) -> tuple[Tensor, list[SamplingParams]]:
+    logits = torch.stack([random_row(rng, vocab_size) for _ in range(num_rows)])
+    return logits, [random_truncation(rng, vocab_size) for _ in range(num_rows)]
 
 
-def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
-    """Flat, peaked, tied, masked rows side by side."""
-    generator = torch.Generator().manual_seed(rng.randrange(2**32))
-    rows = []
-    for _ in range(num_rows):
-        row = torch.randn(vocab_size, generator=generator) * rng.choice([0.0, 0.3, 2.0, 8.0])
-        if rng.random() < 0.4:
-            row = (row * 2).round() / 2
-        if rng.random() < 0.4:
-            mask = torch.rand(vocab_size, generator=generator) < rng.choice([0.1, 0.9])
-            mask[rng.randrange(vocab_size)] = False
-            row = row.masked_fill(mask, float("-inf"))
-        rows.append(row)
-    return torch.stack(rows)
-
-
+@WAYS
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab_size", [1, 5, 40, 1024, 1500, 4096])
-def test_kernel_finds_what_exhaustion_finds(vocab_size: int) -> None:
-    rng = random.Random(vocab_size + 1)
-    num_rows = 12 if vocab_size > 100 else 60
-    logits = random_logits(rng, num_rows, vocab_size)
-    params = [random_params(rng, vocab_size) for _ in range(num_rows)]
-    found = [
-        reference(
-            row.numpy(),
-            np.array(gumbel_list(request_key(p.seed, 0), 100 + index, range(vocab_size))),
-            *(p.temperature, p.top_p, p.min_p, p.top_k),
-        )
-        for index, (row, p) in enumerate(zip(logits, params, strict=True))
-    ]
-    assert draw(logits, params) == found == expected(logits, params)
+def test_the_search_finds_what_exhaustion_finds(vocab_size: int, device: str, way: Way) -> None:
+    logits, params = random_rows(
+        random.Random(vocab_size), 12 if vocab_size > 100 else 60, vocab_size
+    )
+    with way():
+        assert draw(logits, params, device) == expected(logits, params)
+    if way is nullcontext:
+        found = [
+            reference(
+                row.numpy(),
+                np.array(gumbel_list(request_key(p.seed, 0), 100 + index, range(vocab_size))),
+                *(p.temperature, p.top_p, p.min_p, p.top_k),
+            )
+            for index, (row, p) in enumerate(zip(logits, params, strict=True))
+        ]
+        assert found == expected(logits, params)
 
 
 def test_kernel_finds_what_tensors_find() -> None:
     rng = random.Random(70)
-    logits = random_logits(rng, 96, 33_000)
-    params = [random_params(rng, 33_000) for _ in range(96)]
+    logits, params = random_rows(rng, 96, 33_000)
     found = draw(logits, params)
     with no_host():
         assert found == draw(logits, params)
@@ -110,8 +94,7 @@ def test_kernel_finds_what_tensors_find() -> None:
 
 def test_kernel_draws_the_same_in_any_number_of_threads() -> None:
     rng = random.Random(71)
-    logits = random_logits(rng, 40, 5000)
-    params = [random_params(rng, 5000) for _ in range(40)]
+    logits, params = random_rows(rng, 40, 5000)
     alone = draw(logits, params)
     torch.set_num_threads(2)
     try:
@@ -120,21 +103,10 @@ def test_kernel_draws_the_same_in_any_number_of_threads() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocab_size", [1, 5, 40, 1024, 1500, 4096])
-def test_tensors_find_what_exhaustion_finds(vocab_size: int, device: str) -> None:
-    rng = random.Random(vocab_size)
-    num_rows = 12 if vocab_size > 100 else 60
-    logits = random_logits(rng, num_rows, vocab_size)
-    params = [random_params(rng, vocab_size) for _ in range(num_rows)]
-    with no_host():
-        assert draw(logits, params, device) == expected(logits, params)
-
-
 def test_small_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.sampling.gumbel_argmax, "_PIECE_NUMEL", 1)
+    monkeypatch.setattr(engine.sampling.sampler, "_PIECE_NUMEL", 1)
     rng = random.Random(3)
-    logits = random_logits(rng, 30, 300)
+    logits, _ = random_rows(rng, 30, 300)
     params = [SamplingParams(top_p=0.4, top_k=rng.choice([0, 20]), seed=s) for s in range(30)]
     with no_host():
         assert draw(logits, params) == expected(logits, params)
@@ -143,8 +115,7 @@ def test_small_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @WAYS
 def test_rows_are_drawn_the_same_alone_and_in_any_company(way: Way) -> None:
     rng = random.Random(8)
-    logits = random_logits(rng, 41, 2100)
-    params = [random_params(rng, 2100) for _ in range(41)]
+    logits, params = random_rows(rng, 41, 2100)
     with way():
         together = draw(logits, params)
         for size in (1, 2, 7, 40):
@@ -157,17 +128,8 @@ def test_rows_are_drawn_the_same_alone_and_in_any_company(way: Way) -> None:
 @WAYS
 def test_equal_logits_at_a_border_share_their_fate(way: Way) -> None:
     logits = torch.tensor([[2.0, 2.0, 2.0, 1.0]]).expand(400, 4).contiguous()
-    for truncation in (
-        SamplingParams(top_k=1),
-        SamplingParams(top_p=0.1),
-        SamplingParams(min_p=1.0),
-    ):
-        params = [
-            SamplingParams(
-                top_k=truncation.top_k, top_p=truncation.top_p, min_p=truncation.min_p, seed=seed
-            )
-            for seed in range(400)
-        ]
+    for truncation in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 1.0}):
+        params = [SamplingParams(seed=seed, **truncation) for seed in range(400)]
         with way():
             assert set(draw(logits, params)) == {0, 1, 2}
 
@@ -184,7 +146,7 @@ def test_a_row_without_a_finite_logit_still_gives_a_token(way: Way) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab_size", [3, 1500, 40_000])
 def test_greedy_takes_the_lowest_id_among_equals(vocab_size: int, device: str, way: Way) -> None:
-    logits = (random_logits(random.Random(vocab_size), 8, vocab_size) * 2).round()
+    logits = (random_rows(random.Random(vocab_size), 8, vocab_size)[0] * 2).round()
     firsts = [row.index(max(row)) for row in logits.tolist()]
     with way():
         assert greedy_tokens(logits.to(device)).tolist() == firsts

@@ -88,15 +88,6 @@ def test_noise_is_equal_in_python_and_over_tensors(device: str) -> None:
     assert got.tolist() == [[gumbel_scalar(k, p, v) for v in token_ids] for k, p in pairs]
 
 
-def test_noise_of_a_token_does_not_depend_on_what_else_is_asked() -> None:
-    keys, positions = keys_of(*range(9)), torch.arange(9)
-    everything = gumbel(keys, positions, torch.arange(3000))
-    for row, start, length in [(0, 0, 1), (3, 17, 5), (8, 1000, 77), (5, 2999, 1)]:
-        ids = torch.arange(start, start + length)[None]
-        alone = gumbel(keys[row : row + 1], positions[row : row + 1], ids)
-        assert torch.equal(alone[0], everything[row, start : start + length])
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab_size", [1, 1000, 1024, 2500])
 def test_a_vocabulary_has_the_noise_of_its_tokens(vocab_size: int, device: str) -> None:

@@ -49,7 +49,7 @@ def test_its_file_alone_puts_a_field_into_both_schemas(found: dict[str, Any]) ->
     assert [each["default"] for each in found["schemas"]] == [0, 0]
     assert all("twice" in each["description"] for each in found["schemas"])
     assert found["statuses"] == [200, 200]
-    assert found["further"] == [{"no_repeat_ngram_size": SIZE, "top_n_sigma": 0}] * 2
+    assert found["further"] == [{"no_repeat_ngram_size": SIZE}] * 2
 
 
 def test_values_out_of_its_bounds_are_refused_by_name(found: dict[str, Any]) -> None:

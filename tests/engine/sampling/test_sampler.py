@@ -12,11 +12,16 @@ from torch import Tensor
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.request.errors import RequestError
 from engine.request.params import SamplingParams
-from engine.sampling.processors.bad_words import BadWords
-from engine.sampling.processors.penalties import TokenCounts
-from engine.sampling.state import SamplingState, paths, rows_of
+from engine.sampling.sampler import target_probs
+from engine.sampling.state import paths
 from worlds.sampled_rows import RowGroup, sample_tokens
-from worlds.sampling_oracle import edited_row, expected_token, new_state, random_tree
+from worlds.sampling_oracle import (
+    edited_row,
+    expected_token,
+    new_state,
+    random_tree,
+    truncated_probs,
+)
 
 torch.set_num_threads(1)
 
@@ -43,20 +48,9 @@ def random_params(rng: random.Random) -> SamplingParams:
         further={"top_n_sigma": rng.choice([0.5, 1.5])},
     )
     off = SamplingParams()
-    fields = [
-        name
-        for name in (
-            "top_k",
-            "top_p",
-            "min_p",
-            "logit_bias",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-        + ("repetition_penalty", "min_tokens", "bad_words_token_ids", "further")
-        if rng.random() < 0.5
-    ]
-    return replace(asked, **{name: getattr(off, name) for name in fields})
+    names = ["top_k", "top_p", "min_p", "logit_bias", "presence_penalty", "frequency_penalty"]
+    names += ["repetition_penalty", "min_tokens", "bad_words_token_ids", "further"]
+    return replace(asked, **{each: getattr(off, each) for each in names if rng.random() < 0.5})
 
 
 class Case:
@@ -76,12 +70,15 @@ class Case:
         logits = torch.randn(1 + len(self.tree), VOCAB_SIZE, generator=generator) * 3
         self.logits = logits.to(dtype)
 
+    def edited(self) -> list[Tensor]:
+        texts = [[*self.output, *path] for path in paths(self.tree)]
+        rows = zip(self.logits, texts, strict=True)
+        return [edited_row(row, self.params, self.prompt, text) for row, text in rows]
+
     def expected(self) -> list[int]:
-        tokens = []
-        for row, path in enumerate(paths(self.tree)):
-            text = [*self.output, *path]
-            values = edited_row(self.logits[row], self.params, self.prompt, text)
-            position = len(self.prompt) + len(text)
+        first, tokens = len(self.prompt) + len(self.output), []
+        for values, path in zip(self.edited(), paths(self.tree), strict=True):
+            position = first + len(path)
             tokens.append(expected_token(values, self.params, self.state.key, position))
         return tokens
 
@@ -105,32 +102,11 @@ def test_every_row_gets_what_its_own_text_and_parameters_give(
     before = logits.clone()
     assert sample_tokens(logits, groups) == [t for case in cases for t in case.expected()]
     assert torch.equal(logits, before)
-
-
-def test_a_row_gets_the_same_token_alone_and_among_others() -> None:
-    rng = random.Random(99)
-    cases = [Case(rng) for _ in range(41)]
-    for case in cases:
-        alone = sample_tokens(*lay_out([case]))
-        for num_others in (1, rng.randrange(2, 40), 40):
-            company = rng.sample([c for c in cases if c is not case], num_others)
-            at = rng.randrange(num_others + 1)
-            logits, groups = lay_out([*company[:at], case, *company[at:]])
-            first = groups[at].anchor_logit
-            assert sample_tokens(logits, groups)[first : first + len(alone)] == alone
-
-
-def test_drafts_around_a_row_do_not_change_it() -> None:
-    """The same path in another tree, and as plain text, gives the same token."""
-    rng = random.Random(5)
-    for _ in range(60):
-        case = Case(rng)
-        tokens = sample_tokens(*lay_out([case]))
-        for row, path in enumerate(paths(case.tree)):
-            plain = new_state(case.params, VOCAB_SIZE, case.prompt)
-            plain.append([*case.output, *path])
-            logits = case.logits[row : row + 1]
-            assert sample_tokens(logits, [RowGroup(plain, 0)]) == [tokens[row]]
+    sampled = [case for case in cases if case.params.temperature]
+    logits, groups = lay_out(sampled)
+    edited = [(row, case.params) for case in sampled for row in case.edited()]
+    for probs, row in zip(target_probs(logits, groups).tolist(), edited, strict=True):
+        assert probs == pytest.approx(truncated_probs(*row), rel=1e-4, abs=1e-9)
 
 
 def test_rows_of_no_group_are_left_out() -> None:
@@ -140,63 +116,13 @@ def test_rows_of_no_group_are_left_out() -> None:
     assert sample_tokens(logits, groups) == [-1, 1, 2, -1, 4, -1]
 
 
-# --- what the field's own tests expect ---
-
-
-def greedy_choice(
-    states: list[SamplingState], drafts: list[list[int]], logits: Tensor
-) -> list[list[int]]:
-    groups, first = [], 0
-    for state, draft in zip(states, drafts, strict=True):
-        groups.append(RowGroup(state, first, chain(draft)))
-        first += 1 + len(draft)
-    tokens = sample_tokens(logits, groups)
-    return [[tokens[row] for row in rows_of(each)] for each in groups]
-
-
-def rows_preferring(*best: int, second: int = 15, vocab_size: int = 100) -> Tensor:
-    """100 for the row's best token, 99 for the second choice of all."""
-    logits = torch.full((len(best), vocab_size), -100.0)
-    logits[:, second] = 99.0
-    logits[range(len(best)), list(best)] = 100.0
-    return logits
-
-
-def test_bad_words_match_across_prompt_output_and_drafts() -> None:
-    words = ((1, 2), (9, 3, 4), (5,) * 3)
-    params = SamplingParams(temperature=0, bad_words_token_ids=words)
-    state = new_state(params, 100, prompt=[8, 9])
-    (bad_words,) = state.processors
-    assert isinstance(bad_words, BadWords)
-    assert bad_words.forbidden(()) == []
-    assert bad_words.forbidden((1,)) == [2]
-    assert bad_words.forbidden((3,)) == [4]
-    state.append([3])
-    assert bad_words.forbidden(()) == [4]
-    assert bad_words.forbidden((5,)) == []
-    state.append([5])
-    assert bad_words.forbidden((5,)) == [5]
-
-
-def test_stop_tokens_wait_for_min_tokens_along_the_path() -> None:
-    params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(4,))
-    logits = rows_preferring(4, 4, 4)
-    for eos in ((), (15,)):
-        state = new_state(params, 100, eos=eos)
-        first = 15 if not eos else 0
-        assert greedy_choice([state], [[1, 1]], logits) == [[first, first, 4]]
-
-
-def test_ignored_eos_is_an_ordinary_token_before_min_tokens() -> None:
-    params = SamplingParams(temperature=0, min_tokens=2, ignore_eos=True)
-    assert greedy_choice([new_state(params, 100, eos=(4,))], [[]], rows_preferring(4)) == [[4]]
-
-
-def test_logit_bias_comes_after_penalties() -> None:
-    """3 / 2 + 1 beats 2, (3 + 1) / 2 would tie with it and lose to token 2 at 2.25."""
-    params = SamplingParams(temperature=0, repetition_penalty=2.0, logit_bias={0: 1.0})
-    state = new_state(params, 3, prompt=[0])
-    assert sample_tokens(torch.tensor([[3.0, 2.0, 2.25]]), [RowGroup(state, 0)]) == [0]
+@pytest.mark.parametrize(("ignore_eos", "first"), [(False, 3), (True, 4)])
+def test_what_ends_a_text_waits_for_min_tokens_along_the_path(ignore_eos: bool, first: int) -> None:
+    """EOS, token 4, as well, unless it is an ordinary token."""
+    params = SamplingParams(temperature=0, min_tokens=2, ignore_eos=ignore_eos, stop_token_ids=(5,))
+    logits = torch.arange(6.0).repeat(3, 1)
+    groups = [RowGroup(new_state(params, 6, eos=(4,)), 0, chain([1, 1]))]
+    assert sample_tokens(logits, groups) == [first, first, 5]
 
 
 @pytest.mark.parametrize(
@@ -211,16 +137,6 @@ def test_tokens_outside_the_vocabulary_are_refused(params: SamplingParams, name:
     with pytest.raises(RequestError) as caught:
         new_state(params, 10)
     assert caught.value.param == name
-
-
-def test_counts_grow_past_their_first_capacity() -> None:
-    counts, rng = TokenCounts(), random.Random(0)
-    tokens = [rng.randrange(500) for _ in range(2000)]
-    counts.add(range(600), 0)
-    counts.add(tokens, 1)
-    assert counts.token_ids.tolist() == list(range(600))
-    assert counts.counts.tolist() == [tokens.count(t) for t in range(600)]
-    assert counts.get(1000) == 0
 
 
 def test_paths_follow_the_tree() -> None:

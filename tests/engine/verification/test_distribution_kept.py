@@ -13,17 +13,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 
 from engine.request.params import SamplingParams, SpeculativeParams
-from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
+from worlds.engine_harness import DictatedCost, Driver, Setup, drafting
+from worlds.sampling_oracle import truncated_probs
 from worlds.scripted_target import ScriptedTarget
-from worlds.verified_streams import ALPHA, p_value
+from worlds.verified_streams import ALPHA, p_value, run_many
 
 pytestmark = pytest.mark.slow
 
@@ -54,32 +53,16 @@ CASES: dict[str, tuple[SamplingParams, SpeculativeParams]] = {
 }
 
 
-def next_probs(sampling: SamplingParams, previous: int, token_id: int) -> list[float]:
-    """The definition, by sorting: temperature, then top-k, top-p and min-p, then what is left."""
-    row = TARGET.logit_row(0, token_id, previous)
-    logits = TARGET.logits([row])[0].double()
-    probs = torch.softmax(logits / sampling.temperature, dim=-1).tolist()
-    order = sorted(range(VOCAB), key=lambda each: -probs[each])
-    if sampling.top_k:
-        order = order[: sampling.top_k]
-    mass = sum(probs[each] for each in order)
-    kept, above = [], 0.0
-    for each in order:
-        if above < sampling.top_p * mass and probs[each] >= sampling.min_p * probs[order[0]]:
-            kept.append(each)
-        above += probs[each]
-    total = sum(probs[each] for each in kept)
-    return [probs[each] / total if each in kept else 0.0 for each in range(VOCAB)]
-
-
 def text_probs(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    contexts = list(itertools.product(range(VOCAB), repeat=2))
+    rows = TARGET.logits([TARGET.logit_row(0, last, before) for before, last in contexts])
+    laws = [truncated_probs(row, sampling) for row in rows]
+    after = dict(zip(contexts, laws, strict=True))
     found = {}
     for text in itertools.product(range(VOCAB), repeat=NUM_TOKENS):
         context = [*PROMPT[-2:], *text]
-        steps = range(NUM_TOKENS)
-        found[text] = math.prod(
-            next_probs(sampling, context[i], context[i + 1])[context[i + 2]] for i in steps
-        )
+        places = range(NUM_TOKENS)
+        found[text] = math.prod(after[context[i], context[i + 1]][context[i + 2]] for i in places)
     return found
 
 
@@ -93,21 +76,9 @@ def sample(name: str) -> tuple[Counter[tuple[int, ...]], Driver]:
         cost=DictatedCost(row_seconds=1e-4),
         prefix_cache=False,
     )
-    driver = Driver(TARGET.core(setup))
-    driver.run(
-        *(
-            request(
-                f"r{seed}", PROMPT, replace(sampling, seed=seed, max_tokens=NUM_TOKENS), speculation
-            )
-            for seed in range(NUM_REQUESTS)
-        )
-    )
+    sampling = replace(sampling, max_tokens=NUM_TOKENS)
+    driver = run_many(TARGET.core(setup), PROMPT, sampling, speculation, NUM_REQUESTS)
     return Counter(tuple(text) for text in driver.token_ids.values()), driver
-
-
-def position_of_drafts(driver: Driver) -> Sequence[int]:
-    """For each output position, how many requests had an accepted draft there."""
-    return [sum(flags[at] for flags in driver.drafted.values()) for at in range(NUM_TOKENS)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,4 +92,5 @@ def test_texts_follow_the_targets_distribution(name: str) -> None:
     num_accepted = sum(account.num_accepted_tokens for account in accounts)
     num_drafted = sum(account.num_draft_tokens for account in accounts)
     assert NUM_REQUESTS // 10 < num_accepted < num_drafted
-    assert min(position_of_drafts(driver)[:2]) > NUM_REQUESTS // 50
+    for at in (0, 1):
+        assert sum(flags[at] for flags in driver.drafted.values()) > NUM_REQUESTS // 50

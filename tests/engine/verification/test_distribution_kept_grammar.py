@@ -24,10 +24,10 @@ from llguidance import LLMatcher
 from engine.grammar.compiler import GrammarCompiler
 from engine.request.params import SamplingParams, SpeculativeParams
 from worlds.drawing_drafter import DrawingDrafter, as_mapping, as_tensor
-from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
+from worlds.engine_harness import DictatedCost, Driver, Setup, drafting
 from worlds.grammar_world import letter_tokenizer
 from worlds.scripted_target import ScriptedTarget
-from worlds.verified_streams import ALPHA, p_value
+from worlds.verified_streams import ALPHA, p_value, run_many
 
 pytestmark = pytest.mark.slow
 
@@ -105,13 +105,7 @@ def sample(name: str) -> tuple[Counter[tuple[int, ...]], Driver]:
     sampling = SamplingParams(
         temperature=1.0, max_tokens=8, grammar=LLMatcher.grammar_from_regex(GRAMMAR)
     )
-    driver = Driver(TARGET.core(setup))
-    driver.run(
-        *(
-            request(f"r{seed}", PROMPT, replace(sampling, seed=seed), speculation)
-            for seed in range(NUM_REQUESTS)
-        )
-    )
+    driver = run_many(TARGET.core(setup), PROMPT, sampling, speculation, NUM_REQUESTS)
     return Counter(tuple(text) for text in driver.token_ids.values()), driver
 
 

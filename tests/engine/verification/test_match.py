@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,33 +44,6 @@ def outcome_of(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "targets", "emitted"),
-    [
-        ([[1, 2, 3]], [[1, 2, 3, 4]], [[1, 2, 3, 4]]),
-        ([[1, 2, 3]], [[1, 5, 3, 4]], [[1, 5]]),
-        ([[1, 2], [3]], [[1, 2, 5], [3, 4]], [[1, 2, 5], [3, 4]]),
-        ([[]], [[5]], [[5]]),
-        ([[1, 2, 3], [4, 5, 6]], [[1, 2, 7, 6], [4, 8, 6, 9]], [[1, 2, 7], [4, 8]]),
-        ([[1, 4, 5]], [[1, 4, 8, 9]], [[1, 4, 8]]),
-        ([[9, 2], [], [3]], [[1, 2, 3], [4], [3, 3]], [[1], [4], [3, 3]]),
-    ],
-)
-def test_a_chain_is_accepted_up_to_the_first_difference(
-    drafts: list[list[int]], targets: list[list[int]], emitted: list[list[int]]
-) -> None:
-    groups, first = [], 0
-    for draft in drafts:
-        groups.append(RowGroup(new_state(ENDLESS, 100), first, chain(draft)))
-        first += 1 + len(draft)
-    outcomes = verify_all(groups, [t for target in targets for t in target])
-    assert [list(o.emitted_token_ids) for o in outcomes] == emitted
-    assert [o.num_accepted for o in outcomes] == [len(e) - 1 for e in emitted]
-    assert [list(o.path) for o in outcomes] == [list(range(len(e))) for e in emitted]
-    assert [list(o.row_token_ids) for o in outcomes] == targets
-    assert all(o.finish_reason is None for o in outcomes)
-
-
-@pytest.mark.parametrize(
     ("targets", "path", "emitted"),
     [
         ([5, 6, 1, 8, 2, 3], (0, 1, 2), (5, 6, 1)),
@@ -99,6 +73,8 @@ def test_the_path_is_the_longest_on_which_target_and_tree_agree(rng: random.Rand
     outcome = outcome_of(tree, targets)
     assert outcome.path == longest
     assert outcome.emitted_token_ids == tuple(targets[row] for row in longest)
+    assert outcome.row_token_ids == tuple(targets)
+    assert outcome.finish_reason is None
 
 
 # --- trimming ---
@@ -106,33 +82,35 @@ def test_the_path_is_the_longest_on_which_target_and_tree_agree(rng: random.Rand
 CHAIN, AGREED = chain([1, 2, 3]), [1, 2, 3, 4]
 
 
-def test_a_stop_token_ends_the_run_and_belongs_to_none_of_it() -> None:
-    outcome = outcome_of(CHAIN, AGREED, eos=(2,))
-    assert outcome.emitted_token_ids == (1,)
-    assert outcome.path == (0, 1)
-    assert outcome.num_accepted == 3
-    assert outcome.num_emitted_drafts == 1
-    assert outcome.drafted == (True,)
-    assert (outcome.finish_reason, outcome.stop_token_id) == ("stop", 2)
-
-
-def test_a_stop_token_may_come_first_or_last() -> None:
-    first = outcome_of(CHAIN, AGREED, eos=(1,))
-    assert (first.emitted_token_ids, first.path, first.drafted) == ((), (0,), ())
-    last = outcome_of(CHAIN, AGREED, replace(ENDLESS, stop_token_ids=(4,)))
-    assert (last.emitted_token_ids, last.path) == ((1, 2, 3), (0, 1, 2, 3))
-    assert (last.finish_reason, last.stop_token_id) == ("stop", 4)
-
-
-def test_the_first_stop_token_wins() -> None:
-    outcome = outcome_of(CHAIN, AGREED, replace(ENDLESS, stop_token_ids=(3,)), eos=(2, 4))
-    assert (outcome.emitted_token_ids, outcome.stop_token_id) == ((1,), 2)
-
-
-def test_ignored_eos_goes_on_and_stop_ids_still_stop() -> None:
-    params = replace(ENDLESS, ignore_eos=True, stop_token_ids=(3,))
-    outcome = outcome_of(CHAIN, AGREED, params, eos=(2,))
-    assert (outcome.emitted_token_ids, outcome.stop_token_id) == ((1, 2), 3)
+@pytest.mark.parametrize(
+    ("changes", "eos", "emitted", "reason", "stop_token_id"),
+    [
+        ({}, (2,), [1], "stop", 2),
+        ({}, (1,), [], "stop", 1),
+        ({"stop_token_ids": (4,)}, (), [1, 2, 3], "stop", 4),
+        ({"stop_token_ids": (3,)}, (2, 4), [1], "stop", 2),
+        ({"stop_token_ids": (3,), "ignore_eos": True}, (2,), [1, 2], "stop", 3),
+        # A stop token beyond the length is not seen.
+        ({"max_tokens": 1}, (2,), [1], "length", None),
+        ({"max_tokens": 1}, (1,), [], "stop", 1),
+        ({"min_tokens": 2}, (2,), [1, 2, 3, 4], None, None),
+        ({"min_tokens": 2}, (3,), [1, 2], "stop", 3),
+    ],
+)
+def test_what_ends_a_run_and_belongs_to_none_of_it(
+    changes: dict[str, Any],
+    eos: tuple[int, ...],
+    emitted: list[int],
+    reason: str | None,
+    stop_token_id: int | None,
+) -> None:
+    outcome = outcome_of(CHAIN, AGREED, replace(ENDLESS, **changes), eos=eos)
+    assert list(outcome.emitted_token_ids) == emitted
+    assert (outcome.finish_reason, outcome.stop_token_id) == (reason, stop_token_id)
+    num_drafts = min(len(emitted), 3)
+    assert outcome.path == tuple(range(num_drafts + 1))
+    assert (outcome.num_accepted, outcome.num_emitted_drafts) == (3, num_drafts)
+    assert outcome.drafted == (True,) * num_drafts + (False,) * (len(emitted) - num_drafts)
 
 
 @pytest.mark.parametrize("left", [1, 2, 3, 4, 5])
@@ -141,7 +119,6 @@ def test_max_tokens_cuts_the_run(left: int) -> None:
     assert outcome.emitted_token_ids == tuple(AGREED[:left])
     assert len(outcome.path) == min(left, 3) + 1
     assert outcome.finish_reason == ("length" if left <= 4 else None)
-    assert outcome.stop_token_id is None
     assert outcome.num_accepted == 3
 
 
@@ -151,27 +128,13 @@ def test_max_model_len_counts_the_prompt() -> None:
     assert (outcome.emitted_token_ids, outcome.finish_reason) == ((1, 2), "length")
 
 
-def test_a_stop_token_beyond_the_length_is_not_seen() -> None:
-    params = replace(ENDLESS, max_tokens=1)
-    outcome = outcome_of(CHAIN, AGREED, params, eos=(2,))
-    assert (outcome.emitted_token_ids, outcome.finish_reason) == ((1,), "length")
-    outcome = outcome_of(CHAIN, AGREED, params, eos=(1,))
-    assert (outcome.emitted_token_ids, outcome.finish_reason) == ((), "stop")
-
-
-def test_no_stop_before_min_tokens() -> None:
-    params = replace(ENDLESS, min_tokens=2)
-    assert outcome_of(CHAIN, AGREED, params, eos=(2,)).finish_reason is None
-    assert outcome_of(CHAIN, AGREED, params, eos=(3,)).emitted_token_ids == (1, 2)
-
-
 # --- drafts change when tokens come, never which ---
 
 
 def stream(
     model: ToyModel, params: SamplingParams, prompt: list[int], rng: random.Random | None
 ) -> tuple[list[int], str | None, int | None, int]:
-    """What a request writes, with random drafts if ``rng`` is given, and the steps it took."""
+    """Returns a request's text, with random drafts if ``rng`` is given, how it ended, and the steps."""
     state = new_state(params, model.vocab_size, prompt, eos=(0,))
     text, num_steps = list(prompt), 0
     while True:
@@ -216,13 +179,3 @@ def test_a_stream_is_the_same_with_and_without_drafts(
     drafted = stream(model, params, prompt, rng)
     assert drafted[:3] == plain[:3]
     assert drafted[3] <= plain[3]
-
-
-def test_right_drafts_save_steps() -> None:
-    """The equality above would hold of drafts never accepted."""
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    model = ToyModel(20, 3)
-    plain = stream(model, params, [1], None)
-    drafted = stream(model, params, [1], random.Random(0))
-    assert drafted[0] == plain[0]
-    assert drafted[3] < 0.8 * plain[3]

@@ -1,4 +1,4 @@
-"""What is read off a forward for several requests at once is what each would read alone."""
+"""Several requests read off a forward at once what each would read alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.request.stats import StepClock
 from engine.sampling.state import SamplingState, rows_of
 from engine.schedule.request import Request, ScheduledRequest
 from engine.transfer import read_now
-from engine.verification.outputs import begin_logprobs, begin_top_rows, hidden_rows, read_step
+from engine.verification.verify import begin_logprobs, begin_top_rows, hidden_rows, read_step
 from worlds.device_world import no_host
 from worlds.sampled_rows import emitted_logprobs, top_probs, top_tokens, verify_step
 
@@ -105,7 +105,7 @@ def test_logprobs_go_to_those_who_asked(parts: list[ScheduledRequest], way: Way)
 
 @WAYS
 def test_a_step_is_read_at_once(parts: list[ScheduledRequest], way: Way) -> None:
-    """What it keeps is what the readings of its own kinds find."""
+    """It keeps what the readings of its own kinds find."""
     logits = torch.randn(20, VOCAB)
     for each in parts:
         each.outcome = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,7 @@ from engine.request.params import (
     SpeculativeParams,
     VerificationName,
 )
-from engine.sampling.noise import (
-    ACCEPT_STREAM,
-    DRAFT_STREAM,
-    RESIDUAL_STREAM,
-    step_key,
-)
+from engine.sampling.noise import ACCEPT_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, step_key
 from engine.sampling.state import SamplingState
 from worlds.drawing_drafter import DrawingDrafter, as_mapping
 from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
@@ -42,6 +38,7 @@ from worlds.verified_streams import (
     VOCAB,
     next_probs,
     p_values,
+    run_many,
 )
 
 pytestmark = pytest.mark.slow
@@ -58,21 +55,33 @@ def new_drafter(name: str) -> DrawingDrafter:
     return DrawingDrafter(DRAFT_PROBS, CASES[name][1], **wrap)
 
 
-def sample(name: str, drafter: DrawingDrafter, num_requests: int = NUM_REQUESTS) -> Driver:
-    verification, _, sampling, speculation = CASES[name]
-    setup = Setup(
-        num_blocks=1024,
-        cost=DictatedCost(row_seconds=0.05),
-        prefix_cache=False,
-        drafters={"drawing": drafter},
-    )
+STAND_CHAIN = drafting("stand", num_tokens=2, share=True)
+STAND: dict[str, tuple[VerificationName, SpeculativeParams]] = {
+    "chain": ("rejection", STAND_CHAIN),
+    "block": ("block", STAND_CHAIN),
+    "tree": ("rejection", drafting("stand", num_tokens=8, width=3, share=True)),
+    "goodput_tree": ("rejection", drafting("stand", "goodput", width=3, share=True)),
+}
+
+
+def run(
+    name: str,
+    verification: VerificationName,
+    speculation: SpeculativeParams,
+    cost: DictatedCost,
+    **setup: Any,
+) -> Driver:
+    sampling = replace(CASES[name][2], max_tokens=3)
     speculation = replace(speculation, verification=verification)
-    return Driver(TARGET.core(setup)).run(
-        *(
-            request(f"r{seed}", PROMPT, replace(sampling, seed=seed, max_tokens=3), speculation)
-            for seed in range(num_requests)
-        )
-    )
+    core = TARGET.core(Setup(num_blocks=1024, cost=cost, prefix_cache=False, **setup))
+    return run_many(core, PROMPT, sampling, speculation)
+
+
+def sample(name: str, drafter: DrawingDrafter) -> Driver:
+    verification, _, _, speculation = CASES[name]
+    drafters = {"drawing": drafter}
+    cost = DictatedCost(row_seconds=0.05)
+    return run(name, verification, speculation, cost, drafters=drafters)
 
 
 @cache
@@ -80,7 +89,6 @@ def sampled(name: str) -> Driver:
     return sample(name, new_drafter(name))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_texts_follow_the_target(name: str) -> None:
     driver = sampled(name)
@@ -90,7 +98,14 @@ def test_texts_follow_the_target(name: str) -> None:
         assert NUM_REQUESTS / 8 < sum(flags[at] for flags in drafted) < NUM_REQUESTS
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("name", STAND)
+def test_texts_follow_the_target_where_the_stand_drafts(name: str) -> None:
+    """Requests share its table, so that most are drafted from what others were told."""
+    driver = run(name, *STAND[name], DictatedCost(row_seconds=1e-4), max_num_seqs=32)
+    assert min(p_values(name, driver)) > ALPHA
+    assert sum(sum(flags) for flags in driver.drafted.values()) > NUM_REQUESTS / 2
+
+
 def test_the_test_sees_draft_probs_that_are_not_those_drawn_from() -> None:
     drafter = new_drafter("chain")
     drafter.claims = [[1 / VOCAB] * VOCAB] * VOCAB
@@ -108,13 +123,6 @@ def test_a_first_draft_is_accepted_with_one_minus_the_total_variation(name: str)
         assert accepted > NUM_REQUESTS * overlap - 5 * deviation
     else:
         assert abs(accepted - NUM_REQUESTS * overlap) < 5 * deviation
-
-
-def test_blocks_keep_more_of_the_same_drafts() -> None:
-    num_accepted = [
-        sum(sum(flags) for flags in sampled(name).drafted.values()) for name in ("chain", "block")
-    ]
-    assert num_accepted[0] < num_accepted[1]
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])

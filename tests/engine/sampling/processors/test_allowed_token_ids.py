@@ -1,4 +1,4 @@
-"""What allowed_token_ids leaves, alone and among drafts, and what it contradicts."""
+"""Rows keep allowed_token_ids alone, among drafts too, and contradictions are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from drafters.tree import chain
 from engine.request.errors import RequestError
 from engine.request.params import SamplingParams
-from engine.sampling.processor import Facts, Vocabulary
+from engine.sampling.processor import Facts, Vocabulary, sampling_values
 from engine.sampling.processors.allowed_token_ids import AllowedTokenIds
 from engine.sampling.sampler import edited_logits
 from worlds.sampled_rows import RowGroup
@@ -37,7 +37,7 @@ def test_only_those_are_left_in_every_row() -> None:
 def test_requests_without_it_are_not_touched() -> None:
     logits = torch.randn(1, 50)
     assert edited_logits(logits, [RowGroup(new_state(SamplingParams(), 50), 0)]) is logits
-    assert AllowedTokenIds.resolve({"allowed_token_ids": None}, VOCABULARY) == {}
+    assert sampling_values({"allowed_token_ids": None}, VOCABULARY) == {"further": {}}
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_requests_without_it_are_not_touched() -> None:
 )
 def test_what_may_leave_nothing_is_refused(others: dict[str, Any], part: str) -> None:
     params = allowed(7, 3, **others)
-    facts = Facts((), frozenset(params.stop_token_ids), 50)
+    facts = Facts(params, (), frozenset(params.stop_token_ids), 50)
     with pytest.raises(RequestError, match=part) as refused:
-        AllowedTokenIds.of(params, facts)
+        AllowedTokenIds(facts, (7, 3))
     assert refused.value.param == "allowed_token_ids"
 
 

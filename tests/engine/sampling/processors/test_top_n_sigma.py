@@ -1,15 +1,13 @@
-"""What top_n_sigma keeps, and that a row's neighbours have no say in it."""
+"""Rows are cut by top_n_sigma, and their neighbours have no say in it."""
 
 from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from drafters.tree import chain
 from engine.request.params import SamplingParams
-from engine.sampling.distribution import target_probs
 from engine.sampling.sampler import edited_logits
 from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import new_state
@@ -17,19 +15,6 @@ from worlds.sampling_oracle import new_state
 
 def sigma(num: float, temperature: float = 1.0) -> SamplingParams:
     return SamplingParams(temperature=temperature, further={"top_n_sigma": num})
-
-
-@pytest.mark.parametrize(("num", "kept"), [(0.5, [3]), (1.0, [2, 3]), (2.0, [1, 2, 3])])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
-def test_it_keeps_so_many_deviations_at_every_temperature(
-    num: float, kept: list[int], temperature: float
-) -> None:
-    """Of 0, 2, 3 and 4, with a deviation of 1.48; what is ruled out already does not count."""
-    row = torch.tensor([[0.0, 2.0, 3.0, 4.0, -math.inf]])
-    (probs,) = target_probs(row, [RowGroup(new_state(sigma(num, temperature), 5), 0)])
-    assert probs.nonzero()[:, 0].tolist() == kept
-    expected = torch.softmax(row[0, kept].double() / temperature, -1)
-    torch.testing.assert_close(probs[kept], expected)
 
 
 def test_greedy_rows_and_rows_without_it_are_not_touched() -> None:
