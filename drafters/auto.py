@@ -28,7 +28,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from operator import attrgetter
-from typing import Any
 
 from drafters.base import (
     REGISTERED,
@@ -40,7 +39,6 @@ from drafters.base import (
     NewRequest,
     Observation,
     RequestState,
-    build_registered,
     drafter,
 )
 from drafters.checks import check_token_ids, count_of, is_interrupt
@@ -143,12 +141,12 @@ class AutoDrafter(Drafter):
         )
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: Any) -> AutoDrafter:  # noqa: ARG003
+    def build(cls, context: DrafterContext) -> AutoDrafter:
         """Over drafters of its own, of all kinds of the core that can be members; of two of which one
         does all that the other does, that one."""
         return cls(
             {
-                name: build_registered(kind, context)
+                name: kind.build(context)
                 for name, kind in REGISTERED.items()
                 if can_join(kind.info) and not kind.part_of
             },

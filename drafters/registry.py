@@ -23,9 +23,8 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import drafters
 from drafters.base import (
@@ -34,7 +33,6 @@ from drafters.base import (
     DrafterContext,
     DrafterInfo,
     DrafterUnavailableError,
-    build_registered,
     drafter,
 )
 
@@ -56,47 +54,30 @@ class NoneDrafter(Drafter):
     )
 
 
-def _import_all() -> None:
-    for module in pkgutil.walk_packages(drafters.__path__, "drafters."):
-        importlib.import_module(module.name)
-
-
 def _place(name: str) -> tuple[bool, int, str]:
     """The place in the list: first ``none``, then folder by folder, then what chooses among them."""
     module = REGISTERED[name].__module__
     return name != "none", -module.count("."), module
 
 
-_import_all()
+for _module in pkgutil.walk_packages(drafters.__path__, "drafters."):
+    importlib.import_module(_module.name)
 _NAMES = tuple(sorted(REGISTERED, key=_place))
 
 
-class PlainContext:
-    """An engine that has no models to lend: enough for drafters that need none."""
-
-    def __init__(
-        self, vocab_size: int = 0, drafter_settings: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.drafter_settings = drafter_settings or {}
-
-    def __getattr__(self, name: str) -> Any:
-        raise DrafterUnavailableError(f"needs {name.replace('_', ' ')}, and there is none here")
-
-
 def drafter_names() -> tuple[str, ...]:
-    """The names of the core."""
+    """Returns the names of the core's drafters."""
     return _NAMES
 
 
 def drafter_settings() -> Mapping[str, type]:
-    """The ``Drafter.settings`` of the core by name, of those that have any."""
+    """Returns the ``Drafter.settings`` of the core by name, of those that have any."""
     declared = {name: REGISTERED[name].settings for name in _NAMES}
     return {name: kind for name, kind in declared.items() if kind is not None}
 
 
 def draft_models() -> Mapping[str, str]:
-    """The kind of draft model that each drafter of the core with a model asks for."""
+    """Returns the kind of draft model that each drafter of the core with a model asks for."""
     kinds = {name: REGISTERED[name].info.needs.draft_model for name in _NAMES}
     return {name: kind for name, kind in kinds.items() if kind}
 
@@ -106,16 +87,14 @@ def build_drafters(
     context: DrafterContext | None = None,
     plugins: Mapping[str, Factory] | None = None,
 ) -> dict[str, Drafter]:
-    """A fresh drafter per name, of the core or of ``plugins``; all that can work in ``context`` when
-    ``names`` is None.
+    """Returns a fresh drafter per name, of the core or of ``plugins``; all that can work in ``context``
+    when ``names`` is None.
 
     Raises ValueError for an unknown name, listing the known ones, and DrafterUnavailableError for a
     name whose drafter cannot work here.
     """
-    context = context or PlainContext()
-    factories: dict[str, Factory] = {
-        name: partial(build_registered, REGISTERED[name]) for name in _NAMES
-    }
+    context = context or DrafterContext()
+    factories: dict[str, Factory] = {name: REGISTERED[name].build for name in _NAMES}
     factories |= plugins or {}
     built: dict[str, Drafter] = {}
     for name in factories if names is None else names:
@@ -181,27 +160,21 @@ class DrafterPlugin:
 
 
 def find_plugins(chosen: Collection[str] | None = None) -> Mapping[str, Factory]:
-    """The installed plugins by name, sorted; of these only the ``chosen``, if that is not None.
+    """Returns the installed plugins by name, sorted; of these only the ``chosen``, if that is not None.
 
     Imports nothing. Raises DrafterPluginError for a chosen name that no distribution registers, and
     for a name that is unusable, a core drafter's, or registered twice.
     """
-    return _by_name([DrafterPlugin(each) for each in entry_points(group=GROUP)], chosen)
-
-
-def _by_name(
-    plugins: Iterable[DrafterPlugin], chosen: Collection[str] | None
-) -> dict[str, Factory]:
+    plugins = map(DrafterPlugin, entry_points(group=GROUP))
     installed = sorted(plugins, key=lambda plugin: (plugin.name, str(plugin)))
     names = [plugin.name for plugin in installed]
     for name in chosen or ():
         if name not in names:
-            have = ", ".join(names) or "none"
             raise DrafterPluginError(
                 f"drafter_plugins names {name!r}, which no installed distribution registers; "
-                f"registered: {have}"
+                f"registered: {', '.join(names) or 'none'}"
             )
-    found: dict[str, DrafterPlugin] = {}
+    found: dict[str, Factory] = {}
     for plugin in installed:
         name = plugin.name
         if chosen is not None and name not in chosen:
@@ -218,7 +191,7 @@ def _by_name(
         raise DrafterPluginError(
             f"drafter plugin of {plugin} {fault}; uninstall it, or leave it out of drafter_plugins"
         )
-    return dict(found)
+    return found
 
 
 def _info_fault(made: Drafter, name: str) -> str:

@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafters.base import Drafter
+from drafters.base import Drafter, DrafterContext
 from drafters.registry import build_drafters, find_plugins
 from engine.attention.backend import (
     IMPLEMENTATION,
@@ -26,8 +27,9 @@ from engine.attention.backend import (
 from engine.capture.replays import graph_sizes
 from engine.config import Determinism, EngineConfig
 from engine.core import EngineCore, ModelLimits
-from engine.drafting.context import EngineContext
+from engine.drafting.eagle import eagle_bytes_per_block, load_eagle
 from engine.drafting.heads import prepare_heads
+from engine.drafting.medusa import load_medusa
 from engine.drafting.models import prepare_drafts, with_bundled_draft
 from engine.grammar.compiler import GrammarCompiler
 from engine.kv_events.begin import begin_kv_events, check_kv_events
@@ -170,7 +172,7 @@ def build_engine_for(
     if ranks is None and (exact or can_pack(model.device, model.dtype)):
         failures = pack_linears(model, config.max_num_batched_tokens, exact)
     fuse(model)
-    draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
+    draft_bytes = drafts.bytes_per_block() + eagle_bytes_per_block(heads)
     needs = _needs(model, shapes, determinism, config)
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes, ranks)
     attention = build_attention(needs, num_blocks, config.attention_backend)
@@ -183,7 +185,14 @@ def build_engine_for(
         None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos).constraint
     )
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
-    context = EngineContext(runner, config, vocab_size, drafts, heads, _encoder(tokenizer))
+    context = DrafterContext(
+        vocab_size,
+        config.drafter_settings,
+        draft_model=drafts.get,
+        medusa_heads=partial(load_medusa, heads, runner),
+        eagle_head=partial(load_eagle, heads, runner),
+        **_encoder(tokenizer),
+    )
     drafters = build_drafters(config.drafters, context, find_plugins(config.drafter_plugins))
     core = _build_core(runner, config, limits, drafters)
     info = EngineInfo(
@@ -274,10 +283,11 @@ def _runner(
 
 def _encoder(
     tokenizer: PreTrainedTokenizerBase | None,
-) -> Callable[[str], Sequence[int]] | None:
+) -> Mapping[str, Callable[[str], Sequence[int]]]:
+    """Returns what a tokenizer lends to drafters: nothing where the target came without one."""
     if tokenizer is None:
-        return None
-    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+        return {}
+    return {"encode": partial(tokenizer.encode, add_special_tokens=False)}
 
 
 def _size_store(

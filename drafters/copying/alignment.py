@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from drafters.contexts import TOKEN_BITS
+from drafters.contexts import TOKEN_BITS, num_equal_before
 from drafters.copying.history import TenantHistory
-from drafters.copying.runs import num_equal_before
 from drafters.copying.suffix_index import MAX_MATCH_LENGTH, SuffixIndex
 from drafters.copying.weights import (
     AHEAD_TOKENS,

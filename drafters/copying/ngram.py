@@ -9,6 +9,7 @@ short period drafts as deep as any other. Text is looked up in the request's own
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from drafters.base import (
     Drafter,
@@ -22,8 +23,14 @@ from drafters.base import (
     drafter,
     in_order,
 )
-from drafters.contexts import advanced, pack, window_mask, windows
-from drafters.copying.runs import cyclic_run, num_equal_before
+from drafters.contexts import (
+    advanced,
+    cyclic_run,
+    num_equal_before,
+    pack,
+    window_mask,
+    windows,
+)
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
 
 MAX_INDEXED_TOKENS = 32_768
@@ -74,7 +81,7 @@ class NgramDrafter(Drafter):
             ),
             DrafterOption("ngram_max", 8, "Longest match, in tokens, that is searched for.", 1, 16),
         ),
-        check=in_order("ngram_min", "ngram_max"),
+        check=partial(in_order, "ngram_min", "ngram_max"),
     )
 
     def start(self, request: NewRequest) -> NgramState:

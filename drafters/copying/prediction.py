@@ -21,7 +21,7 @@ from drafters.base import (
     RequestState,
     drafter,
 )
-from drafters.copying.runs import num_equal_before
+from drafters.contexts import num_equal_before
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
 
 _BUCKET_STARTS = (0, 1, 2, 3, 5, 9, 17, 33)

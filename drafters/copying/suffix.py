@@ -28,6 +28,7 @@ from drafters.base import (
     ReadingState,
     drafter,
 )
+from drafters.contexts import cyclic_run
 from drafters.copying.alignment import (
     FEW_CANDIDATES,
     MAX_CANDIDATES,
@@ -37,7 +38,6 @@ from drafters.copying.alignment import (
     Candidate,
 )
 from drafters.copying.history import SEPARATOR, Histories, TenantHistory
-from drafters.copying.runs import cyclic_run
 from drafters.copying.suffix_index import MAX_MATCH_LENGTH
 from drafters.copying.weights import (
     LEADING_FACTOR,

@@ -45,7 +45,7 @@ class EagleDrafter(ModelDrafter):
         """Tokens whose states were told, up to the newest."""
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: Any) -> EagleDrafter:  # noqa: ARG003
+    def build(cls, context: DrafterContext) -> EagleDrafter:
         return cls(context.eagle_head())
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:

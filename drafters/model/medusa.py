@@ -62,7 +62,7 @@ class MedusaDrafter(Drafter):
         self._heads = heads
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: Any) -> MedusaDrafter:  # noqa: ARG003
+    def build(cls, context: DrafterContext) -> MedusaDrafter:
         return cls(context.medusa_heads())
 
     def start(self, request: NewRequest) -> _LastRow:  # noqa: ARG002

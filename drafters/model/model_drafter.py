@@ -137,7 +137,7 @@ class ModelDrafter(Drafter):
         self._times = RoundTimes()
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: Any) -> ModelDrafter:  # noqa: ARG003
+    def build(cls, context: DrafterContext) -> ModelDrafter:
         return cls(context.draft_model(cls.info.name))
 
     def start(self, request: NewRequest) -> _DraftedText:

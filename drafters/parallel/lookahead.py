@@ -27,9 +27,9 @@ from drafters.base import (
     NewRequest,
     Observation,
     Options,
+    TextReader,
     drafter,
 )
-from drafters.reading import TextReader
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
 
 _MAX_KEYS = 4096

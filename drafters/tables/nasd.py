@@ -27,12 +27,12 @@ from drafters.base import (
     NewRequest,
     Observation,
     Options,
+    TextReader,
     drafter,
 )
 from drafters.contexts import advanced, levels, window_mask
-from drafters.reading import TextReader
 from drafters.tables.sharing import Generations
-from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first, chain
+from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first
 
 MAX_CONTINUATIONS = 16
 _MAX_VOCABULARY = 8_192
@@ -43,8 +43,6 @@ _MASK_64 = (1 << 64) - 1
 
 Continuation = tuple[int, int, float]
 """Token id, tokens of context it was counted under (0: unknown), share of that context's counts."""
-
-_UNKNOWN: Continuation = (0, 0, 0.0)
 
 
 def share_feature(context_length: int, share: float) -> int:
@@ -175,11 +173,8 @@ class NasdState(TextReader):
     def propose(self, request: DraftRequest) -> DraftTree:
         self._read_rest()
         self._learn(request.token_ids)
-        depth = min(request.max_nodes, request.shape.depth)
-        if depth < 1:
+        if min(request.max_nodes, request.shape.depth) < 1:
             return EMPTY
-        if request.shape.width == 1:
-            return self._chain(depth)
         return self._tree(request.max_nodes, request.shape.width, request.shape.depth)
 
     def _learn(self, token_ids: Sequence[int]) -> None:
@@ -199,29 +194,12 @@ class NasdState(TextReader):
             self._vocabulary[token_id] = None
             self._vocabulary_list.append(token_id)
 
-    def _chain(self, num_nodes: int) -> DraftTree:
-        """The argmax chain: each token the likeliest after those before it."""
-        token_ids: list[int] = []
-        features: list[int] = []
-        window, mask, best = self._window, self._mask, self._counts.best
-        while len(token_ids) < num_nodes:
-            token_id, context_length, share = best(window)
-            if context_length == 0:
-                if not self._drafts_random or not self._vocabulary_list:
-                    break
-                token_id = self._random_token(len(token_ids))
-                features.append(_RANDOM_FEATURE)
-            else:
-                features.append(share_feature(context_length, share))
-            token_ids.append(token_id)
-            window = advanced(window, token_id, mask)
-        return chain(token_ids, features)
-
     def _tree(self, max_nodes: int, width: int, max_depth: int) -> DraftTree:
         """Best first by the product of shares along the path; the argmax chain in front."""
 
         def branches(node: int, weight: float, window: int, depth: int) -> Iterator[Branch]:
-            found = self._counts.likeliest(window, width)
+            counts = self._counts
+            found = counts.likeliest(window, width) if width > 1 else counts.best(window)
             if not found and self._drafts_random and self._vocabulary_list:
                 found = [(self._random_token(depth), 0, 1.0 / len(self._vocabulary_list))]
             for continuation in found:
@@ -280,8 +258,8 @@ class NgramCounts:
             if len(counts) > MAX_CONTINUATIONS:
                 _drop_least(counts)
 
-    def best(self, window: int) -> Continuation:
-        """The likeliest continuation under the longest known context."""
+    def best(self, window: int) -> list[Continuation]:
+        """Returns the likeliest continuation under the longest known context, if there is one."""
         known = self._contexts.get
         for length, mask, smallest in self._levels:
             key = window & mask
@@ -290,10 +268,10 @@ class NgramCounts:
                 continue
             if len(counts) == 1:
                 ((token_id, count),) = counts.items()
-                return token_id, length, count / (count + 1)
+                return [(token_id, length, count / (count + 1))]
             token_id = max(reversed(counts), key=counts.__getitem__)
-            return token_id, length, counts[token_id] / (sum(counts.values()) + 1)
-        return _UNKNOWN
+            return [(token_id, length, counts[token_id] / (sum(counts.values()) + 1))]
+        return []
 
     def likeliest(self, window: int, num_tokens: int) -> list[Continuation]:
         """Up to ``num_tokens`` distinct continuations, likeliest first; the first is ``best``'s.

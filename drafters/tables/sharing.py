@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from drafters.base import Drafter, DrafterOption, NewRequest, Options
-from drafters.reading import TextReader
+from drafters.base import Drafter, DrafterOption, NewRequest, Options, RequestState
 
 MAX_TENANTS = 8
 SHARE_OPTION = DrafterOption(
@@ -33,7 +32,6 @@ class TenantTables(Generic[Table]):
     def __init__(self, make: Callable[[], Table], max_tenants: int = MAX_TENANTS) -> None:
         self._make = make
         self._max_tenants = max_tenants
-        # By cache_salt, the tenant that drafted last at the end.
         self._tables: dict[str, Table] = {}
         self._num_open: dict[str, int] = {}
 
@@ -41,13 +39,14 @@ class TenantTables(Generic[Table]):
         return len(self._tables)
 
     def borrow(self, cache_salt: str) -> Table | None:
-        """The tenant's table, kept until ``give_back``; None where all are in use by others."""
-        if cache_salt not in self._tables:
+        """Returns the tenant's table, kept until ``give_back``; None where all are in use by others."""
+        table = self._tables.pop(cache_salt, None)
+        if table is None:
             if len(self._tables) >= self._max_tenants and not self._make_room():
                 return None
-            self._tables[cache_salt] = self._make()
+            table = self._make()
+        self._tables[cache_salt] = table  # the last one drafted last
         self._num_open[cache_salt] = self._num_open.get(cache_salt, 0) + 1
-        table = self._tables[cache_salt] = self._tables.pop(cache_salt)
         return table
 
     def give_back(self, cache_salt: str) -> None:
@@ -57,19 +56,8 @@ class TenantTables(Generic[Table]):
             del self._num_open[cache_salt]
 
     def _make_room(self) -> bool:
-        idle = next(
-            (cache_salt for cache_salt in self._tables if cache_salt not in self._num_open), None
-        )
-        if idle is None:
-            return False
-        del self._tables[idle]
-        return True
-
-
-class TableState(TextReader):
-    """A sharing drafter's knowledge of one request. ``tenant``: whose table it has borrowed, if any."""
-
-    tenant: str | None = None
+        idle = next((each for each in self._tables if each not in self._num_open), None)
+        return idle is not None and self._tables.pop(idle) is not None
 
 
 class SharingDrafter(Drafter, ABC, Generic[Table]):
@@ -81,22 +69,23 @@ class SharingDrafter(Drafter, ABC, Generic[Table]):
         super().__init__()
         self._make_own = make_own
         self._tables = TenantTables(make_shared)
+        self._borrowers: dict[str, str] = {}
+        """By request, the tenant whose table it learns into."""
 
     @abstractmethod
-    def state_over(self, request: NewRequest, table: Table) -> TableState:
+    def state_over(self, request: NewRequest, table: Table) -> RequestState:
         """Returns the state of a new request, which learns into ``table``."""
 
-    def start(self, request: NewRequest) -> TableState:
-        shared = self._tables.borrow(request.cache_salt) if request.options["share"] else None
-        if shared is None:
+    def start(self, request: NewRequest) -> RequestState:
+        table = self._tables.borrow(request.cache_salt) if request.options["share"] else None
+        if table is None:
             return self.state_over(request, self._make_own(request.options))
-        state = self.state_over(request, shared)
-        state.tenant = request.cache_salt
-        return state
+        self._borrowers[request.request_id] = request.cache_salt
+        return self.state_over(request, table)
 
-    def finish(self, request_id: str, state: TableState) -> None:  # noqa: ARG002
-        if state.tenant is not None:
-            self._tables.give_back(state.tenant)
+    def finish(self, request_id: str, state: Any) -> None:  # noqa: ARG002
+        if request_id in self._borrowers:
+            self._tables.give_back(self._borrowers.pop(request_id))
 
 
 class Generations(Generic[Value]):

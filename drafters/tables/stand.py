@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,19 +33,21 @@ from drafters.base import (
     NewRequest,
     Observation,
     Options,
+    TextReader,
     drafter,
     in_order,
 )
 from drafters.contexts import advanced, levels, pack, window_mask
-from drafters.tables.prob_tables import (
-    NUM_TOKENS_KEPT,
-    Entry,
-    ProbTable,
-    TextTable,
-    find,
+from drafters.tables.prob_tables import NUM_TOKENS_KEPT, Entry, ProbTable, TextTable, find
+from drafters.tables.sharing import SHARE_OPTION, SharingDrafter
+from drafters.tables.template import (
+    NO_CHILDREN,
+    Children,
+    DraftTemplate,
+    grow,
+    grow_chain,
+    load_template,
 )
-from drafters.tables.sharing import SHARE_OPTION, SharingDrafter, TableState
-from drafters.tables.template import NO_CHILDREN, Children, DraftTemplate, grow, load_template
 from drafters.tree import EMPTY, DraftTree, chain
 
 SHIPPED_TEMPLATE = Path(__file__).parent / "data" / "stand_template.json"
@@ -96,7 +98,7 @@ class StandDrafter(SharingDrafter[ProbTable]):
             ),
             SHARE_OPTION,
         ),
-        check=in_order("min_ctx", "max_ctx"),
+        check=partial(in_order, "min_ctx", "max_ctx"),
         needs=DrafterNeeds(top_probs=True),
         cost="Microseconds of CPU time; the target's ten likeliest tokens per verified row.",
         samples=True,
@@ -113,14 +115,14 @@ class StandDrafter(SharingDrafter[ProbTable]):
         self._template = load_template(path)
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: StandSettings) -> StandDrafter:  # noqa: ARG003
-        return cls(settings.template)
+    def build(cls, context: DrafterContext) -> StandDrafter:
+        return cls(cls.settings_in(context).template)
 
     def state_over(self, request: NewRequest, table: ProbTable) -> StandState:
         return StandState(request.token_ids, request.options, table, self._template)
 
 
-class StandState(TableState):
+class StandState(TextReader):
     """One request. Its table may be shared with requests of the same tenant."""
 
     num_top_tokens = NUM_TOKENS_KEPT
@@ -175,12 +177,17 @@ class StandState(TableState):
             return EMPTY
         self._read_rest()
         root = (self.window(request.token_ids), len(request.token_ids))
-        if request.shape.width == 1:
-            if request.sampling.temperature == 0:
-                return self._greedy_chain(root[0], min(request.max_nodes, request.shape.depth))
-            return self._chain(root, request)
         shape, sampling = request.shape, request.sampling
+        if shape.width == 1 and sampling.temperature == 0:
+            return self._greedy_chain(root[0], min(request.max_nodes, shape.depth))
         fillers: Sequence[int] = ()
+
+        def expand(state: tuple[int, int]) -> Children:
+            return self.children(*state, sampling, fillers)
+
+        if shape.width == 1:
+            num_nodes = min(request.max_nodes, shape.depth)
+            return grow_chain(num_nodes, root, expand, self._advance)
         if sampling.verification != "match" and sampling.temperature > 0:
             # Policies grant by the shape of a tree. If it depended on what was sampled, so would which
             # samples are verified, and the distribution of the text with it. So every node gets all
@@ -188,7 +195,6 @@ class StandState(TableState):
             recent = dict.fromkeys(reversed(request.token_ids[-_FILLER_TOKENS:]))
             fillers = list(recent)[: shape.width]
             shape = DraftShape(len(fillers), shape.depth)
-        expand = partial(self._expand, sampling, fillers)
         nodes = self._template.within(shape)
         return grow(nodes, request.max_nodes, root, expand, self._advance)
 
@@ -249,28 +255,6 @@ class StandState(TableState):
             features.append(source * _FEATURES_PER_SOURCE + lead)
             window = advanced(window, known[0], self._mask)
         return chain(token_ids, features)
-
-    def _chain(self, root: tuple[int, int], request: DraftRequest) -> DraftTree:
-        """The first sample at every depth, as deep as the request allows."""
-        token_ids: list[int] = []
-        features: list[int] = []
-        draft_probs: dict[int, Mapping[int, float]] = {}
-        window, position = root
-        for depth in range(min(request.max_nodes, request.shape.depth)):
-            children = self.children(window, position + depth, request.sampling)
-            if not children.token_ids:
-                break
-            if children.draft_probs is not None:
-                draft_probs[depth - 1] = children.draft_probs
-            token_ids.append(children.token_ids[0])
-            features.append(children.features[0])
-            window = self.advanced(window, token_ids[-1])
-        return DraftTree(token_ids, range(-1, len(token_ids) - 1), features, draft_probs)
-
-    def _expand(
-        self, sampling: DraftSampling, fillers: Sequence[int], state: tuple[int, int]
-    ) -> Children:
-        return self.children(*state, sampling, fillers)
 
     def _advance(self, state: tuple[int, int], token_id: int) -> tuple[int, int]:
         window, position = state

@@ -12,6 +12,7 @@ from drafters.auto import AutoDrafter, Overlay, overlay_feature
 from drafters.base import (
     REGISTERED,
     Drafter,
+    DrafterContext,
     DrafterInfo,
     DrafterNeeds,
     DraftRequest,
@@ -21,7 +22,7 @@ from drafters.base import (
 )
 from drafters.copying.ngram import NgramDrafter
 from drafters.copying.prediction import PredictionDrafter
-from drafters.registry import PlainContext, build_drafters
+from drafters.registry import build_drafters
 from drafters.tree import EMPTY, DraftTree, chain
 from worlds.simulated_target import decode, node_paths
 
@@ -256,7 +257,7 @@ def test_members_are_those_of_the_registry_that_need_no_model(
     further("further")
     further("window", DrafterNeeds(all_or_nothing=True))
     further("less", part_of="further")
-    auto = AutoDrafter.build(PlainContext(), None)
+    auto = AutoDrafter.build(DrafterContext())
     plain = {"ngram", "prediction", "suffix", "nasd", "stand", "recycling"}
     assert set(auto._members) == plain | {"further"}
     assert auto.info.takes_prediction
@@ -279,7 +280,7 @@ def test_drafters_of_other_distributions_become_members() -> None:
 
 
 def test_a_member_from_outside_that_proposes_no_token_costs_its_own_draft_alone() -> None:
-    auto = AutoDrafter.build(PlainContext(vocab_size=50), None)
+    auto = AutoDrafter.build(DrafterContext(vocab_size=50))
     auto.meet({"outside": Guesser("outside", lambda _: [50])})
     auto.open("a", [1, 2, 3, 1, 2], {}, "")
     (tree,) = auto.propose([DraftRequest("a", [1, 2, 3, 1, 2], 4, DraftShape(width=2))])

@@ -10,6 +10,7 @@ import pytest
 
 from drafters.base import (
     Drafter,
+    DrafterContext,
     DrafterInfo,
     DrafterUnavailableError,
     DraftRequest,
@@ -18,7 +19,6 @@ from drafters.base import (
 )
 from drafters.registry import (
     DrafterPluginError,
-    PlainContext,
     build_drafters,
     drafter_names,
     find_plugins,
@@ -144,7 +144,7 @@ def refusal(site: Path, source: str, name: str = "fives") -> str:
     """What building the drafter of this source says."""
     install(site, "some-plugin", {name: "some_plugin:make"}, source)
     with pytest.raises(DrafterPluginError) as refused:
-        build_drafters(None, PlainContext(), find_plugins())
+        build_drafters(None, DrafterContext(), find_plugins())
     message = str(refused.value)
     assert message.startswith(
         f"drafter plugin of some-plugin 1.0 (entry point {name} = some_plugin:make) "
@@ -160,7 +160,7 @@ def test_without_plugins_there_is_the_core():
 def test_a_plugin_is_built_beside_the_core_and_drafts(site, caplog):
     install(site, "some-plugin", {"fives": "some_plugin:make"}, SOUND)
     caplog.set_level(logging.INFO, "drafters.registry")
-    drafters = build_drafters(None, PlainContext(), find_plugins())
+    drafters = build_drafters(None, DrafterContext(), find_plugins())
     assert list(drafters) == [*build_drafters(), "fives"]
     fives = drafters["fives"]
     fives.open("r", [1, 2], {}, "")
@@ -172,7 +172,7 @@ def test_a_plugin_is_built_beside_the_core_and_drafts(site, caplog):
 def test_the_factory_gets_the_engines_context(site):
     source = SOUND.replace("def make(context):\n", "def make(context):\n    seen.append(context)\n")
     install(site, "some-plugin", {"fives": "some_plugin:make"}, "seen = []\n" + source)
-    context = PlainContext(vocab_size=77)
+    context = DrafterContext(vocab_size=77)
     build_drafters(["fives"], context, find_plugins())
     assert sys.modules["some_plugin"].seen == [context]
 
@@ -257,7 +257,7 @@ def test_what_a_drafter_says_of_itself_must_hold(site, extra, part):
 def test_a_plugin_that_cannot_work_here_is_left_out_unless_it_is_named(site, caplog):
     source = "def make(context):\n    return context.draft_model('fives')\n"
     install(site, "some-plugin", {"fives": "some_plugin:make"}, source)
-    assert "fives" not in build_drafters(None, PlainContext(), find_plugins())
+    assert "fives" not in build_drafters(None, DrafterContext(), find_plugins())
     assert "some-plugin 1.0" in caplog.text
     with pytest.raises(DrafterUnavailableError, match="'fives' cannot be used: needs draft model"):
-        build_drafters(["fives"], PlainContext(), find_plugins())
+        build_drafters(["fives"], DrafterContext(), find_plugins())

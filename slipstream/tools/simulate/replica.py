@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from drafters.base import Drafter
-from drafters.registry import PlainContext, build_drafters
+from drafters.base import Drafter, DrafterContext
+from drafters.registry import build_drafters
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams, Tenant
 from engine.request.stats import RequestStats
@@ -120,7 +120,7 @@ class Replica:
             return {}
         if name == MeasuredDrafter.info.name:
             return {name: MeasuredDrafter(self._works, profile.kinds)}
-        return build_drafters([name], PlainContext(VOCAB_SIZE))
+        return build_drafters([name], DrafterContext(VOCAB_SIZE))
 
     @property
     def num_open(self) -> int:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.base import DraftRequest, DraftShape, Observation
+from drafters.contexts import num_equal_before
 from drafters.copying import alignment as suffix_alignment
 from drafters.copying.alignment import Alignment
 from drafters.copying.history import Histories, TenantHistory
-from drafters.copying.runs import num_equal_before
 from drafters.copying.suffix import SuffixDrafter
 from drafters.copying.suffix_index import (
     CONTEXT_LENGTHS,

@@ -10,7 +10,7 @@ import torch
 
 from drafters.base import GREEDY, DraftSampling
 from drafters.model.protocol import Candidates
-from engine.drafting.candidates import ScoredRow, begin_candidates
+from engine.drafting.draft_model import ScoredRow, begin_candidates
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.distribution import target_probs
 from engine.sampling.state import SamplingState
