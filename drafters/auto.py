@@ -164,17 +164,13 @@ class AutoDrafter(Drafter):
 
     def start(self, request: NewRequest) -> _Members:
         request_id, token_ids = request.request_id, request.token_ids
-        members = [
-            _Member(each, self.estimator.for_request(name)) for name, each in self._members.items()
-        ]
+        prior = self.estimator.for_request
+        members = [_Member(each, prior(name)) for name, each in self._members.items()]
         nearly_said = self._nearly_said.for_request(self._last_top.info.name)
         members.append(_Member(self._last_top, nearly_said))
         for member in members:
-            each = member.drafter
-            defaults = each.info.defaults()
-            if not self._tried(
-                member, each.open, request_id, token_ids, defaults, request.cache_salt
-            ):
+            options, begin = member.drafter.info.defaults(), member.drafter.open
+            if not self._tried(member, begin, request_id, token_ids, options, request.cache_salt):
                 member.num_failures = _FAILURES_BEFORE_SILENCE
         return _Members(members)
 
@@ -189,10 +185,8 @@ class AutoDrafter(Drafter):
         num_read = 0
         for member in self._states[request_id].members:
             if member.is_asked and (num_read < num_tokens or not num_tokens):
-                left = num_tokens - num_read
-                num_read += self._counted(
-                    member, left, member.drafter.read_prompt, request_id, left
-                )
+                left, read = num_tokens - num_read, member.drafter.read_prompt
+                num_read += self._counted(member, left, read, request_id, left)
         return num_read
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -225,11 +219,9 @@ class AutoDrafter(Drafter):
         for member, survivals in found:
             weight = member.weight / most
             overlay.lay(member.tree, [weight * each for each in survivals])
-        return (
-            overlay.chain(depth)
-            if is_chain
-            else overlay.tree(request.max_nodes, shape.width, depth)
-        )
+        if is_chain:
+            return overlay.chain(depth)
+        return overlay.tree(request.max_nodes, shape.width, depth)
 
     def _ask(self, member: _Member, request: DraftRequest) -> None:
         (tree,) = member.drafter.propose([request])
@@ -252,11 +244,11 @@ class AutoDrafter(Drafter):
 
     def num_top_tokens(self, request_id: str) -> int:
         """As many as the member that wants most. Raises KeyError for a request that is not open."""
-        asked = [each for each in self._states[request_id].members if each.is_asked]
-        wanted = (
-            self._counted(each, None, each.drafter.num_top_tokens, request_id) for each in asked
-        )
-        return max(wanted, default=0)
+        most = 0
+        for each in self._states[request_id].members:
+            if each.is_asked:
+                most = max(most, self._counted(each, None, each.drafter.num_top_tokens, request_id))
+        return most
 
     def finish(self, request_id: str, state: _Members) -> None:
         for member in state.members:
@@ -312,7 +304,7 @@ def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int], depth: i
 
 
 def overlay_feature(acceptance: float, num_agreeing: int) -> int:
-    """Bucket of (believed chance of the node given its parent, trees that hold it): 0..63."""
+    """Returns the bucket of (believed chance of the node given its parent, trees that hold it): 0..63."""
     value = min(_NUM_VALUES - 1, int(acceptance * _NUM_VALUES))
     return value * _MOST_AGREEING + min(num_agreeing, _MOST_AGREEING) - 1
 
@@ -348,7 +340,7 @@ class Overlay(TreeBuilder):
             placed.append(node)
 
     def chain(self, depth: int) -> DraftTree:
-        """The path of at most ``depth`` nodes with the most expected tokens."""
+        """Returns the path of at most ``depth`` nodes with the most expected tokens."""
         children = self._ranked(range(len(self)), depth)
         path: list[int] = []
         node = ROOT
@@ -358,8 +350,8 @@ class Overlay(TreeBuilder):
         return self._take(path)
 
     def tree(self, num_nodes: int, width: int, depth: int) -> DraftTree:
-        """The likeliest nodes, at most ``width`` under one parent; the best chain comes first, and under
-        each node the child that promises most."""
+        """Returns the likeliest nodes, at most ``width`` under one parent: the best chain comes first,
+        and under each node the child that promises most."""
         children = self._ranked(self.chosen(num_nodes, width, depth), depth)
         ordered: list[int] = []
         stack = children.get(ROOT, [])
@@ -369,8 +361,8 @@ class Overlay(TreeBuilder):
         return self._take(ordered)
 
     def _ranked(self, nodes: Sequence[int], depth: int) -> dict[int, list[int]]:
-        """Children of each node; the last one is that of which most tokens are expected, down to
-        ``depth``, the first added among equals."""
+        """Returns the children of each node; the last one is that of which most tokens are expected, down
+        to ``depth``, the first added among equals."""
         gains = self._gains(depth)
         children: dict[int, list[int]] = {}
         for node in nodes:
@@ -380,7 +372,7 @@ class Overlay(TreeBuilder):
         return children
 
     def _gains(self, depth: int) -> list[float]:
-        """Per node, the expected tokens of the best path that goes through it, down to ``depth``."""
+        """Returns, per node, the expected tokens of the best path through it, down to ``depth``."""
         below = [0.0] * len(self)
         gains = [0.0] * len(self)
         for node in range(len(self) - 1, -1, -1):  # children before their parents

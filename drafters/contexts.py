@@ -72,3 +72,9 @@ def cyclic_run(text: Sequence[int], position: int, num_tokens: int) -> list[int]
     if 0 < len(run) < num_tokens:
         run = (run * (num_tokens // len(run) + 1))[:num_tokens]
     return run
+
+
+def run_features(by_length: Sequence[int], match_length: int, num_nodes: int) -> list[int]:
+    """Returns the features of a copied run: of each node, that of the tokens that agree before it."""
+    features = list(by_length[match_length : match_length + num_nodes])
+    return features + [by_length[-1]] * (num_nodes - len(features))

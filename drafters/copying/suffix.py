@@ -28,7 +28,7 @@ from drafters.base import (
     ReadingState,
     drafter,
 )
-from drafters.contexts import cyclic_run
+from drafters.contexts import cyclic_run, run_features
 from drafters.copying.alignment import (
     FEW_CANDIDATES,
     MAX_CANDIDATES,
@@ -146,7 +146,7 @@ class SuffixState(ReadingState):
                 alignment.source, alignment.position, depth, alignment.source is alignment.token_ids
             )
             if not alignment.corrections.any_in(alignment.token_ids[-1], run, min_share):
-                return chain_of_one(run, alignment.length)
+                return chain(run, run_features(_ALONE, alignment.length, len(run)))
             candidates = [alignment.current()]
         else:
             candidates = alignment.candidates(FEW_CANDIDATES if is_chain else MAX_CANDIDATES)
@@ -186,16 +186,6 @@ def copied(text: Sequence[int], position: int, num_tokens: int, is_own: bool) ->
     if SEPARATOR in run:
         del run[run.index(SEPARATOR) :]
     return run
-
-
-def chain_of_one(run: Sequence[int], match_length: int) -> DraftTree:
-    """The chain that copies from one place alone."""
-    return chain(run, _features_alone(match_length, len(run)))
-
-
-def _features_alone(match_length: int, num_nodes: int) -> list[int]:
-    features = _ALONE[match_length : match_length + num_nodes]
-    return features + [_ALONE[-1]] * (num_nodes - len(features))
 
 
 def _weight_at(table: Sequence[float], length: int, leads: bool) -> float:
@@ -239,7 +229,7 @@ class _Draft:
             if depth and len(voters) == 1 and not self._is_correctable(voters[0], token_ids):
                 rest = voters[0].run[depth:]
                 token_ids += rest
-                features += _features_alone(voters[0].match_length + depth, len(rest))
+                features += run_features(_ALONE, voters[0].match_length + depth, len(rest))
                 break
             children = self._children(voters, depth, token_ids)
             if not children:

@@ -31,6 +31,11 @@ class DraftRows:
     parents: Sequence[int] = ()
     num_stored: int = 0
 
+    @property
+    def first(self) -> int:
+        """The position whose slot the first of these rows takes."""
+        return self.base + self.num_stored
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:

@@ -37,7 +37,6 @@ from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first
 MAX_CONTINUATIONS = 16
 _MAX_VOCABULARY = 8_192
 _NUM_SHARE_BUCKETS = 8
-_RANDOM_FEATURE = 0
 _MASK_64 = (1 << 64) - 1
 
 
@@ -46,7 +45,9 @@ Continuation = tuple[int, int, float]
 
 
 def share_feature(context_length: int, share: float) -> int:
-    """Bucket of (tokens of context, share of the context's counts): 8..63; 0 is a random token."""
+    """Returns the bucket of (tokens of context, share of its counts): 8..63; 0 for a random token."""
+    if not context_length:
+        return 0
     bucket = min(int(share * _NUM_SHARE_BUCKETS), _NUM_SHARE_BUCKETS - 1)
     return min(context_length, 7) * _NUM_SHARE_BUCKETS + bucket
 
@@ -120,11 +121,6 @@ class NasdDrafter(Drafter):
         return NasdState(request.token_ids, options, tuple(lengths))
 
 
-def _feature(continuation: Continuation) -> int:
-    _, context_length, share = continuation
-    return share_feature(context_length, share) if context_length else _RANDOM_FEATURE
-
-
 def _scramble(counter: int) -> int:
     """A 64-bit mixer (the finaliser of SplitMix64, Steele et al. 2014): counters to even noise."""
     mixed = (counter + 1) * 0x9E3779B97F4A7C15 & _MASK_64
@@ -195,17 +191,16 @@ class NasdState(TextReader):
             self._vocabulary_list.append(token_id)
 
     def _tree(self, max_nodes: int, width: int, max_depth: int) -> DraftTree:
-        """Best first by the product of shares along the path; the argmax chain in front."""
+        """Drafts the best by the product of shares along the path; the argmax chain in front."""
 
         def branches(node: int, weight: float, window: int, depth: int) -> Iterator[Branch]:
             counts = self._counts
             found = counts.likeliest(window, width) if width > 1 else counts.best(window)
             if not found and self._drafts_random and self._vocabulary_list:
                 found = [(self._random_token(depth), 0, 1.0 / len(self._vocabulary_list))]
-            for continuation in found:
-                token_id, _, share = continuation
-                state = (window, depth + 1)
-                yield Branch(weight * share, node, token_id, _feature(continuation), state)
+            for token_id, length, share in found:
+                feature = share_feature(length, share)
+                yield Branch(weight * share, node, token_id, feature, (window, depth + 1))
 
         def expand(node: int, branch: Branch) -> Iterator[Branch]:
             window, depth = branch.state
@@ -218,9 +213,8 @@ class NasdState(TextReader):
 
     def _random_token(self, offset: int) -> int:
         """A seen token picked by the position it is drafted for."""
-        return self._vocabulary_list[
-            _scramble(self._num_read + offset) % len(self._vocabulary_list)
-        ]
+        seen = self._vocabulary_list
+        return seen[_scramble(self._num_read + offset) % len(seen)]
 
 
 class NgramCounts:
@@ -245,7 +239,7 @@ class NgramCounts:
         return len(self._contexts)
 
     def add(self, window: int, token_id: int) -> None:
-        """Count ``token_id`` after every known length of ``window``'s ending."""
+        """Counts ``token_id`` after every known length of ``window``'s ending."""
         contexts = self._contexts
         for _, mask, smallest in self._levels:
             key = window & mask
@@ -274,7 +268,7 @@ class NgramCounts:
         return []
 
     def likeliest(self, window: int, num_tokens: int) -> list[Continuation]:
-        """Up to ``num_tokens`` distinct continuations, likeliest first; the first is ``best``'s.
+        """Returns up to ``num_tokens`` distinct continuations, likeliest first; the first is ``best``'s.
 
         Those of the longest known context first; what their shares leave over is shared out in the
         same way under the shorter ones.

@@ -38,7 +38,7 @@ from drafters.base import (
     in_order,
 )
 from drafters.contexts import advanced, levels, pack, window_mask
-from drafters.tables.prob_tables import NUM_TOKENS_KEPT, Entry, ProbTable, TextTable, find
+from drafters.tables.prob_tables import NUM_TOKENS_KEPT, ProbTable, TextTable, find
 from drafters.tables.sharing import SHARE_OPTION, SharingDrafter
 from drafters.tables.template import (
     NO_CHILDREN,
@@ -212,10 +212,10 @@ class StandState(TextReader):
         """
         if fillers:
             return self._filled(window, position, sampling, fillers)
-        found = find(window, self._levels, self._table, self._prompt)
+        found = self._known(window)
         if found is None:
             return NO_CHILDREN
-        source, token_ids, probs = _known(found)
+        source, token_ids, probs = found
         if sampling.temperature == 0:
             scores = [math.log(prob) if prob > 0 else -math.inf for prob in probs]
             return Children(token_ids, _margin_features(source, scores))
@@ -228,11 +228,11 @@ class StandState(TextReader):
     def _filled(
         self, window: int, position: int, sampling: DraftSampling, fillers: Sequence[int]
     ) -> Children:
-        found = find(window, self._levels, self._table, self._prompt)
+        found = self._known(window)
         if found is None:
             return _sampled(fillers, [1 / len(fillers)] * len(fillers), position, sampling)
-        token_ids, probs = found[2].token_ids, sampled_probs(found[2].probs, sampling)
-        known = token_ids[: len(probs)]
+        probs = sampled_probs(found[2], sampling)
+        known = found[1][: len(probs)]
         added = [each for each in fillers if each not in known][: max(0, len(fillers) - len(known))]
         weights = [*probs, *[LEAST_SHARE] * len(added)]
         total = sum(weights)
@@ -245,10 +245,10 @@ class StandState(TextReader):
         token_ids: list[int] = []
         features: list[int] = []
         while len(token_ids) < num_nodes:
-            found = find(window, self._levels, self._table, self._prompt)
+            found = self._known(window)
             if found is None:
                 break
-            source, known, probs = _known(found)
+            source, known, probs = found
             second = probs[1] if len(probs) > 1 else 0.0
             lead = bisect(_MARGIN_RATIOS, probs[0] / second if second else math.inf)
             token_ids.append(known[0])
@@ -256,15 +256,18 @@ class StandState(TextReader):
             window = advanced(window, known[0], self._mask)
         return chain(token_ids, features)
 
+    def _known(self, window: int) -> tuple[int, tuple[int, ...], tuple[float, ...]] | None:
+        """Returns the source as in ``_margin_features``, tokens and probabilities of the longest known
+        context that ends ``window``."""
+        found = find(window, self._levels, self._table, self._prompt)
+        if found is None:
+            return None
+        num_tokens, from_prompt, (_, token_ids, probs) = found
+        return _FROM_PROMPT if from_prompt else min(num_tokens, 3) - 1, token_ids, probs
+
     def _advance(self, state: tuple[int, int], token_id: int) -> tuple[int, int]:
         window, position = state
         return self.advanced(window, token_id), position + 1
-
-
-def _known(found: tuple[int, bool, Entry]) -> tuple[int, tuple[int, ...], tuple[float, ...]]:
-    """Takes apart what ``find`` found: source as in ``_margin_features``, tokens and probabilities."""
-    num_tokens, from_prompt, (_, token_ids, probs) = found
-    return _FROM_PROMPT if from_prompt else min(num_tokens, 3) - 1, token_ids, probs
 
 
 def _sampled(

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from drafters.base import Drafter, DraftRequest, DraftShape, Observation, OptionValue
-from drafters.tree import ROOT, DraftTree
+from drafters.base import (
+    GREEDY,
+    Drafter,
+    DraftRequest,
+    DraftSampling,
+    DraftShape,
+    Observation,
+    OptionValue,
+)
+from drafters.tree import EMPTY, ROOT, DraftTree
 
+CHAIN = DraftShape()
 Target = Callable[[Sequence[int]], int]
 
 
@@ -54,8 +63,7 @@ def decode(
     run = Run(list(prompt))
     drafter.open(request_id, run.token_ids, options or {}, "")
     while sum(run.num_emitted) < num_tokens:
-        (tree,) = drafter.propose([DraftRequest(request_id, run.token_ids, max_nodes, shape)])
-        check_tree(tree, max_nodes, shape)
+        tree = ask(drafter, run.token_ids, max_nodes, shape, request_id=request_id)
         path, emitted = verify_step(tree, run.token_ids, target)
         contexts = [[*run.token_ids, *path] for path in ((), *node_paths(tree))]
         row_token_ids = [target(context) for context in contexts]
@@ -63,16 +71,45 @@ def decode(
         if top_tokens is not None:
             top_token_ids = [top_tokens(context) for context in contexts]
         run.token_ids.extend(emitted)
-        drafter.observe(
-            [
-                Observation(
-                    request_id, run.token_ids, tree, row_token_ids, path, emitted, top_token_ids
-                )
-            ]
-        )
+        told = (tree, row_token_ids, path, emitted, top_token_ids)
+        drafter.observe([Observation(request_id, run.token_ids, *told)])
         run.trees.append(tree)
         run.num_emitted.append(len(emitted))
     return run
+
+
+def ask(
+    drafter: Drafter,
+    token_ids: Sequence[int],
+    max_nodes: int = 8,
+    shape: DraftShape = CHAIN,
+    sampling: DraftSampling = GREEDY,
+    request_id: str = "r",
+) -> DraftTree:
+    """What an open request is offered."""
+    (tree,) = drafter.propose([DraftRequest(request_id, token_ids, max_nodes, shape, sampling)])
+    check_tree(tree, max_nodes, shape)
+    return tree
+
+
+def tell(
+    drafter: Drafter,
+    token_ids: Sequence[int],
+    num_emitted: int = 1,
+    tops: Sequence[Sequence[int]] | None = None,
+    probs: Sequence[Sequence[float]] | None = None,
+    request_id: str = "r",
+) -> None:
+    """A step without a draft, or for which the drafter was not asked: ``token_ids`` ends with it."""
+    emitted = token_ids[-num_emitted:]
+    seen = Observation(request_id, token_ids, EMPTY, emitted[:1], [0], emitted, tops, probs)
+    drafter.observe([seen])
+
+
+def children_of(tree: DraftTree, node: int = ROOT) -> list[int]:
+    """The tokens under a node, in the tree's order."""
+    pairs = zip(tree.token_ids, tree.parents, strict=True)
+    return [token_id for token_id, parent in pairs if parent == node]
 
 
 def node_paths(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -111,9 +148,7 @@ def propose_once(
     options: Mapping[str, OptionValue] | None = None,
 ) -> DraftTree:
     """What a fresh request with this prompt is offered."""
-    shape = shape or DraftShape()
     drafter.open("once", token_ids, options or {}, "")
-    (tree,) = drafter.propose([DraftRequest("once", token_ids, max_nodes, shape)])
+    tree = ask(drafter, token_ids, max_nodes, shape or CHAIN, request_id="once")
     drafter.close("once")
-    check_tree(tree, max_nodes, shape)
     return tree

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.base import DraftRequest, DraftShape, Observation
+from drafters.base import DraftShape, Observation
 from drafters.contexts import pack
 from drafters.tables.nasd import (
     MAX_CONTINUATIONS,
@@ -18,7 +18,7 @@ from drafters.tables.nasd import (
     share_feature,
 )
 from drafters.tree import EMPTY, ROOT, chain
-from worlds.simulated_target import propose_once
+from worlds.simulated_target import ask, propose_once
 
 THE, CAPITAL, OF, FRANCE, IS, PARIS, SPAIN = range(10, 17)
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -96,8 +96,7 @@ def observe_row(drafter, token_ids, emitted, top_token_ids, tree, path):
 
 
 def first_draft(drafter, token_ids, width=1):
-    request = DraftRequest("r", token_ids, width, DraftShape(width, 1))
-    return list(drafter.propose([request])[0].token_ids)
+    return list(ask(drafter, token_ids, width, DraftShape(width, 1)).token_ids)
 
 
 ONE_ROW = (EMPTY, (0,))

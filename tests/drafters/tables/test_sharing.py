@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.base import DraftRequest, DraftShape, Observation
 from drafters.tables.recycling import RecyclingDrafter
 from drafters.tables.sharing import MAX_TENANTS, Generations, TenantTables
 from drafters.tables.stand import StandDrafter
-from drafters.tree import EMPTY
+from worlds.simulated_target import ask, tell
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 
@@ -39,16 +38,13 @@ def test_one_table_per_tenant_the_longest_idle_makes_room() -> None:
 class TestDrafters:
     def draft(self, drafter: StandDrafter | RecyclingDrafter, request_id: str) -> list[int]:
         """After a text that only ``teach`` has seen."""
-        request = DraftRequest(request_id, [50, 51, 52, 53], 3, DraftShape())
-        return list(drafter.propose([request])[0].token_ids)
+        return list(ask(drafter, [50, 51, 52, 53], 3, request_id=request_id).token_ids)
 
     def teach(self, drafter: StandDrafter | RecyclingDrafter, request_id: str) -> None:
         text = [50, 51, 52, 53]
         for token in (54, 55, 56):
             text.append(token)
-            tops, probs = [[token, 9]], [[0.9, 0.1]]
-            seen = Observation(request_id, text, EMPTY, [token], [0], [token], tops, probs)
-            drafter.observe([seen])
+            tell(drafter, text, 1, [[token, 9]], [[0.9, 0.1]], request_id)
 
     def test_a_tenant_learns_from_its_other_requests_if_both_ask(
         self, make: type[StandDrafter | RecyclingDrafter]
