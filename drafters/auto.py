@@ -1,24 +1,18 @@
 """``auto``: asks every drafter that costs no forward, and drafts what they together think likeliest.
 
-Members are the drafters of the registry that need nothing of the engine but token ids and top tokens,
-those of other distributions that were loaded among them, and beside them what the target nearly said
-last (``last_top.py``).
-
-How often each member is right is learned from the text that comes, verified or not: a proposal that was
-not used teaches as much as one that was, so choosing costs no step of the target. Two things are learned.
-How likely a member's node is, by its feature (``RequestAcceptance``). And which members to
-believe: exponential weights under full information, as in HedgeSpec (Liu et al., arXiv 2510.20064).
-Whenever all were asked, each that proposed something is charged what it would have had accepted less than
-the best of them, discounted; its weight falls exponentially with that. Who proposed nothing sleeps and
-keeps its weight (Freund et al., STOC 1997): one that seldom speaks and is right then stays believed.
+Members are the drafters that need nothing of the engine but token ids and top tokens, those of other
+distributions among them, and beside them what the target nearly said last (``last_top.py``). Whether a
+member is right is learned from the text that comes, whether its proposal was used or not, so choosing
+costs no step of the target. Two things are learned: how likely a member's node is, by its feature
+(``RequestAcceptance``), and which members to believe, by exponential weights under full information, as
+in HedgeSpec (Liu et al., arXiv 2510.20064). Members that proposed nothing keep their weight (Freund et
+al., STOC 1997).
 
 The members' trees are laid over each other; a node's worth is the highest weighted survival that any of
-them gives it. A chain is the path of most expected tokens, a tree the likeliest nodes.
-
-For a tree all members propose. For a chain they are asked one after the other, in the order of their
-weights, until one of them fills it with tokens that are as good as certain; who of late added
-nothing to what those before it knew is left out. All are asked in every ``_ASKED_EVERY``-th step,
-so that a member whose time has come is noticed.
+them gives it. For a tree all members propose. For a chain they are asked in the order of their weights,
+until one of them fills it with tokens that are as good as certain; a member that of late added nothing
+is left out. All are asked in every ``_ASKED_EVERY``-th step, so that a member whose time has come is
+noticed.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ from drafters.base import (
     RequestState,
     drafter,
 )
-from drafters.checks import check_token_ids, count_of, is_interrupt
+from drafters.checks import count_of, is_interrupt
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
 from drafters.last_top import LastTopDrafter
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
@@ -117,8 +111,8 @@ class AutoDrafter(Drafter):
     )
 
     def __init__(self, members: Mapping[str, Drafter], vocab_size: int = 0) -> None:
-        """``vocab_size`` as in ``check_token_ids``. Raises ValueError without members, or with one that
-        needs more than token ids and top tokens."""
+        """``vocab_size`` as in ``DraftTree.validate``. Raises ValueError without members, or with one
+        that needs more than token ids and top tokens."""
         super().__init__()
         if not members:
             raise ValueError("auto needs at least one drafter to choose from")
@@ -195,7 +189,7 @@ class AutoDrafter(Drafter):
 
     def _propose(self, request: DraftRequest) -> DraftTree:
         state, shape = self._states[request.request_id], request.shape
-        depth = min(shape.depth, request.max_nodes)
+        depth = request.depth
         is_chain = shape.width == 1
         asks_all = not is_chain or state.num_steps % _ASKED_EVERY == 0
         state.num_steps += 1
@@ -225,9 +219,8 @@ class AutoDrafter(Drafter):
 
     def _ask(self, member: _Member, request: DraftRequest) -> None:
         (tree,) = member.drafter.propose([request])
-        tree.validate()
         # Here it costs this member's draft; found in what all have drafted it would cost everybody's.
-        check_token_ids(tree.token_ids, self._vocab_size)
+        tree.validate(self._vocab_size)
         member.tree = tree
 
     def observe(self, observations: Sequence[Observation]) -> None:

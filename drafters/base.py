@@ -24,13 +24,10 @@ OptionValue: TypeAlias = bool | int | float | str
 Options: TypeAlias = Mapping[str, OptionValue]
 
 
-# --- what a drafter declares ---
-
-
 @dataclass(frozen=True, slots=True)
 class DrafterOption:
-    """An option that each request may set; its type is that of ``default``. ``GET /v1/drafters`` lists
-    it. Numbers lie within ``minimum``..``maximum``, where these are given."""
+    """An option that each request may set; its type is that of ``default``. Numbers lie within
+    ``minimum``..``maximum``, where these are given."""
 
     name: str
     default: OptionValue
@@ -113,18 +110,14 @@ class DrafterInfo:
         """Checks a request's options and returns them with the defaults of those left out. Raises
         ValueError naming the option at fault."""
         known = {option.name: option for option in self.options}
-        unknown = sorted(set(given) - set(known))
-        if unknown:
+        for unknown in sorted(set(given) - set(known)):
             have = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{self.name} has no option {unknown[0]!r}; it has: {have}")
+            raise ValueError(f"{self.name} has no option {unknown!r}; it has: {have}")
         options = self.defaults()
         options |= {name: known[name].check(value) for name, value in given.items()}
         if self.check is not None and (fault := self.check(options)):
             raise ValueError(fault)
         return options
-
-
-# --- what a drafter is asked and told ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +187,11 @@ class DraftRequest:
     block_table: Sequence[int] = ()
     tokens_per_second: float = 0.0
 
+    @property
+    def depth(self) -> int:
+        """The most tokens that can stand one below the other."""
+        return min(self.max_nodes, self.shape.depth)
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -235,9 +233,6 @@ class HiddenRows:
     hidden: Any  # [num_rows, hidden_size], the target's type and device
 
 
-# --- what a drafter is built from ---
-
-
 class DrafterUnavailableError(ValueError):
     """The drafter cannot work with this model and these settings; the message says why."""
 
@@ -271,9 +266,6 @@ class DrafterContext:
         raise DrafterUnavailableError(f"needs {name.replace('_', ' ')}, and there is none here")
 
 
-# --- the drafter ---
-
-
 class RequestState:
     """A drafter's knowledge of one request. This one drafts nothing and learns nothing."""
 
@@ -283,8 +275,8 @@ class RequestState:
     """Set by ``Drafter`` while the prompt is read in slices: nothing else is called meanwhile."""
 
     def propose(self, request: DraftRequest) -> DraftTree:  # noqa: ARG002
-        """Returns a tree of at most ``request.max_nodes`` nodes within ``request.shape``, ``EMPTY`` if
-        there is no guess."""
+        """Returns a tree of at most ``request.max_nodes`` nodes within ``request.shape``, both at least
+        1, and ``EMPTY`` if there is no guess."""
         return EMPTY
 
     def observe(self, observation: Observation) -> None:
@@ -407,7 +399,8 @@ class Drafter:
         trees = []
         for each in requests:
             state = self._states[each.request_id]
-            trees.append(EMPTY if state.is_reading else state.propose(each))
+            is_asked = each.depth > 0 and not state.is_reading
+            trees.append(state.propose(each) if is_asked else EMPTY)
         return trees
 
     def begin(
@@ -440,17 +433,14 @@ class Drafter:
     def num_top_tokens(self, request_id: str) -> int:
         """Returns how many of the target's top tokens per row ``observe`` is to be given for a request.
         Raises KeyError for one that is not open."""
-        state = self._states[request_id]
-        num: int = 0 if state.is_reading else state.num_top_tokens
-        return num
+        state: RequestState = self._states[request_id]
+        return 0 if state.is_reading else state.num_top_tokens
 
     def close(self, request_id: str) -> None:
         """Forgets the request; closing one that is not open does nothing, since aborts may race."""
         if request_id in self._states:
             self.finish(request_id, self._states.pop(request_id))
 
-
-# --- registration ---
 
 _Kind = TypeVar("_Kind", bound=type[Drafter])
 REGISTERED: dict[str, type[Drafter]] = {}

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from drafters.contexts import TOKEN_BITS, num_equal_before
-from drafters.copying.history import TenantHistory
-from drafters.copying.suffix_index import MAX_MATCH_LENGTH, SuffixIndex
+from drafters.copying.suffix_index import MAX_MATCH_LENGTH, SuffixIndex, TenantHistory
 from drafters.copying.weights import (
     AHEAD_TOKENS,
     BEHIND_TOKENS,

@@ -1,9 +1,9 @@
 """``ngram``: prompt lookup. What followed the last tokens the last time they were seen?
 
-After Saxena's prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding). The
-longest match of ``ngram_min``..``ngram_max`` tokens wins, then the most recent one. A draft that
-reaches the end of the text goes on into itself, as an overlapped copy in LZ77 does, so text with a
-short period drafts as deep as any other. Text is looked up in the request's own tokens only.
+After Saxena's prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding), in the
+request's own tokens. The longest match of ``ngram_min``..``ngram_max`` tokens wins, then the most
+recent one. A draft that reaches the end of the text goes on into itself, as an overlapped copy in LZ77
+does.
 """
 
 from __future__ import annotations
@@ -102,12 +102,11 @@ class NgramState(ReadingState):
         token_ids = request.token_ids
         self._index.extend(token_ids)
         match = self._index.match
-        depth = min(request.shape.depth, request.max_nodes)
-        if match < 0 or depth < 1:
+        if match < 0:
             return EMPTY
         tail = list(token_ids[-MAX_MATCH_LENGTH:])
         length = num_equal_before(token_ids, match + 1, tail, len(tail), MAX_MATCH_LENGTH)
-        run = cyclic_run(token_ids, match + 1, depth)
+        run = cyclic_run(token_ids, match + 1, request.depth)
         if request.shape.width > 1 and request.max_nodes > 1:
             return self._tree(request, tail, run, length)
         return chain(run, run_features(_RUN_FEATURES, length, len(run)))

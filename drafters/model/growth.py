@@ -1,16 +1,13 @@
 """One request's draft while it grows: level by level, the draft model's candidates become nodes.
 
-A chain is a tree of width 1. Each level, the likeliest nodes of the newest level (at most as many
-as the tree is wide) are run through the draft model, and what may follow them becomes the next level.
-Where drafts are compared with the target's own tokens, the best nodes of all that came up are kept in
-the end, ranked by survival (EAGLE-2, arXiv 2406.16858, with calibrated acceptance in place of the
-draft's own probability).
+The likeliest nodes of the newest level, at most as many as the tree is wide, are run through the draft
+model, and what may follow them becomes the next level; in the end the best nodes by survival are kept
+(EAGLE-2, arXiv 2406.16858, with calibrated acceptance in place of the draft's own probability).
 
-Where drafts are judged by the distribution they were sampled from, dropping nodes for what was
-sampled would bias the judgement: there, all that was sampled is kept, and how much to sample is
-decided before. Trees moreover have a shape that tells nothing of their tokens, since policies grant
-by the shape: a node's survival then comes from the ranks on its path alone, and every node that is
-run gets its full number of children.
+Where drafts are judged by the distribution they were sampled from, all that was sampled is kept, since
+dropping nodes for what was sampled would bias the judgement. Trees then have a shape that tells nothing
+of their tokens, since policies grant by it: a node's survival comes from the ranks on its path alone,
+and every node that is run gets its full number of children.
 """
 
 from __future__ import annotations
@@ -140,8 +137,8 @@ class DraftGrowth:
             others = dict.fromkeys((*recent, *range(self.num_candidates)))
             tokens += [token for token in others if token not in tokens][: wanted - len(tokens)]
         features = [_SAMPLED + min(rank, NUM_RANKS - 1) for rank in range(wanted)]
-        pairs = zip(tokens, features, strict=True)
-        return self._add_children(node, [(t, f, _SAMPLED_CONFIDENCE) for t, f in pairs])
+        sure = [_SAMPLED_CONFIDENCE] * wanted
+        return self._add_children(node, list(zip(tokens, features, sure, strict=True)))
 
     def _add_children(self, node: int, children: Sequence[tuple[int, int, float]]) -> range:
         """``children``: (token, feature, confidence), best first."""

@@ -1,14 +1,11 @@
 """Drafting with a model: a small one, a quantised copy of the target, some of the target's layers.
 
-The three differ in how the draft model is built, which is the engine's work, and in whose rows they
-read; see ``DraftModel``. Here is what they share: requests are batched over rounds, round d runs only
-those that still want depth d, and a round has to be worth what it takes.
-
-A model with rows of its own has to read the text first, one row per token, in chunks under a budget of
-rows per step; a request drafts once it has caught up. The last row it may hold is that of the token
-before the anchor, so the first round feeds at least the anchor, and whatever else is missing: tokens
-that the target added, tokens emitted while others drafted for the request, accepted nodes that do not
-lie in place. A model on the target's rows misses the anchor alone.
+The engine builds the model (``DraftModel``). Requests are batched over rounds; round d runs only those
+that still want depth d, and has to be worth what it takes. A model with rows of its own first reads the
+text, in chunks under a budget of rows per step; a request drafts once it has caught up. The last row it
+may hold is that of the token before the anchor, so the first round feeds the anchor and whatever else
+is missing: tokens that the target added or others drafted, accepted nodes that do not lie in place. A
+model on the target's rows misses the anchor alone.
 """
 
 from __future__ import annotations
@@ -192,9 +189,7 @@ class ModelDrafter(Drafter):
         return _FirstRound(index, ask, state, valid)
 
     def _has_room(self, ask: DraftRequest) -> bool:
-        return (
-            ask.max_nodes > 0 and ask.shape.depth > 0 and len(ask.token_ids) < self._model.max_len
-        )
+        return ask.depth > 0 and len(ask.token_ids) < self._model.max_len
 
     def _deal(self, turns: Sequence[_FirstRound]) -> list[tuple[_FirstRound, DraftRows]]:
         """Rows within the budget, those with the least to catch up first. Requests whose rows reach to
@@ -251,10 +246,7 @@ class ModelDrafter(Drafter):
         return self._calibration.mean * reached > max(rates) * self._times.expect(num_rows)
 
     def _read_ahead(
-        self,
-        growths: Iterable[DraftGrowth],
-        levels: Sequence[Sequence[DraftRows]],
-        found: Levels,
+        self, growths: Iterable[DraftGrowth], levels: Sequence[Sequence[DraftRows]], found: Levels
     ) -> None:
         """Grow chains by the rounds that were run ahead, ``levels`` but the first."""
         growth_of = {growth.ask.request_id: growth for growth in growths}

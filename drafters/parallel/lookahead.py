@@ -1,13 +1,8 @@
 """``lookahead``: Lookahead decoding (Fu et al., arXiv 2402.02057).
 
 Every step verifies guesses from a pool of n-grams and, in the same forward, a window that makes new
-n-grams by Jacobi iteration. Both are ordinary draft
-nodes, merged where they begin alike, so a window's token that turns out right is accepted like any
-other, and a whole n-gram brings its ``n - 1`` tokens and the target's next one.
-
-Verification is the engine's own, so sampling is as lossless as greedy decoding (the published code
-has to zero and renormalise for that). EOS has no special part: a guess that contains it ends the
-text where the target says so.
+n-grams by Jacobi iteration. Both are ordinary draft nodes, merged where they begin alike, so a window's
+token that turns out right is accepted like any other, and sampling is as lossless as greedy decoding.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from drafters.base import (
     TextReader,
     drafter,
 )
-from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
+from drafters.tree import ROOT, DraftTree, TreeBuilder
 
 _MAX_KEYS = 4096
 _MAX_PROMPT_TOKENS = 8192
@@ -100,8 +95,6 @@ class LookaheadState(TextReader):
         self._pool.insert_text(self._token_ids[max(self._first_read, start - self._n + 1) : end])
 
     def propose(self, request: DraftRequest) -> DraftTree:
-        if min(request.max_nodes, request.shape.depth) < 1:
-            return EMPTY
         self._read_rest()
         # The last column reaches as deep as this; columns that were cut would stop the window.
         width = min(self._width, request.shape.depth - self._n + 3)

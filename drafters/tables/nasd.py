@@ -1,18 +1,10 @@
 """``nasd_one_level`` and ``nasd``: counted n-grams, the likeliest known continuation drafted.
 
-After the n-gram assisted decoding of romsto/Speculative-Decoding, written anew, with these changes:
-
-- a context of ``n - 1`` tokens is learned from the first time it is complete (theirs skipped it);
-- back-off reaches one-token contexts, and ``n = 2`` works (theirs never stored them);
-- an order nothing was learned for yet is unknown, not an error;
-- the context of an observed row is the tokens before the one that is counted, never including it;
-- the first token after the prompt teaches like any other, filler included;
-- filler counts only tokens that the target could have sampled;
-- ties: the highest count, then the one counted last (theirs kept the first ever seen);
-- random drafts, when asked for, are a function of the position, so a run can be repeated;
-- memory is bounded (``NgramCounts`` says how).
-
-Verification, where the original emitted a second sample instead of the tested one, is not here.
+After the n-gram assisted decoding of romsto/Speculative-Decoding, written anew. Unlike there, a context
+is learned from the first time it is complete, and its own tokens are those before the one that is
+counted; back-off reaches contexts of one token; what was not learned yet is unknown, not an error;
+filler counts only tokens that the target could have sampled; among equal counts the token counted last
+wins; random drafts are a function of the position; memory is bounded; and verification is the engine's.
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ from drafters.base import (
 )
 from drafters.contexts import advanced, levels, window_mask
 from drafters.tables.sharing import Generations
-from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first
+from drafters.tree import ROOT, Branch, DraftTree, best_first
 
 MAX_CONTINUATIONS = 16
 _MAX_VOCABULARY = 8_192
@@ -133,10 +125,7 @@ class NasdState(TextReader):
     """One request: its counts, learned from prompt and emitted tokens, and its drafts from them."""
 
     def __init__(
-        self,
-        token_ids: Sequence[int],
-        options: Options,
-        context_lengths: tuple[int, ...],
+        self, token_ids: Sequence[int], options: Options, context_lengths: tuple[int, ...]
     ) -> None:
         """``context_lengths``: longest first."""
         super().__init__(token_ids)
@@ -169,8 +158,6 @@ class NasdState(TextReader):
     def propose(self, request: DraftRequest) -> DraftTree:
         self._read_rest()
         self._learn(request.token_ids)
-        if min(request.max_nodes, request.shape.depth) < 1:
-            return EMPTY
         return self._tree(request.max_nodes, request.shape.width, request.shape.depth)
 
     def _learn(self, token_ids: Sequence[int]) -> None:

@@ -1,10 +1,9 @@
 """``recycling``: what the target rated likeliest after each token, drafted as a tree.
 
-Token Recycling (Luo et al. 2024, arXiv 2408.08696), written from its description: a matrix of
-successors, ``matrix[token]`` the target's top k after it, rewritten from every verified row, accepted
-or not; a static tree of 80 nodes whose children are rows of the matrix. Here rows of branches that
-were not accepted are written first, so the text's own word stands; tokens that the target was not
-asked about yet fall back on what followed them in the prompt; and rows are bounded.
+Token Recycling (Luo et al. 2024, arXiv 2408.08696): ``matrix[token]``, the target's top k after a
+token, is rewritten from every verified row, accepted or not, and fills a static tree of 80 nodes. Here
+rows of branches that were not accepted are written first, so the text's own word stands; tokens that
+the target was not asked about yet fall back on what followed them in the prompt; and rows are bounded.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from drafters.tables.template import (
     grow,
     grow_chain,
 )
-from drafters.tree import EMPTY, DraftTree
+from drafters.tree import DraftTree
 
 Matrix: TypeAlias = Generations[tuple[int, ...]]
 
@@ -100,11 +99,7 @@ class RecyclingState(TextReader):
     """One request. Its matrix may be shared with requests of the same tenant."""
 
     def __init__(
-        self,
-        token_ids: Sequence[int],
-        options: Options,
-        matrix: Matrix,
-        template: DraftTemplate,
+        self, token_ids: Sequence[int], options: Options, matrix: Matrix, template: DraftTemplate
     ) -> None:
         super().__init__(token_ids)
         self.num_top_tokens = int(options["k"])
@@ -136,13 +131,10 @@ class RecyclingState(TextReader):
                 self._matrix.put(row_tokens[row], successors)
 
     def propose(self, request: DraftRequest) -> DraftTree:
-        if min(request.max_nodes, request.shape.depth) < 1:
-            return EMPTY
         self._read_rest()
         root, shape = (request.token_ids[-1], 0), request.shape
         if shape.width == 1:
-            num_nodes = min(request.max_nodes, shape.depth)
-            return grow_chain(num_nodes, root, self._children, _advance)
+            return grow_chain(request.depth, root, self._children, _advance)
         nodes = self._template.within(shape)
         return grow(nodes, request.max_nodes, root, self._children, _advance)
 

@@ -26,40 +26,6 @@ Table = TypeVar("Table")
 Value = TypeVar("Value")
 
 
-class TenantTables(Generic[Table]):
-    """See the module. ``make`` builds an empty table."""
-
-    def __init__(self, make: Callable[[], Table], max_tenants: int = MAX_TENANTS) -> None:
-        self._make = make
-        self._max_tenants = max_tenants
-        self._tables: dict[str, Table] = {}
-        self._num_open: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def borrow(self, cache_salt: str) -> Table | None:
-        """Returns the tenant's table, kept until ``give_back``; None where all are in use by others."""
-        table = self._tables.pop(cache_salt, None)
-        if table is None:
-            if len(self._tables) >= self._max_tenants and not self._make_room():
-                return None
-            table = self._make()
-        self._tables[cache_salt] = table  # the last one drafted last
-        self._num_open[cache_salt] = self._num_open.get(cache_salt, 0) + 1
-        return table
-
-    def give_back(self, cache_salt: str) -> None:
-        """One of the tenant's requests has ended. Its table stays for the next."""
-        self._num_open[cache_salt] -= 1
-        if not self._num_open[cache_salt]:
-            del self._num_open[cache_salt]
-
-    def _make_room(self) -> bool:
-        idle = next((each for each in self._tables if each not in self._num_open), None)
-        return idle is not None and self._tables.pop(idle) is not None
-
-
 class SharingDrafter(Drafter, ABC, Generic[Table]):
     """One state per request, over a table that is the request's own or its tenant's."""
 
@@ -67,8 +33,9 @@ class SharingDrafter(Drafter, ABC, Generic[Table]):
         self, make_own: Callable[[Options], Table], make_shared: Callable[[], Table]
     ) -> None:
         super().__init__()
-        self._make_own = make_own
-        self._tables = TenantTables(make_shared)
+        self._make_own, self._make_shared = make_own, make_shared
+        self._tables: dict[str, Table] = {}
+        """By tenant, the one that drafted last at the end."""
         self._borrowers: dict[str, str] = {}
         """By request, the tenant whose table it learns into."""
 
@@ -77,15 +44,26 @@ class SharingDrafter(Drafter, ABC, Generic[Table]):
         """Returns the state of a new request, which learns into ``table``."""
 
     def start(self, request: NewRequest) -> RequestState:
-        table = self._tables.borrow(request.cache_salt) if request.options["share"] else None
+        table = self._borrowed(request) if request.options["share"] else None
         if table is None:
-            return self.state_over(request, self._make_own(request.options))
-        self._borrowers[request.request_id] = request.cache_salt
+            table = self._make_own(request.options)
         return self.state_over(request, table)
 
     def finish(self, request_id: str, state: Any) -> None:  # noqa: ARG002
-        if request_id in self._borrowers:
-            self._tables.give_back(self._borrowers.pop(request_id))
+        self._borrowers.pop(request_id, None)
+
+    def _borrowed(self, request: NewRequest) -> Table | None:
+        """Returns the tenant's table, which stays while it has requests; None where there is no room."""
+        table = self._tables.pop(request.cache_salt, None)
+        if table is None and len(self._tables) >= MAX_TENANTS:
+            in_use = self._borrowers.values()
+            idle = next((each for each in self._tables if each not in in_use), None)
+            if idle is None:
+                return None
+            del self._tables[idle]
+        table = self._tables[request.cache_salt] = self._make_shared() if table is None else table
+        self._borrowers[request.request_id] = request.cache_salt
+        return table
 
 
 class Generations(Generic[Value]):

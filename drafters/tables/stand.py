@@ -1,15 +1,11 @@
 """``stand``: the target's own distributions after each n-gram, sampled as the verifier samples.
 
-Stochastic adaptive n-gram drafting (Song et al. 2025, arXiv 2506.04708), written from its
-description: tables of merged distributions per context (``drafters.tables.prob_tables``), a static tree
-that a search found (``slipstream/tools/template``), children by Gumbel-top-k. Beyond the paper:
-
-- the Gumbel noise is the verifier's, so a draft is the target's own choice wherever the stored
-  distribution is right; candidates are tempered and truncated as the request asks;
-- tokens of the prompt stand in until the target has spoken about a context;
-- contexts shorter than one that is known do not learn, since they are not what is read then;
-- contexts go down to one token ("2-gram" can be read so, and misses get fewer);
-- contexts are bounded, and shared only within a tenant that asks for it.
+Stochastic adaptive n-gram drafting (Song et al. 2025, arXiv 2506.04708): tables of merged distributions
+per context (``prob_tables.py``), a static tree that a search found (``slipstream/tools/template``),
+children by Gumbel-top-k. Beyond the paper the noise is the verifier's, so a draft is the target's own
+choice wherever the stored distribution is right; the prompt's tokens stand in until the target has
+spoken about a context; contexts go down to one token, and those shorter than a known one do not learn.
+docs/drafters/tables.md.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ from drafters.tables.template import (
     grow_chain,
     load_template,
 )
-from drafters.tree import EMPTY, DraftTree, chain
+from drafters.tree import DraftTree, chain
 
 SHIPPED_TEMPLATE = Path(__file__).parent / "data" / "stand_template.json"
 SHARED_CONTEXTS = 32_768
@@ -128,11 +124,7 @@ class StandState(TextReader):
     num_top_tokens = NUM_TOKENS_KEPT
 
     def __init__(
-        self,
-        token_ids: Sequence[int],
-        options: Options,
-        table: ProbTable,
-        template: DraftTemplate,
+        self, token_ids: Sequence[int], options: Options, table: ProbTable, template: DraftTemplate
     ) -> None:
         super().__init__(token_ids)
         self._max_ctx = int(options["max_ctx"])
@@ -173,21 +165,18 @@ class StandState(TextReader):
             learn(window, context_levels, top_token_ids[row], top_probs[row])
 
     def propose(self, request: DraftRequest) -> DraftTree:
-        if min(request.max_nodes, request.shape.depth) < 1:
-            return EMPTY
         self._read_rest()
         root = (self.window(request.token_ids), len(request.token_ids))
         shape, sampling = request.shape, request.sampling
         if shape.width == 1 and sampling.temperature == 0:
-            return self._greedy_chain(root[0], min(request.max_nodes, shape.depth))
+            return self._greedy_chain(root[0], request.depth)
         fillers: Sequence[int] = ()
 
         def expand(state: tuple[int, int]) -> Children:
             return self.children(*state, sampling, fillers)
 
         if shape.width == 1:
-            num_nodes = min(request.max_nodes, shape.depth)
-            return grow_chain(num_nodes, root, expand, self._advance)
+            return grow_chain(request.depth, root, expand, self._advance)
         if sampling.verification != "match" and sampling.temperature > 0:
             # Policies grant by the shape of a tree. If it depended on what was sampled, so would which
             # samples are verified, and the distribution of the text with it. So every node gets all

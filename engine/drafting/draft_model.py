@@ -97,12 +97,12 @@ def begin_candidates(
     distributions = probs.new_zeros(len(rows), vocab_size).scatter_(1, token_ids, probs)
 
     def finish() -> list[Candidates]:
-        return [
-            _sampled(each, distribution, sure) if row.is_sampled else each
-            for row, each, distribution, sure in zip(
-                rows, listed(), distributions, likeliest.tolist(), strict=True
-            )
-        ]
+        found = listed()
+        for at, (each, sure) in enumerate(zip(found, likeliest.tolist(), strict=True)):
+            if rows[at].is_sampled:
+                confidences = [sure] * len(each.token_ids)
+                found[at] = Candidates(each.token_ids, confidences, distributions[at])
+        return found
 
     return Choice(chosen, finish)
 
@@ -137,27 +137,22 @@ def _listed(
     return finish
 
 
-def _sampled(candidates: Candidates, distribution: Tensor, confidence: float) -> Candidates:
-    return Candidates(candidates.token_ids, [confidence] * len(candidates.token_ids), distribution)
+class DraftLimits(NamedTuple):
+    """``vocab_size`` of the target; the rest as in ``drafters.model.protocol.DraftModel``."""
+
+    vocab_size: int
+    max_len: int
+    max_catch_up_rows: int
 
 
 class LevelModel(ABC):
-    """A ``drafters.model.protocol.DraftModel``. ``vocab_size`` is the target's."""
+    """A ``drafters.model.protocol.DraftModel``."""
 
-    def __init__(
-        self,
-        attention: AttentionBackend,
-        *,
-        vocab_size: int,
-        max_len: int,
-        max_catch_up_rows: int,
-    ) -> None:
+    def __init__(self, attention: AttentionBackend, limits: DraftLimits) -> None:
         self._attention = attention
         self._device = attention.store.device
-        self._vocab_size = vocab_size
         self.block_size = attention.store.block_size
-        self.max_len = max_len
-        self.max_catch_up_rows = max_catch_up_rows
+        self._vocab_size, self.max_len, self.max_catch_up_rows = limits
 
     @property
     def runs_ahead(self) -> bool:
@@ -211,24 +206,11 @@ class LevelModel(ABC):
 class EngineDraftModel(LevelModel):
     """A model runner that drafts."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        vocab_size: int,
-        owns_rows: bool,
-        max_len: int,
-        max_catch_up_rows: int,
-    ) -> None:
+    def __init__(self, runner: ModelRunner, limits: DraftLimits, owns_rows: bool) -> None:
         """Raises ValueError for a runner that is not in fast mode."""
         if runner.attention.needs.determinism != "fast":
             raise ValueError("a draft model runs in fast mode: its trees are fed level by level")
-        super().__init__(
-            runner.attention,
-            vocab_size=vocab_size,
-            max_len=max_len,
-            max_catch_up_rows=max_catch_up_rows,
-        )
+        super().__init__(runner.attention, limits)
         self._runner = runner
         self.owns_rows = owns_rows
 

@@ -33,7 +33,7 @@ from engine.attention.backend import (
 )
 from engine.batch import ForwardOutput, InputBatch, InputBuffers, InputTensors
 from engine.capture.replays import GraphSizes, graph_sizes, make_replays
-from engine.drafting.draft_model import LevelModel
+from engine.drafting.draft_model import DraftLimits, LevelModel
 from engine.drafting.heads import DraftHeads, HeadFolder, HeadsRefusedError, OutputHead
 from engine.machine import can_pack
 from engine.model.fusing import fuse
@@ -136,21 +136,16 @@ class EagleModel(LevelModel):
         embed: nn.Module,
         output_head: OutputHead,
         attention: AttentionBackend,
-        *,
-        vocab_size: int,
-        max_len: int,
-        max_catch_up_rows: int,
+        limits: DraftLimits,
         graphs: GraphSizes | None = None,
     ) -> None:
         """``graphs``: what ``prepare`` captures where the device has graphs; None: nothing."""
-        super().__init__(
-            attention, vocab_size=vocab_size, max_len=max_len, max_catch_up_rows=max_catch_up_rows
-        )
+        super().__init__(attention, limits)
         self._layer = layer
         self._embed = embed
         self._output_head = output_head
         self._blank = torch.zeros_like(layer.token_norm.weight)  # [hidden_size]
-        self._buffers = InputBuffers(attention.store.device, max_catch_up_rows)
+        self._buffers = InputBuffers(attention.store.device, limits.max_catch_up_rows)
         self._replays = make_replays(attention, graphs, can_capture=False)
         most = 0 if graphs is None else graphs.most_rows
         self._captured_hidden = self._blank.repeat(most, 1)
@@ -251,7 +246,7 @@ def load_eagle(prepared: DraftHeads, runner: ModelRunner) -> EagleModel:
     reason where there is none, and HeadsRefusedError if the folder's tensors do not fit its sizes."""
     config = prepared.config
     layer = load_layer(prepared.folder(KIND), prepared.dtype, prepared.device)
-    max_len = layer.sizes["max_position_embeddings"]
+    max_len, max_rows = layer.sizes["max_position_embeddings"], config.max_num_batched_tokens
     attention = build_attention(
         _needs(prepared), runner.store.num_blocks, config.attention_backend, strict=False
     )
@@ -259,10 +254,8 @@ def load_eagle(prepared: DraftHeads, runner: ModelRunner) -> EagleModel:
         layer,
         *prepared.ends_of(runner),
         attention,
-        vocab_size=prepared.facts.vocab_size,
-        max_len=max_len,
-        max_catch_up_rows=config.max_num_batched_tokens,
-        graphs=graph_sizes(config, attention, max_len, strict=False),
+        DraftLimits(prepared.facts.vocab_size, max_len, max_rows),
+        graph_sizes(config, attention, max_len, strict=False),
     )
     model.prepare()
     return model

@@ -51,10 +51,6 @@ class MedusaHeads:
         self._output_head = output_head
         self._vocab_size = vocab_size
 
-    @property
-    def num_heads(self) -> int:
-        return self._heads.num_heads
-
     def read_now(self, begin: Callable[[Readback], Callable[[], _Result]]) -> _Result:
         return read_now(begin)
 
@@ -70,7 +66,7 @@ class MedusaHeads:
         states = self._heads(torch.stack(list(hidden)))  # [num_heads, num_rows, hidden_size]
         scored = [
             ScoredRow(ask.sampling, len(ask.token_ids) + head, num)
-            for head in range(self.num_heads)
+            for head in range(self._heads.num_heads)
             for ask in asks
         ]
         logits = self._output_head(states.flatten(0, 1))

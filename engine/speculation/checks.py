@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafters.base import DraftRequest
-from drafters.checks import check_token_ids
 from drafters.tree import DraftTree
 
 
@@ -18,7 +17,7 @@ def check_trees(
     for tree, ask in zip(trees, asks, strict=True):
         if not isinstance(tree, DraftTree):
             raise TypeError(f"a {type(tree).__name__} was proposed, not a DraftTree")
-        tree.validate()
+        tree.validate(vocab_size)
         if tree.token_ids:
             _check_tree(tree, ask, vocab_size)
     return trees
@@ -27,7 +26,6 @@ def check_trees(
 def _check_tree(tree: DraftTree, ask: DraftRequest, vocab_size: int) -> None:
     if len(tree) > ask.max_nodes:
         raise ValueError(f"{len(tree)} nodes proposed where {ask.max_nodes} were allowed")
-    check_token_ids(tree.token_ids, vocab_size)
     if tree.deepest() > ask.shape.depth:
         raise ValueError(f"a proposed path is deeper than {ask.shape.depth}")
     check_sampled(tree, ask.sampling.verification, vocab_size)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drafters.base import DraftRequest, DraftShape
 from drafters.registry import build_drafters
-from drafters.tree import DraftTree
+from drafters.tree import DraftTree, chain_length
 from worlds.lanes import examples
 from worlds.simulated_target import ask, decode, propose_once, tell
 
@@ -27,10 +27,7 @@ def fresh(name: str) -> Any:
 
 
 def spine(tree: DraftTree) -> list[int]:
-    length = 0
-    while length < len(tree) and tree.parents[length] == length - 1:
-        length += 1
-    return list(tree.token_ids[:length])
+    return list(tree.token_ids[: chain_length(tree.parents)])
 
 
 @settings(max_examples=examples(60))

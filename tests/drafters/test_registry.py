@@ -8,19 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from drafters.base import (
-    Drafter,
-    DrafterContext,
-    DrafterInfo,
-    DrafterUnavailableError,
-    DraftShape,
-)
-from drafters.registry import (
-    DrafterPluginError,
-    build_drafters,
-    drafter_names,
-    find_plugins,
-)
+from drafters.base import Drafter, DrafterContext, DrafterInfo, DrafterUnavailableError, DraftShape
+from drafters.registry import DrafterPluginError, build_drafters, drafter_names, find_plugins
 from drafters.tree import EMPTY
 from worlds.plugin_site import SOUND, install
 from worlds.simulated_target import ask, tell

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from drafters.base import Drafter, DraftRequest, DraftShape, Observation
-from drafters.copying.history import MAX_TENANTS as MAX_HISTORIES
+from drafters.copying.suffix_index import MAX_TENANTS as MAX_HISTORIES
 from drafters.registry import build_drafters
 from drafters.tables.sharing import MAX_TENANTS as MAX_TABLES
 from drafters.tree import DraftTree

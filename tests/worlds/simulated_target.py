@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from drafters.base import (
     GREEDY,
@@ -14,7 +15,7 @@ from drafters.base import (
     Observation,
     OptionValue,
 )
-from drafters.tree import EMPTY, ROOT, DraftTree
+from drafters.tree import EMPTY, ROOT, DraftTree, chain_length
 
 CHAIN = DraftShape()
 Target = Callable[[Sequence[int]], int]
@@ -31,6 +32,24 @@ class Run:
     @property
     def num_accepted(self) -> int:
         return sum(self.num_emitted) - len(self.num_emitted)
+
+
+def random_target(seed: int, vocab_size: int, order: int) -> Target:
+    """The next token is a random function of the last ``order`` ones."""
+
+    def target(token_ids: Sequence[int]) -> int:
+        tail = tuple(token_ids[len(token_ids) - order :])
+        return Random(hash((seed, *tail))).randrange(vocab_size)
+
+    return target
+
+
+def greedy(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The prompt and what the target writes after it."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(target(token_ids))
+    return token_ids
 
 
 def verify_step(tree: DraftTree, token_ids: Sequence[int], target: Target) -> tuple[list[int], ...]:
@@ -133,11 +152,8 @@ def check_tree(tree: DraftTree, max_nodes: int, shape: DraftShape) -> None:
 
 def assert_spine_first(tree: DraftTree) -> None:
     """Nodes 0..d-1 are a chain whose end has no children further on."""
-    length = 0
-    while length < len(tree) and tree.parents[length] == length - 1:
-        length += 1
-    if length:
-        assert length - 1 not in list(tree.parents)[length:]
+    length = chain_length(tree.parents)
+    assert not length or length - 1 not in list(tree.parents)[length:]
 
 
 def propose_once(

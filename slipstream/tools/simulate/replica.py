@@ -77,11 +77,7 @@ class Replica:
     """An engine that is told the time: ``begin`` a step, let its seconds go by, ``end`` it."""
 
     def __init__(
-        self,
-        number: int,
-        profile: Profile,
-        cost: SimulatedCost,
-        speculative: SpeculativeParams,
+        self, number: int, profile: Profile, cost: SimulatedCost, speculative: SpeculativeParams
     ) -> None:
         """Raises ValueError and DrafterUnavailableError for a drafter that texts are not enough for."""
         config = profile.engine

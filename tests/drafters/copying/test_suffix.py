@@ -12,13 +12,14 @@ from drafters.base import DraftShape
 from drafters.contexts import num_equal_before
 from drafters.copying import alignment as suffix_alignment
 from drafters.copying.alignment import Alignment
-from drafters.copying.history import Histories, TenantHistory
 from drafters.copying.suffix import SuffixDrafter
 from drafters.copying.suffix_index import (
     CONTEXT_LENGTHS,
     MAX_MATCH_LENGTH,
     MAX_OCCURRENCES,
+    Histories,
     SuffixIndex,
+    TenantHistory,
 )
 from drafters.copying.weights import WEIGHTS, Place
 from worlds.simulated_target import ask, children_of, decode, propose_once, tell

@@ -26,21 +26,15 @@ from worlds.simulated_target import (
     Target,
     check_tree,
     decode,
+    greedy,
     node_paths,
     propose_once,
+    random_target,
     verify_step,
 )
 
 WIDE = DraftShape(64, 64)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-
-
-def random_target(seed: int, vocab_size: int, order: int) -> Target:
-    def target(token_ids: Sequence[int]) -> int:
-        tail = tuple(token_ids[len(token_ids) - order :])
-        return random.Random(hash((seed, *tail))).randrange(vocab_size)
-
-    return target
 
 
 def alphabet(token_ids: Sequence[int]) -> int:
@@ -109,14 +103,7 @@ def test_every_step_is_the_naive_recipes(
         for token_id in range(vocab_size):
             newest_first = reference.guesses(token_id)[::-1]
             assert mine._pool.newest(token_id, 99) == newest_first
-    assert text[len(prompt) :] == _greedy(target, prompt, len(text) - len(prompt))
-
-
-def _greedy(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    token_ids = list(prompt)
-    for _ in range(num_tokens):
-        token_ids.append(target(token_ids))
-    return token_ids[len(prompt) :]
+    assert text == greedy(target, prompt, len(text) - len(prompt))
 
 
 def _advance_with_new_tokens(window: LookaheadWindow, _counter: list[int] = [1000]) -> None:  # noqa: B006
@@ -206,7 +193,7 @@ def test_any_budget_and_any_cut_leave_it_sound_and_the_text_greedy(
         seen = observed(text, tree, target)
         mine.observe(seen)
         text = list(seen.token_ids)
-    assert text[len(prompt) :] == _greedy(target, prompt, len(text) - len(prompt))
+    assert text == greedy(target, prompt, len(text) - len(prompt))
 
 
 def test_a_window_stays_where_its_rows_were_not_all_verified() -> None:
