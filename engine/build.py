@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,9 +29,9 @@ from engine.capture.replays import graph_sizes
 from engine.config import Determinism, EngineConfig
 from engine.core import EngineCore, ModelLimits
 from engine.drafting.eagle import eagle_bytes_per_block, load_eagle
-from engine.drafting.heads import prepare_heads
+from engine.drafting.heads import DraftHeads, prepare_heads
 from engine.drafting.medusa import load_medusa
-from engine.drafting.models import prepare_drafts, with_bundled_draft
+from engine.drafting.models import DraftModels, prepare_drafts, with_bundled_draft
 from engine.grammar.compiler import GrammarCompiler
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
@@ -185,14 +186,7 @@ def build_engine_for(
         None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos).constraint
     )
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
-    context = DrafterContext(
-        vocab_size,
-        config.drafter_settings,
-        draft_model=drafts.get,
-        medusa_heads=partial(load_medusa, heads, runner),
-        eagle_head=partial(load_eagle, heads, runner),
-        **_encoder(tokenizer),
-    )
+    context = _context(runner, config, vocab_size, drafts, heads, tokenizer)
     drafters = build_drafters(config.drafters, context, find_plugins(config.drafter_plugins))
     core = _build_core(runner, config, limits, drafters)
     info = EngineInfo(
@@ -281,13 +275,23 @@ def _runner(
     return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
 
 
-def _encoder(
+def _context(
+    runner: ModelRunner,
+    config: EngineConfig,
+    vocab_size: int,
+    drafts: DraftModels,
+    heads: DraftHeads,
     tokenizer: PreTrainedTokenizerBase | None,
-) -> Mapping[str, Callable[[str], Sequence[int]]]:
-    """Returns what a tokenizer lends to drafters: nothing where the target came without one."""
-    if tokenizer is None:
-        return {}
-    return {"encode": partial(tokenizer.encode, add_special_tokens=False)}
+) -> DrafterContext:
+    """Returns what the engine lends to drafters; no encoder where the target came without a tokenizer."""
+    lent: dict[str, Callable[..., Any]] = {
+        "draft_model": drafts.get,
+        "medusa_heads": partial(load_medusa, heads, runner),
+        "eagle_head": partial(load_eagle, heads, runner),
+    }
+    if tokenizer is not None:
+        lent["encode"] = partial(tokenizer.encode, add_special_tokens=False)
+    return DrafterContext(vocab_size, config.drafter_settings, **lent)
 
 
 def _size_store(

@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 from drafters.base import DrafterUnavailableError
 from engine.config import EngineConfig
 from engine.model.checkpoint import not_finite
-from engine.model.loader import BUNDLED
 from engine.model.runner import ModelRunner
 from engine.model.shards import whole, whole_layer
+from engine.names import BUNDLED
 
 logger = logging.getLogger(__name__)
 

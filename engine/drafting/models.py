@@ -35,10 +35,10 @@ from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.int8 import Int8Linear
 from engine.model.linear import pack_linears
-from engine.model.loader import BUNDLED, attach_attention, load_model, load_tokenizer, max_position
+from engine.model.loader import attach_attention, load_model, load_tokenizer, max_position
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
-from engine.names import BUNDLED_MODEL
+from engine.names import BUNDLED, BUNDLED_MODEL
 from engine.request.errors import UnsupportedModelError
 from kvpool.store import KVStore
 
