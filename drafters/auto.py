@@ -1,24 +1,18 @@
 """``auto``: asks every drafter that costs no forward, and drafts what they together think likeliest.
 
-Members are the drafters of the registry that need nothing of the engine but token ids and top tokens,
-those of other distributions that were loaded among them, and beside them what the target nearly said
-last (``last_top.py``).
-
-How often each member is right is learned from the text that comes, verified or not: a proposal that was
-not used teaches as much as one that was, so choosing costs no step of the target. Two things are learned.
-How likely a member's node is, by its feature (``RequestAcceptance``). And which members to
-believe: exponential weights under full information, as in HedgeSpec (Liu et al., arXiv 2510.20064).
-Whenever all were asked, each that proposed something is charged what it would have had accepted less than
-the best of them, discounted; its weight falls exponentially with that. Who proposed nothing sleeps and
-keeps its weight (Freund et al., STOC 1997): one that seldom speaks and is right then stays believed.
+Members are the drafters that need nothing of the engine but token ids and top tokens, those of other
+distributions among them, and beside them what the target nearly said last (``last_top.py``). Whether a
+member is right is learned from the text that comes, whether its proposal was used or not, so choosing
+costs no step of the target. Two things are learned: how likely a member's node is, by its feature
+(``RequestAcceptance``), and which members to believe, by exponential weights under full information, as
+in HedgeSpec (Liu et al., arXiv 2510.20064). Members that proposed nothing keep their weight (Freund et
+al., STOC 1997).
 
 The members' trees are laid over each other; a node's worth is the highest weighted survival that any of
-them gives it. A chain is the path of most expected tokens, a tree the likeliest nodes.
-
-For a tree all members propose. For a chain they are asked one after the other, in the order of their
-weights, until one of them fills it with tokens that are as good as certain; who of late added
-nothing to what those before it knew is left out. All are asked in every ``_ASKED_EVERY``-th step,
-so that a member whose time has come is noticed.
+them gives it. For a tree all members propose. For a chain they are asked in the order of their weights,
+until one of them fills it with tokens that are as good as certain; a member that of late added nothing
+is left out. All are asked in every ``_ASKED_EVERY``-th step, so that a member whose time has come is
+noticed.
 """
 
 from __future__ import annotations
@@ -28,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from operator import attrgetter
-from typing import Any
 
 from drafters.base import (
     REGISTERED,
@@ -40,10 +33,9 @@ from drafters.base import (
     NewRequest,
     Observation,
     RequestState,
-    build_registered,
     drafter,
 )
-from drafters.checks import check_token_ids, count_of, is_interrupt
+from drafters.checks import count_of, is_interrupt
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
 from drafters.last_top import LastTopDrafter
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
@@ -119,8 +111,8 @@ class AutoDrafter(Drafter):
     )
 
     def __init__(self, members: Mapping[str, Drafter], vocab_size: int = 0) -> None:
-        """``vocab_size`` as in ``check_token_ids``. Raises ValueError without members, or with one that
-        needs more than token ids and top tokens."""
+        """``vocab_size`` as in ``DraftTree.validate``. Raises ValueError without members, or with one
+        that needs more than token ids and top tokens."""
         super().__init__()
         if not members:
             raise ValueError("auto needs at least one drafter to choose from")
@@ -143,12 +135,12 @@ class AutoDrafter(Drafter):
         )
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: Any) -> AutoDrafter:  # noqa: ARG003
+    def build(cls, context: DrafterContext) -> AutoDrafter:
         """Over drafters of its own, of all kinds of the core that can be members; of two of which one
         does all that the other does, that one."""
         return cls(
             {
-                name: build_registered(kind, context)
+                name: kind.build(context)
                 for name, kind in REGISTERED.items()
                 if can_join(kind.info) and not kind.part_of
             },
@@ -166,17 +158,13 @@ class AutoDrafter(Drafter):
 
     def start(self, request: NewRequest) -> _Members:
         request_id, token_ids = request.request_id, request.token_ids
-        members = [
-            _Member(each, self.estimator.for_request(name)) for name, each in self._members.items()
-        ]
+        prior = self.estimator.for_request
+        members = [_Member(each, prior(name)) for name, each in self._members.items()]
         nearly_said = self._nearly_said.for_request(self._last_top.info.name)
         members.append(_Member(self._last_top, nearly_said))
         for member in members:
-            each = member.drafter
-            defaults = each.info.defaults()
-            if not self._tried(
-                member, each.open, request_id, token_ids, defaults, request.cache_salt
-            ):
+            options, begin = member.drafter.info.defaults(), member.drafter.open
+            if not self._tried(member, begin, request_id, token_ids, options, request.cache_salt):
                 member.num_failures = _FAILURES_BEFORE_SILENCE
         return _Members(members)
 
@@ -191,10 +179,8 @@ class AutoDrafter(Drafter):
         num_read = 0
         for member in self._states[request_id].members:
             if member.is_asked and (num_read < num_tokens or not num_tokens):
-                left = num_tokens - num_read
-                num_read += self._counted(
-                    member, left, member.drafter.read_prompt, request_id, left
-                )
+                left, read = num_tokens - num_read, member.drafter.read_prompt
+                num_read += self._counted(member, left, read, request_id, left)
         return num_read
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -203,7 +189,7 @@ class AutoDrafter(Drafter):
 
     def _propose(self, request: DraftRequest) -> DraftTree:
         state, shape = self._states[request.request_id], request.shape
-        depth = min(shape.depth, request.max_nodes)
+        depth = request.depth
         is_chain = shape.width == 1
         asks_all = not is_chain or state.num_steps % _ASKED_EVERY == 0
         state.num_steps += 1
@@ -227,17 +213,14 @@ class AutoDrafter(Drafter):
         for member, survivals in found:
             weight = member.weight / most
             overlay.lay(member.tree, [weight * each for each in survivals])
-        return (
-            overlay.chain(depth)
-            if is_chain
-            else overlay.tree(request.max_nodes, shape.width, depth)
-        )
+        if is_chain:
+            return overlay.chain(depth)
+        return overlay.tree(request.max_nodes, shape.width, depth)
 
     def _ask(self, member: _Member, request: DraftRequest) -> None:
         (tree,) = member.drafter.propose([request])
-        tree.validate()
         # Here it costs this member's draft; found in what all have drafted it would cost everybody's.
-        check_token_ids(tree.token_ids, self._vocab_size)
+        tree.validate(self._vocab_size)
         member.tree = tree
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -254,11 +237,11 @@ class AutoDrafter(Drafter):
 
     def num_top_tokens(self, request_id: str) -> int:
         """As many as the member that wants most. Raises KeyError for a request that is not open."""
-        asked = [each for each in self._states[request_id].members if each.is_asked]
-        wanted = (
-            self._counted(each, None, each.drafter.num_top_tokens, request_id) for each in asked
-        )
-        return max(wanted, default=0)
+        most = 0
+        for each in self._states[request_id].members:
+            if each.is_asked:
+                most = max(most, self._counted(each, None, each.drafter.num_top_tokens, request_id))
+        return most
 
     def finish(self, request_id: str, state: _Members) -> None:
         for member in state.members:
@@ -314,7 +297,7 @@ def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int], depth: i
 
 
 def overlay_feature(acceptance: float, num_agreeing: int) -> int:
-    """Bucket of (believed chance of the node given its parent, trees that hold it): 0..63."""
+    """Returns the bucket of (believed chance of the node given its parent, trees that hold it): 0..63."""
     value = min(_NUM_VALUES - 1, int(acceptance * _NUM_VALUES))
     return value * _MOST_AGREEING + min(num_agreeing, _MOST_AGREEING) - 1
 
@@ -350,7 +333,7 @@ class Overlay(TreeBuilder):
             placed.append(node)
 
     def chain(self, depth: int) -> DraftTree:
-        """The path of at most ``depth`` nodes with the most expected tokens."""
+        """Returns the path of at most ``depth`` nodes with the most expected tokens."""
         children = self._ranked(range(len(self)), depth)
         path: list[int] = []
         node = ROOT
@@ -360,8 +343,8 @@ class Overlay(TreeBuilder):
         return self._take(path)
 
     def tree(self, num_nodes: int, width: int, depth: int) -> DraftTree:
-        """The likeliest nodes, at most ``width`` under one parent; the best chain comes first, and under
-        each node the child that promises most."""
+        """Returns the likeliest nodes, at most ``width`` under one parent: the best chain comes first,
+        and under each node the child that promises most."""
         children = self._ranked(self.chosen(num_nodes, width, depth), depth)
         ordered: list[int] = []
         stack = children.get(ROOT, [])
@@ -371,8 +354,8 @@ class Overlay(TreeBuilder):
         return self._take(ordered)
 
     def _ranked(self, nodes: Sequence[int], depth: int) -> dict[int, list[int]]:
-        """Children of each node; the last one is that of which most tokens are expected, down to
-        ``depth``, the first added among equals."""
+        """Returns the children of each node; the last one is that of which most tokens are expected, down
+        to ``depth``, the first added among equals."""
         gains = self._gains(depth)
         children: dict[int, list[int]] = {}
         for node in nodes:
@@ -382,7 +365,7 @@ class Overlay(TreeBuilder):
         return children
 
     def _gains(self, depth: int) -> list[float]:
-        """Per node, the expected tokens of the best path that goes through it, down to ``depth``."""
+        """Returns, per node, the expected tokens of the best path through it, down to ``depth``."""
         below = [0.0] * len(self)
         gains = [0.0] * len(self)
         for node in range(len(self) - 1, -1, -1):  # children before their parents

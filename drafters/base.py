@@ -15,8 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from drafters.options import DraftShape as DraftShape
 from drafters.tree import EMPTY, DraftTree
@@ -25,13 +24,10 @@ OptionValue: TypeAlias = bool | int | float | str
 Options: TypeAlias = Mapping[str, OptionValue]
 
 
-# --- what a drafter declares ---
-
-
 @dataclass(frozen=True, slots=True)
 class DrafterOption:
-    """An option that each request may set; its type is that of ``default``. ``GET /v1/drafters`` lists
-    it. Numbers lie within ``minimum``..``maximum``, where these are given."""
+    """An option that each request may set; its type is that of ``default``. Numbers lie within
+    ``minimum``..``maximum``, where these are given."""
 
     name: str
     default: OptionValue
@@ -56,12 +52,9 @@ class DrafterOption:
         return value
 
 
-def in_order(low: str, high: str) -> Callable[[Options], str]:
-    """Returns a ``DrafterInfo.check``: the first of two options must not exceed the second."""
-    return partial(_in_order, low, high)
-
-
-def _in_order(low: str, high: str, options: Options) -> str:
+def in_order(low: str, high: str, options: Options) -> str:
+    """A ``DrafterInfo.check``, as ``partial(in_order, low, high)``: the first option must not exceed the
+    second."""
     wrong = float(options[low]) > float(options[high])
     return f"{low} must not exceed {high}" if wrong else ""
 
@@ -117,18 +110,14 @@ class DrafterInfo:
         """Checks a request's options and returns them with the defaults of those left out. Raises
         ValueError naming the option at fault."""
         known = {option.name: option for option in self.options}
-        unknown = sorted(set(given) - set(known))
-        if unknown:
+        for unknown in sorted(set(given) - set(known)):
             have = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{self.name} has no option {unknown[0]!r}; it has: {have}")
+            raise ValueError(f"{self.name} has no option {unknown!r}; it has: {have}")
         options = self.defaults()
         options |= {name: known[name].check(value) for name, value in given.items()}
         if self.check is not None and (fault := self.check(options)):
             raise ValueError(fault)
         return options
-
-
-# --- what a drafter is asked and told ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +187,11 @@ class DraftRequest:
     block_table: Sequence[int] = ()
     tokens_per_second: float = 0.0
 
+    @property
+    def depth(self) -> int:
+        """The most tokens that can stand one below the other."""
+        return min(self.max_nodes, self.shape.depth)
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -239,41 +233,37 @@ class HiddenRows:
     hidden: Any  # [num_rows, hidden_size], the target's type and device
 
 
-# --- what a drafter is built from ---
-
-
 class DrafterUnavailableError(ValueError):
     """The drafter cannot work with this model and these settings; the message says why."""
 
 
-class DrafterContext(Protocol):
-    """The engine that a drafter is built for. What it does not have raises DrafterUnavailableError."""
+class DrafterContext:
+    """The engine that a drafter is built for, as far as it lends something to drafters.
 
-    @property
-    def vocab_size(self) -> int: ...
+    ``drafter_settings``: by drafter, those of its own settings that are not left at their defaults.
+    ``encode`` gives the target's token ids of a text, without special tokens; ``draft_model`` the
+    ``DraftModel`` (``drafters.model.protocol``) that was made for the drafter of a name,
+    ``medusa_heads`` the ``PredictionHeads``, and ``eagle_head`` a ``FeatureModel``. What the engine
+    does not lend raises DrafterUnavailableError.
+    """
 
-    @property
-    def drafter_settings(self) -> Mapping[str, Mapping[str, Any]]:
-        """The drafters' own settings that are not left at their defaults, by drafter."""
+    encode: Callable[[str], Sequence[int]]
+    draft_model: Callable[[str], Any]
+    medusa_heads: Callable[[], Any]
+    eagle_head: Callable[[], Any]
 
-    @property
-    def encode(self) -> Callable[[str], Sequence[int]]:
-        """The target's token ids of a text, without special tokens."""
+    def __init__(
+        self,
+        vocab_size: int = 0,
+        drafter_settings: Mapping[str, Mapping[str, Any]] | None = None,
+        **lent: Callable[..., Any],
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.drafter_settings = drafter_settings or {}
+        self.__dict__.update(lent)
 
-    @property
-    def draft_model(self) -> Callable[[str], Any]:
-        """The ``DraftModel`` (``drafters.model.protocol``) that the engine made for a drafter."""
-
-    @property
-    def medusa_heads(self) -> Callable[[], Any]:
-        """``PredictionHeads`` (``drafters.model.protocol``)."""
-
-    @property
-    def eagle_head(self) -> Callable[[], Any]:
-        """A ``FeatureModel`` (``drafters.model.protocol``)."""
-
-
-# --- the drafter ---
+    def __getattr__(self, name: str) -> Any:
+        raise DrafterUnavailableError(f"needs {name.replace('_', ' ')}, and there is none here")
 
 
 class RequestState:
@@ -285,8 +275,8 @@ class RequestState:
     """Set by ``Drafter`` while the prompt is read in slices: nothing else is called meanwhile."""
 
     def propose(self, request: DraftRequest) -> DraftTree:  # noqa: ARG002
-        """Returns a tree of at most ``request.max_nodes`` nodes within ``request.shape``, ``EMPTY`` if
-        there is no guess."""
+        """Returns a tree of at most ``request.max_nodes`` nodes within ``request.shape``, both at least
+        1, and ``EMPTY`` if there is no guess."""
         return EMPTY
 
     def observe(self, observation: Observation) -> None:
@@ -300,6 +290,34 @@ class ReadingState(RequestState, ABC):
     @abstractmethod
     def read_prompt(self, num_tokens: int) -> int:
         """Reads up to ``num_tokens`` more tokens of the request's text and returns how many it was."""
+
+
+class TextReader(ReadingState):
+    """A state over a request's live text, read up to some token. Subclasses call ``_read_rest`` before
+    they use what was read."""
+
+    def __init__(self, token_ids: Sequence[int], first: int = 0, wants: bool = True) -> None:
+        """``first``: the first token that is read. ``wants``: whether anything is read at all."""
+        self._token_ids = token_ids
+        self._num_read = first
+        self._num_to_read = len(token_ids) if wants else 0
+
+    @abstractmethod
+    def _read(self, start: int, end: int) -> None:
+        """Takes in the tokens ``start`` .. ``end - 1`` of the text; those before were read."""
+
+    def read_prompt(self, num_tokens: int) -> int:
+        start = self._num_read
+        if not self._num_to_read:
+            return 0
+        end = min(start + num_tokens, len(self._token_ids))
+        self._read(start, end)
+        self._num_read = end
+        return end - start
+
+    def _read_rest(self) -> None:
+        if self._num_read < self._num_to_read:
+            self.read_prompt(self._num_to_read - self._num_read)
 
 
 class Drafter:
@@ -321,10 +339,15 @@ class Drafter:
         self._states: dict[str, Any] = {}
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: Any) -> Drafter:  # noqa: ARG003
-        """Returns a drafter for an engine. ``settings`` is an instance of the class's ``settings``.
-        Raises DrafterUnavailableError where it cannot work."""
+    def build(cls, context: DrafterContext) -> Drafter:  # noqa: ARG003
+        """Returns a drafter for an engine. Raises DrafterUnavailableError where it cannot work."""
         return cls()
+
+    @classmethod
+    def settings_in(cls, context: DrafterContext) -> Any:
+        """Returns an instance of the class's ``settings``, for ``build``."""
+        assert cls.settings is not None, f"{cls.info.name} has no settings"
+        return cls.settings(**context.drafter_settings.get(cls.info.name, {}))
 
     def meet(self, drafters: Mapping[str, Drafter]) -> None:
         """Called once, when all drafters of the engine are built, with all of them by name."""
@@ -376,7 +399,8 @@ class Drafter:
         trees = []
         for each in requests:
             state = self._states[each.request_id]
-            trees.append(EMPTY if state.is_reading else state.propose(each))
+            is_asked = each.depth > 0 and not state.is_reading
+            trees.append(state.propose(each) if is_asked else EMPTY)
         return trees
 
     def begin(
@@ -409,17 +433,14 @@ class Drafter:
     def num_top_tokens(self, request_id: str) -> int:
         """Returns how many of the target's top tokens per row ``observe`` is to be given for a request.
         Raises KeyError for one that is not open."""
-        state = self._states[request_id]
-        num: int = 0 if state.is_reading else state.num_top_tokens
-        return num
+        state: RequestState = self._states[request_id]
+        return 0 if state.is_reading else state.num_top_tokens
 
     def close(self, request_id: str) -> None:
         """Forgets the request; closing one that is not open does nothing, since aborts may race."""
         if request_id in self._states:
             self.finish(request_id, self._states.pop(request_id))
 
-
-# --- registration ---
 
 _Kind = TypeVar("_Kind", bound=type[Drafter])
 REGISTERED: dict[str, type[Drafter]] = {}
@@ -436,12 +457,3 @@ def drafter(kind: _Kind) -> _Kind:
         raise ValueError(f"drafter {name!r} has a setting without a description")
     REGISTERED[name] = kind
     return kind
-
-
-def build_registered(kind: type[Drafter], context: DrafterContext) -> Drafter:
-    """Builds a drafter of the core with its settings. Raises DrafterUnavailableError where it cannot
-    work."""
-    settings = None
-    if kind.settings is not None:
-        settings = kind.settings(**context.drafter_settings.get(kind.info.name, {}))
-    return kind.build(context, settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -12,13 +11,6 @@ def is_interrupt(error: BaseException) -> bool:
     if not isinstance(error, KeyboardInterrupt):
         return False
     return signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises ValueError where one of them is no token. ``vocab_size`` 0: nobody knows how many there
-    are."""
-    if token_ids and (min(token_ids) < 0 or 0 < vocab_size <= max(token_ids)):
-        raise ValueError("a proposed token is not in the vocabulary")
 
 
 def count_of(value: object, most: int | None = None) -> int:

@@ -1,9 +1,8 @@
 """Tokens that the target nearly said: the likeliest beside the anchor, as candidates for the next token.
 
 After LogitSpec (Liu et al., arXiv 2507.01449): a token that nearly came at one place often comes at the
-next, so the top tokens of the row that chose the anchor are guesses for the token after it. Each
-goes on with what followed it the last time it stood in the text. Owned by ``auto``: alone, it would guess
-one token where others copy ten.
+next. Each goes on with what followed it the last time it stood in the text. Owned by ``auto``, whose
+other members ask for the top tokens: alone, it would guess one token where others copy ten.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafters.base import Drafter, DrafterInfo, DraftRequest, NewRequest, Observation, RequestState
-from drafters.tree import ROOT, DraftTree, TreeBuilder
+from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
 
 MAX_CANDIDATES = 8
 _SEARCHED_TOKENS = 1_024
@@ -21,8 +20,7 @@ _NUM_RANKS = 8
 
 
 class LastTopDrafter(Drafter):
-    """See the module. State per request: the candidates. Asks for no top tokens by itself: it reads those
-    that the other members are shown."""
+    """See the module. State per request: the candidates."""
 
     info = DrafterInfo("last_top", "What the target nearly said.", drafts_trees=True)
 
@@ -46,17 +44,18 @@ class LastTopState(RequestState):
         self._candidates = [each for each in top if each != anchor][:MAX_CANDIDATES]
 
     def propose(self, request: DraftRequest) -> DraftTree:
-        depth = min(request.shape.depth, request.max_nodes)
         candidates = self._candidates[: request.shape.width]
+        if not candidates:
+            return EMPTY
         builder = TreeBuilder()
-        if depth < 1 or not candidates:
-            return builder.take(())
         recent = list(request.token_ids[-_SEARCHED_TOKENS:])
         recent.reverse()
         for rank, token_id in enumerate(candidates):
             if len(builder) >= request.max_nodes:
                 break
-            num_following = min(depth - 1, request.max_nodes - len(builder) - 1, _MAX_FOLLOWING)
+            num_following = min(
+                request.depth - 1, request.max_nodes - len(builder) - 1, _MAX_FOLLOWING
+            )
             node = builder.add(ROOT, token_id, rank)
             for behind, following in enumerate(_following(recent, token_id, num_following)):
                 node = builder.add(node, following, _NUM_RANKS + behind)

@@ -51,9 +51,7 @@ class SpeculativeParams:
     """
 
     draft_strategy: str = described(
-        "ngram",
-        "The drafter; GET /v1/drafters lists them, none is plain decoding.",
-        max_length=64,
+        "ngram", "The drafter; GET /v1/drafters lists them, none is plain decoding.", max_length=64
     )
     num_speculative_tokens: int = described(
         8,
@@ -73,10 +71,7 @@ class SpeculativeParams:
         0, "Adaptive policies: never fewer drafts in a step.", ge=0
     )
     max_speculative_tokens: int = described(
-        16,
-        "Adaptive policies: never more drafts in a step.",
-        flag="max-gamma",
-        ge=0,
+        16, "Adaptive policies: never more drafts in a step.", flag="max-gamma", ge=0
     )
     target_acceptance_rate: float | None = described(
         None,

@@ -2,7 +2,6 @@
 
 A drafter of the core is a file in one of the folders (``copying``, ``tables``, ``parallel``, ``model``,
 or a new one) in which a class is registered with ``drafters.base.drafter``; files are found by looking.
-
 A distribution registers one with::
 
     [project.entry-points."slipstream.drafters"]
@@ -11,8 +10,7 @@ A distribution registers one with::
 The entry point's name is the drafter's. The object is a factory: it is called once per engine with a
 ``DrafterContext`` and returns a ``Drafter``, or raises ``DrafterUnavailableError`` where it cannot work
 with this model. Anything else that goes wrong is refused at start with the distribution and the entry
-point at fault: a plugin that was installed and does not load should not go unnoticed until a request
-names it.
+point at fault.
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ import logging
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import drafters
 from drafters.base import (
@@ -34,7 +31,6 @@ from drafters.base import (
     DrafterContext,
     DrafterInfo,
     DrafterUnavailableError,
-    build_registered,
     drafter,
 )
 
@@ -51,14 +47,7 @@ Factory: TypeAlias = Callable[[DrafterContext], Drafter]
 class NoneDrafter(Drafter):
     """Proposes nothing."""
 
-    info = DrafterInfo(
-        "none", "Plain decoding: one token per step, nothing drafted.", drafts_trees=False
-    )
-
-
-def _import_all() -> None:
-    for module in pkgutil.walk_packages(drafters.__path__, "drafters."):
-        importlib.import_module(module.name)
+    info = DrafterInfo("none", "Plain decoding: one token per step, nothing drafted.", False)
 
 
 def _place(name: str) -> tuple[bool, int, str]:
@@ -67,36 +56,24 @@ def _place(name: str) -> tuple[bool, int, str]:
     return name != "none", -module.count("."), module
 
 
-_import_all()
+for _module in pkgutil.walk_packages(drafters.__path__, "drafters."):
+    importlib.import_module(_module.name)
 _NAMES = tuple(sorted(REGISTERED, key=_place))
 
 
-class PlainContext:
-    """An engine that has no models to lend: enough for drafters that need none."""
-
-    def __init__(
-        self, vocab_size: int = 0, drafter_settings: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.drafter_settings = drafter_settings or {}
-
-    def __getattr__(self, name: str) -> Any:
-        raise DrafterUnavailableError(f"needs {name.replace('_', ' ')}, and there is none here")
-
-
 def drafter_names() -> tuple[str, ...]:
-    """The names of the core."""
+    """Returns the names of the core's drafters."""
     return _NAMES
 
 
 def drafter_settings() -> Mapping[str, type]:
-    """The ``Drafter.settings`` of the core by name, of those that have any."""
+    """Returns the ``Drafter.settings`` of the core by name, of those that have any."""
     declared = {name: REGISTERED[name].settings for name in _NAMES}
     return {name: kind for name, kind in declared.items() if kind is not None}
 
 
 def draft_models() -> Mapping[str, str]:
-    """The kind of draft model that each drafter of the core with a model asks for."""
+    """Returns the kind of draft model that each drafter of the core with a model asks for."""
     kinds = {name: REGISTERED[name].info.needs.draft_model for name in _NAMES}
     return {name: kind for name, kind in kinds.items() if kind}
 
@@ -106,16 +83,14 @@ def build_drafters(
     context: DrafterContext | None = None,
     plugins: Mapping[str, Factory] | None = None,
 ) -> dict[str, Drafter]:
-    """A fresh drafter per name, of the core or of ``plugins``; all that can work in ``context`` when
-    ``names`` is None.
+    """Returns a fresh drafter per name, of the core or of ``plugins``; all that can work in ``context``
+    when ``names`` is None.
 
     Raises ValueError for an unknown name, listing the known ones, and DrafterUnavailableError for a
     name whose drafter cannot work here.
     """
-    context = context or PlainContext()
-    factories: dict[str, Factory] = {
-        name: partial(build_registered, REGISTERED[name]) for name in _NAMES
-    }
+    context = context or DrafterContext()
+    factories: dict[str, Factory] = {name: REGISTERED[name].build for name in _NAMES}
     factories |= plugins or {}
     built: dict[str, Drafter] = {}
     for name in factories if names is None else names:
@@ -137,71 +112,56 @@ class DrafterPluginError(ValueError):
     """A plugin cannot be used; the message names its distribution and entry point."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterPlugin:
-    """An installed plugin, not imported yet. Calling it imports it and builds its drafter."""
+def _named(plugin: EntryPoint) -> str:
+    # A distribution is unknown only to entry points made by hand.
+    owner = "unknown distribution" if plugin.dist is None else plugin.dist.name
+    version = "" if plugin.dist is None else f" {plugin.dist.version}"
+    return f"{owner}{version} (entry point {plugin.name} = {plugin.value})"
 
-    entry_point: EntryPoint
 
-    @property
-    def name(self) -> str:
-        return self.entry_point.name
+def _build_plugin(plugin: EntryPoint, context: DrafterContext) -> Drafter:
+    """Imports a plugin and returns a fresh drafter of it. Raises DrafterPluginError, and lets the
+    plugin's own DrafterUnavailableError through."""
 
-    def __str__(self) -> str:
-        dist = self.entry_point.dist
-        # A distribution is unknown only to entry points made by hand.
-        owner = "unknown distribution" if dist is None else f"{dist.name} {dist.version}"
-        return f"{owner} (entry point {self.name} = {self.entry_point.value})"
+    def refusal(fault: str) -> DrafterPluginError:
+        return DrafterPluginError(f"drafter plugin of {_named(plugin)} {fault}")
 
-    def __call__(self, context: DrafterContext) -> Drafter:
-        """Returns a fresh drafter. Raises DrafterPluginError, and lets the plugin's own
-        DrafterUnavailableError through."""
-        try:
-            factory = self.entry_point.load()
-        except Exception as error:
-            raise self._refusal(f"cannot be imported: {_describe(error)}") from error
-        if not callable(factory):
-            raise self._refusal(f"is not a factory but of type {type(factory).__name__}")
-        try:
-            made = factory(context)
-        except DrafterUnavailableError as error:
-            logger.warning("drafter plugin %s is not available: %s", self, error)
-            raise
-        except Exception as error:
-            raise self._refusal(f"cannot build its drafter: {_describe(error)}") from error
-        if not isinstance(made, Drafter):
-            raise self._refusal(f"returns {type(made).__name__}, which is no drafters.base.Drafter")
-        if fault := _info_fault(made, self.name):
-            raise self._refusal(fault)
-        logger.info("drafter %s comes from %s", self.name, self)
-        return made
-
-    def _refusal(self, fault: str) -> DrafterPluginError:
-        return DrafterPluginError(f"drafter plugin of {self} {fault}")
+    try:
+        factory = plugin.load()
+    except Exception as error:
+        raise refusal(f"cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(factory):
+        raise refusal(f"is not a factory but of type {type(factory).__name__}")
+    try:
+        made = factory(context)
+    except DrafterUnavailableError as error:
+        logger.warning("drafter plugin %s is not available: %s", _named(plugin), error)
+        raise
+    except Exception as error:
+        raise refusal(f"cannot build its drafter: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Drafter):
+        raise refusal(f"returns {type(made).__name__}, which is no drafters.base.Drafter")
+    if fault := _info_fault(made, plugin.name):
+        raise refusal(fault)
+    logger.info("drafter %s comes from %s", plugin.name, _named(plugin))
+    return made
 
 
 def find_plugins(chosen: Collection[str] | None = None) -> Mapping[str, Factory]:
-    """The installed plugins by name, sorted; of these only the ``chosen``, if that is not None.
+    """Returns the installed plugins by name, sorted; of these only the ``chosen``, if that is not None.
 
     Imports nothing. Raises DrafterPluginError for a chosen name that no distribution registers, and
     for a name that is unusable, a core drafter's, or registered twice.
     """
-    return _by_name([DrafterPlugin(each) for each in entry_points(group=GROUP)], chosen)
-
-
-def _by_name(
-    plugins: Iterable[DrafterPlugin], chosen: Collection[str] | None
-) -> dict[str, Factory]:
-    installed = sorted(plugins, key=lambda plugin: (plugin.name, str(plugin)))
+    installed = sorted(entry_points(group=GROUP), key=lambda each: (each.name, _named(each)))
     names = [plugin.name for plugin in installed]
     for name in chosen or ():
         if name not in names:
-            have = ", ".join(names) or "none"
             raise DrafterPluginError(
                 f"drafter_plugins names {name!r}, which no installed distribution registers; "
-                f"registered: {have}"
+                f"registered: {', '.join(names) or 'none'}"
             )
-    found: dict[str, DrafterPlugin] = {}
+    found: dict[str, EntryPoint] = {}
     for plugin in installed:
         name = plugin.name
         if chosen is not None and name not in chosen:
@@ -211,14 +171,15 @@ def _by_name(
         elif name in drafter_names():
             fault = "has the name of a drafter of the core"
         elif name in found:
-            fault = f"has the name of one of {found[name]}"
+            fault = f"has the name of one of {_named(found[name])}"
         else:
             found[name] = plugin
             continue
         raise DrafterPluginError(
-            f"drafter plugin of {plugin} {fault}; uninstall it, or leave it out of drafter_plugins"
+            f"drafter plugin of {_named(plugin)} {fault}; uninstall it, or leave it out of "
+            "drafter_plugins"
         )
-    return dict(found)
+    return {name: partial(_build_plugin, plugin) for name, plugin in found.items()}
 
 
 def _info_fault(made: Drafter, name: str) -> str:
@@ -236,7 +197,3 @@ def _info_fault(made: Drafter, name: str) -> str:
     except ValueError as error:
         return f"has an option whose default does not fit: {error}"
     return ""
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -111,9 +111,10 @@ class DraftTree:
             },
         )
 
-    def validate(self) -> None:
+    def validate(self, vocab_size: int = 0) -> None:
         """Raises ValueError where shape or types break the class's contract: lists, tuples or ranges of
-        Python's own integers (numpy's would come out as other types elsewhere), and a mapping."""
+        Python's own integers (numpy's would come out as other types elsewhere), and a mapping; and
+        for what is no token. ``vocab_size`` 0: nobody knows how many there are."""
         sequences = (self.token_ids, self.parents, self.features)
         if not all(isinstance(each, list | tuple | range) for each in sequences):
             raise ValueError("token_ids, parents and features are not lists, tuples or ranges")
@@ -124,6 +125,8 @@ class DraftTree:
             raise ValueError("draft_probs is no mapping")
         if not len(self.token_ids) == len(self.parents) == len(self.features):
             raise ValueError("token_ids, parents and features differ in length")
+        if self.token_ids and (min(self.token_ids) < 0 or 0 < vocab_size <= max(self.token_ids)):
+            raise ValueError("a proposed token is not in the vocabulary")
         if self.is_chain():
             return
         seen: set[tuple[int, int]] = set()
@@ -251,9 +254,7 @@ class Branch(NamedTuple):
 
 
 def best_first(
-    start: Iterable[Branch],
-    expand: Callable[[int, Branch], Iterable[Branch]],
-    max_nodes: int,
+    start: Iterable[Branch], expand: Callable[[int, Branch], Iterable[Branch]], max_nodes: int
 ) -> DraftTree:
     """The ``max_nodes`` of most weight, the first found among equals, where ``expand`` finds more.
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafters.base import Drafter
+from drafters.base import Drafter, DrafterContext
 from drafters.registry import build_drafters, find_plugins
 from engine.attention.backend import (
     IMPLEMENTATION,
@@ -27,9 +28,10 @@ from engine.attention.backend import (
 from engine.capture.replays import graph_sizes
 from engine.config import Determinism, EngineConfig
 from engine.core import EngineCore, ModelLimits
-from engine.drafting.context import EngineContext
-from engine.drafting.heads import prepare_heads
-from engine.drafting.models import prepare_drafts, with_bundled_draft
+from engine.drafting.eagle import eagle_bytes_per_block, load_eagle
+from engine.drafting.heads import DraftHeads, prepare_heads
+from engine.drafting.medusa import load_medusa
+from engine.drafting.models import DraftModels, prepare_drafts, with_bundled_draft
 from engine.grammar.compiler import GrammarCompiler
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
@@ -169,7 +171,7 @@ def build_engine_for(
     if ranks is None and (exact or can_pack(model.device, model.dtype)):
         failures = pack_linears(model, config.max_num_batched_tokens, exact)
     fuse(model)
-    draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
+    draft_bytes = drafts.bytes_per_block() + eagle_bytes_per_block(heads)
     needs = _needs(model, shapes, determinism, config)
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes, ranks)
     attention = build_attention(needs, num_blocks, config.attention_backend)
@@ -180,11 +182,10 @@ def build_engine_for(
         exactness = verify_exact(runner, failures, config.determinism == "exact")
     runner.prepare()
     drafts.attach(runner, shapes, vocab_size, max_model_len)
-    constrain = encode = None
-    if tokenizer is not None:
-        constrain = GrammarCompiler(tokenizer, vocab_size, eos).constraint
-        encode = partial(tokenizer.encode, add_special_tokens=False)
-    context = EngineContext(runner, config, vocab_size, drafts, heads, encode)
+    constrain = (
+        None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos).constraint
+    )
+    context = _context(runner, config, vocab_size, drafts, heads, tokenizer)
     drafters = build_drafters(config.drafters, context, find_plugins(config.drafter_plugins))
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     core = _build_core(runner, config, limits, drafters)
@@ -255,6 +256,25 @@ def _runner(
         return LeadingRunner(model, attention, config.max_num_batched_tokens, ranks)
     graphs = graph_sizes(config, attention, max_model_len)
     return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
+
+
+def _context(
+    runner: ModelRunner,
+    config: EngineConfig,
+    vocab_size: int,
+    drafts: DraftModels,
+    heads: DraftHeads,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> DrafterContext:
+    """Returns what the engine lends to drafters; no encoder where the target came without a tokenizer."""
+    lent: dict[str, Callable[..., Any]] = {
+        "draft_model": drafts.get,
+        "medusa_heads": partial(load_medusa, heads, runner),
+        "eagle_head": partial(load_eagle, heads, runner),
+    }
+    if tokenizer is not None:
+        lent["encode"] = partial(tokenizer.encode, add_special_tokens=False)
+    return DrafterContext(vocab_size, config.drafter_settings, **lent)
 
 
 def _size_store(

@@ -47,8 +47,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="slipstream",
-        description="An LLM inference server in which every request drafts.",
+        prog="slipstream", description="An LLM inference server in which every request drafts."
     )
     parser.add_argument("--version", action="version", version=f"slipstream {server_version()}")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(

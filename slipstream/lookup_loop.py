@@ -71,12 +71,7 @@ def verify_greedy(
 
 
 def run_speculative(
-    context: Sequence[int],
-    target: Target,
-    n: int,
-    k: int,
-    num_tokens: int,
-    is_cyclic: bool = False,
+    context: Sequence[int], target: Target, n: int, k: int, num_tokens: int, is_cyclic: bool = False
 ) -> LoopResult:
     """Write at least ``num_tokens`` tokens after ``context``: the last run may overshoot by ``k``."""
     text = list(context)

@@ -11,13 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
-from drafters.options import (
-    FIXED_POLICY,
-    NO_DRAFTER,
-    SpeculativeParams,
-    TreeStrategy,
-    check_ranges,
-)
+from drafters.options import FIXED_POLICY, NO_DRAFTER, SpeculativeParams, TreeStrategy, check_ranges
 from engine.config import USUAL_GRAPH_ROWS, EngineConfig, Quantization
 from engine.request.params import SamplingParams
 

@@ -120,11 +120,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "grammar": {"base"},
         "last_top": {"base", "tree"},
         "model": {"base", "tree"},
-        "reading": {"base"},
         "registry": {"base"},
         "auto": {"base", "checks", "estimator", "last_top", "tree"},
-        "parallel": {"base", "reading", "tree"},
-        "tables": {"base", "contexts", "reading", "tree"},
+        "parallel": {"base", "tree"},
+        "tables": {"base", "contexts", "tree"},
     },
     "server": {
         "errors": set(),

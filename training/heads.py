@@ -19,7 +19,7 @@ import torch
 
 from engine.drafting import eagle as eagle_head
 from engine.drafting import medusa as medusa_heads
-from engine.drafting.head_files import TargetFacts, target_facts, write_heads
+from engine.drafting.heads import TargetFacts, target_facts, write_heads
 from engine.model.loader import load_model, load_tokenizer, max_position
 from training.head_data import Texts, batches, load_texts, write_samples
 from training.head_losses import Batch, EagleLearner, Learner, MedusaLearner, Target

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from drafters.contexts import TOKEN_BITS
-from drafters.copying.history import TenantHistory
-from drafters.copying.runs import num_equal_before
-from drafters.copying.suffix_index import MAX_MATCH_LENGTH, SuffixIndex
+from drafters.contexts import TOKEN_BITS, num_equal_before
+from drafters.copying.suffix_index import MAX_MATCH_LENGTH, SuffixIndex, TenantHistory
 from drafters.copying.weights import (
     AHEAD_TOKENS,
     BEHIND_TOKENS,
@@ -177,21 +175,18 @@ class Alignment:
         text.extend(token_ids[position:])
         end = len(text)
         if self.source is None and end - position > _FOLLOWED_TOKENS:
-            position = self._pass_over(position, end - _FOLLOWED_TOKENS)
+            # Nobody asks any more about what comes before.
+            self.num_lost_tokens += end - _FOLLOWED_TOKENS - position
+            position = end - _FOLLOWED_TOKENS
+            self._bound(position)
+            if position > self._index.num_indexed:
+                self._index.extend(text, self._index.num_indexed, position)
         while position < end:
             if self.source is None and position > 0:
-                self._take_best(position)
+                self._take(self._candidates(position, FEW_CANDIDATES))
             position += self._follow(position, end)
         if not self.is_settled:
             self._index_up_to(end)
-
-    def _pass_over(self, position: int, end: int) -> int:
-        """Index text that nobody asks about any more; returns its end."""
-        self.num_lost_tokens += end - position
-        self._bound(end)
-        if end > self._index.num_indexed:
-            self._index.extend(self.token_ids, self._index.num_indexed, end)
-        return end
 
     def candidates(self, limit: int = MAX_CANDIDATES) -> list[Candidate]:
         """Places to copy from, ``limit`` of each index and those near to where copies broke off;
@@ -219,15 +214,12 @@ class Alignment:
         for source, broke_off in self._ends[:_MAX_ENDS_AFTER_PATH]:
             if source is text:
                 limit = min(len(text) - 1, broke_off + FAR_AHEAD_TOKENS)
-                places.update(
-                    dict.fromkeys(_after(text, path[-1], broke_off, limit, _MAX_AHEAD_AFTER_PATH))
-                )
+                ahead = _after(text, path[-1], broke_off, limit, _MAX_AHEAD_AFTER_PATH)
+                places.update(dict.fromkeys(ahead))
         found = []
         for position in places:
-            length = 0
-            if position < len(text):
-                length = num_equal_before(text, position, ending, end, MAX_MATCH_LENGTH)
-            if length:
+            length = num_equal_before(text, position, ending, end, MAX_MATCH_LENGTH)
+            if length and position < len(text):
                 place = self._place(text, position)
                 found.append(Candidate(text, position, length, place, WEIGHTS[place][length]))
         return found
@@ -275,9 +267,6 @@ class Alignment:
             ][: _MAX_REMEMBERED - 1]
             self._ends.insert(0, (source, position))
         self._ends[0] = (source, position)
-
-    def _take_best(self, end: int) -> None:
-        self._take(self._candidates(end, FEW_CANDIDATES))
 
     def _take(self, found: Sequence[Candidate]) -> None:
         best = max(found, key=lambda candidate: candidate.weight, default=None)

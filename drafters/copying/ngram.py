@@ -1,14 +1,15 @@
 """``ngram``: prompt lookup. What followed the last tokens the last time they were seen?
 
-After Saxena's prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding). The
-longest match of ``ngram_min``..``ngram_max`` tokens wins, then the most recent one. A draft that
-reaches the end of the text goes on into itself, as an overlapped copy in LZ77 does, so text with a
-short period drafts as deep as any other. Text is looked up in the request's own tokens only.
+After Saxena's prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding), in the
+request's own tokens. The longest match of ``ngram_min``..``ngram_max`` tokens wins, then the most
+recent one. A draft that reaches the end of the text goes on into itself, as an overlapped copy in LZ77
+does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from drafters.base import (
     Drafter,
@@ -22,8 +23,15 @@ from drafters.base import (
     drafter,
     in_order,
 )
-from drafters.contexts import advanced, pack, window_mask, windows
-from drafters.copying.runs import cyclic_run, num_equal_before
+from drafters.contexts import (
+    advanced,
+    cyclic_run,
+    num_equal_before,
+    pack,
+    run_features,
+    window_mask,
+    windows,
+)
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
 
 MAX_INDEXED_TOKENS = 32_768
@@ -38,7 +46,7 @@ _BUCKET_STARTS = (1, 2, 3, 4, 5, 6, 8, 12, 20, MAX_MATCH_LENGTH)
 
 
 def match_feature(match_length: int, sibling_rank: int) -> int:
-    """Bucket of (length of the match before the node, rank among siblings): 0..39.
+    """Returns the bucket of (length of the match before the node, rank among siblings): 0..39.
 
     A node ``j`` deeper in a copied run is preceded by ``j`` more matching tokens if it is reached
     at all, so the length grows along the run.
@@ -47,16 +55,11 @@ def match_feature(match_length: int, sibling_rank: int) -> int:
     return max(bucket, 0) * _NUM_RANKS + min(sibling_rank, _NUM_RANKS - 1)
 
 
-_RUN_FEATURES = [match_feature(length, 0) for length in range(MAX_MATCH_LENGTH)]
-
-
-def _run_features(match_length: int, num_nodes: int) -> list[int]:
-    features = _RUN_FEATURES[match_length : match_length + num_nodes]
-    return features + [match_feature(MAX_MATCH_LENGTH, 0)] * (num_nodes - len(features))
+_RUN_FEATURES = [match_feature(length, 0) for length in range(MAX_MATCH_LENGTH + 1)]
 
 
 def _likely(match_length: int) -> float:
-    """A rough chance that a copy goes on for one more token; only ranks nodes inside one tree."""
+    """Returns a rough chance that a copy goes on for one more token; only ranks nodes inside one tree."""
     return (match_length + 1) / (match_length + 3)
 
 
@@ -74,7 +77,7 @@ class NgramDrafter(Drafter):
             ),
             DrafterOption("ngram_max", 8, "Longest match, in tokens, that is searched for.", 1, 16),
         ),
-        check=in_order("ngram_min", "ngram_max"),
+        check=partial(in_order, "ngram_min", "ngram_max"),
     )
 
     def start(self, request: NewRequest) -> NgramState:
@@ -99,20 +102,19 @@ class NgramState(ReadingState):
         token_ids = request.token_ids
         self._index.extend(token_ids)
         match = self._index.match
-        depth = min(request.shape.depth, request.max_nodes)
-        if match < 0 or depth < 1:
+        if match < 0:
             return EMPTY
         tail = list(token_ids[-MAX_MATCH_LENGTH:])
         length = num_equal_before(token_ids, match + 1, tail, len(tail), MAX_MATCH_LENGTH)
-        run = cyclic_run(token_ids, match + 1, depth)
+        run = cyclic_run(token_ids, match + 1, request.depth)
         if request.shape.width > 1 and request.max_nodes > 1:
             return self._tree(request, tail, run, length)
-        return chain(run, _run_features(length, len(run)))
+        return chain(run, run_features(_RUN_FEATURES, length, len(run)))
 
     def _tree(
         self, request: DraftRequest, tail: list[int], run: list[int], length: int
     ) -> DraftTree:
-        """The copied run as the spine, other known continuations as branches, the likeliest kept.
+        """Drafts the copied run as the spine, other known continuations as branches, the likeliest kept.
 
         Branches leave the spine at its first positions: the distinct tokens that followed recent
         occurrences of the shortest gram there, longest match first, each with its own copied run.
@@ -136,8 +138,8 @@ class NgramState(ReadingState):
     def _alternatives(
         self, request: DraftRequest, tail: list[int], taken: int
     ) -> list[tuple[int, int]]:
-        """(end of the occurrence, match length) of up to ``width - 1`` continuations of ``tail`` other
-        than the token ``taken``."""
+        """Returns (end of the occurrence, match length) of up to ``width - 1`` continuations of ``tail``
+        other than the token ``taken``."""
         token_ids = request.token_ids
         best: dict[int, tuple[int, int]] = {}
         for end in self._index.earlier(pack(tail[-16:]), _MAX_OCCURRENCES):
@@ -155,8 +157,8 @@ class NgramState(ReadingState):
 def _add_run(
     builder: TreeBuilder, run: list[int], parent: int, weight: float, length: int, rank: int
 ) -> None:
-    """A run of nodes under ``parent``; ``weight`` is that of the first."""
-    features = [match_feature(length, rank), *_run_features(length + 1, len(run) - 1)]
+    """Adds a run of nodes under ``parent``; ``weight`` is that of the first."""
+    features = [match_feature(length, rank), *run_features(_RUN_FEATURES, length + 1, len(run) - 1)]
     for offset, (token_id, feature) in enumerate(zip(run, features, strict=True), start=1):
         parent = builder.add(parent, token_id, feature, weight)
         weight *= _likely(length + offset)
@@ -188,8 +190,8 @@ class NgramIndex:
         self.num_tokens = 0
 
     def extend(self, token_ids: Sequence[int], most: int | None = None) -> int:
-        """Index what ``token_ids`` has beyond ``num_tokens``, up to ``most`` of it, and find the match of
-        its end. Returns how many tokens it was."""
+        """Indexes what ``token_ids`` has beyond ``num_tokens``, up to ``most`` of it, and finds the match
+        of its end. Returns how many tokens it was."""
         num_tokens = len(token_ids)
         if num_tokens - self._base > MAX_INDEXED_TOKENS:
             self._restart(num_tokens - MAX_INDEXED_TOKENS // 2)
@@ -202,7 +204,7 @@ class NgramIndex:
         return end - start
 
     def earlier(self, window: int, steps: int) -> list[int]:
-        """Up to ``steps`` positions where the shortest gram of ``window`` ends, newest first.
+        """Returns up to ``steps`` positions where the shortest gram of ``window`` ends, newest first.
 
         Only positions that have a next token: the end of the text is left out.
         """

@@ -1,9 +1,8 @@
 """``prediction``: the client says what the output will mostly be (OpenAI's Predicted Outputs).
 
-In step with the prediction, the next token is its next one. After a token that differs, the text may
-have replaced, inserted or left out something: what its last tokens say of the place is held against
-how far from the break one would expect to be, and where they say nothing yet, replacement and
-insertion remain as guesses. Trees follow several places at once while it is not certain.
+In step with the prediction, the next token is its next one. After a token that differs, the text's last
+tokens are held against the places where one would expect to be; where they say nothing yet, replacement
+and insertion remain as guesses. Trees follow several places at once while it is not certain.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from drafters.base import (
     RequestState,
     drafter,
 )
-from drafters.copying.runs import num_equal_before
+from drafters.contexts import num_equal_before
 from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
 
 _BUCKET_STARTS = (0, 1, 2, 3, 5, 9, 17, 33)
@@ -80,7 +79,7 @@ class PredictionState(RequestState):
     def propose(self, request: DraftRequest) -> DraftTree:
         self._catch_up(request.token_ids)
         aligner = self.aligner
-        if aligner is None or request.max_nodes < 1 or request.shape.depth < 1:
+        if aligner is None:
             return EMPTY
         places = aligner.places(request.shape.width)
         builder = TreeBuilder()

@@ -1,14 +1,12 @@
 """``suffix``: copies from wherever the text's ending was seen, and finds its way back after edits.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975): candidates are the places in the request's
-own text, and in the same tenant's finished requests, whose contexts agree with the last tokens;
-chains and trees take the likeliest nodes. Beyond it, the drafter remembers where copying broke
-off, so that after an insertion, a replacement or a deletion it goes on there on a match of one
-token or none; and what places are worth is fitted, not counted (``drafters/copying/weights.py``).
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975): candidates are the places in the request's own
+text, and in the same tenant's finished requests, whose contexts agree with the last tokens. Beyond it,
+the drafter remembers where copying broke off, so that after an edit it goes on there on a match of one
+token or none; and what places are worth is fitted, not counted (``weights.py``).
 
-All places go on side by side, like the branches of a trie: at each node those that agree with the
-path vote for the next token. Weights grow with the match, so a place that is followed for a few
-tokens is believed more the further it goes.
+All places go on side by side, like the branches of a trie: at each node those that agree with the path
+vote for the next token, with weights that grow with the match. docs/drafters/lookup.md.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from drafters.base import (
     ReadingState,
     drafter,
 )
+from drafters.contexts import cyclic_run, run_features
 from drafters.copying.alignment import (
     FEW_CANDIDATES,
     MAX_CANDIDATES,
@@ -36,17 +35,9 @@ from drafters.copying.alignment import (
     Alignment,
     Candidate,
 )
-from drafters.copying.history import SEPARATOR, Histories, TenantHistory
-from drafters.copying.runs import cyclic_run
-from drafters.copying.suffix_index import MAX_MATCH_LENGTH
-from drafters.copying.weights import (
-    LEADING_FACTOR,
-    NOTHING_COPYING,
-    NOTHING_LOST,
-    WEIGHTS,
-    Place,
-)
-from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first, chain
+from drafters.copying.suffix_index import MAX_MATCH_LENGTH, SEPARATOR, Histories, TenantHistory
+from drafters.copying.weights import LEADING_FACTOR, NOTHING_COPYING, NOTHING_LOST, WEIGHTS, Place
+from drafters.tree import ROOT, Branch, DraftTree, best_first, chain
 
 _LEADING = tuple(LEADING_FACTOR * weight for weight in WEIGHTS[Place.CURRENT])
 _LENGTH_STARTS = (3, 8, 32)
@@ -134,9 +125,7 @@ class SuffixState(ReadingState):
     def propose(self, request: DraftRequest) -> DraftTree:
         alignment, shape = self._alignment, request.shape
         alignment.extend(request.token_ids)
-        depth = min(request.max_nodes, shape.depth)
-        if depth < 1:
-            return EMPTY
+        depth = request.depth
         is_chain = shape.width == 1 or request.max_nodes == 1
         if alignment.is_settled and (is_chain or depth == request.max_nodes):
             min_share = CHAIN_CORRECTION if is_chain else TREE_CORRECTION
@@ -146,7 +135,7 @@ class SuffixState(ReadingState):
                 alignment.source, alignment.position, depth, alignment.source is alignment.token_ids
             )
             if not alignment.corrections.any_in(alignment.token_ids[-1], run, min_share):
-                return chain_of_one(run, alignment.length)
+                return chain(run, run_features(_ALONE, alignment.length, len(run)))
             candidates = [alignment.current()]
         else:
             candidates = alignment.candidates(FEW_CANDIDATES if is_chain else MAX_CANDIDATES)
@@ -186,16 +175,6 @@ def copied(text: Sequence[int], position: int, num_tokens: int, is_own: bool) ->
     if SEPARATOR in run:
         del run[run.index(SEPARATOR) :]
     return run
-
-
-def chain_of_one(run: Sequence[int], match_length: int) -> DraftTree:
-    """The chain that copies from one place alone."""
-    return chain(run, _features_alone(match_length, len(run)))
-
-
-def _features_alone(match_length: int, num_nodes: int) -> list[int]:
-    features = _ALONE[match_length : match_length + num_nodes]
-    return features + [_ALONE[-1]] * (num_nodes - len(features))
 
 
 def _weight_at(table: Sequence[float], length: int, leads: bool) -> float:
@@ -239,7 +218,7 @@ class _Draft:
             if depth and len(voters) == 1 and not self._is_correctable(voters[0], token_ids):
                 rest = voters[0].run[depth:]
                 token_ids += rest
-                features += _features_alone(voters[0].match_length + depth, len(rest))
+                features += run_features(_ALONE, voters[0].match_length + depth, len(rest))
                 break
             children = self._children(voters, depth, token_ids)
             if not children:

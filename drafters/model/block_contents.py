@@ -1,11 +1,10 @@
 """The record of which text lies in a draft model's own store.
 
-A store addressed by the target's block ids is filled by one drafter and read through tables that
-change hands: blocks are shared through the prefix cache, freed, reused, handed back after preemption,
-and most are filled for requests that never used this drafter. So validity is no state of a request.
-It is remembered per block what was written there, down to the token and with a digest of everything
-before it, and a request that gets the block compares. Equal text is valid and nothing else is.
-Acceptance needs no rule either: rows of accepted drafts are found to be the text's.
+The store is addressed by the target's block ids, which change hands: blocks are shared through the
+prefix cache, freed, reused, handed back after preemption, and most are filled for requests that never
+used this drafter. So it is remembered per block what was written there, down to the token and with a
+digest of everything before it, and a request that gets the block compares. Equal text is valid and
+nothing else is; rows of accepted drafts are found to be the text's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """``eagle``: a layer that continues the target's hidden states, and drafts from what it expects.
 
-After Li et al., EAGLE (https://arxiv.org/abs/2401.15077) and EAGLE-2 (https://arxiv.org/abs/2406.16858).
-A drafted token's row reads its embedding and the state expected of its parent, so that the draft knows
-what it has drafted, which Medusa's heads do not. Rounds, trees and their prices are those of every
-draft model; besides, rows of known tokens read the target's own states, and rows of accepted drafts
-are run again with them.
+After Li et al., EAGLE (https://arxiv.org/abs/2401.15077) and EAGLE-2
+(https://arxiv.org/abs/2406.16858). A drafted token's row reads its embedding and the state expected of
+its parent. Rounds, trees and their prices are those of every draft model; besides, rows of known tokens
+read the target's own states, and rows of accepted drafts are run again with them.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class EagleDrafter(ModelDrafter):
         """Tokens whose states were told, up to the newest."""
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: Any) -> EagleDrafter:  # noqa: ARG003
+    def build(cls, context: DrafterContext) -> EagleDrafter:
         return cls(context.eagle_head())
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:

@@ -1,16 +1,13 @@
 """One request's draft while it grows: level by level, the draft model's candidates become nodes.
 
-A chain is a tree of width 1. Each level, the likeliest nodes of the newest level (at most as many
-as the tree is wide) are run through the draft model, and what may follow them becomes the next level.
-Where drafts are compared with the target's own tokens, the best nodes of all that came up are kept in
-the end, ranked by survival (EAGLE-2, arXiv 2406.16858, with calibrated acceptance in place of the
-draft's own probability).
+The likeliest nodes of the newest level, at most as many as the tree is wide, are run through the draft
+model, and what may follow them becomes the next level; in the end the best nodes by survival are kept
+(EAGLE-2, arXiv 2406.16858, with calibrated acceptance in place of the draft's own probability).
 
-Where drafts are judged by the distribution they were sampled from, dropping nodes for what was
-sampled would bias the judgement: there, all that was sampled is kept, and how much to sample is
-decided before. Trees moreover have a shape that tells nothing of their tokens, since policies grant
-by the shape: a node's survival then comes from the ranks on its path alone, and every node that is
-run gets its full number of children.
+Where drafts are judged by the distribution they were sampled from, all that was sampled is kept, since
+dropping nodes for what was sampled would bias the judgement. Trees then have a shape that tells nothing
+of their tokens, since policies grant by it: a node's survival comes from the ranks on its path alone,
+and every node that is run gets its full number of children.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from dataclasses import dataclass, field
 
 from drafters.base import DraftRequest
 from drafters.model.protocol import Candidates, DraftRows
-from drafters.tree import ROOT, DraftTree, TreeBuilder
+from drafters.tree import ROOT, DraftTree, TreeBuilder, chain_length
 
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 NUM_LEVELS = len(_EDGES) + 1
@@ -34,7 +31,7 @@ _NUM_RECENT = 64
 
 
 def feature_of(confidence: float, rank: int) -> int:
-    """A bucket for the acceptance estimates: how sure the draft model was, and which sibling it is."""
+    """Returns the bucket of (how sure the draft model was of a node, which sibling it is)."""
     level = sum(confidence >= edge for edge in _EDGES)
     return level + NUM_LEVELS * min(rank, NUM_RANKS - 1)
 
@@ -69,10 +66,6 @@ class DraftGrowth:
         return len(self.ask.token_ids)
 
     @property
-    def is_sampled(self) -> bool:
-        return self.ask.sampling.verification != "match"
-
-    @property
     def expected_gain(self) -> float:
         """The chance that the next level is reached at all: the most tokens it can add."""
         return max((self.nodes.weights[node] for node in self.frontier), default=0.0)
@@ -80,6 +73,10 @@ class DraftGrowth:
     @property
     def num_candidates(self) -> int:
         return min(self.ask.shape.width, self.ask.max_nodes)
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.ask.sampling.verification != "match"
 
     @property
     def is_chain(self) -> bool:
@@ -92,43 +89,38 @@ class DraftGrowth:
         return min(self.max_depth, self.ask.max_nodes)
 
     def add_level(self, nodes: Sequence[int], candidates: Sequence[Candidates]) -> None:
-        """Hang each node's candidates under it; ``[ROOT]`` first, then what ``frontier`` was."""
+        """Hangs each node's candidates under it; ``[ROOT]`` first, then what ``frontier`` was."""
         self._depth += 1
         newest: list[int] = []
+        add = self._add_sampled if self.is_sampled else self._add_best
         for node, each in zip(nodes, candidates, strict=True):
-            if self.is_sampled:
-                newest += self._add_sampled(node, each)
-            else:
-                count = min(self.num_candidates, len(each.token_ids))
-                pairs = zip(each.token_ids[:count], each.confidences, strict=False)
-                newest += self._add_children(
-                    node,
-                    [
-                        (token, feature_of(sure, rank), sure)
-                        for rank, (token, sure) in enumerate(pairs)
-                    ],
-                )
+            newest += add(node, each)
         self._choose_frontier(newest)
 
     def next_rows(self) -> DraftRows:
-        """The frontier's rows; they are in the store from then on."""
+        """Returns the frontier's rows; they are in the store from then on."""
         stored, run = self._stored, [*self._stored, *self.frontier]
         self._stored = run
         tokens = [self.nodes.token_ids[node] for node in self.frontier]
-        num_scored, wanted = len(self.frontier), self.num_candidates
-        if len(self.frontier) == 1 and self._are_a_chain(run):
-            return DraftRows(self.ask, tokens, self.base + len(stored), num_scored, wanted)
+        num_scored, wanted = len(tokens), self.num_candidates
         place = {ROOT: ROOT} | {node: index for index, node in enumerate(run)}
         parents = [place[self.nodes.parents[node]] for node in run]
-        return DraftRows(
-            self.ask, tokens, self.base, num_scored, wanted, parents, num_stored=len(stored)
-        )
+        if num_scored == 1 and chain_length(parents) == len(run):
+            return DraftRows(self.ask, tokens, self.base + len(stored), num_scored, wanted)
+        return DraftRows(self.ask, tokens, self.base, num_scored, wanted, parents, len(stored))
 
     def tree(self) -> DraftTree:
-        """At most ``max_nodes`` nodes, the likeliest chain first."""
+        """Returns at most ``max_nodes`` nodes, the likeliest chain first."""
         return self.nodes.best(self.ask.max_nodes)
 
     # Inside
+
+    def _add_best(self, node: int, each: Candidates) -> range:
+        found = zip(each.token_ids[: self.num_candidates], each.confidences, strict=False)
+        return self._add_children(
+            node,
+            [(token, feature_of(sure, rank), sure) for rank, (token, sure) in enumerate(found)],
+        )
 
     def _add_sampled(self, node: int, each: Candidates) -> range:
         """All that was sampled, as far as there is room. In trees children are completed by tokens that
@@ -144,11 +136,9 @@ class DraftGrowth:
             recent = self.ask.token_ids[: -_NUM_RECENT - 1 : -1]
             others = dict.fromkeys((*recent, *range(self.num_candidates)))
             tokens += [token for token in others if token not in tokens][: wanted - len(tokens)]
-        ranks = [min(rank, NUM_RANKS - 1) for rank in range(wanted)]
-        return self._add_children(
-            node,
-            [(t, _SAMPLED + r, _SAMPLED_CONFIDENCE) for t, r in zip(tokens, ranks, strict=True)],
-        )
+        features = [_SAMPLED + min(rank, NUM_RANKS - 1) for rank in range(wanted)]
+        sure = [_SAMPLED_CONFIDENCE] * wanted
+        return self._add_children(node, list(zip(tokens, features, sure, strict=True)))
 
     def _add_children(self, node: int, children: Sequence[tuple[int, int, float]]) -> range:
         """``children``: (token, feature, confidence), best first."""
@@ -166,7 +156,6 @@ class DraftGrowth:
         room = self.ask.max_nodes - len(self._stored) - 1
         if self._depth >= self.max_depth or room <= 0:
             return
-        least = self.min_survival
         full = len(self.nodes) >= self.ask.max_nodes
         if full and self.is_sampled:
             return
@@ -175,12 +164,6 @@ class DraftGrowth:
             ranked = sorted(self.nodes.weights, reverse=True)
             last_kept = ranked[self.ask.max_nodes - 1]
             newest = [node for node in newest if self.nodes.weights[node] > last_kept]
-        likely = [node for node in newest if self.nodes.weights[node] >= least]
+        likely = [node for node in newest if self.nodes.weights[node] >= self.min_survival]
         likely.sort(key=lambda node: (-self.nodes.weights[node], node))
         self.frontier = likely[: min(self.ask.shape.width, room)]
-
-    def _are_a_chain(self, nodes: Sequence[int]) -> bool:
-        return all(
-            self.nodes.parents[node] == above
-            for above, node in zip((ROOT, *nodes), nodes, strict=False)
-        )

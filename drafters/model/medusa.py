@@ -1,11 +1,9 @@
 """``medusa``: several heads guess several tokens ahead, all from one hidden state.
 
 After Cai et al., Medusa (https://arxiv.org/abs/2401.10774). The hidden state of the row that chose the
-anchor goes through heads of which the first predicts the token after the anchor, the second the one
-after that, and so on; none of them knows what the others say. The tree therefore is a product: the
-likeliest paths by the heads' probabilities, for this step, under the request's budget, where the
-original fixes one shape for all. Verification is the engine's, so typical acceptance and its losses
-are not part of this.
+anchor goes through heads of which the n-th predicts the n-th token after the anchor; none knows what
+the others say. The tree therefore is a product: the likeliest paths by the heads' probabilities, for
+this step and under the request's budget, where the original fixes one shape for all.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class MedusaDrafter(Drafter):
         self._heads = heads
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: Any) -> MedusaDrafter:  # noqa: ARG003
+    def build(cls, context: DrafterContext) -> MedusaDrafter:
         return cls(context.medusa_heads())
 
     def start(self, request: NewRequest) -> _LastRow:  # noqa: ARG002

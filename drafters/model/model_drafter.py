@@ -1,14 +1,11 @@
 """Drafting with a model: a small one, a quantised copy of the target, some of the target's layers.
 
-The three differ in how the draft model is built, which is the engine's work, and in whose rows they
-read; see ``DraftModel``. Here is what they share: requests are batched over rounds, round d runs only
-those that still want depth d, and a round has to be worth what it takes.
-
-A model with rows of its own has to read the text first, one row per token, in chunks under a budget of
-rows per step; a request drafts once it has caught up. The last row it may hold is that of the token
-before the anchor, so the first round feeds at least the anchor, and whatever else is missing: tokens
-that the target added, tokens emitted while others drafted for the request, accepted nodes that do not
-lie in place. A model on the target's rows misses the anchor alone.
+The engine builds the model (``DraftModel``). Requests are batched over rounds; round d runs only those
+that still want depth d, and has to be worth what it takes. A model with rows of its own first reads the
+text, in chunks under a budget of rows per step; a request drafts once it has caught up. The last row it
+may hold is that of the token before the anchor, so the first round feeds the anchor and whatever else
+is missing: tokens that the target added or others drafted, accepted nodes that do not lie in place. A
+model on the target's rows misses the anchor alone.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from drafters.base import (
 )
 from drafters.model.block_contents import BlockContents, TextDigests
 from drafters.model.growth import DraftGrowth, is_first_child
-from drafters.model.protocol import Candidates, DraftModel, DraftRows, Levels
+from drafters.model.protocol import DraftModel, DraftRows, Levels
 from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, chain_length
 
 _STRENGTH = 8.0
@@ -137,7 +134,7 @@ class ModelDrafter(Drafter):
         self._times = RoundTimes()
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: Any) -> ModelDrafter:  # noqa: ARG003
+    def build(cls, context: DrafterContext) -> ModelDrafter:
         return cls(context.draft_model(cls.info.name))
 
     def start(self, request: NewRequest) -> _DraftedText:
@@ -153,8 +150,8 @@ class ModelDrafter(Drafter):
     ) -> Callable[[], list[DraftTree]]:
         """See ``Drafter``. The first round is begun here, and all rounds of chains that run ahead."""
         trees = [EMPTY] * len(requests)
-        turns = [self._first_round(index, ask) for index, ask in enumerate(requests)]
-        rows = self._deal([turn for turn in turns if self._has_room(turn.ask)])
+        asks = enumerate(requests)
+        rows = self._deal([self._first_round(at, ask) for at, ask in asks if self._has_room(ask)])
         if not rows:
             return lambda: trees
         growths = {turn.index: self._growth(turn) for turn, first in rows if first.num_scored}
@@ -184,20 +181,15 @@ class ModelDrafter(Drafter):
     # The first round: known tokens
 
     def _first_round(self, index: int, ask: DraftRequest) -> _FirstRound:
-        state = self._states[ask.request_id]
+        state, most = self._states[ask.request_id], len(ask.token_ids) - 1
         if not self._model.owns_rows:
-            return _FirstRound(
-                index, ask, state, min(ask.num_computed_tokens, len(ask.token_ids) - 1)
-            )
+            return _FirstRound(index, ask, state, min(ask.num_computed_tokens, most))
         state.text.update(ask.token_ids)
-        most = len(ask.token_ids) - 1
         valid = self._contents.num_valid(ask.block_table, state.text, ask.token_ids, most)
         return _FirstRound(index, ask, state, valid)
 
     def _has_room(self, ask: DraftRequest) -> bool:
-        return (
-            ask.max_nodes > 0 and ask.shape.depth > 0 and len(ask.token_ids) < self._model.max_len
-        )
+        return ask.depth > 0 and len(ask.token_ids) < self._model.max_len
 
     def _deal(self, turns: Sequence[_FirstRound]) -> list[tuple[_FirstRound, DraftRows]]:
         """Rows within the budget, those with the least to catch up first. Requests whose rows reach to
@@ -208,28 +200,22 @@ class ModelDrafter(Drafter):
         """
         rows: list[tuple[_FirstRound, DraftRows]] = []
         claimed: set[int] = set()
-        budget = self._model.max_catch_up_rows
+        budget, size = self._model.max_catch_up_rows, self._model.block_size
         for turn in sorted(turns, key=lambda turn: (turn.lag, turn.index)):
-            blocks = self._blocks_of(turn)
+            ask, first = turn.ask, turn.num_valid
+            blocks = set(ask.block_table[first // size : (len(ask.token_ids) - 1) // size + 1])
             count = min(turn.lag, max(budget, 1 if turn.lag == 1 else 0))
             whole = count == turn.lag
             if count < 1 or claimed & blocks or not (whole or self._model.owns_rows):
                 continue
             claimed |= blocks
             budget -= count
-            rows.append((turn, self._known_rows(turn, count, whole)))
+            tokens, width = (
+                ask.token_ids[first : first + count],
+                min(ask.shape.width, ask.max_nodes),
+            )
+            rows.append((turn, DraftRows(ask, list(tokens), first, int(whole), width)))
         return rows
-
-    def _blocks_of(self, turn: _FirstRound) -> set[int]:
-        size = self._model.block_size
-        last = len(turn.ask.token_ids) - 1
-        return set(turn.ask.block_table[turn.num_valid // size : last // size + 1])
-
-    def _known_rows(self, turn: _FirstRound, count: int, whole: bool) -> DraftRows:
-        ask, first = turn.ask, turn.num_valid
-        tokens = list(ask.token_ids[first : first + count])
-        width = min(ask.shape.width, ask.max_nodes)
-        return DraftRows(ask, tokens, first, int(whole), width)
 
     # Later rounds: drafted tokens
 
@@ -260,10 +246,7 @@ class ModelDrafter(Drafter):
         return self._calibration.mean * reached > max(rates) * self._times.expect(num_rows)
 
     def _read_ahead(
-        self,
-        growths: Iterable[DraftGrowth],
-        levels: Sequence[Sequence[DraftRows]],
-        found: Levels,
+        self, growths: Iterable[DraftGrowth], levels: Sequence[Sequence[DraftRows]], found: Levels
     ) -> None:
         """Grow chains by the rounds that were run ahead, ``levels`` but the first."""
         growth_of = {growth.ask.request_id: growth for growth in growths}
@@ -286,41 +269,30 @@ class ModelDrafter(Drafter):
             frontiers = [growth.frontier for growth in ready]
             rows = [growth.next_rows() for growth in ready]
             start = time.perf_counter()
-            candidates = self._run(rows)
+            self._forget(rows)
+            found = self._model.read_now(partial(self._model.begin, [rows]))
+            self._wrote(rows)
             self._times.observe(num_rows, time.perf_counter() - start)
-            for growth, nodes, each in zip(ready, frontiers, candidates, strict=True):
+            for growth, nodes, each in zip(ready, frontiers, found.candidates[0], strict=True):
                 growth.add_level(nodes, each)
 
-    # The model, and what is known of its store
-
-    def _run(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
-        self._forget(rows)
-        found = self._model.read_now(partial(self._model.begin, [rows]))
-        self._wrote(rows)
-        return found.candidates[0]
+    # What is known of the model's store
 
     def _forget(self, rows: Sequence[DraftRows]) -> None:
         """These rows are about to be overwritten."""
         if self._model.owns_rows:
             for each in rows:
-                first = each.base + each.num_stored
-                self._contents.forget(each.ask.block_table, first, len(each.token_ids))
+                self._contents.forget(each.ask.block_table, each.first, len(each.token_ids))
 
     def _wrote(self, rows: Sequence[DraftRows]) -> None:
         """These rows were run, and are known by their tokens."""
         if self._model.owns_rows:
             for each in rows:
                 root = self._states[each.ask.request_id].text.root
-                tokens = each.token_ids[: _num_in_place(each)]
-                first = each.base + each.num_stored
-                self._contents.write(each.ask.block_table, root, first, tokens)
-
-
-def _num_in_place(rows: DraftRows) -> int:
-    """Returns how many of the rows stand where an accepted text would have them."""
-    if not rows.parents:
-        return len(rows.token_ids)
-    return max(0, chain_length(rows.parents) - rows.num_stored)
+                tokens = each.token_ids
+                if each.parents:  # only these stand where an accepted text would have them
+                    tokens = tokens[: max(0, chain_length(each.parents) - each.num_stored)]
+                self._contents.write(each.ask.block_table, root, each.first, tokens)
 
 
 @drafter

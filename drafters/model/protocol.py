@@ -31,6 +31,11 @@ class DraftRows:
     parents: Sequence[int] = ()
     num_stored: int = 0
 
+    @property
+    def first(self) -> int:
+        """The position whose slot the first of these rows takes."""
+        return self.base + self.num_stored
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -74,14 +79,11 @@ class DraftModel(Reader, Protocol):
     ``runs_ahead``: the host has to wait to read what was chosen, so chains run all levels before.
     """
 
-    @property
-    def owns_rows(self) -> bool: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def max_len(self) -> int: ...
-    @property
-    def max_catch_up_rows(self) -> int: ...
+    owns_rows: bool
+    block_size: int
+    max_len: int
+    max_catch_up_rows: int
+
     @property
     def runs_ahead(self) -> bool: ...
 
@@ -106,9 +108,6 @@ class FeatureModel(DraftModel, Protocol):
 
 class PredictionHeads(Reader, Protocol):
     """Heads over a target's hidden states."""
-
-    @property
-    def num_heads(self) -> int: ...
 
     def begin(
         self,

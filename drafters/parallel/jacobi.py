@@ -4,10 +4,8 @@ A chain of guessed tokens is verified, and the target's tokens at its rows are t
 
     y_i <- the target's token after the text and y_1 .. y_(i-1), for all i in one forward
 
-One more token is final after every step, so ``m`` tokens take at most ``m`` steps; a step in which no
-guess changes accepts them all. What was accepted slides out at the front, and the row behind the last
-guess adds one at the end, so no row is wasted. The verifier's noise belongs to positions, which makes
-the iteration deterministic at any temperature.
+What was accepted slides out at the front, and the row behind the last guess adds one at the end. The
+verifier's noise belongs to positions, which makes the iteration deterministic at any temperature.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from drafters.base import (
     RequestState,
     drafter,
 )
-from drafters.tree import EMPTY, DraftTree, chain
+from drafters.tree import DraftTree, chain
 
 FRESH, CHANGED, UNCHANGED = 0, 1, 2
 """Features: never refined; the last step changed it; the last step confirmed it, given the guesses
@@ -81,9 +79,7 @@ class JacobiState(RequestState):
         self._read(token_ids)
 
     def propose(self, request: DraftRequest) -> DraftTree:
-        num_nodes = min(self._window, request.max_nodes, request.shape.depth)
-        if num_nodes < 1:
-            return EMPTY
+        num_nodes = min(self._window, request.depth)
         self._fill(request.token_ids[-1], num_nodes)
         return chain(self._guesses[:num_nodes], self._features[:num_nodes])
 

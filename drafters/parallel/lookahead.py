@@ -1,13 +1,8 @@
 """``lookahead``: Lookahead decoding (Fu et al., arXiv 2402.02057).
 
 Every step verifies guesses from a pool of n-grams and, in the same forward, a window that makes new
-n-grams by Jacobi iteration. Both are ordinary draft
-nodes, merged where they begin alike, so a window's token that turns out right is accepted like any
-other, and a whole n-gram brings its ``n - 1`` tokens and the target's next one.
-
-Verification is the engine's own, so sampling is as lossless as greedy decoding (the published code
-has to zero and renormalise for that). EOS has no special part: a guess that contains it ends the
-text where the target says so.
+n-grams by Jacobi iteration. Both are ordinary draft nodes, merged where they begin alike, so a window's
+token that turns out right is accepted like any other, and sampling is as lossless as greedy decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import cycle, islice
-from typing import NamedTuple
 
 from drafters.base import (
     Drafter,
@@ -27,10 +21,10 @@ from drafters.base import (
     NewRequest,
     Observation,
     Options,
+    TextReader,
     drafter,
 )
-from drafters.reading import TextReader
-from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder
+from drafters.tree import ROOT, DraftTree, TreeBuilder
 
 _MAX_KEYS = 4096
 _MAX_PROMPT_TOKENS = 8192
@@ -42,25 +36,17 @@ WINDOW_FEATURE = _NUM_GUESS_FEATURES
 """Guesses have their rank as a feature, 0 the newest; level 0 has this one, other levels the next."""
 
 
-class LookaheadSize(NamedTuple):
-    """A window and guesses that fit into a draft. ``width`` 0: guesses only."""
-
-    width: int
-    num_guesses: int
-
-
 @lru_cache(maxsize=1024)
-def fit(max_nodes: int, width: int, n: int, num_guesses: int) -> LookaheadSize:
-    """The largest size within ``max_nodes``: guesses give way first, down to one, then columns.
-
-    Without a column there is no window, and one guess, cut to what there is, is always left.
-    """
+def fit(max_nodes: int, width: int, n: int, num_guesses: int) -> tuple[int, int]:
+    """Returns the largest (width of the window, number of guesses) within ``max_nodes``: guesses give
+    way first, down to one, then columns. At width 0 there is no window, and one guess, cut to what
+    there is, is always left."""
     per_guess = n - 1
     for fitting_width in range(width, 0, -1):
         room = max_nodes - num_window_nodes(fitting_width, n)
         if room >= per_guess:
-            return LookaheadSize(fitting_width, min(num_guesses, room // per_guess))
-    return LookaheadSize(0, max(1, min(num_guesses, max_nodes // per_guess)))
+            return fitting_width, min(num_guesses, room // per_guess)
+    return 0, max(1, min(num_guesses, max_nodes // per_guess))
 
 
 @drafter
@@ -109,20 +95,17 @@ class LookaheadState(TextReader):
         self._pool.insert_text(self._token_ids[max(self._first_read, start - self._n + 1) : end])
 
     def propose(self, request: DraftRequest) -> DraftTree:
-        if min(request.max_nodes, request.shape.depth) < 1:
-            return EMPTY
         self._read_rest()
         # The last column reaches as deep as this; columns that were cut would stop the window.
         width = min(self._width, request.shape.depth - self._n + 3)
-        size = fit(request.max_nodes, width, self._n, self._num_guesses)
+        width, num_guesses = fit(request.max_nodes, width, self._n, self._num_guesses)
         builder = TreeBuilder()
-        guesses, add = self._pool.newest(request.token_ids[-1], size.num_guesses), builder.add
-        for rank, guess in enumerate(guesses):
+        for rank, guess in enumerate(self._pool.newest(request.token_ids[-1], num_guesses)):
             node, feature = ROOT, min(rank, _NUM_GUESS_FEATURES - 1)
             for token_id in guess:
-                node = add(node, token_id, feature)
-        if size.width:
-            self._window.resize(size.width)
+                node = builder.add(node, token_id, feature)
+        if width:
+            self._window.resize(width)
             self._window.add_to(builder, WINDOW_FEATURE)
         return builder.best(request.max_nodes, depth=request.shape.depth)
 
@@ -141,7 +124,7 @@ class LookaheadState(TextReader):
 
 
 def num_window_nodes(width: int, n: int) -> int:
-    """Most nodes that a window has at any time, its first steps included."""
+    """Returns the most nodes that a window has at any time, its first steps included."""
     return max((width + n - 3 - level) + level * (width + n - 2 - level) for level in range(n - 1))
 
 
@@ -169,40 +152,33 @@ class LookaheadWindow:
     """
 
     def __init__(self, width: int, n: int, fillers: Sequence[int]) -> None:
-        """Raises ValueError for an ``n`` below 2, a ``width`` below 1 and no fillers."""
-        if n < 2 or width < 1 or not fillers:
-            raise ValueError("a window needs n >= 2, a column and tokens to start from")
         self.n = n
+        self.levels: list[list[int]] = [[]]
+        """The tokens: level 0 without its column 0, then the levels above it from column 0 on."""
         self._fillers = cycle(fillers)
-        self._levels: list[list[int]] = [[]]
         self._width = 0
         self.resize(width)
 
     @property
-    def levels(self) -> list[list[int]]:
-        """The tokens: level 0 without its column 0, then the levels above it from column 0 on."""
-        return [list(level) for level in self._levels]
-
-    @property
     def is_full(self) -> bool:
         """All ``n - 1`` levels are there, so a step completes n-grams."""
-        return len(self._levels) == self.n - 1
+        return len(self.levels) == self.n - 1
 
     def resize(self, width: int) -> None:
-        """Cut columns off the end or add columns of fillers there."""
+        """Cuts columns off the end or adds columns of fillers there."""
         if width == self._width:
             return
         self._width = width
-        num_columns = width + self.n - 1 - len(self._levels)
-        for rank, level in enumerate(self._levels):
+        num_columns = width + self.n - 1 - len(self.levels)
+        for rank, level in enumerate(self.levels):
             num_wanted = num_columns - (rank == 0)
             del level[num_wanted:]
             level += islice(self._fillers, num_wanted - len(level))
 
     def add_to(self, builder: TreeBuilder, feature: int) -> None:
-        """Hang the window under the root: level 0 with ``feature``, the others with the next."""
+        """Hangs the window under the root: level 0 with ``feature``, the others with the next."""
         column, add, upper_feature = ROOT, builder.add, feature + 1
-        first, *uppers = self._levels
+        first, *uppers = self.levels
         for index, above in enumerate(zip(*uppers, strict=True) if uppers else [()] * len(first)):
             node = column
             for token_id in above:
@@ -213,7 +189,7 @@ class LookaheadWindow:
     def advance(
         self, anchor: int, tree: DraftTree, row_token_ids: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """Take in a step: ``anchor`` it started from, what was verified and what the target said.
+        """Takes in a step: ``anchor`` it started from, what was verified and what the target said.
 
         Returns the n-grams of a full window, one per column whose rows were all verified. Where rows
         are missing (a shortage cut the tree, or nothing was granted) the window stays as it is.
@@ -224,7 +200,7 @@ class LookaheadWindow:
                 zip(tree.token_ids, tree.parents, strict=True)
             )
         }
-        columns = [anchor, *self._levels[0]]
+        columns = [anchor, *self.levels[0]]
         newest: list[int] = []
         ngrams: list[tuple[int, ...]] = []
         for index, tip in enumerate(self._tips(nodes)):
@@ -233,7 +209,7 @@ class LookaheadWindow:
             token_id = row_token_ids[tip + 1]
             newest.append(token_id)
             if self.is_full:
-                above = (level[index] for level in self._levels[1:])
+                above = (level[index] for level in self.levels[1:])
                 ngrams.append((columns[index], *above, token_id))
         if len(newest) == len(columns):
             self._slide(newest)
@@ -242,21 +218,21 @@ class LookaheadWindow:
     def _tips(self, nodes: Mapping[tuple[int, int], int]) -> Iterator[int | None]:
         """Per column the node of its last level, None where it was not verified."""
         column: int | None = ROOT
-        for index in range(len(self._levels[0]) + 1):
+        for index in range(len(self.levels[0]) + 1):
             if index and column is not None:
-                column = nodes.get((column, self._levels[0][index - 1]))
+                column = nodes.get((column, self.levels[0][index - 1]))
             tip = column
-            for level in self._levels[1:]:
+            for level in self.levels[1:]:
                 if tip is not None:
                     tip = nodes.get((tip, level[index]))
             yield tip
 
     def _slide(self, newest: list[int]) -> None:
         if self.is_full:
-            self._levels = [*self._levels[1:], newest]
-            del self._levels[0][0]  # the next anchor takes the place of column 0
+            self.levels = [*self.levels[1:], newest]
+            del self.levels[0][0]  # the next anchor takes the place of column 0
         else:
-            self._levels = [*(level[1:] for level in self._levels), newest[1:]]
+            self.levels = [*(level[1:] for level in self.levels), newest[1:]]
 
 
 class NgramPool:
@@ -274,7 +250,7 @@ class NgramPool:
         self._ngrams: dict[int, list[tuple[int, ...]]] = {}
 
     def insert(self, key: int, continuation: tuple[int, ...]) -> None:
-        """Add one n-gram: ``key`` and the ``n - 1`` tokens after it."""
+        """Adds one n-gram: ``key`` and the ``n - 1`` tokens after it."""
         held = self._ngrams.pop(key, None)
         if held is None:
             if len(self._ngrams) >= self._max_keys:
@@ -288,12 +264,12 @@ class NgramPool:
         self._ngrams[key] = held  # last among the keys
 
     def insert_text(self, token_ids: Sequence[int]) -> None:
-        """Add every n-gram of a text, first to last."""
+        """Adds every n-gram of a text, first to last."""
         for start in range(len(token_ids) - self.n + 1):
             end = start + self.n
             self.insert(token_ids[start], tuple(token_ids[start + 1 : end]))
 
     def newest(self, key: int, num: int) -> list[tuple[int, ...]]:
-        """Up to ``num`` continuations of ``key``, the newest first."""
+        """Returns up to ``num`` continuations of ``key``, the newest first."""
         held = self._ngrams.get(key)
         return held[: -num - 1 : -1] if held else []

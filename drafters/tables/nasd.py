@@ -1,18 +1,10 @@
 """``nasd_one_level`` and ``nasd``: counted n-grams, the likeliest known continuation drafted.
 
-After the n-gram assisted decoding of romsto/Speculative-Decoding, written anew, with these changes:
-
-- a context of ``n - 1`` tokens is learned from the first time it is complete (theirs skipped it);
-- back-off reaches one-token contexts, and ``n = 2`` works (theirs never stored them);
-- an order nothing was learned for yet is unknown, not an error;
-- the context of an observed row is the tokens before the one that is counted, never including it;
-- the first token after the prompt teaches like any other, filler included;
-- filler counts only tokens that the target could have sampled;
-- ties: the highest count, then the one counted last (theirs kept the first ever seen);
-- random drafts, when asked for, are a function of the position, so a run can be repeated;
-- memory is bounded (``NgramCounts`` says how).
-
-Verification, where the original emitted a second sample instead of the tested one, is not here.
+After the n-gram assisted decoding of romsto/Speculative-Decoding, written anew. Unlike there, a context
+is learned from the first time it is complete, and its own tokens are those before the one that is
+counted; back-off reaches contexts of one token; what was not learned yet is unknown, not an error;
+filler counts only tokens that the target could have sampled; among equal counts the token counted last
+wins; random drafts are a function of the position; memory is bounded; and verification is the engine's.
 """
 
 from __future__ import annotations
@@ -27,28 +19,27 @@ from drafters.base import (
     NewRequest,
     Observation,
     Options,
+    TextReader,
     drafter,
 )
 from drafters.contexts import advanced, levels, window_mask
-from drafters.reading import TextReader
 from drafters.tables.sharing import Generations
-from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first, chain
+from drafters.tree import ROOT, Branch, DraftTree, best_first
 
 MAX_CONTINUATIONS = 16
 _MAX_VOCABULARY = 8_192
 _NUM_SHARE_BUCKETS = 8
-_RANDOM_FEATURE = 0
 _MASK_64 = (1 << 64) - 1
 
 
 Continuation = tuple[int, int, float]
 """Token id, tokens of context it was counted under (0: unknown), share of that context's counts."""
 
-_UNKNOWN: Continuation = (0, 0, 0.0)
-
 
 def share_feature(context_length: int, share: float) -> int:
-    """Bucket of (tokens of context, share of the context's counts): 8..63; 0 is a random token."""
+    """Returns the bucket of (tokens of context, share of its counts): 8..63; 0 for a random token."""
+    if not context_length:
+        return 0
     bucket = min(int(share * _NUM_SHARE_BUCKETS), _NUM_SHARE_BUCKETS - 1)
     return min(context_length, 7) * _NUM_SHARE_BUCKETS + bucket
 
@@ -122,11 +113,6 @@ class NasdDrafter(Drafter):
         return NasdState(request.token_ids, options, tuple(lengths))
 
 
-def _feature(continuation: Continuation) -> int:
-    _, context_length, share = continuation
-    return share_feature(context_length, share) if context_length else _RANDOM_FEATURE
-
-
 def _scramble(counter: int) -> int:
     """A 64-bit mixer (the finaliser of SplitMix64, Steele et al. 2014): counters to even noise."""
     mixed = (counter + 1) * 0x9E3779B97F4A7C15 & _MASK_64
@@ -139,10 +125,7 @@ class NasdState(TextReader):
     """One request: its counts, learned from prompt and emitted tokens, and its drafts from them."""
 
     def __init__(
-        self,
-        token_ids: Sequence[int],
-        options: Options,
-        context_lengths: tuple[int, ...],
+        self, token_ids: Sequence[int], options: Options, context_lengths: tuple[int, ...]
     ) -> None:
         """``context_lengths``: longest first."""
         super().__init__(token_ids)
@@ -175,11 +158,6 @@ class NasdState(TextReader):
     def propose(self, request: DraftRequest) -> DraftTree:
         self._read_rest()
         self._learn(request.token_ids)
-        depth = min(request.max_nodes, request.shape.depth)
-        if depth < 1:
-            return EMPTY
-        if request.shape.width == 1:
-            return self._chain(depth)
         return self._tree(request.max_nodes, request.shape.width, request.shape.depth)
 
     def _learn(self, token_ids: Sequence[int]) -> None:
@@ -199,35 +177,17 @@ class NasdState(TextReader):
             self._vocabulary[token_id] = None
             self._vocabulary_list.append(token_id)
 
-    def _chain(self, num_nodes: int) -> DraftTree:
-        """The argmax chain: each token the likeliest after those before it."""
-        token_ids: list[int] = []
-        features: list[int] = []
-        window, mask, best = self._window, self._mask, self._counts.best
-        while len(token_ids) < num_nodes:
-            token_id, context_length, share = best(window)
-            if context_length == 0:
-                if not self._drafts_random or not self._vocabulary_list:
-                    break
-                token_id = self._random_token(len(token_ids))
-                features.append(_RANDOM_FEATURE)
-            else:
-                features.append(share_feature(context_length, share))
-            token_ids.append(token_id)
-            window = advanced(window, token_id, mask)
-        return chain(token_ids, features)
-
     def _tree(self, max_nodes: int, width: int, max_depth: int) -> DraftTree:
-        """Best first by the product of shares along the path; the argmax chain in front."""
+        """Drafts the best by the product of shares along the path; the argmax chain in front."""
 
         def branches(node: int, weight: float, window: int, depth: int) -> Iterator[Branch]:
-            found = self._counts.likeliest(window, width)
+            counts = self._counts
+            found = counts.likeliest(window, width) if width > 1 else counts.best(window)
             if not found and self._drafts_random and self._vocabulary_list:
                 found = [(self._random_token(depth), 0, 1.0 / len(self._vocabulary_list))]
-            for continuation in found:
-                token_id, _, share = continuation
-                state = (window, depth + 1)
-                yield Branch(weight * share, node, token_id, _feature(continuation), state)
+            for token_id, length, share in found:
+                feature = share_feature(length, share)
+                yield Branch(weight * share, node, token_id, feature, (window, depth + 1))
 
         def expand(node: int, branch: Branch) -> Iterator[Branch]:
             window, depth = branch.state
@@ -240,9 +200,8 @@ class NasdState(TextReader):
 
     def _random_token(self, offset: int) -> int:
         """A seen token picked by the position it is drafted for."""
-        return self._vocabulary_list[
-            _scramble(self._num_read + offset) % len(self._vocabulary_list)
-        ]
+        seen = self._vocabulary_list
+        return seen[_scramble(self._num_read + offset) % len(seen)]
 
 
 class NgramCounts:
@@ -267,7 +226,7 @@ class NgramCounts:
         return len(self._contexts)
 
     def add(self, window: int, token_id: int) -> None:
-        """Count ``token_id`` after every known length of ``window``'s ending."""
+        """Counts ``token_id`` after every known length of ``window``'s ending."""
         contexts = self._contexts
         for _, mask, smallest in self._levels:
             key = window & mask
@@ -280,8 +239,8 @@ class NgramCounts:
             if len(counts) > MAX_CONTINUATIONS:
                 _drop_least(counts)
 
-    def best(self, window: int) -> Continuation:
-        """The likeliest continuation under the longest known context."""
+    def best(self, window: int) -> list[Continuation]:
+        """Returns the likeliest continuation under the longest known context, if there is one."""
         known = self._contexts.get
         for length, mask, smallest in self._levels:
             key = window & mask
@@ -290,13 +249,13 @@ class NgramCounts:
                 continue
             if len(counts) == 1:
                 ((token_id, count),) = counts.items()
-                return token_id, length, count / (count + 1)
+                return [(token_id, length, count / (count + 1))]
             token_id = max(reversed(counts), key=counts.__getitem__)
-            return token_id, length, counts[token_id] / (sum(counts.values()) + 1)
-        return _UNKNOWN
+            return [(token_id, length, counts[token_id] / (sum(counts.values()) + 1))]
+        return []
 
     def likeliest(self, window: int, num_tokens: int) -> list[Continuation]:
-        """Up to ``num_tokens`` distinct continuations, likeliest first; the first is ``best``'s.
+        """Returns up to ``num_tokens`` distinct continuations, likeliest first; the first is ``best``'s.
 
         Those of the longest known context first; what their shares leave over is shared out in the
         same way under the shorter ones.

@@ -28,11 +28,9 @@ class Entry(NamedTuple):
 
 
 def merged(entry: Entry, rows: Sequence[Entry]) -> Entry:
-    """The mean of all distributions, those merged in ``entry`` and the one in each of ``rows``."""
-    count = entry.num_visits
-    mass = {
-        token_id: count * prob for token_id, prob in zip(entry.token_ids, entry.probs, strict=True)
-    }
+    """Returns the mean of all distributions, those merged in ``entry`` and one in each of ``rows``."""
+    count, known, means = entry
+    mass = {token_id: count * prob for token_id, prob in zip(known, means, strict=True)}
     for _, token_ids, probs in rows:
         for token_id, prob in zip(token_ids, probs, strict=True):
             mass[token_id] = mass.get(token_id, 0.0) + prob
@@ -52,12 +50,12 @@ class _Merging:
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
-        self.waiting: list[Entry] | None = None
+        self.waiting: list[Entry] = []
 
     def entry(self) -> Entry:
-        if self.waiting is not None:
+        if self.waiting:
             self._entry = merged(self._entry, self.waiting)
-            self.waiting = None
+            self.waiting = []
         return self._entry
 
 
@@ -97,7 +95,7 @@ class ProbTable:
         token_ids: Sequence[int],
         probs: Sequence[float],
     ) -> None:
-        """Take in one distribution of the target after ``window``: likeliest tokens first."""
+        """Takes in one distribution of the target after ``window``: likeliest tokens first."""
         if not token_ids:
             return
         entries = self.entries
@@ -113,17 +111,11 @@ class ProbTable:
             if not isinstance(known, _Merging):
                 known = _Merging(known)
             entries.put(key, known)
-            self._let_wait(known, row)
+            known.waiting.append(row)
+            self._waiting.append(known)
+            if len(self._waiting) > MAX_WAITING:
+                self._waiting.popleft().entry()
             return
-
-    def _let_wait(self, context: _Merging, row: Entry) -> None:
-        if context.waiting is None:
-            context.waiting = [row]
-        else:
-            context.waiting.append(row)
-        self._waiting.append(context)
-        if len(self._waiting) > MAX_WAITING:
-            self._waiting.popleft().entry()
 
 
 class TextTable:
@@ -153,7 +145,7 @@ class TextTable:
         return _entry(total, {each: found[each] / total for each in reversed(found)})
 
     def learn(self, window: int, context_levels: Sequence[Level], token_id: int) -> None:
-        """Count the token after every complete context that ends in ``window``."""
+        """Counts the token after every complete context that ends in ``window``."""
         entries = self.entries
         for _, mask, smallest in context_levels:
             key = window & mask
@@ -173,7 +165,7 @@ class TextTable:
     def learn_text(
         self, window: int, context_levels: Sequence[Level], token_ids: Sequence[int]
     ) -> None:
-        """``learn`` each of these tokens, the first one after ``window``. Level by level, which is
+        """Learns each of these tokens, the first one after ``window``. Level by level, which is
         several times as fast; where contexts may be dropped meanwhile, in the order of the text."""
         longest = max(level.mask for level in context_levels)
         rolled = [window, *windows(window, token_ids[:-1], longest)][: len(token_ids)]
@@ -200,7 +192,7 @@ class TextTable:
 def find(
     window: int, context_levels: Sequence[Level], table: ProbTable, text: TextTable
 ) -> tuple[int, bool, Entry] | None:
-    """(tokens of context, whether only the text knew, entry) of the longest known ending of
+    """Returns (tokens of context, whether only the text knew, entry) of the longest known ending of
     ``window``; at equal length the target's word counts and not the text's."""
     for num_tokens, mask, smallest in context_levels:
         key = window & mask

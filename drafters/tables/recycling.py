@@ -1,10 +1,9 @@
 """``recycling``: what the target rated likeliest after each token, drafted as a tree.
 
-Token Recycling (Luo et al. 2024, arXiv 2408.08696), written from its description: a matrix of
-successors, ``matrix[token]`` the target's top k after it, rewritten from every verified row, accepted
-or not; a static tree of 80 nodes whose children are rows of the matrix. Here rows of branches that
-were not accepted are written first, so the text's own word stands; tokens that the target was not
-asked about yet fall back on what followed them in the prompt; and rows are bounded.
+Token Recycling (Luo et al. 2024, arXiv 2408.08696): ``matrix[token]``, the target's top k after a
+token, is rewritten from every verified row, accepted or not, and fills a static tree of 80 nodes. Here
+rows of branches that were not accepted are written first, so the text's own word stands; tokens that
+the target was not asked about yet fall back on what followed them in the prompt; and rows are bounded.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ from drafters.base import (
     NewRequest,
     Observation,
     Options,
+    TextReader,
     drafter,
 )
-from drafters.tables.sharing import SHARE_OPTION, Generations, SharingDrafter, TableState
+from drafters.tables.sharing import SHARE_OPTION, Generations, SharingDrafter
 from drafters.tables.template import (
-    NO_CHILDREN,
     Children,
     DraftTemplate,
     RankPath,
     best_first_paths,
     grow,
+    grow_chain,
 )
-from drafters.tree import EMPTY, DraftTree, chain
+from drafters.tree import DraftTree
 
 Matrix: TypeAlias = Generations[tuple[int, ...]]
 
@@ -42,10 +42,12 @@ RANK_SHARES = (0.667, 0.068, 0.029, 0.018, 0.013, 0.009, 0.006, 0.005)
 """The share of next tokens that were the rank-th of their row, over 80 texts of the bundled model; it
 orders the template."""
 _NUM_DEPTHS = 8
+_FEATURES = [[rank * _NUM_DEPTHS + depth for rank in range(MAX_K)] for depth in range(_NUM_DEPTHS)]
+"""Features by tokens between the anchor and the node, and by its rank among its siblings: 0..63."""
 
 
 def level_template(level_sizes: Sequence[int], shares: Sequence[float]) -> DraftTemplate:
-    """The likeliest nodes of every depth, by the product of their ranks' shares."""
+    """Returns the likeliest nodes of every depth, by the product of their ranks' shares."""
     left = list(level_sizes)
     chosen: set[RankPath] = {()}
     paths = []
@@ -93,15 +95,11 @@ class RecyclingDrafter(SharingDrafter[Matrix]):
         return RecyclingState(request.token_ids, request.options, table, self._template)
 
 
-class RecyclingState(TableState):
+class RecyclingState(TextReader):
     """One request. Its matrix may be shared with requests of the same tenant."""
 
     def __init__(
-        self,
-        token_ids: Sequence[int],
-        options: Options,
-        matrix: Matrix,
-        template: DraftTemplate,
+        self, token_ids: Sequence[int], options: Options, matrix: Matrix, template: DraftTemplate
     ) -> None:
         super().__init__(token_ids)
         self.num_top_tokens = int(options["k"])
@@ -133,46 +131,22 @@ class RecyclingState(TableState):
                 self._matrix.put(row_tokens[row], successors)
 
     def propose(self, request: DraftRequest) -> DraftTree:
-        if min(request.max_nodes, request.shape.depth) < 1:
-            return EMPTY
         self._read_rest()
-        root = (request.token_ids[-1], 0)
-        if request.shape.width == 1:
-            return self._chain(root, min(request.max_nodes, request.shape.depth))
-        nodes = self._template.within(request.shape)
+        root, shape = (request.token_ids[-1], 0), request.shape
+        if shape.width == 1:
+            return grow_chain(request.depth, root, self._children, _advance)
+        nodes = self._template.within(shape)
         return grow(nodes, request.max_nodes, root, self._children, _advance)
 
     def successors(self, token_id: int) -> Sequence[int]:
-        """Likeliest first; empty where nothing is known."""
-        row = self._matrix.get(token_id)
-        if row is None:
-            row = self._prompt.get(token_id)
-        return () if row is None else row[: self.num_top_tokens]
-
-    def _chain(self, root: tuple[int, int], num_nodes: int) -> DraftTree:
-        token_ids: list[int] = []
-        features: list[int] = []
-        token_id, _ = root
-        for depth in range(num_nodes):
-            successors = self.successors(token_id)
-            if not successors:
-                break
-            token_id = successors[0]
-            token_ids.append(token_id)
-            features.append(rank_feature(0, depth))
-        return chain(token_ids, features)
+        """Returns what may follow a token, likeliest first; empty where nothing is known."""
+        row = self._matrix.get(token_id) or self._prompt.get(token_id) or ()
+        return row[: self.num_top_tokens]
 
     def _children(self, state: tuple[int, int]) -> Children:
         token_id, depth = state
         successors = self.successors(token_id)
-        if not successors:
-            return NO_CHILDREN
-        return Children(successors, [rank_feature(rank, depth) for rank in range(len(successors))])
-
-
-def rank_feature(rank: int, depth: int) -> int:
-    """Bucket of (rank among siblings, tokens between the anchor and the node): 0..63."""
-    return min(rank, MAX_K - 1) * _NUM_DEPTHS + min(depth, _NUM_DEPTHS - 1)
+        return Children(successors, _FEATURES[min(depth, _NUM_DEPTHS - 1)])
 
 
 def _advance(state: tuple[int, int], token_id: int) -> tuple[int, int]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from drafters.base import Drafter, DrafterOption, NewRequest, Options
-from drafters.reading import TextReader
+from drafters.base import Drafter, DrafterOption, NewRequest, Options, RequestState
 
 MAX_TENANTS = 8
 SHARE_OPTION = DrafterOption(
@@ -27,51 +26,6 @@ Table = TypeVar("Table")
 Value = TypeVar("Value")
 
 
-class TenantTables(Generic[Table]):
-    """See the module. ``make`` builds an empty table."""
-
-    def __init__(self, make: Callable[[], Table], max_tenants: int = MAX_TENANTS) -> None:
-        self._make = make
-        self._max_tenants = max_tenants
-        # By cache_salt, the tenant that drafted last at the end.
-        self._tables: dict[str, Table] = {}
-        self._num_open: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def borrow(self, cache_salt: str) -> Table | None:
-        """The tenant's table, kept until ``give_back``; None where all are in use by others."""
-        if cache_salt not in self._tables:
-            if len(self._tables) >= self._max_tenants and not self._make_room():
-                return None
-            self._tables[cache_salt] = self._make()
-        self._num_open[cache_salt] = self._num_open.get(cache_salt, 0) + 1
-        table = self._tables[cache_salt] = self._tables.pop(cache_salt)
-        return table
-
-    def give_back(self, cache_salt: str) -> None:
-        """One of the tenant's requests has ended. Its table stays for the next."""
-        self._num_open[cache_salt] -= 1
-        if not self._num_open[cache_salt]:
-            del self._num_open[cache_salt]
-
-    def _make_room(self) -> bool:
-        idle = next(
-            (cache_salt for cache_salt in self._tables if cache_salt not in self._num_open), None
-        )
-        if idle is None:
-            return False
-        del self._tables[idle]
-        return True
-
-
-class TableState(TextReader):
-    """A sharing drafter's knowledge of one request. ``tenant``: whose table it has borrowed, if any."""
-
-    tenant: str | None = None
-
-
 class SharingDrafter(Drafter, ABC, Generic[Table]):
     """One state per request, over a table that is the request's own or its tenant's."""
 
@@ -79,24 +33,37 @@ class SharingDrafter(Drafter, ABC, Generic[Table]):
         self, make_own: Callable[[Options], Table], make_shared: Callable[[], Table]
     ) -> None:
         super().__init__()
-        self._make_own = make_own
-        self._tables = TenantTables(make_shared)
+        self._make_own, self._make_shared = make_own, make_shared
+        self._tables: dict[str, Table] = {}
+        """By tenant, the one that drafted last at the end."""
+        self._borrowers: dict[str, str] = {}
+        """By request, the tenant whose table it learns into."""
 
     @abstractmethod
-    def state_over(self, request: NewRequest, table: Table) -> TableState:
+    def state_over(self, request: NewRequest, table: Table) -> RequestState:
         """Returns the state of a new request, which learns into ``table``."""
 
-    def start(self, request: NewRequest) -> TableState:
-        shared = self._tables.borrow(request.cache_salt) if request.options["share"] else None
-        if shared is None:
-            return self.state_over(request, self._make_own(request.options))
-        state = self.state_over(request, shared)
-        state.tenant = request.cache_salt
-        return state
+    def start(self, request: NewRequest) -> RequestState:
+        table = self._borrowed(request) if request.options["share"] else None
+        if table is None:
+            table = self._make_own(request.options)
+        return self.state_over(request, table)
 
-    def finish(self, request_id: str, state: TableState) -> None:  # noqa: ARG002
-        if state.tenant is not None:
-            self._tables.give_back(state.tenant)
+    def finish(self, request_id: str, state: Any) -> None:  # noqa: ARG002
+        self._borrowers.pop(request_id, None)
+
+    def _borrowed(self, request: NewRequest) -> Table | None:
+        """Returns the tenant's table, which stays while it has requests; None where there is no room."""
+        table = self._tables.pop(request.cache_salt, None)
+        if table is None and len(self._tables) >= MAX_TENANTS:
+            in_use = self._borrowers.values()
+            idle = next((each for each in self._tables if each not in in_use), None)
+            if idle is None:
+                return None
+            del self._tables[idle]
+        table = self._tables[request.cache_salt] = self._make_shared() if table is None else table
+        self._borrowers[request.request_id] = request.cache_salt
+        return table
 
 
 class Generations(Generic[Value]):

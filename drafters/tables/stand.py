@@ -1,22 +1,18 @@
 """``stand``: the target's own distributions after each n-gram, sampled as the verifier samples.
 
-Stochastic adaptive n-gram drafting (Song et al. 2025, arXiv 2506.04708), written from its
-description: tables of merged distributions per context (``drafters.tables.prob_tables``), a static tree
-that a search found (``slipstream/tools/template``), children by Gumbel-top-k. Beyond the paper:
-
-- the Gumbel noise is the verifier's, so a draft is the target's own choice wherever the stored
-  distribution is right; candidates are tempered and truncated as the request asks;
-- tokens of the prompt stand in until the target has spoken about a context;
-- contexts shorter than one that is known do not learn, since they are not what is read then;
-- contexts go down to one token ("2-gram" can be read so, and misses get fewer);
-- contexts are bounded, and shared only within a tenant that asks for it.
+Stochastic adaptive n-gram drafting (Song et al. 2025, arXiv 2506.04708): tables of merged distributions
+per context (``prob_tables.py``), a static tree that a search found (``slipstream/tools/template``),
+children by Gumbel-top-k. Beyond the paper the noise is the verifier's, so a draft is the target's own
+choice wherever the stored distribution is right; the prompt's tokens stand in until the target has
+spoken about a context; contexts go down to one token, and those shorter than a known one do not learn.
+docs/drafters/tables.md.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,20 +29,22 @@ from drafters.base import (
     NewRequest,
     Observation,
     Options,
+    TextReader,
     drafter,
     in_order,
 )
 from drafters.contexts import advanced, levels, pack, window_mask
-from drafters.tables.prob_tables import (
-    NUM_TOKENS_KEPT,
-    Entry,
-    ProbTable,
-    TextTable,
-    find,
+from drafters.tables.prob_tables import NUM_TOKENS_KEPT, ProbTable, TextTable, find
+from drafters.tables.sharing import SHARE_OPTION, SharingDrafter
+from drafters.tables.template import (
+    NO_CHILDREN,
+    Children,
+    DraftTemplate,
+    grow,
+    grow_chain,
+    load_template,
 )
-from drafters.tables.sharing import SHARE_OPTION, SharingDrafter, TableState
-from drafters.tables.template import NO_CHILDREN, Children, DraftTemplate, grow, load_template
-from drafters.tree import EMPTY, DraftTree, chain
+from drafters.tree import DraftTree, chain
 
 SHIPPED_TEMPLATE = Path(__file__).parent / "data" / "stand_template.json"
 SHARED_CONTEXTS = 32_768
@@ -96,7 +94,7 @@ class StandDrafter(SharingDrafter[ProbTable]):
             ),
             SHARE_OPTION,
         ),
-        check=in_order("min_ctx", "max_ctx"),
+        check=partial(in_order, "min_ctx", "max_ctx"),
         needs=DrafterNeeds(top_probs=True),
         cost="Microseconds of CPU time; the target's ten likeliest tokens per verified row.",
         samples=True,
@@ -113,24 +111,20 @@ class StandDrafter(SharingDrafter[ProbTable]):
         self._template = load_template(path)
 
     @classmethod
-    def build(cls, context: DrafterContext, settings: StandSettings) -> StandDrafter:  # noqa: ARG003
-        return cls(settings.template)
+    def build(cls, context: DrafterContext) -> StandDrafter:
+        return cls(cls.settings_in(context).template)
 
     def state_over(self, request: NewRequest, table: ProbTable) -> StandState:
         return StandState(request.token_ids, request.options, table, self._template)
 
 
-class StandState(TableState):
+class StandState(TextReader):
     """One request. Its table may be shared with requests of the same tenant."""
 
     num_top_tokens = NUM_TOKENS_KEPT
 
     def __init__(
-        self,
-        token_ids: Sequence[int],
-        options: Options,
-        table: ProbTable,
-        template: DraftTemplate,
+        self, token_ids: Sequence[int], options: Options, table: ProbTable, template: DraftTemplate
     ) -> None:
         super().__init__(token_ids)
         self._max_ctx = int(options["max_ctx"])
@@ -171,16 +165,18 @@ class StandState(TableState):
             learn(window, context_levels, top_token_ids[row], top_probs[row])
 
     def propose(self, request: DraftRequest) -> DraftTree:
-        if min(request.max_nodes, request.shape.depth) < 1:
-            return EMPTY
         self._read_rest()
         root = (self.window(request.token_ids), len(request.token_ids))
-        if request.shape.width == 1:
-            if request.sampling.temperature == 0:
-                return self._greedy_chain(root[0], min(request.max_nodes, request.shape.depth))
-            return self._chain(root, request)
         shape, sampling = request.shape, request.sampling
+        if shape.width == 1 and sampling.temperature == 0:
+            return self._greedy_chain(root[0], request.depth)
         fillers: Sequence[int] = ()
+
+        def expand(state: tuple[int, int]) -> Children:
+            return self.children(*state, sampling, fillers)
+
+        if shape.width == 1:
+            return grow_chain(request.depth, root, expand, self._advance)
         if sampling.verification != "match" and sampling.temperature > 0:
             # Policies grant by the shape of a tree. If it depended on what was sampled, so would which
             # samples are verified, and the distribution of the text with it. So every node gets all
@@ -188,7 +184,6 @@ class StandState(TableState):
             recent = dict.fromkeys(reversed(request.token_ids[-_FILLER_TOKENS:]))
             fillers = list(recent)[: shape.width]
             shape = DraftShape(len(fillers), shape.depth)
-        expand = partial(self._expand, sampling, fillers)
         nodes = self._template.within(shape)
         return grow(nodes, request.max_nodes, root, expand, self._advance)
 
@@ -206,10 +201,10 @@ class StandState(TableState):
         """
         if fillers:
             return self._filled(window, position, sampling, fillers)
-        found = find(window, self._levels, self._table, self._prompt)
+        found = self._known(window)
         if found is None:
             return NO_CHILDREN
-        source, token_ids, probs = _known(found)
+        source, token_ids, probs = found
         if sampling.temperature == 0:
             scores = [math.log(prob) if prob > 0 else -math.inf for prob in probs]
             return Children(token_ids, _margin_features(source, scores))
@@ -222,11 +217,11 @@ class StandState(TableState):
     def _filled(
         self, window: int, position: int, sampling: DraftSampling, fillers: Sequence[int]
     ) -> Children:
-        found = find(window, self._levels, self._table, self._prompt)
+        found = self._known(window)
         if found is None:
             return _sampled(fillers, [1 / len(fillers)] * len(fillers), position, sampling)
-        token_ids, probs = found[2].token_ids, sampled_probs(found[2].probs, sampling)
-        known = token_ids[: len(probs)]
+        probs = sampled_probs(found[2], sampling)
+        known = found[1][: len(probs)]
         added = [each for each in fillers if each not in known][: max(0, len(fillers) - len(known))]
         weights = [*probs, *[LEAST_SHARE] * len(added)]
         total = sum(weights)
@@ -239,10 +234,10 @@ class StandState(TableState):
         token_ids: list[int] = []
         features: list[int] = []
         while len(token_ids) < num_nodes:
-            found = find(window, self._levels, self._table, self._prompt)
+            found = self._known(window)
             if found is None:
                 break
-            source, known, probs = _known(found)
+            source, known, probs = found
             second = probs[1] if len(probs) > 1 else 0.0
             lead = bisect(_MARGIN_RATIOS, probs[0] / second if second else math.inf)
             token_ids.append(known[0])
@@ -250,37 +245,18 @@ class StandState(TableState):
             window = advanced(window, known[0], self._mask)
         return chain(token_ids, features)
 
-    def _chain(self, root: tuple[int, int], request: DraftRequest) -> DraftTree:
-        """The first sample at every depth, as deep as the request allows."""
-        token_ids: list[int] = []
-        features: list[int] = []
-        draft_probs: dict[int, Mapping[int, float]] = {}
-        window, position = root
-        for depth in range(min(request.max_nodes, request.shape.depth)):
-            children = self.children(window, position + depth, request.sampling)
-            if not children.token_ids:
-                break
-            if children.draft_probs is not None:
-                draft_probs[depth - 1] = children.draft_probs
-            token_ids.append(children.token_ids[0])
-            features.append(children.features[0])
-            window = self.advanced(window, token_ids[-1])
-        return DraftTree(token_ids, range(-1, len(token_ids) - 1), features, draft_probs)
-
-    def _expand(
-        self, sampling: DraftSampling, fillers: Sequence[int], state: tuple[int, int]
-    ) -> Children:
-        return self.children(*state, sampling, fillers)
+    def _known(self, window: int) -> tuple[int, tuple[int, ...], tuple[float, ...]] | None:
+        """Returns the source as in ``_margin_features``, tokens and probabilities of the longest known
+        context that ends ``window``."""
+        found = find(window, self._levels, self._table, self._prompt)
+        if found is None:
+            return None
+        num_tokens, from_prompt, (_, token_ids, probs) = found
+        return _FROM_PROMPT if from_prompt else min(num_tokens, 3) - 1, token_ids, probs
 
     def _advance(self, state: tuple[int, int], token_id: int) -> tuple[int, int]:
         window, position = state
         return self.advanced(window, token_id), position + 1
-
-
-def _known(found: tuple[int, bool, Entry]) -> tuple[int, tuple[int, ...], tuple[float, ...]]:
-    """Takes apart what ``find`` found: source as in ``_margin_features``, tokens and probabilities."""
-    num_tokens, from_prompt, (_, token_ids, probs) = found
-    return _FROM_PROMPT if from_prompt else min(num_tokens, 3) - 1, token_ids, probs
 
 
 def _sampled(

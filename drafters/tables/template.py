@@ -56,7 +56,7 @@ class DraftTemplate:
         return len(self.paths)
 
     def within(self, shape: DraftShape) -> list[TemplateNode]:
-        """The nodes that fit into the shape, likeliest first."""
+        """Returns the nodes that fit into the shape, likeliest first."""
         key = (min(shape.width, self._width), min(shape.depth, self._depth))
         nodes = self._within.get(key)
         if nodes is None:
@@ -126,6 +126,28 @@ NO_CHILDREN = Children()
 State = TypeVar("State")
 
 
+def grow_chain(
+    num_nodes: int,
+    state: State,
+    expand: Callable[[State], Children],
+    advance: Callable[[State, int], State],
+) -> DraftTree:
+    """Returns the first child at every depth, in the way of ``grow``."""
+    token_ids: list[int] = []
+    features: list[int] = []
+    draft_probs: dict[int, Mapping[int, float]] = {}
+    for node in range(num_nodes):
+        children = expand(state)
+        if not children.token_ids:
+            break
+        if children.draft_probs is not None:
+            draft_probs[node - 1] = children.draft_probs
+        token_ids.append(children.token_ids[0])
+        features.append(children.features[0])
+        state = advance(state, token_ids[-1])
+    return DraftTree(token_ids, range(-1, len(token_ids) - 1), features, draft_probs)
+
+
 def grow(
     nodes: Sequence[TemplateNode],
     max_nodes: int,
@@ -133,7 +155,7 @@ def grow(
     expand: Callable[[State], Children],
     advance: Callable[[State, int], State],
 ) -> DraftTree:
-    """Fill in a template: ``expand`` a state into its children, ``advance`` it by a token.
+    """Fills in a template: ``expand`` gives a state's children, ``advance`` the state one token on.
 
     Nodes whose rank has no token, and those below them, stay out. Only nodes that some
     chosen node hangs under are expanded. The spine comes first in the tree.

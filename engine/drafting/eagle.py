@@ -22,15 +22,23 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafters.model.protocol import DraftRows
 from drafters.tree import ROOT
-from engine.attention.backend import IMPLEMENTATION, AttentionBackend, AttentionPlan
+from engine.attention.backend import (
+    IMPLEMENTATION,
+    AttentionBackend,
+    AttentionNeeds,
+    AttentionPlan,
+    KVShape,
+    build_attention,
+    choose_backend,
+)
 from engine.batch import ForwardOutput, InputBatch, InputBuffers, InputTensors
-from engine.capture.replays import GraphSizes, make_replays
-from engine.drafting.draft_model import LevelModel
-from engine.drafting.head_files import HeadFolder, HeadsRefusedError
-from engine.drafting.medusa import OutputHead
+from engine.capture.replays import GraphSizes, graph_sizes, make_replays
+from engine.drafting.draft_model import DraftLimits, LevelModel
+from engine.drafting.heads import DraftHeads, HeadFolder, HeadsRefusedError, OutputHead
 from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
+from engine.model.runner import ModelRunner
 
 KIND = "eagle"
 SIZES = (
@@ -50,17 +58,14 @@ class FeatureLayer(nn.Module):
     def __init__(self, hidden_size: int, sizes: Sequence[int], attention: str) -> None:
         super().__init__()
         self.sizes = dict(zip(SIZES, sizes, strict=True))
-        rest: dict[str, Any] = {
-            "attn_implementation": attention,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            **self.sizes,
-        }
+        rest: dict[str, Any] = {"attn_implementation": attention, **self.sizes}
         config = LlamaConfig(
             hidden_size=hidden_size,
             vocab_size=1,
             num_hidden_layers=1,
             rms_norm_eps=1e-5,
+            bos_token_id=None,
+            eos_token_id=None,
             **rest,
         )
         self.token_norm = nn.RMSNorm(hidden_size, eps=1e-5)
@@ -131,24 +136,16 @@ class EagleModel(LevelModel):
         embed: nn.Module,
         output_head: OutputHead,
         attention: AttentionBackend,
-        *,
-        vocab_size: int,
-        max_len: int,
-        max_catch_up_rows: int,
+        limits: DraftLimits,
         graphs: GraphSizes | None = None,
     ) -> None:
         """``graphs``: what ``prepare`` captures where the device has graphs; None: nothing."""
-        super().__init__(
-            attention,
-            vocab_size=vocab_size,
-            max_len=max_len,
-            max_catch_up_rows=max_catch_up_rows,
-        )
+        super().__init__(attention, limits)
         self._layer = layer
         self._embed = embed
         self._output_head = output_head
         self._blank = torch.zeros_like(layer.token_norm.weight)  # [hidden_size]
-        self._buffers = InputBuffers(attention.store.device, max_catch_up_rows)
+        self._buffers = InputBuffers(attention.store.device, limits.max_catch_up_rows)
         self._replays = make_replays(attention, graphs, can_capture=False)
         most = 0 if graphs is None else graphs.most_rows
         self._captured_hidden = self._blank.repeat(most, 1)
@@ -182,7 +179,7 @@ class EagleModel(LevelModel):
         return output.logits[: len(batch.logits_indices)]
 
     def _memory(self, num_rows: int) -> torch.Tensor:
-        """For the hidden states that a forward reads."""
+        """Returns memory for the hidden states that a forward reads."""
         if num_rows <= len(self._captured_hidden):
             return self._captured_hidden[:num_rows]
         return self._blank.repeat(num_rows, 1)
@@ -235,8 +232,44 @@ def eagle_config(layer: FeatureLayer) -> dict[str, Any]:
     return {"kind": KIND} | layer.sizes
 
 
+def eagle_bytes_per_block(prepared: DraftHeads) -> int:
+    """Returns the bytes that one more block of the pool costs in the head's store; 0 without a head."""
+    if KIND not in prepared.folders:
+        return 0
+    needs = _needs(prepared)
+    backend = choose_backend(prepared.config.attention_backend, needs, strict=False)
+    return backend.bytes_per_block(needs)
+
+
+def load_eagle(prepared: DraftHeads, runner: ModelRunner) -> EagleModel:
+    """Returns the head that was prepared for the runner's model. Raises DrafterUnavailableError with the
+    reason where there is none, and HeadsRefusedError if the folder's tensors do not fit its sizes."""
+    config = prepared.config
+    layer = load_layer(prepared.folder(KIND), prepared.dtype, prepared.device)
+    max_len, max_rows = layer.sizes["max_position_embeddings"], config.max_num_batched_tokens
+    attention = build_attention(
+        _needs(prepared), runner.store.num_blocks, config.attention_backend, strict=False
+    )
+    model = EagleModel(
+        layer,
+        *prepared.ends_of(runner),
+        attention,
+        DraftLimits(prepared.facts.vocab_size, max_len, max_rows),
+        graph_sizes(config, attention, max_len, strict=False),
+    )
+    model.prepare()
+    return model
+
+
+def _needs(prepared: DraftHeads) -> AttentionNeeds:
+    num_heads, num_kv_heads, dim = prepared.folders[KIND].sizes(*SIZES[1:4])
+    shape = KVShape(num_heads, num_kv_heads, dim, dim)
+    block_size = prepared.config.block_size
+    return AttentionNeeds("fast", prepared.device, prepared.dtype, block_size, [shape])
+
+
 def load_layer(folder: HeadFolder, dtype: torch.dtype, device: torch.device) -> FeatureLayer:
-    """Raises HeadsRefusedError with the reason if the folder's tensors do not fit its sizes."""
+    """Returns a folder's layer. Raises HeadsRefusedError if the folder's tensors do not fit its sizes."""
     sizes = folder.sizes(*SIZES)
     layer_sizes = dict(zip(SIZES, sizes, strict=True))
     if layer_sizes["num_attention_heads"] % layer_sizes["num_key_value_heads"]:

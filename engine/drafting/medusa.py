@@ -16,14 +16,13 @@ from torch import nn
 
 from drafters.base import DraftRequest
 from drafters.model.protocol import Candidates
-from engine.drafting.candidates import ScoredRow, begin_candidates
-from engine.drafting.head_files import HeadFolder
+from engine.drafting.draft_model import ScoredRow, begin_candidates
+from engine.drafting.heads import DraftHeads, OutputHead
+from engine.model.runner import ModelRunner
 from engine.transfer import Readback, read_now
 
 KIND = "medusa"
 _Result = TypeVar("_Result")
-OutputHead = Callable[[torch.Tensor], torch.Tensor]
-"""From hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``."""
 
 
 class ResidualHeads(nn.Module):
@@ -52,10 +51,6 @@ class MedusaHeads:
         self._output_head = output_head
         self._vocab_size = vocab_size
 
-    @property
-    def num_heads(self) -> int:
-        return self._heads.num_heads
-
     def read_now(self, begin: Callable[[Readback], Callable[[], _Result]]) -> _Result:
         return read_now(begin)
 
@@ -67,11 +62,11 @@ class MedusaHeads:
         num: int,
         readback: Readback,
     ) -> Callable[[], list[list[Candidates]]]:
-        """The device is not waited for."""
+        """See the protocol. The device is not waited for."""
         states = self._heads(torch.stack(list(hidden)))  # [num_heads, num_rows, hidden_size]
         scored = [
             ScoredRow(ask.sampling, len(ask.token_ids) + head, num)
-            for head in range(self.num_heads)
+            for head in range(self._heads.num_heads)
             for ask in asks
         ]
         logits = self._output_head(states.flatten(0, 1))
@@ -84,15 +79,15 @@ class MedusaHeads:
         return finish
 
 
-def load_medusa(
-    folder: HeadFolder, output_head: OutputHead, dtype: torch.dtype, device: torch.device
-) -> MedusaHeads:
-    """Raises HeadsRefusedError with the reason if the folder's tensors do not fit its sizes."""
+def load_medusa(prepared: DraftHeads, runner: ModelRunner) -> MedusaHeads:
+    """Returns the heads prepared for the runner's model. Raises DrafterUnavailableError with the reason
+    where there are none, and HeadsRefusedError if the tensors do not fit the folder's sizes."""
+    folder = prepared.folder(KIND)
     num_heads, num_layers = folder.sizes("num_heads", "num_layers")
     heads = ResidualHeads(num_heads, num_layers, folder.facts.hidden_size)
     folder.load_into(heads)
-    heads.to(device=device, dtype=dtype).requires_grad_(False)
-    return MedusaHeads(heads, output_head, folder.facts.vocab_size)
+    heads.to(device=prepared.device, dtype=prepared.dtype).requires_grad_(False)
+    return MedusaHeads(heads, prepared.ends_of(runner)[1], folder.facts.vocab_size)
 
 
 def medusa_config(heads: ResidualHeads) -> dict[str, Any]:

@@ -28,23 +28,17 @@ from engine.attention.backend import (
 )
 from engine.capture.replays import graph_sizes
 from engine.config import EngineConfig
-from engine.drafting.draft_model import EngineDraftModel
+from engine.drafting.draft_model import DraftLimits, EngineDraftModel
 from engine.drafting.layer_subset import layer_subset, parse_layers
 from engine.drafting.quantized import quantized_copy
 from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.layers import Int8Linear
 from engine.model.linear import pack_linears
-from engine.model.loader import (
-    BUNDLED,
-    attach_attention,
-    load_model,
-    load_tokenizer,
-    max_position,
-)
+from engine.model.loader import attach_attention, load_model, load_tokenizer, max_position
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
-from engine.names import BUNDLED_MODEL
+from engine.names import BUNDLED, BUNDLED_MODEL
 from engine.request.errors import UnsupportedModelError
 from kvpool.store import KVStore
 
@@ -91,7 +85,7 @@ class DraftModels:
     def attach(
         self, runner: ModelRunner, shapes: list[KVShape], vocab_size: int, max_model_len: int
     ) -> None:
-        """Make runners: over the target's store, or over stores with as many blocks."""
+        """Makes runners: over the target's store, or over stores with as many blocks."""
         for name, each in self._prepared.items():
             model = each.rebuild(runner.model) if each.rebuild is not None else each.model
             owns_rows = each.shapes is not None
@@ -100,18 +94,13 @@ class DraftModels:
             self._check(name, model, needs, each.reference)
             drafting = self._runner(model, needs, store)
             drafting.prepare()
-            self._ready[name] = EngineDraftModel(
-                drafting,
-                vocab_size=vocab_size,
-                owns_rows=owns_rows,
-                max_len=min(max_position(model.config), max_model_len),
-                max_catch_up_rows=self._config.max_num_batched_tokens
-                if owns_rows
-                else _SHARED_CATCH_UP_ROWS,
-            )
+            most_rows = self._config.max_num_batched_tokens if owns_rows else _SHARED_CATCH_UP_ROWS
+            max_len = min(max_position(model.config), max_model_len)
+            limits = DraftLimits(vocab_size, max_len, most_rows)
+            self._ready[name] = EngineDraftModel(drafting, limits, owns_rows)
 
     def get(self, name: str) -> EngineDraftModel:
-        """Raises DrafterUnavailableError with the reason where there is none."""
+        """Returns a drafter's model. Raises DrafterUnavailableError with the reason if there is none."""
         if name not in self._ready:
             raise DrafterUnavailableError(self._reasons.get(name, "no model was prepared for it"))
         return self._ready[name]
@@ -131,10 +120,10 @@ class DraftModels:
     def _check(
         self, name: str, model: PreTrainedModel, needs: AttentionNeeds, reference: torch.Tensor
     ) -> None:
-        """In a store of its own and in the model's type: an 8-bit store would not pass, nor has to."""
-        num_blocks = blocks_needed(needs.block_size)
+        """Checks in a store of its own, in the model's type: an 8-bit one would not pass, nor has to."""
+        needs, num_blocks = replace(needs, kv_dtype=None), blocks_needed(needs.block_size)
         try:
-            check_logits(self._runner(model, replace(needs, kv_dtype=None), num_blocks), reference)
+            check_logits(self._runner(model, needs, num_blocks), reference)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"the model of the {name} drafter: {error}") from error
 
@@ -142,15 +131,14 @@ class DraftModels:
 def prepare_drafts(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
 ) -> DraftModels:
-    """Load and build what the settings ask for. ``target`` still runs on transformers' own attention.
+    """Loads and builds what the settings ask for. ``target`` still runs on transformers' own attention.
 
     Raises ValueError, UnsupportedModelError or OSError where a setting names what cannot be used.
     """
     for setting in _SETTINGS:
         takers = _takers(setting)
-        if getattr(config, setting) is not None and not any(
-            _wanted(config, name) for name in takers
-        ):
+        is_taken = any(_wanted(config, name) for name in takers)
+        if getattr(config, setting) is not None and not is_taken:
             raise ValueError(f"{setting} is set, but drafters leaves out {' and '.join(takers)}")
     prepared: dict[str, _Prepared] = {}
     reasons: dict[str, str] = {}
@@ -217,8 +205,7 @@ def _prefix_layers(
 
 
 _PREPARE: dict[
-    str,
-    Callable[[PreTrainedModel, PreTrainedTokenizerBase | None, EngineConfig], _Prepared | str],
+    str, Callable[[PreTrainedModel, PreTrainedTokenizerBase | None, EngineConfig], _Prepared | str]
 ] = {"small": _small_model, "quantized": _quantized, "layers": _prefix_layers}
 """The makers of draft models by kind, as in ``DrafterNeeds.draft_model``."""
 _SETTINGS = {
@@ -234,7 +221,7 @@ def _takers(setting: str) -> list[str]:
 
 
 def with_bundled_draft(config: EngineConfig) -> EngineConfig:
-    """The bundled target comes with a draft model of its own, which is what its name means here."""
+    """Returns the settings with the bundled target's own draft model, which its name means here."""
     bundled = BUNDLED / "draft"
     wanted = any(_wanted(config, name) for name in _takers("draft_model"))
     is_usual = config.is_bundled and config.draft_model is None and wanted and bundled.is_dir()
@@ -246,13 +233,11 @@ def with_bundled_draft(config: EngineConfig) -> EngineConfig:
 def _load_small(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
 ) -> PreTrainedModel | str:
-    path = config.draft_model
+    path, trusts = config.draft_model, config.trust_remote_code
     if path is None:
         return "there is no draft model; the setting draft_model names one"
-    model = load_model(path, target.device, config.dtype, None, config.trust_remote_code)
-    own_tokenizer = None
-    if tokenizer is not None:
-        own_tokenizer = load_tokenizer(path, None, config.trust_remote_code)
+    model = load_model(path, target.device, config.dtype, None, trusts)
+    own_tokenizer = None if tokenizer is None else load_tokenizer(path, None, trusts)
     check_vocabulary(target, tokenizer, model, own_tokenizer, path)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     logger.info("draft model %s: %.1f million parameters", path, num_parameters / 1e6)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from drafters.base import Drafter, DraftRequest, Observation
-from drafters.checks import check_token_ids, count_of, is_interrupt
+from drafters.checks import count_of, is_interrupt
 from drafters.tree import DraftTree, chain
 from engine.schedule.request import Request, ScheduledRequest
 from engine.speculation.acceptance import Acceptance
@@ -92,13 +92,12 @@ def check_trees(
     for tree, ask in zip(trees, asks, strict=True):
         if not isinstance(tree, DraftTree):
             raise TypeError(f"a {type(tree).__name__} was proposed, not a DraftTree")
-        tree.validate()
+        tree.validate(vocab_size)
         if not tree.token_ids:
             continue
         if len(tree) > ask.max_nodes:
             raise ValueError(f"{len(tree)} nodes proposed where {ask.max_nodes} were allowed")
-        check_token_ids(tree.token_ids, vocab_size)
-        if tree.deepest() > ask.shape.depth:
+        if max(tree.depths(), default=0) > ask.shape.depth:
             raise ValueError(f"a proposed path is deeper than {ask.shape.depth}")
         check_sampled(tree, ask.sampling.verification, vocab_size)
     return trees

@@ -26,7 +26,7 @@ from drafters.base import (
     NewRequest,
     RequestState,
 )
-from drafters.tree import EMPTY, DraftTree, chain
+from drafters.tree import DraftTree, chain
 
 VARIABLE = "SLIPSTREAM_PHRASE_BOOK"
 SEPARATOR = "---"
@@ -123,10 +123,7 @@ class PhraseState(RequestState):
         self._min_match = min_match
 
     def propose(self, request: DraftRequest) -> DraftTree:
-        num_tokens = min(request.max_nodes, request.shape.depth)
-        if num_tokens < 1:
-            return EMPTY
-        rest, length = self._book.rest(request.token_ids, self._min_match, num_tokens)
+        rest, length = self._book.rest(request.token_ids, self._min_match, request.depth)
         # The feature under which acceptance is counted: how much of the phrase stood before a node.
         return chain(rest, [min(length + depth, _MAX_MATCH) for depth in range(len(rest))])
 

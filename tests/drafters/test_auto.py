@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -12,18 +12,19 @@ from drafters.auto import AutoDrafter, Overlay, overlay_feature
 from drafters.base import (
     REGISTERED,
     Drafter,
+    DrafterContext,
     DrafterInfo,
     DrafterNeeds,
     DraftRequest,
     DraftShape,
-    Observation,
-    OptionValue,
+    NewRequest,
+    RequestState,
 )
 from drafters.copying.ngram import NgramDrafter
 from drafters.copying.prediction import PredictionDrafter
-from drafters.registry import PlainContext, build_drafters
+from drafters.registry import build_drafters
 from drafters.tree import EMPTY, DraftTree, chain
-from worlds.simulated_target import decode, node_paths
+from worlds.simulated_target import ask, decode, node_paths, tell
 
 Guess = Callable[[Sequence[int]], list[int]]
 
@@ -36,34 +37,21 @@ class Guesser(Drafter):
         self.info = DrafterInfo(name, "guesses", drafts_trees=False, needs=needs or DrafterNeeds())
         self.guess = guess
         self.num_asked = 0
-        self.is_open = False
 
-    def open(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        options: Mapping[str, OptionValue],
-        cache_salt: str,
-    ) -> None:
-        del request_id, token_ids, options, cache_salt
-        self.is_open = True
+    def start(self, request: NewRequest) -> RequestState:
+        del request
+        return _Guesses(self)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        self.num_asked += 1
-        return [
-            chain(self.guess(request.token_ids)[: request.max_nodes], 0) for request in requests
-        ]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
-        """Learns nothing."""
+class _Guesses(RequestState):
+    num_top_tokens = 3
 
-    def num_top_tokens(self, request_id: str) -> int:
-        del request_id
-        return 3
+    def __init__(self, owner: Guesser) -> None:
+        self._owner = owner
 
-    def close(self, request_id: str) -> None:
-        del request_id
-        self.is_open = False
+    def propose(self, request: DraftRequest) -> DraftTree:
+        self._owner.num_asked += 1
+        return chain(self._owner.guess(request.token_ids)[: request.max_nodes])
 
 
 def target(text: Sequence[int]) -> int:
@@ -111,8 +99,7 @@ def test_it_keeps_up_with_its_best_member_on_repetition_and_on_a_prediction() ->
     auto = AutoDrafter({"prediction": PredictionDrafter(), "ngram": NgramDrafter()})
     auto.open("p", [1, 2, 3], {}, "")
     auto.predict("p", [7, 8, 9, 10])
-    (tree,) = auto.propose([DraftRequest("p", [1, 2, 3], 3, DraftShape())])
-    assert list(tree.token_ids) == [7, 8, 9]
+    assert list(ask(auto, [1, 2, 3], 3, request_id="p").token_ids) == [7, 8, 9]
 
 
 def fails(text: Sequence[int]) -> list[int]:
@@ -134,13 +121,14 @@ def test_members_are_opened_asked_and_closed_with_the_request() -> None:
     member = Guesser("good", right)
     auto = AutoDrafter({"good": member})
     auto.open("r", [1], {}, "")
-    assert member.is_open
+    assert member.num_top_tokens("r") == 3
     assert auto.num_top_tokens("r") == 3
     with pytest.raises(ValueError, match="already open"):
         auto.open("r", [1], {}, "")
     auto.close("r")
     auto.close("r")
-    assert not member.is_open
+    with pytest.raises(KeyError):
+        member.num_top_tokens("r")
     with pytest.raises(KeyError):
         auto.propose([DraftRequest("r", [1], 4, DraftShape())])
 
@@ -159,7 +147,7 @@ def test_members_that_cost_a_forward_are_refused() -> None:
 def test_nothing_known_means_no_draft() -> None:
     auto = AutoDrafter({"silent": Guesser("silent", lambda _: [])})
     auto.open("r", [1], {}, "")
-    assert auto.propose([DraftRequest("r", [1], 4, DraftShape())]) == [EMPTY]
+    assert ask(auto, [1]) == EMPTY
 
 
 def test_a_chain_asks_no_further_than_the_member_that_is_certain() -> None:
@@ -168,11 +156,11 @@ def test_a_chain_asks_no_further_than_the_member_that_is_certain() -> None:
     num_steps = len(decode(auto, [1], target, 900, max_nodes=8).num_emitted)
     assert good.num_asked == num_steps
     assert late.num_asked < num_steps / 4
-    asked_before = late.num_asked
-    auto = AutoDrafter({"good": good, "late": late})
+    late = Guesser("late", right)
+    auto = AutoDrafter({"good": Guesser("good", right), "late": late})
     shape = DraftShape(width=2, depth=8)
     num_steps = len(decode(auto, [1], target, 90, max_nodes=8, shape=shape).num_emitted)
-    assert late.num_asked == asked_before + num_steps
+    assert late.num_asked == num_steps
 
 
 def test_a_member_whose_time_comes_is_noticed() -> None:
@@ -241,8 +229,8 @@ def test_what_was_nearly_said_goes_on_as_it_did_before() -> None:
     text = [5, 6, 7, 8, 9, 1]
     auto.open("r", text, {}, "")
     text.append(2)
-    auto.observe([Observation("r", text, EMPTY, [2], [0], [2], [[2, 6, 4]])])
-    (tree,) = auto.propose([DraftRequest("r", text, 4, DraftShape(width=2, depth=3))])
+    tell(auto, text, 1, [[2, 6, 4]])
+    tree = ask(auto, text, 4, DraftShape(width=2, depth=3))
     assert [list(path) for path in node_paths(tree)] == [[6], [6, 7], [6, 7, 8], [4]]
 
 
@@ -256,7 +244,7 @@ def test_members_are_those_of_the_registry_that_need_no_model(
     further("further")
     further("window", DrafterNeeds(all_or_nothing=True))
     further("less", part_of="further")
-    auto = AutoDrafter.build(PlainContext(), None)
+    auto = AutoDrafter.build(DrafterContext())
     plain = {"ngram", "prediction", "suffix", "nasd", "stand", "recycling"}
     assert set(auto._members) == plain | {"further"}
     assert auto.info.takes_prediction
@@ -279,10 +267,10 @@ def test_drafters_of_other_distributions_become_members() -> None:
 
 
 def test_a_member_from_outside_that_proposes_no_token_costs_its_own_draft_alone() -> None:
-    auto = AutoDrafter.build(PlainContext(vocab_size=50), None)
+    auto = AutoDrafter.build(DrafterContext(vocab_size=50))
     auto.meet({"outside": Guesser("outside", lambda _: [50])})
-    auto.open("a", [1, 2, 3, 1, 2], {}, "")
-    (tree,) = auto.propose([DraftRequest("a", [1, 2, 3, 1, 2], 4, DraftShape(width=2))])
+    auto.open("r", [1, 2, 3, 1, 2], {}, "")
+    tree = ask(auto, [1, 2, 3, 1, 2], 4, DraftShape(width=2))
     assert 3 in tree.token_ids
     assert max(tree.token_ids) < 50
 
@@ -307,13 +295,8 @@ def test_the_chain_is_the_path_of_most_expected_tokens() -> None:
     overlay.lay(chain([2, 3, 4]), [0.5, 0.5, 0.5])
     assert list(overlay.chain(3).token_ids) == [2, 3, 4]
     assert list(overlay.chain(1).token_ids) == [1]
-    for empty in (
-        overlay.chain(0),
-        overlay.tree(0, 1, 1),
-        Overlay().chain(4),
-        Overlay().tree(4, 2, 4),
-    ):
-        assert len(empty) == 0
+    nothing = (overlay.chain(0), overlay.tree(0, 1, 1), Overlay().chain(4), Overlay().tree(4, 2, 4))
+    assert not any(map(len, nothing))
 
 
 @st.composite

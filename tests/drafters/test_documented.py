@@ -12,12 +12,12 @@ PAGE = ROOT / "docs" / "extend.md"
 USE = """
 import drafters.copying
 drafters.copying.__path__.append(sys.argv[1])
-from drafters.base import DraftRequest, DraftShape
-from drafters.registry import PlainContext, build_drafters, drafter_names, drafter_settings
+from drafters.base import DrafterContext, DraftRequest, DraftShape
+from drafters.registry import build_drafters, drafter_names, drafter_settings
 
 assert "echo" in drafter_names()
 assert drafter_settings()["echo"]().most == 8
-echo = build_drafters(["echo"], PlainContext(0, {"echo": {"most": 3}}))["echo"]
+echo = build_drafters(["echo"], DrafterContext(0, {"echo": {"most": 3}}))["echo"]
 assert list(echo.info.resolve({})) == ["period"] and not echo.info.drafts_trees
 echo.open("r", [7, 5, 6], {"period": 2}, "")
 (tree,) = echo.propose([DraftRequest("r", [7, 5, 6], 9, DraftShape(1, 9))])

@@ -9,19 +9,15 @@ from types import ModuleType
 
 import pytest
 
-from drafters.base import DrafterUnavailableError
-from drafters.registry import PlainContext
+from drafters.base import DrafterContext, DrafterUnavailableError
 from worlds.simulated_target import decode, propose_once
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plugin_drafter"
 
 
-class Characters(PlainContext):
-    """A target whose tokens are characters."""
-
-    @staticmethod
-    def encode(text: str) -> list[int]:
-        return [ord(character) for character in text]
+def encode(text: str) -> list[int]:
+    """Tokens of a target whose tokens are characters."""
+    return [*map(ord, text)]
 
 
 @pytest.fixture
@@ -42,13 +38,13 @@ def make(example, monkeypatch, tmp_path):
         path = tmp_path / "book.txt"
         path.write_text(book)
         monkeypatch.setenv(example.VARIABLE, str(path))
-        return example.make_drafter(Characters())
+        return example.make_drafter(DrafterContext(encode=encode))
 
     return make
 
 
 def draft(drafter, text, **options):
-    tree = propose_once(drafter, Characters.encode(text), 8, options=options)
+    tree = propose_once(drafter, encode(text), 8, options=options)
     return "".join(map(chr, tree.token_ids))
 
 
@@ -87,14 +83,14 @@ def test_a_missing_book_is_an_error_and_a_missing_tokenizer_makes_it_unavailable
     example, monkeypatch
 ):
     with pytest.raises(DrafterUnavailableError, match="encode"):
-        example.make_drafter(PlainContext())
+        example.make_drafter(DrafterContext())
     monkeypatch.setenv(example.VARIABLE, "no/such/book")
     with pytest.raises(FileNotFoundError):
-        example.make_drafter(Characters())
+        example.make_drafter(DrafterContext(encode=encode))
 
 
 def test_it_saves_steps_where_the_text_is_in_the_book(make):
-    text = Characters.encode("if __name__ == '__main__':\n    main()\n")
+    text = encode("if __name__ == '__main__':\n    main()\n")
     drafter = make("".join(map(chr, text)))
     run = decode(drafter, text[:5], lambda token_ids: text[len(token_ids)], len(text) - 14)
     assert run.token_ids == text[: len(run.token_ids)]

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from drafters.base import Drafter, DraftRequest, DraftShape, Observation
+from drafters.base import Drafter, DraftRequest, DraftShape
 from drafters.registry import build_drafters
 from drafters.tree import EMPTY, DraftTree
+from worlds.simulated_target import ask, tell
 
 READERS = ("ngram", "nasd", "nasd_one_level", "suffix", "stand", "recycling", "lookahead")
 PROMPT = [random.Random(7).choice(range(40)) for _ in range(700)]
@@ -21,11 +22,9 @@ def drafts(drafter: Drafter, token_ids: Sequence[int]) -> list[DraftTree]:
     found = []
     for _ in range(2):
         for width in (1, 3):
-            request = DraftRequest("r", text, 60, DraftShape(width, 16))
-            found += drafter.propose([request])
+            found += drafter.propose([DraftRequest("r", text, 60, DraftShape(width, 16))])
         text += PROMPT[3:5]
-        seen = Observation("r", text, EMPTY, [PROMPT[3]], [0], PROMPT[3:5])
-        drafter.observe([seen])
+        tell(drafter, text, 2)
     return found
 
 
@@ -54,7 +53,7 @@ def test_tokens_emitted_meanwhile_are_read_like_the_prompt(name: str) -> None:
     drafter.open("r", text, {}, "")
     assert drafter.read_prompt("r", 500) == 500
     text += PROMPT[600:]
-    drafter.observe([Observation("r", text, EMPTY, [PROMPT[600]], [0], PROMPT[600:])])
+    tell(drafter, text, 100)
     assert drafter.read_prompt("r", 500) == 200
     later.open("r", list(PROMPT), {}, "")
     if name != "suffix":  # which tells what stands in the prompt from what was written
@@ -69,8 +68,7 @@ def test_who_chooses_among_others_asks_those_who_have_read_all() -> None:
     is_asked_early = False
     while (more := drafter.read_prompt("r", 150)) == 150:
         num_read += more
-        (tree,) = drafter.propose([DraftRequest("r", period, 8, DraftShape())])
-        is_asked_early |= bool(tree.token_ids)
+        is_asked_early |= bool(ask(drafter, period).token_ids)
     assert is_asked_early
     assert num_read + more == 5 * len(period)  # ngram, nasd, suffix, stand, recycling
 

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from drafters.base import Drafter, DraftRequest, DraftShape, Observation
-from drafters.copying.history import MAX_TENANTS as MAX_HISTORIES
+from drafters.copying.suffix_index import MAX_TENANTS as MAX_HISTORIES
 from drafters.registry import build_drafters
 from drafters.tables.sharing import MAX_TENANTS as MAX_TABLES
 from drafters.tree import DraftTree
@@ -58,13 +58,8 @@ def observe(
     tops = [token, *(other for other in tokens if other != token)][:wanted]
     probs = [0.5 / (1 + rank) for rank in range(len(tops))]
     row_tokens = [token] * num_rows
-    drafter.observe(
-        [
-            Observation(
-                name, text, tree, row_tokens, [0], [token], [tops] * num_rows, [probs] * num_rows
-            )
-        ]
-    )
+    rows = (row_tokens, [0], [token], [tops] * num_rows, [probs] * num_rows)
+    drafter.observe([Observation(name, text, tree, *rows)])
 
 
 def expect_own(drafted: set[int], tenant: int) -> None:
@@ -95,26 +90,3 @@ def test_nor_does_it_once_tenants_were_forgotten(name: str) -> None:
         expect_own(serve(drafter, tenant), tenant)
     for tenant in (0, num_tenants - 1):  # forgotten, remembered
         expect_own(serve(drafter, tenant), tenant)
-
-
-@pytest.mark.parametrize("name", FREE)
-def test_a_tenant_is_drafted_what_its_own_requests_said_by_drafters_that_remember(
-    name: str,
-) -> None:
-    """That there is something to keep apart. A drafter that is new here says whether it remembers."""
-    drafter = build_drafters([name])[name]
-    for _ in range(3):
-        serve(drafter, 0)
-    at_once = first_draft(drafter, 0)
-    assert bool(at_once & set(own(0))) == (name in REMEMBERS)
-
-
-def first_draft(drafter: Drafter, tenant: int) -> set[int]:
-    """What a new request of the tenant is drafted at once, nothing being predicted."""
-    name = f"r{next(_ids)}"
-    options = {option.name: True for option in drafter.info.options if option.name == "share"}
-    drafter.open(name, SEED, options, f"tenant {tenant}")
-    asks = [DraftRequest(name, SEED, 24, shape) for shape in (DraftShape(1, 8), DraftShape(4, 8))]
-    drafted = {token for ask in asks for token in drafter.propose([ask])[0].token_ids}
-    drafter.close(name)
-    return drafted

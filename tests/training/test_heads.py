@@ -11,14 +11,14 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from engine.config import EngineConfig
-from engine.drafting.head_files import (
+from engine.drafting.heads import (
     CONFIG,
     HeadsRefusedError,
+    prepare_heads,
     read_heads,
     target_facts,
     weights_fingerprint,
 )
-from engine.drafting.heads import prepare_heads
 from engine.model.loader import load_model
 from training import heads
 from training.head_data import batches, load_texts, read_prompts, write_samples

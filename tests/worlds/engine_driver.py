@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import pytest
 
@@ -78,8 +77,8 @@ def register_oracle(monkeypatch: pytest.MonkeyPatch, make: Callable[[], OracleDr
 
     class Oracle(OracleDrafter):
         @classmethod
-        def build(cls, context: DrafterContext, settings: Any) -> Drafter:
-            del context, settings
+        def build(cls, context: DrafterContext) -> Drafter:
+            del context
             return make()
 
     monkeypatch.setitem(REGISTERED, "oracle", Oracle)

@@ -7,35 +7,16 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from drafters.model.protocol import DraftModel, FeatureModel, PredictionHeads
-from drafters.registry import PlainContext, build_drafters
+from drafters.base import DrafterContext
+from drafters.registry import build_drafters
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.drafting.models import DraftModels, prepare_drafts
+from engine.drafting.models import prepare_drafts
 from engine.model.loader import prepare_model
 from worlds.engine_harness import TINY_VOCAB, Setup, TinyTarget, build_core, tiny_llama
 from worlds.trained_heads import eagle_layer, eagle_model, medusa_heads
 
 MAX_LEN = 256
-
-
-class TinyContext(PlainContext):
-    """What a core of such a target lends. Drafters that ask for something else are not built: then
-    ``EveryDrafterTarget`` has to learn to lend it."""
-
-    def __init__(self, drafts: DraftModels, setup: Setup) -> None:
-        super().__init__(TINY_VOCAB)
-        self._drafts = drafts
-        self._setup = setup
-
-    def draft_model(self, name: str) -> DraftModel:
-        return self._drafts.get(name)
-
-    def medusa_heads(self) -> PredictionHeads:
-        return medusa_heads()
-
-    def eagle_head(self) -> FeatureModel:
-        return eagle_model(eagle_layer(), self._setup)
 
 
 class EveryDrafterTarget(TinyTarget):
@@ -53,7 +34,14 @@ class EveryDrafterTarget(TinyTarget):
     def core(self, setup: Setup) -> EngineCore:
         runner = self._runner(setup)
         self._drafts.attach(runner, self._shapes, TINY_VOCAB, MAX_LEN)
-        drafters = build_drafters(None, TinyContext(self._drafts, setup))
+        # Drafters that ask for something else are not built: then this has to learn to lend it.
+        context = DrafterContext(
+            TINY_VOCAB,
+            draft_model=self._drafts.get,
+            medusa_heads=medusa_heads,
+            eagle_head=lambda: eagle_model(eagle_layer(), setup),
+        )
+        drafters = build_drafters(None, context)
         return build_core(runner, TINY_VOCAB, setup.but(drafters=drafters))
 
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
-from drafters.base import Drafter, DraftRequest, DraftShape, Observation, OptionValue
-from drafters.tree import ROOT, DraftTree
+from drafters.base import (
+    GREEDY,
+    Drafter,
+    DraftRequest,
+    DraftSampling,
+    DraftShape,
+    Observation,
+    OptionValue,
+)
+from drafters.tree import EMPTY, ROOT, DraftTree, chain_length
 
+CHAIN = DraftShape()
 Target = Callable[[Sequence[int]], int]
 
 
@@ -22,6 +32,24 @@ class Run:
     @property
     def num_accepted(self) -> int:
         return sum(self.num_emitted) - len(self.num_emitted)
+
+
+def random_target(seed: int, vocab_size: int, order: int) -> Target:
+    """The next token is a random function of the last ``order`` ones."""
+
+    def target(token_ids: Sequence[int]) -> int:
+        tail = tuple(token_ids[len(token_ids) - order :])
+        return Random(hash((seed, *tail))).randrange(vocab_size)
+
+    return target
+
+
+def greedy(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The prompt and what the target writes after it."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(target(token_ids))
+    return token_ids
 
 
 def verify_step(tree: DraftTree, token_ids: Sequence[int], target: Target) -> tuple[list[int], ...]:
@@ -54,8 +82,7 @@ def decode(
     run = Run(list(prompt))
     drafter.open(request_id, run.token_ids, options or {}, "")
     while sum(run.num_emitted) < num_tokens:
-        (tree,) = drafter.propose([DraftRequest(request_id, run.token_ids, max_nodes, shape)])
-        check_tree(tree, max_nodes, shape)
+        tree = ask(drafter, run.token_ids, max_nodes, shape, request_id=request_id)
         path, emitted = verify_step(tree, run.token_ids, target)
         contexts = [[*run.token_ids, *path] for path in ((), *node_paths(tree))]
         row_token_ids = [target(context) for context in contexts]
@@ -63,16 +90,45 @@ def decode(
         if top_tokens is not None:
             top_token_ids = [top_tokens(context) for context in contexts]
         run.token_ids.extend(emitted)
-        drafter.observe(
-            [
-                Observation(
-                    request_id, run.token_ids, tree, row_token_ids, path, emitted, top_token_ids
-                )
-            ]
-        )
+        told = (tree, row_token_ids, path, emitted, top_token_ids)
+        drafter.observe([Observation(request_id, run.token_ids, *told)])
         run.trees.append(tree)
         run.num_emitted.append(len(emitted))
     return run
+
+
+def ask(
+    drafter: Drafter,
+    token_ids: Sequence[int],
+    max_nodes: int = 8,
+    shape: DraftShape = CHAIN,
+    sampling: DraftSampling = GREEDY,
+    request_id: str = "r",
+) -> DraftTree:
+    """What an open request is offered."""
+    (tree,) = drafter.propose([DraftRequest(request_id, token_ids, max_nodes, shape, sampling)])
+    check_tree(tree, max_nodes, shape)
+    return tree
+
+
+def tell(
+    drafter: Drafter,
+    token_ids: Sequence[int],
+    num_emitted: int = 1,
+    tops: Sequence[Sequence[int]] | None = None,
+    probs: Sequence[Sequence[float]] | None = None,
+    request_id: str = "r",
+) -> None:
+    """A step without a draft, or for which the drafter was not asked: ``token_ids`` ends with it."""
+    emitted = token_ids[-num_emitted:]
+    seen = Observation(request_id, token_ids, EMPTY, emitted[:1], [0], emitted, tops, probs)
+    drafter.observe([seen])
+
+
+def children_of(tree: DraftTree, node: int = ROOT) -> list[int]:
+    """The tokens under a node, in the tree's order."""
+    pairs = zip(tree.token_ids, tree.parents, strict=True)
+    return [token_id for token_id, parent in pairs if parent == node]
 
 
 def node_paths(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -96,11 +152,8 @@ def check_tree(tree: DraftTree, max_nodes: int, shape: DraftShape) -> None:
 
 def assert_spine_first(tree: DraftTree) -> None:
     """Nodes 0..d-1 are a chain whose end has no children further on."""
-    length = 0
-    while length < len(tree) and tree.parents[length] == length - 1:
-        length += 1
-    if length:
-        assert length - 1 not in list(tree.parents)[length:]
+    length = chain_length(tree.parents)
+    assert not length or length - 1 not in list(tree.parents)[length:]
 
 
 def propose_once(
@@ -111,9 +164,7 @@ def propose_once(
     options: Mapping[str, OptionValue] | None = None,
 ) -> DraftTree:
     """What a fresh request with this prompt is offered."""
-    shape = shape or DraftShape()
     drafter.open("once", token_ids, options or {}, "")
-    (tree,) = drafter.propose([DraftRequest("once", token_ids, max_nodes, shape)])
+    tree = ask(drafter, token_ids, max_nodes, shape or CHAIN, request_id="once")
     drafter.close("once")
-    check_tree(tree, max_nodes, shape)
     return tree

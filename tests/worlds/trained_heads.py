@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.attention.backend import IMPLEMENTATION, AttentionNeeds, KVShape, build_attention
+from engine.drafting.draft_model import DraftLimits
 from engine.drafting.eagle import EagleModel, FeatureLayer
 from engine.drafting.medusa import MedusaHeads, ResidualHeads
 from worlds.engine_harness import (
@@ -52,7 +53,5 @@ def eagle_model(layer: torch.nn.Module, setup: Setup) -> EagleModel:
         TARGET.reference.get_input_embeddings(),
         TARGET.reference.get_output_embeddings(),
         build_attention(eagle_needs(setup), setup.num_blocks),
-        vocab_size=TINY_VOCAB,
-        max_len=256,
-        max_catch_up_rows=setup.max_num_batched_tokens,
+        DraftLimits(TINY_VOCAB, 256, setup.max_num_batched_tokens),
     )

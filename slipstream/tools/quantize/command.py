@@ -28,11 +28,7 @@ def add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "src",
-        metavar="SRC",
-        help="folder, GGUF file, hub id, bundled or smollm2",
-    )
+    parser.add_argument("src", metavar="SRC", help="folder, GGUF file, hub id, bundled or smollm2")
     parser.add_argument("dst", metavar="DST", type=Path, nargs="?", help="folder to make")
     parser.add_argument("--check", metavar="FILE", type=Path, help="text to compare on")
     parser.add_argument(

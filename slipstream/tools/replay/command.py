@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from drafters.base import Drafter
+from drafters.base import Drafter, DrafterContext
 from drafters.registry import DrafterPluginError, drafter_names, find_plugins
 from slipstream.client.flags import comma_items
 from slipstream.tools.replay.cost import StepCost, read_step_cost
@@ -20,7 +20,6 @@ from slipstream.tools.replay.log import Tokenizer, read_log
 from slipstream.tools.replay.replay import (
     CHAIN,
     TREE,
-    LogContext,
     ReplayCase,
     ReplayResult,
     build_replayable,
@@ -106,8 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.step_cost is not None:
             step_cost = read_step_cost(arguments.step_cost)
         load = cache(partial(_load_tokenizer, arguments.model))
-        context = LogContext(
-            lambda text: load().encode(text, add_special_tokens=False, verbose=False)
+        context = DrafterContext(
+            encode=lambda text: load().encode(text, add_special_tokens=False, verbose=False)
         )
         build = partial(build_replayable, context=context)
         cases = _cases(arguments, build)

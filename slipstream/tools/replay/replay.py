@@ -14,18 +14,14 @@ from time import perf_counter
 
 from drafters.base import (
     Drafter,
+    DrafterContext,
     DrafterNeeds,
     DrafterUnavailableError,
     DraftRequest,
     DraftShape,
     Observation,
 )
-from drafters.registry import (
-    PlainContext,
-    build_drafters,
-    drafter_names,
-    find_plugins,
-)
+from drafters.registry import build_drafters, drafter_names, find_plugins
 from drafters.tree import DraftTree
 from slipstream.tools.replay.cost import StepCost
 from slipstream.tools.replay.log import LogLine
@@ -96,15 +92,7 @@ class ReplayResult:
         return self.num_tokens * self.step_seconds_alone / self.estimated_seconds
 
 
-class LogContext(PlainContext):
-    """What a log lends: nothing but the tokenizer that reads its texts."""
-
-    def __init__(self, encode: Callable[[str], Sequence[int]]) -> None:
-        super().__init__()
-        self.encode = encode
-
-
-def build_replayable(name: str, context: PlainContext | None = None) -> Drafter:
+def build_replayable(name: str, context: DrafterContext | None = None) -> Drafter:
     """A fresh drafter, of the core or of a plugin. Raises ValueError for an unknown name, and
     DrafterUnavailableError, with the reason, for one that a log is not enough for."""
     plugins = {} if name in drafter_names() else find_plugins()

@@ -36,7 +36,7 @@ class _Chains(RequestState):
 
     def propose(self, request: DraftRequest) -> DraftTree:
         start = len(request.token_ids) - self._num_prompt
-        num_nodes = min(request.max_nodes, request.shape.depth)
+        num_nodes = request.depth
         if num_nodes < 1 or self._luck[start][0] >= self._kind.offered:
             return EMPTY
         text = self._text[start : start + num_nodes]

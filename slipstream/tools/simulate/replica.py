@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from drafters.base import Drafter
-from drafters.registry import PlainContext, build_drafters
+from drafters.base import Drafter, DrafterContext
+from drafters.registry import build_drafters
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams, Tenant
 from engine.sampling.state import SamplingState
@@ -75,11 +75,7 @@ class Replica:
     """An engine that is told the time: ``begin`` a step, let its seconds go by, ``end`` it."""
 
     def __init__(
-        self,
-        number: int,
-        profile: Profile,
-        cost: SimulatedCost,
-        speculative: SpeculativeParams,
+        self, number: int, profile: Profile, cost: SimulatedCost, speculative: SpeculativeParams
     ) -> None:
         """Raises ValueError and DrafterUnavailableError for a drafter that texts are not enough for."""
         config = profile.engine
@@ -119,7 +115,7 @@ class Replica:
             return {}
         if name == MeasuredDrafter.info.name:
             return {name: MeasuredDrafter(self._works, profile.kinds)}
-        return build_drafters([name], PlainContext(VOCAB_SIZE))
+        return build_drafters([name], DrafterContext(VOCAB_SIZE))
 
     @property
     def num_open(self) -> int:

@@ -101,20 +101,11 @@ def scale_study(profile: Profile, picture: Path, most_replicas: int, seconds: fl
 
 
 Study: TypeAlias = Callable[[Profile, Path, int, float], Rows]
-STUDIES: dict[str, Study] = {
-    "load": load_study,
-    "affinity": affinity_study,
-    "scale": scale_study,
-}
+STUDIES: dict[str, Study] = {"load": load_study, "affinity": affinity_study, "scale": scale_study}
 
 
 def simulate(
-    profile: Profile,
-    num_replicas: int,
-    rate: float,
-    policy: str,
-    routing: str,
-    seconds: float,
+    profile: Profile, num_replicas: int, rate: float, policy: str, routing: str, seconds: float
 ) -> Figures:
     """``rate``: requests per second and replica; they come for ``seconds``."""
     fleet = Fleet(profile, num_replicas, speculative_of(policy), ROUTERS[routing](num_replicas))

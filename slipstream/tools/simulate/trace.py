@@ -44,10 +44,7 @@ def read_trace(
     log = read_log(path, load_tokenizer, ("at", "kind"))
     return [
         reader.work(
-            each.number,
-            lines[each.number],
-            each.prompt_token_ids,
-            each.completion_token_ids,
+            each.number, lines[each.number], each.prompt_token_ids, each.completion_token_ids
         )
         for each in log
     ]
@@ -77,11 +74,7 @@ class _Reader:
         return self.work(number, fields, prompt, own_tokens(number, num_prompt, num_answer))
 
     def work(
-        self,
-        number: int,
-        fields: dict[str, Any],
-        prompt: Sequence[int],
-        completion: Sequence[int],
+        self, number: int, fields: dict[str, Any], prompt: Sequence[int], completion: Sequence[int]
     ) -> Work:
         return Work(
             self._at(number, fields),

@@ -19,9 +19,7 @@ they were sent. Each text is decoded again with a tree of several hundred nodes;
 often are kept. Serve with --drafter.stand.template FILE."""
 
 
-def add_template_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-) -> None:
+def add_template_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand; it explains what it cannot do in one line and exits with status 2."""
     parser = commands.add_parser(
         "stand-template",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from drafters.base import DraftRequest, DraftShape, Observation
+from drafters.base import DraftShape
 from drafters.copying import alignment as suffix_corrections
 from drafters.copying.alignment import Corrections
 from drafters.copying.suffix import SuffixDrafter
-from drafters.tree import EMPTY
-from worlds.simulated_target import check_tree, decode
+from worlds.simulated_target import ask, decode, node_paths, tell
 
 CHAIN, TREE = DraftShape(1, 64), DraftShape(4, 64)
 OLD, NEW = 7, 8
@@ -85,14 +84,8 @@ def test_a_tree_has_the_original_and_the_correction() -> None:
     drafter.open("r", prompt, {}, "")
     known = list(prompt)
     for token_id in text[len(prompt) :]:
-        drafter.propose([DraftRequest("r", known, 8, TREE)])
+        ask(drafter, known, 8, TREE)
         known.append(token_id)
-        drafter.observe([Observation("r", known, EMPTY, [0], [0], [token_id])])
-    (tree,) = drafter.propose([DraftRequest("r", known, 24, TREE)])
-    check_tree(tree, 24, TREE)
-    after_6 = {
-        token_id
-        for token_id, parent in zip(tree.token_ids, tree.parents, strict=True)
-        if (parent < 0 and known[-1] == 6) or (parent >= 0 and tree.token_ids[parent] == 6)
-    }
-    assert {OLD, NEW} <= after_6
+        tell(drafter, known)
+    paths = {(known[-1], *path)[-2:] for path in node_paths(ask(drafter, known, 24, TREE))}
+    assert {(6, OLD), (6, NEW)} <= paths

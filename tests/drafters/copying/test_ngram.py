@@ -14,8 +14,7 @@ from drafters.copying.ngram import (
     NgramState,
     match_feature,
 )
-from drafters.tree import ROOT
-from worlds.simulated_target import propose_once
+from worlds.simulated_target import children_of, propose_once
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -104,17 +103,15 @@ def test_tree_offers_the_other_known_continuations_at_the_first_position():
     token_ids = [1, 2, 7, 9, 1, 2, 8, 9, 5, 1, 2, 6, 4, 1, 2]
     for width, expected in ((2, [6, 8]), (3, [6, 8, 7])):
         tree = propose_once(NgramDrafter(), token_ids, 12, DraftShape(width, 2))
-        parents = zip(tree.token_ids, tree.parents, strict=True)
-        assert [token_id for token_id, parent in parents if parent == ROOT] == expected
+        assert children_of(tree) == expected
 
 
 def test_tree_branches_further_along_the_spine():
     """After 1 2 always 3; after 2 3 either 4 or 5: the branch belongs at depth 2."""
     token_ids = [1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2]
     tree = propose_once(NgramDrafter(), token_ids, 8, DraftShape(2, 3))
-    below_three = [t for t, parent in zip(tree.token_ids, tree.parents, strict=True) if parent == 0]
     assert tree.token_ids[0] == 3
-    assert below_three == [5, 4]
+    assert children_of(tree, 0) == [5, 4]
 
 
 def test_features_tell_long_matches_from_short_ones_and_siblings_apart():

@@ -91,8 +91,6 @@ def test_a_published_shape_comes_out_where_the_weights_ask_for_it() -> None:
 class FakeHeads:
     """Head ``i`` after the state ``s`` is surest of ``s + 2 + i``, then of the one after that."""
 
-    num_heads = 3
-
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], list[str]]] = []
 

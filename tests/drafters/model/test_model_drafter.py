@@ -13,7 +13,7 @@ from drafters.base import DraftRequest, DraftSampling, DraftShape
 from drafters.model.growth import NUM_LEVELS, NUM_RANKS, DraftGrowth, feature_of
 from drafters.model.model_drafter import Calibration
 from drafters.model.protocol import Candidates
-from drafters.tree import ROOT, chain
+from drafters.tree import ROOT, chain, chain_length
 from worlds.lanes import examples
 from worlds.model_world import BLOCK_SIZE, FakeDraftModel, World, ranking, target
 
@@ -24,6 +24,14 @@ def run(world: World, num_steps: int) -> World:
     for _ in range(num_steps):
         world.step()
     return world
+
+
+def best_chain(length: int) -> list[int]:
+    """The draft model's own likeliest tokens after the prompt."""
+    text = list(PROMPT)
+    for _ in range(length):
+        text.append(ranking(text)[0])
+    return text[len(PROMPT) :]
 
 
 def greedy_text(prompt: list[int], length: int) -> list[int]:
@@ -40,11 +48,7 @@ def test_a_chain_is_what_the_model_would_write() -> None:
     world = World(FakeDraftModel(confidences=(1.0,)))
     request = world.add("r", PROMPT, max_nodes=5)
     world.step()
-    text = list(PROMPT)
-    for token_id in request.trees[0].token_ids:
-        assert token_id == ranking(text)[0]
-        text.append(token_id)
-    assert len(text) == len(PROMPT) + 5
+    assert list(request.trees[0].token_ids) == best_chain(5)
     assert request.trees[0].is_chain()
 
 
@@ -107,7 +111,7 @@ def test_rounds_run_only_those_that_want_the_depth() -> None:
 
 def test_no_position_beyond_the_models_is_used() -> None:
     model = FakeDraftModel(max_len=len(PROMPT) + 3, confidences=(1.0,))
-    world = run(world := World(model), 0)
+    world = World(model)
     request = world.add("r", PROMPT, max_nodes=6)
     run(world, 6)
     assert len(request.trees[0]) == 3
@@ -175,15 +179,10 @@ def test_a_tree_keeps_the_likeliest_nodes_and_its_best_chain_comes_first() -> No
     tree = request.trees[0]
     assert len(tree) == 7
     assert max(tree.parents.count(parent) for parent in set(tree.parents)) >= 2
-    chain_length = 0
-    while chain_length < len(tree) and tree.parents[chain_length] == chain_length - 1:
-        chain_length += 1
-    text = list(PROMPT)
-    for token_id in tree.token_ids[:chain_length]:
-        assert token_id == ranking(text)[0]
-        text.append(token_id)
-    assert chain_length >= 3
-    assert chain_length - 1 not in tree.parents[chain_length:]
+    length = chain_length(tree.parents)
+    assert length >= 3
+    assert length - 1 not in tree.parents[length:]
+    assert list(tree.token_ids[:length]) == best_chain(length)
 
 
 def test_a_tree_that_cannot_get_better_is_not_grown_further() -> None:
@@ -323,11 +322,7 @@ ACTIONS = st.lists(
     st.sampled_from(["match", "rejection"]),
 )
 def test_every_row_attends_to_its_own_text_whatever_happens(
-    actions: list[tuple[str, int]],
-    owns_rows: bool,
-    budget: int,
-    num_blocks: int,
-    verification: str,
+    actions: list[tuple[str, int]], owns_rows: bool, budget: int, num_blocks: int, verification: str
 ) -> None:
     """Preemption, reuse, sharing, other requests' blocks, steps without drafts, trees and chains. Where
     levels are run ahead of what is read, the same is drafted."""

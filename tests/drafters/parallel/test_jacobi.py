@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.base import DraftRequest, DraftShape, Observation
+from drafters.base import DraftShape, Observation
 from drafters.parallel.jacobi import CHANGED, FRESH, UNCHANGED, JacobiDrafter
-from drafters.tree import EMPTY, chain
+from drafters.tree import chain
 from worlds.lanes import examples
-from worlds.simulated_target import Target, decode, propose_once
+from worlds.simulated_target import Target, ask, decode, greedy, propose_once, random_target, tell
 
 PROMPT = [5, 1, 2, 3, 1, 4]
-
-
-def random_target(seed: int, vocab_size: int, order: int) -> Target:
-    """The next token is a random function of the last ``order`` ones."""
-
-    def target(token_ids: Sequence[int]) -> int:
-        tail = tuple(token_ids[len(token_ids) - order :])
-        return random.Random(hash((seed, *tail))).randrange(vocab_size)
-
-    return target
-
-
-def greedy(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    token_ids = list(prompt)
-    for _ in range(num_tokens):
-        token_ids.append(target(token_ids))
-    return token_ids
 
 
 def iterate(target: Target, text: Sequence[int], guesses: Sequence[int]) -> list[int]:
@@ -100,9 +82,8 @@ def test_a_fixed_point_is_accepted_whole_with_the_bonus_token() -> None:
 def test_first_guesses_follow_the_text_or_repeat_its_last_token() -> None:
     def guesses(first_guess: str) -> list[int]:
         options = {"window": 5, "first_guess": first_guess}
-        return list(
-            propose_once(JacobiDrafter(), [1, 2, 9, 3, 1, 4, 2], 8, options=options).token_ids
-        )
+        tree = propose_once(JacobiDrafter(), [1, 2, 9, 3, 1, 4, 2], 8, options=options)
+        return list(tree.token_ids)
 
     assert guesses("text") == [9, 3, 1, 4, 2]
     assert guesses("last") == [2] * 5
@@ -116,7 +97,7 @@ def test_the_window_is_bounded_by_nodes_and_depth() -> None:
 
 
 def _step(drafter: JacobiDrafter, text: Sequence[int]) -> tuple[list[int], list[int]]:
-    (tree,) = drafter.propose([DraftRequest("r", text, 4, DraftShape())])
+    tree = ask(drafter, text, 4)
     return list(tree.token_ids), list(tree.features)
 
 
@@ -128,7 +109,7 @@ def test_rows_that_were_not_verified_keep_their_guesses() -> None:
     drafter.observe([Observation("r", [*PROMPT, 4, 7], chain([4, 4]), [4, 7, 8], [0, 1], [4, 7])])
     assert _step(drafter, [*PROMPT, 4, 7]) == ([8, 4, 4, 4], [CHANGED, FRESH, FRESH, FRESH])
     # Nothing was verified: the guesses only slide on.
-    drafter.observe([Observation("r", [*PROMPT, 4, 7, 9], EMPTY, [9], [0], [9])])
+    tell(drafter, [*PROMPT, 4, 7, 9])
     assert _step(drafter, [*PROMPT, 4, 7, 9]) == ([4, 4, 4, 4], [FRESH] * 4)
 
 

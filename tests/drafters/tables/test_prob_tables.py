@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.contexts import advanced, levels, pack, window_mask
-from drafters.tables.prob_tables import (
-    MAX_WAITING,
-    Entry,
-    ProbTable,
-    TextTable,
-    find,
-)
+from drafters.tables.prob_tables import MAX_WAITING, Entry, ProbTable, TextTable, find
 
 WHO, AM, BOB, MARY, TOM, SUE = range(6)
 

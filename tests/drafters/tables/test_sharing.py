@@ -6,49 +6,67 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.base import DraftRequest, DraftShape, Observation
+from drafters.base import DrafterInfo, NewRequest, RequestState
+from drafters.tables import sharing
 from drafters.tables.recycling import RecyclingDrafter
-from drafters.tables.sharing import MAX_TENANTS, Generations, TenantTables
+from drafters.tables.sharing import MAX_TENANTS, SHARE_OPTION, Generations, SharingDrafter
 from drafters.tables.stand import StandDrafter
-from drafters.tree import EMPTY
+from worlds.simulated_target import ask, tell
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 
 
-def test_one_table_per_tenant_the_longest_idle_makes_room() -> None:
-    tables: TenantTables[list[str]] = TenantTables(list, max_tenants=2)
-    first, second = tables.borrow("a"), tables.borrow("b")
-    assert first is not None
-    assert first is not second
-    assert tables.borrow("a") is first
-    assert tables.borrow("c") is None  # both are in use
-    tables.give_back("a")
-    assert tables.borrow("c") is None  # "a" has a request left
-    tables.give_back("a")
-    tables.give_back("b")
+class Listing(SharingDrafter[list[str]]):
+    """Its tables are lists; ``given`` is the one that the newest request got."""
+
+    info = DrafterInfo("listing", "Notes tables.", options=(SHARE_OPTION,))
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: ["own"], list)
+        self.given: list[str] = []
+
+    def state_over(self, request: NewRequest, table: list[str]) -> RequestState:
+        del request
+        self.given = table
+        return RequestState()
+
+    def table_of(self, name: str) -> list[str]:
+        """The table of a new request of the tenant that its name begins with."""
+        self.open(name, PROMPT, {"share": True}, name[0])
+        return self.given
+
+
+def test_one_table_per_tenant_the_longest_idle_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "MAX_TENANTS", 2)
+    drafter = Listing()
+    first = drafter.table_of("a1")
+    assert drafter.table_of("b1") is not first
+    assert drafter.table_of("a2") is first
+    assert drafter.table_of("c1") == ["own"]  # both are in use
+    drafter.close("a1")
+    assert drafter.table_of("c2") == ["own"]  # "a" has a request left
+    drafter.close("a2")
+    drafter.close("b1")
     first.append("kept")
-    assert tables.borrow("a") == ["kept"]
-    assert tables.borrow("c") == []  # "b" went
-    assert len(tables) == 2
-    tables.give_back("a")
-    assert tables.borrow("b") == []
-    assert len(tables) == 2
+    assert drafter.table_of("a3") == ["kept"]
+    assert drafter.table_of("c3") == []  # "b" went
+    drafter.close("a3")
+    assert drafter.table_of("b2") == []  # and then "a"
+    drafter.close("c3")
+    assert drafter.table_of("a4") == []
 
 
 @pytest.mark.parametrize("make", [StandDrafter, RecyclingDrafter])
 class TestDrafters:
     def draft(self, drafter: StandDrafter | RecyclingDrafter, request_id: str) -> list[int]:
         """After a text that only ``teach`` has seen."""
-        request = DraftRequest(request_id, [50, 51, 52, 53], 3, DraftShape())
-        return list(drafter.propose([request])[0].token_ids)
+        return list(ask(drafter, [50, 51, 52, 53], 3, request_id=request_id).token_ids)
 
     def teach(self, drafter: StandDrafter | RecyclingDrafter, request_id: str) -> None:
         text = [50, 51, 52, 53]
         for token in (54, 55, 56):
             text.append(token)
-            tops, probs = [[token, 9]], [[0.9, 0.1]]
-            seen = Observation(request_id, text, EMPTY, [token], [0], [token], tops, probs)
-            drafter.observe([seen])
+            tell(drafter, text, 1, [[token, 9]], [[0.9, 0.1]], request_id)
 
     def test_a_tenant_learns_from_its_other_requests_if_both_ask(
         self, make: type[StandDrafter | RecyclingDrafter]

@@ -18,7 +18,7 @@ from drafters.tree import EMPTY, ROOT, DraftTree
 from engine.sampling.noise import gumbel_list, request_key
 from worlds.sampled_rows import gumbel_scalar
 from worlds.sampled_target import choose, decode, markov_probs, noise_of, sampling_of
-from worlds.simulated_target import check_tree, node_paths
+from worlds.simulated_target import ask, node_paths
 
 A, B = [0.6, 0.3, 0.1], [0.9, 0.1]
 
@@ -37,36 +37,23 @@ def taught(options: dict[str, int | bool] | None = None) -> StandDrafter:
     return drafter
 
 
-def propose(
-    drafter: StandDrafter,
-    token_ids: list[int],
-    max_nodes: int = 8,
-    shape: DraftShape | None = None,
-    sampling: DraftSampling = GREEDY,
-) -> DraftTree:
-    shape = shape or DraftShape()
-    (tree,) = drafter.propose([DraftRequest("r", token_ids, max_nodes, shape, sampling)])
-    check_tree(tree, max_nodes, shape)
-    return tree
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, DraftSampling(0.0, verification="rejection")])
 def test_greedy_chain_takes_the_likeliest_and_a_tree_adds_the_others(
     sampling: DraftSampling,
 ) -> None:
     drafter = taught()
-    assert list(propose(drafter, [5, 1, 2], sampling=sampling).token_ids) == [3, 6]
-    tree = propose(drafter, [5, 1, 2], 8, DraftShape(3, 4), sampling)
+    assert list(ask(drafter, [5, 1, 2], sampling=sampling).token_ids) == [3, 6]
+    tree = ask(drafter, [5, 1, 2], 8, DraftShape(3, 4), sampling)
     assert set(node_paths(tree)) == {(3,), (4,), (5,), (3, 6), (3, 7), (4, 8)}
     assert list(tree.token_ids[:2]) == [3, 6]
     assert tree.draft_probs == {}
 
 
 def test_context_lengths_are_options() -> None:
-    assert list(propose(taught({"min_ctx": 3}), [5, 1, 2]).token_ids) == []
-    assert list(propose(taught({"min_ctx": 3}), [9, 1, 2]).token_ids) == [3, 6]
-    assert list(propose(taught({"min_ctx": 1, "max_ctx": 1}), [7, 7, 2]).token_ids) == [3, 6]
-    assert list(propose(taught({"min_ctx": 2}), [7, 7, 2]).token_ids) == []
+    assert list(ask(taught({"min_ctx": 3}), [5, 1, 2]).token_ids) == []
+    assert list(ask(taught({"min_ctx": 3}), [9, 1, 2]).token_ids) == [3, 6]
+    assert list(ask(taught({"min_ctx": 1, "max_ctx": 1}), [7, 7, 2]).token_ids) == [3, 6]
+    assert list(ask(taught({"min_ctx": 2}), [7, 7, 2]).token_ids) == []
 
 
 def test_only_the_accepted_path_teaches() -> None:
@@ -84,8 +71,8 @@ def test_only_the_accepted_path_teaches() -> None:
         [[1.0]] * 4,
     )
     drafter.observe([seen])
-    assert list(propose(drafter, [1, 2]).token_ids) == [4, 5, 6]
-    assert list(propose(drafter, [2, 3]).token_ids) == []
+    assert list(ask(drafter, [1, 2]).token_ids) == [4, 5, 6]
+    assert list(ask(drafter, [2, 3]).token_ids) == []
 
 
 def test_where_the_tables_are_right_every_draft_is_accepted() -> None:
@@ -112,7 +99,7 @@ REJECTION = DraftSampling(0.8, noise=noise_of(4), verification="rejection")
 
 def test_when_another_verifier_asks_the_distributions_drawn_from_are_attached() -> None:
     assert StandDrafter.info.samples
-    tree = propose(taught(), [1, 5, 1, 2], 40, DraftShape(3, 4), REJECTION)
+    tree = ask(taught(), [1, 5, 1, 2], 40, DraftShape(3, 4), REJECTION)
     paths = node_paths(tree)
     children: dict[int, list[int]] = {}
     for token, parent in zip(tree.token_ids, tree.parents, strict=True):
@@ -140,7 +127,7 @@ def test_a_drawn_trees_shape_does_not_depend_on_what_was_drawn() -> None:
     shapes, tokens = set(), set()
     for seed in range(40):
         sampling = DraftSampling(1.0, noise=noise_of(seed), verification="rejection")
-        tree = propose(taught(), [1, 5, 1, 2], 24, DraftShape(3, 4), sampling)
+        tree = ask(taught(), [1, 5, 1, 2], 24, DraftShape(3, 4), sampling)
         shapes.add((tuple(tree.parents), tuple(tree.features)))
         tokens.add(tuple(tree.token_ids))
         assert len(tree) == 24
@@ -150,21 +137,21 @@ def test_a_drawn_trees_shape_does_not_depend_on_what_was_drawn() -> None:
 
 def test_a_drawn_chain_attaches_its_distributions_too() -> None:
     sampling = DraftSampling(0.8, noise=noise_of(1), verification="rejection")
-    tree = propose(taught(), [5, 1, 2], 8, DraftShape(), sampling)
+    tree = ask(taught(), [5, 1, 2], 8, DraftShape(), sampling)
     assert set(tree.draft_probs) == set(range(-1, len(tree) - 1))
     assert all(tree.token_ids[at + 1] in probs for at, probs in tree.draft_probs.items())
 
 
 def test_features_tell_a_clear_lead_from_a_narrow_one_and_the_prompts_word() -> None:
     drafter = taught()
-    narrow = propose(drafter, [5, 1, 2], 1).features[0]
-    clear = propose(drafter, [5, 2, 3], 1).features[0]
-    longer = propose(drafter, [9, 1, 2], 1).features[0]
+    narrow = ask(drafter, [5, 1, 2], 1).features[0]
+    clear = ask(drafter, [5, 2, 3], 1).features[0]
+    longer = ask(drafter, [9, 1, 2], 1).features[0]
     drafter.close("r")
     drafter.open("r", [1, 2, 3], {}, "")
-    prompt = propose(drafter, [1, 2, 3, 1, 2], 1).features[0]
+    prompt = ask(drafter, [1, 2, 3, 1, 2], 1).features[0]
     assert len({narrow, clear, longer, prompt}) == 4
-    tree = propose(taught(), [5, 1, 2], 8, DraftShape(3, 1))
+    tree = ask(taught(), [5, 1, 2], 8, DraftShape(3, 1))
     assert len(set(tree.features)) == 3
 
 
@@ -172,7 +159,7 @@ def test_a_template_file_decides_the_tree(tmp_path: Path) -> None:
     DraftTemplate([(0,), (1,), (1, 0)]).save(tmp_path / "t.json")
     drafter = StandDrafter(str(tmp_path / "t.json"))
     drafter.open("r", [1, 2, 3, 9, 1, 2, 4, 8, 1, 2], {}, "")
-    tree = propose(drafter, [1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 9, DraftShape(4, 9))
+    tree = ask(drafter, [1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 9, DraftShape(4, 9))
     assert set(node_paths(tree)) == {(4,), (3,), (3, 9)}  # of equal counts, the newer one first
     with pytest.raises(ValueError, match=r"none\.json"):
         StandDrafter(str(tmp_path / "none.json"))

@@ -12,6 +12,7 @@ from drafters.registry import build_drafters
 from engine.attention.backend import AttentionBackend
 from engine.capture.replays import DeviceGraphs, GraphSizes
 from engine.drafting import eagle
+from engine.drafting.draft_model import DraftLimits
 from engine.drafting.eagle import EagleModel
 from engine.request.params import GenerationRequest, SamplingParams
 from kvpool.store import KVStore
@@ -45,10 +46,8 @@ def model(monkeypatch: pytest.MonkeyPatch, maker: ReplayingMaker | None) -> Eagl
             TARGET.reference.get_input_embeddings(),
             TARGET.reference.get_output_embeddings(),
             StaticAttention(KVStore(num_blocks=97, device="cpu", **needs.store_sizes()), needs),
-            vocab_size=TINY_VOCAB,
-            max_len=256,
-            max_catch_up_rows=64,
-            graphs=None if maker is None else SIZES,
+            DraftLimits(TINY_VOCAB, 256, 64),
+            None if maker is None else SIZES,
         )
     made.prepare()
     return made

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.drafting import eagle, models
 from engine.drafting.draft_model import EngineDraftModel
 from engine.drafting.eagle import FeatureLayer, eagle_config, load_layer
-from engine.drafting.head_files import read_heads, target_facts, write_heads
+from engine.drafting.heads import read_heads, target_facts, write_heads
 from engine.drafting.models import DraftModels, prepare_drafts
 from engine.model.fusing import FusedNorm, FusedRotation, GatedInt8, fuse, fused_forward
 from engine.model.loader import attach_attention

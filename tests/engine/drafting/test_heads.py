@@ -23,16 +23,16 @@ from drafters.registry import build_drafters
 from drafters.tree import ROOT, DraftTree
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.drafting.eagle import FeatureLayer, load_layer
-from engine.drafting.head_files import (
+from engine.drafting.eagle import FeatureLayer, eagle_bytes_per_block, load_layer
+from engine.drafting.heads import (
     CONFIG,
     WEIGHTS,
     HeadsRefusedError,
     TargetFacts,
+    prepare_heads,
     read_heads,
 )
-from engine.drafting.heads import prepare_heads
-from engine.drafting.medusa import MedusaHeads, ResidualHeads
+from engine.drafting.medusa import MedusaHeads, ResidualHeads, load_medusa
 from engine.model.loader import BUNDLED, load_model
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams
 from engine.sampling.noise import gumbel_list, request_key
@@ -317,7 +317,7 @@ def test_the_bundled_heads_fit_the_bundled_target() -> None:
     """If this fails, the target changed: train its heads again (docs/drafters/heads.md)."""
     target = load_model(str(BUNDLED / "target"), torch.device("cpu"))
     heads = prepare_heads(target, EngineConfig())
-    assert heads.bytes_per_block() == 2 * 16 * 2 * 64 * target.dtype.itemsize
+    assert eagle_bytes_per_block(heads) == 2 * 16 * 2 * 64 * target.dtype.itemsize
     for kind in ("medusa", "eagle"):
         folder = read_heads(BUNDLED / kind, kind, heads.facts)
         assert sum(file.stat().st_size for file in folder.path.iterdir()) < 4_000_000
@@ -334,10 +334,10 @@ def test_heads_are_settings_and_refused_where_they_do_not_fit(
     with pytest.raises(ValueError, match="eagle_head: .*hidden_size is 256"):
         prepare_heads(target, EngineConfig(model="x", eagle_head=str(BUNDLED / "eagle")))
     unused = EngineConfig(model="x", drafters=("none",), eagle_head=str(tmp_path / "none"))
-    assert prepare_heads(target, unused).bytes_per_block() == 0
+    assert eagle_bytes_per_block(prepare_heads(target, unused)) == 0
     others = prepare_heads(target, EngineConfig(model="x"))
     with pytest.raises(DrafterUnavailableError, match="the setting medusa_heads names"):
-        others.medusa(None)  # type: ignore[arg-type]
+        load_medusa(others, None)  # type: ignore[arg-type]
     with caplog.at_level("WARNING"):
         prepare_heads(target, EngineConfig())
     assert "no eagle drafter" in caplog.text

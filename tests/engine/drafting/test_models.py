@@ -27,7 +27,7 @@ from engine.drafting.models import prepare_drafts
 from engine.model.loader import prepare_model
 from engine.model.quantization import quantize_model, refusal
 from engine.request.errors import UnsupportedModelError
-from engine.request.params import GenerationRequest, SamplingParams
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.transfer import Readback
 from worlds.engine_harness import Driver, drafting, request
 from worlds.model_world import Forwards
@@ -90,6 +90,13 @@ def plain_stream(sampling: str, index: int) -> list[int]:
     return Driver(core).run(each).token_ids["r"]
 
 
+def every_prompt(sampling: str, speculation: SpeculativeParams) -> list[GenerationRequest]:
+    return [
+        request(f"r{index}", prompt, replace(SAMPLINGS[sampling], seed=index), speculation)
+        for index, prompt in enumerate(PROMPTS)
+    ]
+
+
 def subjects(sampling: str, kinds: Sequence[str] = KINDS) -> list[GenerationRequest]:
     found = []
     for kind in kinds:
@@ -127,12 +134,7 @@ def test_the_target_as_its_own_draft_is_always_right(
     """Under shared noise, sampled text too: the draft draws what the target will draw."""
     driver = Driver(core_of(draft_model=folders["same"]))
     speculation = drafting("small_model", "fixed", 4, width, min_confidence=0.0)
-    driver.run(
-        *(
-            request(f"r{i}", prompt, replace(SAMPLINGS[sampling], seed=i), speculation)
-            for i, prompt in enumerate(PROMPTS)
-        )
-    )
+    driver.run(*every_prompt(sampling, speculation))
     for index in range(len(PROMPTS)):
         assert driver.token_ids[f"r{index}"] == plain_stream(sampling, index)
         account = driver.finishes[f"r{index}"].speculative
@@ -212,12 +214,7 @@ def test_draft_logits_are_those_of_a_fresh_forward_over_the_same_text(
     watched = drafter._model = Watched(drafter._model, reference)
     speculation = drafting(kind, "fixed", 7, width, min_confidence=0.0)
     driver = Driver(core)
-    driver.run(
-        *(
-            request(f"r{i}", prompt, SAMPLINGS["greedy"], speculation)
-            for i, prompt in enumerate(PROMPTS)
-        )
-    )
+    driver.run(*every_prompt("greedy", speculation))
     driver.run(request("again", PROMPTS[2] + [5], SAMPLINGS["greedy"], speculation))
     assert watched.num_compared > 100
     assert all(each.speculative.num_failed_drafts == 0 for each in driver.finishes.values())
@@ -251,13 +248,7 @@ def test_drawn_drafts_are_verified_by_their_distributions(
     core = core_of(draft_model=folders["same"])
     speculation = drafting("small_model", "fixed", 4, min_confidence=0.0)
     speculation = replace(speculation, verification=verification)
-    driver = Driver(core)
-    driver.run(
-        *(
-            request(f"r{i}", prompt, replace(SAMPLINGS["sampled"], seed=i), speculation)
-            for i, prompt in enumerate(PROMPTS)
-        )
-    )
+    driver = Driver(core).run(*every_prompt("sampled", speculation))
     for finish in driver.finishes.values():
         account = finish.speculative
         assert account.num_failed_drafts == 0
@@ -321,10 +312,9 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
         core_of(draft_model=str(tmp_path))
 
 
-def test_8_bit_floats_are_for_cuda(folders: dict[str, str]) -> None:
+def test_8_bit_floats_are_for_cuda() -> None:
     with pytest.raises(ValueError, match="fp8 needs a CUDA device"):
         core_of(quantized="fp8")
-    assert folders
 
 
 def test_without_torchao_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

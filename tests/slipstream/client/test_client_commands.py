@@ -72,11 +72,7 @@ def test_flags_become_the_request(url: str, engine: ScriptedEngine) -> None:
         speculative.draft_strategy,
         speculative.adaptive_depth,
         speculative.num_speculative_tokens,
-    ) == (
-        "nasd",
-        "fixed",
-        3,
-    )
+    ) == ("nasd", "fixed", 3)
     assert dict(speculative.options) == {"decay": 0.25, "fill": False}
     assert speculative.shape is not None
     assert (params.max_tokens, params.temperature, params.top_k) == (7, 0.5, 9)
@@ -314,11 +310,7 @@ def test_another_server_is_measured_as_it_is(
     ],
 )
 def test_a_bench_checks_its_flags_before_it_runs(
-    url: str,
-    engine: ScriptedEngine,
-    capsys: pytest.CaptureFixture[str],
-    flags: str,
-    message: str,
+    url: str, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
     del url
     assert main(["bench", *flags.split()]) == 2

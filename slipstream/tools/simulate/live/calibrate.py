@@ -145,11 +145,7 @@ def of_texts(texts: Sequence[Text], arrivals: Arrivals, salt: str) -> list[Work]
 
 
 async def _replay(
-    addresses: Sequence[Address],
-    texts: Sequence[Text],
-    arrivals: Arrivals,
-    routing: str,
-    salt: str,
+    addresses: Sequence[Address], texts: Sequence[Text], arrivals: Arrivals, routing: str, salt: str
 ) -> tuple[list[Work], Replayed]:
     router = ROUTERS[routing](len(addresses))
     return await replay(addresses, list(of_texts(texts, arrivals, salt)), router)

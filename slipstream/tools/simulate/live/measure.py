@@ -39,11 +39,7 @@ _serial = count(1)
 
 def fixed(gamma: int) -> dict[str, Any]:
     """The ``speculative`` object that verifies so many drafts a step."""
-    return {
-        "draft_strategy": DRAFTER,
-        "adaptive_depth": "fixed",
-        "num_speculative_tokens": gamma,
-    }
+    return {"draft_strategy": DRAFTER, "adaptive_depth": "fixed", "num_speculative_tokens": gamma}
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,10 +88,7 @@ def test_acceptance_is_by_depth_where_the_depth_before_was_right() -> None:
     assert measure._acceptance(accounts) == (0.5, (0.8, pytest.approx(3 / 8)))
     assert measure._acceptance(
         [{"num_steps": 3, "num_drafts": 0, "accepted_per_position": []}]
-    ) == (
-        0.0,
-        (),
-    )
+    ) == (0.0, ())
 
 
 async def test_rounds_take_every_probe_in_turn_and_costs_their_medians(

@@ -35,11 +35,7 @@ def test_a_log_becomes_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_what_cannot_be_done_is_said(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    line: str,
-    arguments: list[str],
-    part: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, arguments: list[str], part: str
 ) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(line)
