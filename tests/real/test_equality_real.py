@@ -14,10 +14,9 @@ import pytest
 
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, drafting, request
-from worlds.equality import WIDTHS, partly_right
-from worlds.exact_situations import SITUATIONS, Signature, plain, signature
 from worlds.real_engine import DRAFTERS, RealEngine, code, licence
 from worlds.real_model import REAL
+from worlds.situations import LARGE, SITUATIONS, WIDTHS, Signature, partly_right, plain, signature
 
 pytestmark = REAL
 Count = Callable[[int], None]
@@ -45,7 +44,7 @@ Asked = Mapping[str, tuple[GenerationRequest, Signature]]
 
 @cache
 def expected_of(engine: RealEngine, sampling: str, prompt: int) -> Signature:
-    return plain(engine, bare(engine, sampling, prompt))
+    return signature(plain(engine, bare(engine, sampling, prompt)), "plain")
 
 
 def bare(engine: RealEngine, sampling: str, prompt: int) -> GenerationRequest:
@@ -118,7 +117,7 @@ def test_no_drafter_changes_a_bit(engine: RealEngine, sampling: str, count: Coun
     ("situation", "turn"),
     [
         pytest.param(name, turn, marks=() if name in FAST and not turn else pytest.mark.slow)
-        for name in SITUATIONS
+        for name in LARGE
         for turn in range(2)
     ],
 )
@@ -139,7 +138,8 @@ def test_a_prompt_of_four_thousand_tokens_changes_nothing(engine: RealEngine, co
     prompt = engine.chat(text)
     assert 4000 < len(prompt) < 5000
     short = [replace(each, max_tokens=24) for each in (_USUAL, _SAMPLED)]
-    texts = [plain(engine, request("plain", prompt, each)) for each in short]
+    drivers = [plain(engine, request("plain", prompt, each)) for each in short]
+    texts = [signature(each, "plain") for each in drivers]
     asked = {}
     for index, drafter in enumerate(DRAFTERS):
         sampling, expected = short[index % 2], texts[index % 2]
@@ -160,7 +160,7 @@ def test_the_whole_vocabulary_is_drafted_and_accepted(engine: RealEngine, count:
     but that can be drafted."""
     hot = replace(_USUAL, max_tokens=256, temperature=1000.0)
     prompt = engine.prompts[0]
-    expected = plain(engine, request("plain", prompt, hot))
+    expected = signature(plain(engine, request("plain", prompt, hot)), "plain")
     tokens = [token for token, _ in expected]
     sixteenth = engine.info.vocab_size // 16
     assert engine.info.vocab_size == 49152

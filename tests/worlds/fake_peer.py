@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -93,7 +94,7 @@ class FakeRunner:
             sys.stderr.flush()
             os._exit(3)
         if ask.arm.get("hangs"):
-            time.sleep(60.0)
+            threading.Event().wait()
         clock, step = Clock(), ask.arm.get("at_a_time", 1)
         replies = [Reply() for _ in ask.prompts]
         count = ask.num_new_tokens - ask.arm.get("missing", 0)
