@@ -23,6 +23,7 @@ from worlds.served_command import HANG, Server, serving, until
 
 pytestmark = pytest.mark.slow
 
+ENGINE, WORKER = b"engine.process.child", b"server.workers.child"
 ROOT = Path(__file__).resolve().parents[2]
 LONG: dict[str, Any] = {
     "model": "slipstream-bundled",
@@ -34,7 +35,7 @@ LONG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--restart-engine", "--drain-seconds", "5")
+    flags = ("--restart-engine", "--drain-seconds", "8")
     with serving(tmp_path_factory.mktemp("server"), *flags) as found:
         yield found
 
@@ -62,15 +63,19 @@ def test_a_killed_engine_is_told_shown_and_brought_back(server: Server) -> None:
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(APIError, match="engine has stopped"):
         list(stream)
+    # However long it takes to ask: the next one does not get ready meanwhile.
+    until(lambda: [pid] != server.children(ENGINE) != [])
+    os.kill(server.engine_pid(), signal.SIGSTOP)
     assert server.status("health") == server.status("ready") == 503
     with pytest.raises(APIStatusError) as refused:
         client.completions.create(model="slipstream-bundled", prompt="x")
     assert refused.value.status_code == 503
-    assert "slipstream_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
+    assert figure(server, "slipstream_engine_up") == {0.0}
+    os.kill(server.engine_pid(), signal.SIGCONT)
     until(lambda: server.status("health") == 200)
     assert server.status("ready") == 200
     assert server.engine_pid() != pid
-    assert 'slipstream_kv_blocks{state="committed"} 0.0' in httpx.get(f"{server.url}/metrics").text
+    assert figure(server, 'slipstream_kv_blocks{state="committed"}') == {0.0}
     assert client.completions.create(model="slipstream-bundled", prompt="x").choices
     assert "signal SIGKILL" in server.log.read_text()
 
@@ -81,7 +86,7 @@ async def drain(server: Server) -> list[httpx.Response]:
     body = {**LONG, **LONG["extra_body"], "max_tokens": 1900}
     del body["extra_body"]
     async with httpx.AsyncClient(
-        base_url=server.url, headers=by("unused"), timeout=120, limits=ONE_EACH
+        base_url=server.url, headers=by("unused"), timeout=HANG, limits=ONE_EACH
     ) as client:
 
         async def ask(stream: bool) -> httpx.Response:
@@ -93,9 +98,10 @@ async def drain(server: Server) -> list[httpx.Response]:
         wholes = [asyncio.ensure_future(ask(stream=False)) for _ in range(8)]
         streams = await asyncio.gather(*(ask(stream=True) for _ in range(8)))
         server.process.terminate()
-        while (ready := await client.get("/ready")).status_code == 200:
+        # Until whichever worker is asked has heard of it.
+        while {(await client.get("/ready")).status_code for _ in range(4)} != {503}:
             await asyncio.sleep(0.01)
-        assert ready.json() == {"status": "draining"}
+        assert (await client.get("/ready")).json() == {"status": "draining"}
         assert (await client.get("/health")).status_code == 200
         assert "\nslipstream_draining 1.0\n" in (await client.get("/metrics")).text
         refused = await client.post("/v1/completions", json=body)
@@ -128,7 +134,7 @@ def test_requests_that_outlast_the_drain_are_told_and_the_port_answers(server: S
     """Ends the server that the tests before share."""
     until(lambda: server.is_ready())
     assert_told(asyncio.run(drain(server)))
-    assert server.process.wait(60) == 128 + signal.SIGTERM
+    assert server.process.wait(HANG) == 128 + signal.SIGTERM
 
 
 def test_workers_without_a_request_answer_until_the_others_have_none(tmp_path: Path) -> None:
@@ -141,7 +147,7 @@ def test_workers_without_a_request_answer_until_the_others_have_none(tmp_path: P
             next(iter(stream))
             server.process.terminate()
             assert list(stream)[-1].choices[0].finish_reason == "length"
-        assert server.process.wait(60) == 0
+        assert server.process.wait(HANG) == 0
         lines = server.log.read_text().splitlines()
     places: dict[str, list[int]] = {"draining": [], '"completion_tokens"': [], "Shutting down": []}
     for place, line in enumerate(lines):
@@ -163,7 +169,7 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing(tmp_path: Path) -> None
         server.process.terminate()
         chunks = list(stream)
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert server.process.wait(60) == 128 + signal.SIGTERM
+        assert server.process.wait(HANG) == 128 + signal.SIGTERM
         # Triton, where it is installed, has leaks of its own to tell of.
         assert "resource_tracker" not in server.log.read_text()
         assert has_gone(pid)
@@ -180,7 +186,7 @@ def figure(server: Server, name: str) -> set[float]:
 
 
 def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
-    flags = ("--api-workers", "2", "--restart-engine", "--drain-seconds", "5")
+    flags = ("--api-workers", "2", "--restart-engine", "--drain-seconds", "8")
     keys = tmp_path / "keys.yaml"
     keys.write_text(KEYS)
     flags += ("--admin-key", "adm1n", "--log-format", "json", "--api-keys-file", str(keys))
@@ -196,7 +202,7 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
                 )
             texts.add(reply.choices[0].text)
         assert len(texts) == 1
-        workers = server.children(b"server.workers.child")
+        workers = server.children(WORKER)
         assert len(workers) == 2
         ended = 'slipstream_requests_total{finish_reason="length"}'
         until(lambda: figure(server, ended) == {12.0})
@@ -218,10 +224,10 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
         assert refused.json()["error"]["param"] == "caps.draft_strategies"
 
         os.kill(workers[0], signal.SIGKILL)
-        until(lambda: len({*server.children(b"server.workers.child")} - {workers[0]}) == 2)
+        until(lambda: len({*server.children(WORKER)} - {workers[0]}) == 2)
         assert figure(server, ended) == {12.0}
         os.kill(workers[1], signal.SIGKILL)
-        until(lambda: not {*server.children(b"server.workers.child")} & {*workers})
+        until(lambda: not {*server.children(WORKER)} & {*workers})
         assert default_depths(server) == {3}
 
         os.kill(server.engine_pid(), signal.SIGKILL)
@@ -232,9 +238,9 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
 
         assert_tenants_are_apart(server)
 
-        children = [*server.children(b"server.workers.child"), server.engine_pid()]
+        children = [*server.children(WORKER), server.engine_pid()]
         assert_told(asyncio.run(drain(server)))
-        server.process.wait(60)
+        server.process.wait(HANG)
         assert all(has_gone(pid) for pid in children)
         text = server.log.read_text().splitlines()
         # What interpreters say when they end, and helpers of multiprocessing, is nobody's log line;
@@ -276,10 +282,13 @@ def assert_tenants_are_apart(server: Server) -> None:
     other = post("v1/completions", "few", prompt="x", speculative={"draft_strategy": "ngram"})
     assert other.json()["error"]["param"] == "speculative.draft_strategy"
     assert post("tokenize", "few", prompt="x").status_code == 200
-    for path in ("tokenize", "v1/completions") * 4:
-        refused = post(path, "few", prompt="x")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
-        assert 1 <= int(refused.headers["retry-after"]) <= 20
+    # One more is allowed every 20 s, which a busy machine may need for a few of these.
+    replies = [post(path, "few", prompt="x") for path in ("tokenize", "v1/completions") * 8]
+    refused = [each for each in replies if each.status_code != 200]
+    assert refused
+    for each in refused:
+        assert (each.status_code, each.json()["error"]["code"]) == (429, "rate_limited")
+        assert 1 <= int(each.headers["retry-after"]) <= 20
     assert num_cached("unused") > 0
 
 
@@ -298,7 +307,7 @@ def default_depths(server: Server) -> set[int]:
 def test_workers_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
     with serving(tmp_path, "--api-workers", "2") as server:
         until(lambda: server.is_ready())
-        children = [*server.children(b"server.workers.child"), server.engine_pid()]
+        children = [*server.children(WORKER), server.engine_pid()]
         assert len(children) == 3
         server.process.kill()
         server.process.wait()
@@ -309,8 +318,6 @@ def test_what_workers_cannot_serve_is_refused_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream.cli", "serve", "bundled", "--port", "0"]
     command += ["--api-workers", "2", "--speculative.draft-strategy", "ngram", "--drafters", "none"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 2
     assert "slipstream: speculative" in result.stderr

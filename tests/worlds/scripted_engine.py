@@ -368,4 +368,4 @@ class AsgiCall:
         """Disconnect, and wait until the application has given up the request."""
         assert self._task is not None
         self._hung_up.set()
-        await asyncio.wait_for(asyncio.shield(self._task), 5)
+        await asyncio.wait_for(asyncio.shield(self._task), 300)
