@@ -20,6 +20,7 @@ CHUNKED = (
     + b"".join(b"%x\r\n%b\r\n" % (len(text), text) for text in TEXTS)
     + b"0\r\n\r\n"
 )
+REFUSED = b"HTTP/1.1 429 Too Many Requests\r\n\r\nthe queue is full"
 
 
 def cut(reply: bytes, *places: int) -> Pieces:
@@ -56,7 +57,7 @@ def test_a_line_may_lie_in_two_chunks() -> None:
     ("reply", "told"),
     [
         *((each[: each.index(b"data: [DONE]")], "broke off") for each in (PLAIN, CHUNKED)),
-        (b"HTTP/1.1 429 Too Many Requests\r\n\r\nthe queue is full", "the queue is full"),
+        (REFUSED, "the queue is full"),
         (b"", "hung up"),
         (PLAIN.replace(b'{"token_ids": []}', b'{"error": "it stopped"}'), "it stopped"),
     ],
@@ -64,4 +65,7 @@ def test_a_line_may_lie_in_two_chunks() -> None:
 def test_what_is_no_whole_reply_is_an_error_in_its_own_words(reply: bytes, told: str) -> None:
     with pytest.raises(ReplyError, match=told):
         events([(0.0, reply)])
-    assert (status([(0.0, reply)]) == 429) == (b"429" in reply) if reply else True
+
+
+def test_a_status_is_read_of_any_reply() -> None:
+    assert [status([(0.0, each)]) for each in (PLAIN, REFUSED)] == [200, 429]

@@ -20,7 +20,6 @@ pytestmark = REAL
 
 _DRAFTERS = ("ngram", "suffix", "lookahead", "stand", "jacobi", "recycling", "nasd", "auto")
 """The odd ones draft trees."""
-INT8 = ("--quantization", "int8")
 _TREES = {"tree_strategy": "tree", "tree_width": 3, "tree_depth": 6}
 _PLACE: dict[str, Any] = {
     "type": "object",
@@ -64,15 +63,14 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[(), pytest.param(INT8, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """As it comes, which is in bf16, and in 8 bits."""
-    if not request.param:
+    if request.param == "bf16":  # as it comes
         yield request.getfixturevalue("smollm2")
         return
-    with real_server(tmp_path_factory.mktemp("server"), *request.param) as found:
+    with real_server(tmp_path_factory.mktemp("server"), "--quantization", "int8") as found:
         yield found
 
 
