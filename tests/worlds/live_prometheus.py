@@ -60,9 +60,6 @@ class LiveServer:
         url = f"http://{self.address}/v1{path}"
         return httpx.post(url, json=body, headers=headers, timeout=HANG).status_code
 
-    def is_idle(self) -> bool:
-        return not self.engine.core.has_work
-
 
 @contextmanager
 def live_server(key: str = "", **settings: Any) -> Iterator[LiveServer]:
