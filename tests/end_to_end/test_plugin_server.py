@@ -39,7 +39,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
     flags += ["--drafters", "none,ngram,phrase_book"]
-    flags += ["--speculative.draft-strategy", "phrase_book"]
+    # A grant that knows no clock: what is accepted is a function of the text.
+    flags += [
+        "--speculative.draft-strategy",
+        "phrase_book",
+        "--speculative.adaptive-depth",
+        "fixed",
+    ]
     with serving(tmp_path_factory.mktemp("server"), *flags, path=site) as found:
         yield found
 

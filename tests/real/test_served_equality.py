@@ -30,33 +30,35 @@ _PLACE: dict[str, Any] = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
+
+
+def saying(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+_SCHEMA = {"type": "json_schema", "json_schema": {"name": "place", "schema": _PLACE}}
+_TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": _PLACE}}
 ASKED: dict[str, dict[str, Any]] = {
     "chat": {
-        "messages": [{"role": "user", "content": "Name three colours of the rainbow and explain."}],
+        "messages": saying("Name three colours of the rainbow and explain."),
         "temperature": 0,
     },
     "sampled": {
-        "messages": [{"role": "user", "content": "Tell me something about the sea."}],
+        "messages": saying("Tell me something about the sea."),
         "temperature": 0.8,
         "top_p": 0.95,
         "frequency_penalty": 0.2,
     },
-    "licence": {
-        "messages": [{"role": "user", "content": f"Repeat this text.\n\n{licence(900)}"}],
-        "temperature": 0.8,
-    },
+    "licence": {"messages": saying(f"Repeat this text.\n\n{licence(900)}"), "temperature": 0.8},
     "schema": {
-        "messages": [{"role": "user", "content": "Where is it warm today? Answer as JSON."}],
+        "messages": saying("Where is it warm today? Answer as JSON."),
         "temperature": 0.8,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "place", "schema": _PLACE},
-        },
+        "response_format": _SCHEMA,
     },
     "tools": {
-        "messages": [{"role": "user", "content": "What is the weather in Cologne and in Rome?"}],
+        "messages": saying("What is the weather in Cologne and in Rome?"),
         "temperature": 0,
-        "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": _PLACE}}],
+        "tools": [_TOOL],
         "tool_choice": "required",
         "parallel_tool_calls": False,
     },

@@ -50,12 +50,9 @@ class FakeServedPeer(Peer):
 
     def plans(self, place: Place) -> list[WorkerPlan]:  # noqa: ARG002
         python = Path(sys.executable)
-        load = {
-            "command": [str(python), "-m", "worlds.fake_peer", self._port],
-            "ready": "/ready",
-            "dialect": "openai",
-            "body": {"model": "fake"},
-        }
+        command = [str(python), "-m", "worlds.fake_peer", self._port]
+        load = {"command": command, "ready": "/ready", "dialect": "openai"}
+        load |= {"body": {"model": "fake"}}
         arms = (
             Arm("served plain (HTTP)", over_http=True),
             Arm("served refused (HTTP)", {"body": {"refuse": True}}, over_http=True),

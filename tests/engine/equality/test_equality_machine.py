@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from drafters.registry import build_drafters, drafter_names
+from engine.core import EngineCore
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import TINY_VOCAB, DictatedCost, Driver, Setup, request, traces_of
 from worlds.every_drafter import EveryDrafterTarget
@@ -134,6 +135,26 @@ class Totals:
             self.drafters |= {account.drafter} if account.num_draft_tokens else set()
 
 
+class WatchedDriver(Driver):
+    """Looks at sizes of steps, too, and that tenants share no block."""
+
+    def __init__(self, core: EngineCore, setup: Setup) -> None:
+        super().__init__(core)
+        self._setup = setup
+
+    def step(self) -> None:
+        super().step()
+        running = self.core.scheduler.running
+        assert len(running) <= self._setup.max_num_seqs
+        sizes = [stats.num_rows for stats in self.stats[-1:]]
+        assert max(sizes, default=0) <= self._setup.max_num_batched_tokens
+        blocks_of: dict[str, set[int]] = {}
+        for each in running:
+            blocks = self.core.pool.block_table(each.request_id)
+            blocks_of.setdefault(each.params.cache_salt, set()).update(blocks)
+        assert sum(map(len, blocks_of.values())) == len(set().union(*blocks_of.values()))
+
+
 def schedules(
     target: Any, texts: Sequence[Text], drafters: Sequence[str], plain: Plain, totals: Totals
 ) -> type[RuleBasedStateMachine]:
@@ -148,7 +169,7 @@ def schedules(
         @initialize(setup=setups())
         def build(self, setup: Setup) -> None:
             self.setup = setup
-            self.driver = Driver(target.core(setup))
+            self.driver = WatchedDriver(target.core(setup), setup)
             self.asked = {}
 
         @property
@@ -167,7 +188,6 @@ def schedules(
         def step(self, count: int) -> None:
             for _ in range(count):
                 self.driver.step()
-                expect_limits(self.driver, self.setup)
 
         @precondition(lambda self: self.open)
         @rule(number=st.integers(0, 20))
@@ -175,6 +195,8 @@ def schedules(
             self.driver.core.abort(self.open[number % len(self.open)])
 
         def teardown(self) -> None:
+            if not hasattr(self, "driver"):  # Not even an engine was drawn.
+                return
             self.driver.step()  # tells of the last abort, even if nothing else is left
             self.driver.run()
             expect_the_end(self.driver, self.asked)
@@ -184,18 +206,6 @@ def schedules(
             totals.add(self.driver)
 
     return Schedule
-
-
-def expect_limits(driver: Driver, setup: Setup) -> None:
-    """Beside what the driver looks at: a step's sizes, and that tenants share no block."""
-    core = driver.core
-    assert len(core.scheduler.running) <= setup.max_num_seqs
-    assert all(stats.num_rows <= setup.max_num_batched_tokens for stats in driver.stats[-1:])
-    blocks_of: dict[str, set[int]] = {}
-    for each in core.scheduler.running:
-        blocks = core.pool.block_table(each.request_id)
-        blocks_of.setdefault(each.params.cache_salt, set()).update(blocks)
-    assert sum(map(len, blocks_of.values())) == len(set().union(*blocks_of.values()))
 
 
 def expect_the_end(driver: Driver, names: Iterable[str]) -> None:
