@@ -19,6 +19,7 @@ import pytest
 from setuptools import PackageFinder
 
 from drafters.registry import drafter_names
+from scripts import house
 from server.request.protocol import ChatRequest
 
 pytestmark = pytest.mark.slow
@@ -49,30 +50,23 @@ def test_every_package_is_listed() -> None:
 
 def test_what_the_packages_import_is_declared() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    wanted = [*PYPROJECT["project"]["dependencies"], *extras["quantized"], *extras["client"]]
-    wanted += [
-        *extras["otel"],
-        *extras["gpu"],
-        *extras["kv-events"],
-        *extras["gguf"],
-        *extras["simulate"],
-    ]
-    declared = {normal(each) for each in wanted}
+    wanted = [*PYPROJECT["project"]["dependencies"]]
+    for extra in ("quantized", "client", "otel", "gpu", "kv-events", "gguf", "simulate"):
+        wanted += extras[extra]
     # pydantic pins the one build of its core that it works with.
-    declared |= {"pydantic-core"} if "pydantic" in declared else set()
+    declared = {normal(each) for each in wanted} | {"pydantic-core"}
     distributions = packages_distributions()
     undeclared = {}
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for module in house.modules(*PACKAGES).values():
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
             for top in {name.partition(".")[0] for name in names}:
-                if top in sys.stdlib_module_names or top in PACKAGES:
-                    continue
                 owners = {normal(name) for name in distributions.get(top, [])}
-                if not owners & declared:
-                    undeclared[top] = path.name
+                known = top in sys.stdlib_module_names or top in PACKAGES or owners & declared
+                if not known:
+                    undeclared[top] = module.name
     assert undeclared == {}
 
 
@@ -131,86 +125,61 @@ def test_the_wheel_runs_outside_the_repository(wheel: Path, tmp_path: Path) -> N
 # --- the image ---
 
 
-def dockerfile() -> list[tuple[str, str]]:
-    """Instructions in order, comments dropped and continued lines joined."""
-    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
-    lines = text.replace("\\\n", " ").splitlines()
-    return [
-        (word, rest.strip()) for word, _, rest in (each.partition(" ") for each in lines if each)
-    ]
+def instructions(text: str) -> list[tuple[str, str]]:
+    """A Dockerfile's in order, comments dropped and continued lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    pairs = (line.partition(" ") for line in text.splitlines() if line)
+    return [(word, rest.strip()) for word, _, rest in pairs]
 
 
-def last_stage() -> list[tuple[str, str]]:
-    steps = dockerfile()
-    start = max(index for index, (word, _) in enumerate(steps) if word == "FROM")
-    return steps[start:]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+STEPS = instructions(DOCKERFILE)
+STAGES = [index for index, (word, _) in enumerate(STEPS) if word == "FROM"]
 
 
-def values(steps: list[tuple[str, str]], word: str) -> list[str]:
-    return [rest for each, rest in steps if each == word]
+def values(word: str, stage: int = 0) -> list[str]:
+    """The arguments of all such instructions from the beginning of a stage on."""
+    return [rest for each, rest in STEPS[STAGES[stage] :] if each == word]
 
 
-def environment(steps: list[tuple[str, str]]) -> dict[str, str]:
-    pairs = (pair.partition("=") for rest in values(steps, "ENV") for pair in rest.split())
-    return {name: value for name, _, value in pairs}
-
-
-def test_the_image_is_built_in_stages_from_one_base() -> None:
-    stages = values(dockerfile(), "FROM")
-    assert [stage.split(" AS ")[1] for stage in stages] == ["build", "runtime"]
-    assert len({stage.split()[0] for stage in stages}) == 1
+def test_the_image_is_built_in_stages_from_one_base_and_copies_what_exists() -> None:
+    bases = values("FROM")
+    assert [stage.split(" AS ")[1] for stage in bases] == ["build", "runtime"]
+    assert len({stage.split()[0] for stage in bases}) == 1
     # Compilers, caches and sources stay behind in the first stage.
-    assert all("pip" not in step for step in values(last_stage(), "RUN"))
-    assert values(last_stage(), "COPY") == ["--from=build /opt/slipstream /opt/slipstream"]
+    assert all("pip" not in step for step in values("RUN", -1))
+    assert values("COPY", -1) == ["--from=build /opt/slipstream /opt/slipstream"]
+    copied = {name for rest in values("COPY")[:-1] for name in rest.split()[:-1]}
+    files = {"pyproject.toml", "README.md", "LICENSE", "scripts/constraints.txt"}
+    assert set(PACKAGES) | files == copied
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert all((ROOT / name).exists() and f"!{name}" in ignored for name in copied)
 
 
-def test_the_image_does_not_run_as_root() -> None:
-    users = values(last_stage(), "USER")
+def test_the_image_serves_as_nobody_special_and_answers_probes_and_signals() -> None:
+    pairs = (pair.partition("=") for rest in values("ENV", -1) for pair in rest.split())
+    environment = {name: value for name, _, value in pairs}
     # A number, so that Kubernetes can tell that it is not root's.
-    assert len(users) == 1
-    assert int(users[0]) > 0
-    assert f"--uid {users[0]} " in " ".join(values(last_stage(), "RUN"))
-
-
-def test_the_image_answers_probes_and_signals() -> None:
-    steps = last_stage()
-    assert values(steps, "EXPOSE") == ["8000"]
-    assert values(steps, "STOPSIGNAL") == ["SIGTERM"]
+    (user,) = values("USER", -1)
+    assert int(user) > 0
+    made = " ".join(values("RUN", -1))
+    assert f"--uid {user} " in made
+    assert (values("EXPOSE", -1), values("STOPSIGNAL", -1)) == (["8000"], ["SIGTERM"])
     # A shell in between would keep the signal to itself.
-    assert json.loads(values(steps, "ENTRYPOINT")[0]) == ["slipstream", "serve"]
-    assert environment(steps)["SLIPSTREAM_HOST"] == "0.0.0.0"
-    assert environment(steps)["SLIPSTREAM_PORT"] == "8000"
-    command = json.loads(values(steps, "HEALTHCHECK")[0].partition("CMD ")[2])
+    assert json.loads(values("ENTRYPOINT", -1)[0]) == ["slipstream", "serve"]
+    assert environment["SLIPSTREAM_HOST"] == "0.0.0.0"
+    assert environment["SLIPSTREAM_PORT"] == "8000"
+    command = json.loads(values("HEALTHCHECK", -1)[0].partition("CMD ")[2])
     assert command[:2] == ["python", "-c"]
     assert "/health" in command[2]
     ast.parse(command[2])
-
-
-def test_the_image_keeps_models_in_a_volume() -> None:
-    steps = last_stage()
-    assert values(steps, "VOLUME") == [environment(steps)["HF_HOME"]]
-    owned = f"-o slipstream -g slipstream {environment(steps)['HF_HOME']}"
-    assert any(owned in step for step in values(steps, "RUN"))
-
-
-def test_the_image_is_for_the_cpu_unless_told_otherwise() -> None:
-    assert "DEVICE=cpu" in values(last_stage(), "ARG")
-    assert environment(last_stage())["SLIPSTREAM_DEVICE"] == "${DEVICE}"
-    assert 'TORCH_INDEX=""' in values(dockerfile(), "ARG")
-    assert not re.search(r"https?://(?!127\.0\.0\.1)", (ROOT / "Dockerfile").read_text())
-
-
-def test_the_image_copies_what_exists_and_is_not_ignored() -> None:
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    copied = {
-        name
-        for rest in values(dockerfile(), "COPY")
-        if not rest.startswith("--from")
-        for name in rest.split()[:-1]
-    }
-    files = {"pyproject.toml", "README.md", "LICENSE", "scripts/constraints.txt"}
-    assert set(PACKAGES) | files == copied
-    assert all((ROOT / name).exists() and f"!{name}" in ignored for name in copied)
+    assert values("VOLUME", -1) == [environment["HF_HOME"]]
+    assert f"-o slipstream -g slipstream {environment['HF_HOME']}" in made
+    # For the CPU unless told otherwise, and from no place of ours.
+    assert "DEVICE=cpu" in values("ARG", -1)
+    assert environment["SLIPSTREAM_DEVICE"] == "${DEVICE}"
+    assert 'TORCH_INDEX=""' in values("ARG")
+    assert not re.search(r"https?://(?!127\.0\.0\.1)", DOCKERFILE)
 
 
 # --- the scripts ---

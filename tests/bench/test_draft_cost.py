@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,12 +23,12 @@ class Letters:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def held_out(tmp_path: Path) -> HeldOut:
     edit = {"messages": [{"role": "user", "content": "Edit.\n\nold = 1"}], "completion": "new = 1"}
     code = {"prompt": "def f(", "completion": "x):\n    return x"}
     (tmp_path / EDITS_FILE).write_text(json.dumps(edit) + "\n")
     (tmp_path / CODE_FILE).write_text(json.dumps(code) + "\n")
-    return tmp_path
+    return HeldOut(Letters(), tmp_path)
 
 
 @pytest.mark.parametrize("name", MODEL_FREE)
@@ -39,43 +38,39 @@ def test_every_drafter_without_a_model_is_measured_to_the_end_of_the_text(name: 
         assert cost.num_tokens == 2 * len(TEXT.completion)
         assert len(cost.draft) == len(cost.observe) <= cost.num_tokens
         assert min(cost.draft + cost.observe) >= 0
-
-
-def test_a_drafter_that_copies_writes_several_tokens_per_step() -> None:
-    assert measure("ngram", "periods", [TEXT], Setting()).tokens_per_step > 4
+        assert name != "ngram" or cost.tokens_per_step > 4
 
 
 def test_the_target_says_what_was_written_and_else_the_same_after_the_same_token() -> None:
     target = PlayedTarget(range(100))
-    token_ids = [7, 8, 9]
-    seen = target.observation("r", token_ids, chain([8, 50]), [0, 1], [8, 9], 4)
+    seen = target.observation("r", [7, 8, 9], chain([8, 50]), [0, 1], [8, 9], 4)
     assert seen.top_token_ids is not None
     assert seen.top_probs is not None
-    assert [top[0] for top in seen.top_token_ids[:2]] == [8, 9]
+    assert [top[0] for top in seen.top_token_ids[:2]] == list(seen.row_token_ids[:2]) == [8, 9]
     assert list(seen.top_token_ids[2]) == target.rivals(50)[:4]
     assert all(len(top) == len(set(top)) == 4 for top in seen.top_token_ids)
     assert all(probs[0] == 0.7 for probs in seen.top_probs)
-    assert list(seen.row_token_ids[:2]) == [8, 9]
 
 
-def test_texts_stand_behind_others_that_fill_the_context(data: Path) -> None:
-    held_out = HeldOut(Letters(), data)
+def test_texts_stand_behind_others_that_fill_the_context(held_out: HeldOut) -> None:
     (text,) = held_out.texts("edit", 5, 100, 4)
-    assert len(text.prompt) == 100
-    assert "".join(map(chr, text.prompt)).endswith("Edit.\n\nold = 1")
-    assert "new" not in "".join(map(chr, text.prompt))
-    assert "".join(map(chr, text.completion)) == "new "
-    assert "".join(map(chr, text.reference)) == "old = 1"
+    prompt, completion, reference = (
+        "".join(map(chr, each)) for each in (text.prompt, text.completion, text.reference)
+    )
+    assert len(prompt) == 100
+    assert prompt.endswith("Edit.\n\nold = 1")
+    assert "new" not in prompt
+    assert (completion, reference) == ("new ", "old = 1")
 
 
 def test_the_command_prints_a_table_and_writes_json(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    held_out: HeldOut,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def held_out(_: Any) -> HeldOut:
-        return HeldOut(Letters(), data)
-
     monkeypatch.setattr(draft_cost, "load_tokenizer", lambda _: Letters())
-    monkeypatch.setattr(draft_cost, "HeldOut", held_out)
+    monkeypatch.setattr(draft_cost, "HeldOut", lambda _: held_out)
     written = tmp_path / "cost.json"
     assert main(["--drafters", "ngram", "stand", "--context", "50", "--json", str(written)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -20,6 +20,7 @@ CHUNKED = (
     + b"".join(b"%x\r\n%b\r\n" % (len(text), text) for text in TEXTS)
     + b"0\r\n\r\n"
 )
+REFUSED = b"HTTP/1.1 429 Too Many Requests\r\n\r\nthe queue is full"
 
 
 def cut(reply: bytes, *places: int) -> Pieces:
@@ -52,25 +53,19 @@ def test_a_line_may_lie_in_two_chunks() -> None:
     assert [event for _, event in events([(0.0, reply)])] == EVENTS
 
 
-@pytest.mark.parametrize("reply", [PLAIN, CHUNKED])
-def test_a_stream_that_breaks_off_is_an_error(reply: bytes) -> None:
-    with pytest.raises(ReplyError, match="broke off"):
-        events([(0.0, reply[: reply.index(b"data: [DONE]")])])
-
-
-def test_a_refusal_is_an_error_in_its_own_words() -> None:
-    refused = [(0.0, b"HTTP/1.1 429 Too Many Requests\r\n\r\nthe queue is full")]
-    assert status(refused) == 429
-    with pytest.raises(ReplyError, match="the queue is full"):
-        events(refused)
-
-
-def test_no_reply_is_an_error() -> None:
-    with pytest.raises(ReplyError, match="hung up"):
-        events([(0.0, b"")])
-
-
-def test_an_error_among_events_is_one() -> None:
-    reply = PLAIN.replace(b'{"token_ids": []}', b'{"error": "the engine has stopped"}')
-    with pytest.raises(ReplyError, match="the engine has stopped"):
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        *((each[: each.index(b"data: [DONE]")], "broke off") for each in (PLAIN, CHUNKED)),
+        (REFUSED, "the queue is full"),
+        (b"", "hung up"),
+        (PLAIN.replace(b'{"token_ids": []}', b'{"error": "it stopped"}'), "it stopped"),
+    ],
+)
+def test_what_is_no_whole_reply_is_an_error_in_its_own_words(reply: bytes, told: str) -> None:
+    with pytest.raises(ReplyError, match=told):
         events([(0.0, reply)])
+
+
+def test_a_status_is_read_of_any_reply() -> None:
+    assert [status([(0.0, each)]) for each in (PLAIN, REFUSED)] == [200, 429]

@@ -26,36 +26,28 @@ from slipstream.tools.replay.replay import ReplayCase, replay
 
 
 class Letters:
-    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
-        assert not add_special_tokens
-        assert not verbose
+    def encode(self, text: str, **_: bool) -> list[int]:
         return [ord(letter) for letter in text]
-
-
-def put(folder: Path, name: str, text: str) -> None:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 @pytest.fixture
 def releases(tmp_path: Path) -> tuple[Path, Path]:
-    before, after = tmp_path / "before", tmp_path / "after"
     lines = [f"value_{index} = {index * index}\n" for index in range(150)]
-    text = "".join(lines)
-    changed = "".join([*lines[:60], "new = True\n", *lines[61:]])
-    rewritten = "".join(f"other_{index}()\n" for index in range(200))
+    text, changed = "".join(lines), "".join([*lines[:60], "new = True\n", *lines[61:]])
     for name, old, new in (
         ("a/edited.py", text, changed),
         ("a/same.py", text, text),
-        ("a/rewritten.py", text, rewritten),
+        ("a/rewritten.py", text, "".join(f"other_{index}()\n" for index in range(200))),
         ("a/short.py", "x = 1\n", "x = 2\n"),
         ("b/edited.py", text, changed),
+        ("a/gone.py", text, None),
     ):
-        put(before, name, old)
-        put(after, name, new)
-    put(before, "a/gone.py", text)
-    return before, after
+        for release, content in (("before", old), ("after", new)):
+            if content is not None:
+                path = tmp_path / release / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(content)
+    return tmp_path / "before", tmp_path / "after"
 
 
 def test_edits_are_files_that_changed_and_were_not_rewritten(releases: tuple[Path, Path]) -> None:
@@ -66,7 +58,7 @@ def test_edits_are_files_that_changed_and_were_not_rewritten(releases: tuple[Pat
     assert "new = True" not in "".join(map(chr, line.prompt_token_ids))
 
 
-def test_without_arctic_ours_are_compared(
+def test_without_arctic_ours_are_compared_and_draft_from_finished_edits_where_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "arctic_inference", None)
@@ -77,18 +69,10 @@ def test_without_arctic_ours_are_compared(
     ]
     assert all(result.tokens_per_step == 6.0 for result in results)
     assert "left out" in capsys.readouterr().out
-
-
-def test_finished_edits_are_drafted_from_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "arctic_inference", None)
-    text = list(range(100, 160))
     # Twice the same request, nothing of whose output stands in its prompt.
-    lines = [LogLine(number, [1, 2, 3], text) for number in (1, 2)]
+    lines = [LogLine(number, [1, 2, 3], list(range(100, 160))) for number in (1, 2)]
     alone, kept = (
-        {
-            result.case.drafter: result.num_steps
-            for result in compare(lines, [8], keep_finished=keep)
-        }
+        {each.case.drafter: each.num_steps for each in compare(lines, [8], keep_finished=keep)}
         for keep in (False, True)
     )
     assert kept["suffix"] < alone["suffix"] == 120
@@ -107,7 +91,6 @@ def test_arctic_is_called_as_a_drafter(
 
         def __init__(self, max_cached_requests: int) -> None:
             assert max_cached_requests == (-1 if keep_finished else 0)
-            self.text: list[int] = []
 
         def start_request(self, request_id: str, token_ids: Any) -> None:
             calls.append(("start", request_id))
@@ -121,12 +104,10 @@ def test_arctic_is_called_as_a_drafter(
             use_tree_spec: bool,
             **more: Any,
         ) -> SimpleNamespace:
-            assert request_id == "line 1"
-            assert list(context) == self.text[-4:]
+            assert (request_id, list(context)) == ("line 1", self.text[-4:])
             assert not use_tree_spec
             assert bool(more) is (name != ARCTIC)
-            last = int(context[-1])
-            token_ids = [last + 1, last + 2][:max_spec_tokens]
+            token_ids = [int(context[-1]) + 1, int(context[-1]) + 2][:max_spec_tokens]
             return SimpleNamespace(token_ids=token_ids, parents=[-1, 0][:max_spec_tokens])
 
         def add_active_response(self, request_id: str, token_ids: Any) -> None:
@@ -159,17 +140,11 @@ def test_the_command_writes_a_log_that_can_be_replayed(
     log = tmp_path / "edits.jsonl"
     common = ["--model", "m", "--budgets", "8"]
     assert main([*common, "--before", before, "--after", after, "--write", str(log)]) == 0
-    first = capsys.readouterr().out
-    assert "2 edits" in first
+    assert "2 edits" in capsys.readouterr().out
     assert set(json.loads(log.read_text().splitlines()[0])) == {"prompt", "completion"}
     assert main([*common, "--log", str(log)]) == 0
     assert "2 edits" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("arguments", [[], ["--before", "x"], ["--log", "x", "--before", "a"]])
-def test_one_source_of_edits_is_asked_for(
-    capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert "either --log" in capsys.readouterr().err
+    for arguments in ([], ["--before", "x"], ["--log", "x", "--before", "a"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "either --log" in capsys.readouterr().err

@@ -33,10 +33,6 @@ def texts() -> Iterator[tuple[Path, str]]:
             yield path, path.read_text(encoding="utf-8")
 
 
-def cited_elsewhere(text: str) -> list[str]:
-    return ELSEWHERE.findall(text)
-
-
 def missing_files(path: Path, text: str) -> list[str]:
     """Cited paths that lead nowhere, from the root or from the text's own folder."""
     places = (ROOT, path.parent, ROOT / "docs")
@@ -47,24 +43,20 @@ def missing_files(path: Path, text: str) -> list[str]:
 
 def test_citations_of_notes_and_of_missing_files_would_be_found() -> None:
     text = "as in ALGORITHMS 2.4, DESIGN D9 and ../shared/HOUSE.md; see engine/none.py, README.md"
-    assert len(cited_elsewhere(text)) == 4
+    assert len(ELSEWHERE.findall(text)) == 4
     assert missing_files(ROOT / "README.md", text) == ["engine/none.py"]
     plain = "STYLED text, an underlined_STYLE, is_shared/own; engine/core.py"
-    assert not cited_elsewhere(plain)
-    assert not missing_files(ROOT / "README.md", plain)
+    assert ELSEWHERE.findall(plain) == missing_files(ROOT / "README.md", plain) == []
 
 
-def test_nothing_cites_notes_that_are_not_here() -> None:
-    found = {str(path.relative_to(ROOT)): cited_elsewhere(text) for path, text in texts()}
-    assert len(found) > 300
-    assert {name: names for name, names in found.items() if names} == {}
-
-
-def test_files_that_are_cited_exist() -> None:
-    # The page of how something is added names files that the reader writes.
-    found = {
-        str(path.relative_to(ROOT)): missing_files(path, text)
-        for path, text in texts()
-        if not path.stem.startswith(("extend", "test_extend"))
-    }
-    assert {name: names for name, names in found.items() if names} == {}
+def test_what_is_cited_is_here() -> None:
+    """But for the files that the reader of the page on extensions writes."""
+    notes, files, count = {}, {}, 0
+    for path, text in texts():
+        count += 1
+        notes[path] = ELSEWHERE.findall(text)
+        if not path.stem.startswith(("extend", "test_extend")):
+            files[path] = missing_files(path, text)
+    assert count > 300
+    assert {path: found for path, found in notes.items() if found} == {}
+    assert {path: found for path, found in files.items() if found} == {}

@@ -7,13 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from worlds.served_command import HANG, serving
 
 pytestmark = pytest.mark.slow
 
@@ -66,24 +67,13 @@ def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def client(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """Of ``slipstream serve`` with the page's drafter setting and attention backend."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "slipstream.cli", "serve", "bundled", "--port", "0"]
-    command += ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
-    command += ["--drafter.echo.most", "6", "--attention-backend", "row_by_row"]
-    with log.open("wb") as stream:
-        environment = os.environ | {"PYTHONPATH": str(project)}
-        process = subprocess.Popen(command, stderr=stream, env=environment, cwd=project)
-        try:
-            deadline = time.monotonic() + 180
-            while not (found := re.search(r"running on (http://[\d.:]+)", log.read_text())):
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            with httpx.Client(base_url=found[1], timeout=120) as client:
-                yield client
-        finally:
-            process.terminate()
-            process.wait(60)
+    flags = ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
+    flags += ["--drafter.echo.most", "6", "--attention-backend", "row_by_row"]
+    with (
+        serving(tmp_path_factory.mktemp("server"), *flags, path=project) as server,
+        httpx.Client(base_url=server.url, timeout=HANG) as found,
+    ):
+        yield found
 
 
 def complete(client: httpx.Client, prompt: str = CIRCLE, **fields: Any) -> dict[str, Any]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
-from typing import ClassVar
-from urllib.parse import unquote, urldefrag, urlsplit
+from urllib.parse import urldefrag, urlsplit
 
 import pytest
-import yaml
 from pydantic import BaseModel
 
+from docs import generate
+from docs.hooks import without_outside_links
+from docs.pictures.draw import PICTURES
 from server.reply.usage import SpeculativeUsage
 from server.request.protocol import (
     ChatMessage,
@@ -30,183 +28,78 @@ from server.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
 _CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LOADED = re.compile(r"<(?:link|img|script)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\s\">]+)")
 
 
-def module(path: Path) -> ModuleType:
-    """A script below docs/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-@pytest.fixture(autouse=True)
-def _scripts_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-
-
-# --- the site ---
-
-
-class Page(HTMLParser):
-    """What a built page links to and loads, and the anchors it has."""
-
-    LINKS: ClassVar = {"a": "href", "link": "href", "img": "src", "script": "src"}
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[tuple[str, str]] = []
-        self.anchors: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        if found.get("id"):
-            self.anchors.add(str(found["id"]))
-        target = found.get(self.LINKS.get(tag, ""))
-        if target:
-            self.links.append((tag, target))
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built strictly: a warning is an error."""
-    target = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", target]
+def test_the_site_has_every_page_no_script_and_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """Built strictly: a link or an anchor that leads nowhere, or a page that the navigation does not
+    name, is an error."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     # The theme announces its authors' plans on every build.
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     built = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [*command, "--site-dir", tmp_path],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert built.returncode == 0, built.stderr
-    return target
+    for page in TEXTS:
+        assert (tmp_path / page.relative_to(DOCS)).with_suffix(".html").exists(), page
+    assert not list(tmp_path.rglob("*.py"))
+    pages = [path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")]
+    assert [each for text in pages for each in _LOADED.findall(text)] == []
 
 
-@pytest.fixture(scope="module")
-def pages(site: Path) -> dict[Path, Page]:
-    return {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
-
-
-def test_every_page_is_in_the_site_and_the_scripts_are_not(site: Path) -> None:
-    for page in PAGES:
-        assert (site / page.relative_to(DOCS)).with_suffix(".html").exists(), page
-    assert not list(site.rglob("*.py"))
-
-
-def test_internal_links_and_anchors_lead_somewhere(site: Path, pages: dict[Path, Page]) -> None:
-    broken = []
-    checked = 0
-    for path, page in pages.items():
-        if path.name == "404.html":  # Its links are absolute: it may stand for any path.
-            continue
-        for _, link in page.links:
-            if urlsplit(link).scheme:
-                continue
-            target, anchor = urldefrag(link)
-            found = (path.parent / unquote(target)).resolve() if target else path
-            checked += 1
-            if found.is_dir():
-                found /= "index.html"
-            missing = not found.exists() or not found.is_relative_to(site.resolve())
-            if missing or (anchor and found in pages and anchor not in pages[found].anchors):
-                broken.append(f"{path.name}: {link}")
-    assert checked > 100
-    assert broken == []
-
-
-def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Page]) -> None:
-    loaded = {
-        link
-        for page in pages.values()
-        for tag, link in page.links
-        if tag != "a" and urlsplit(link).netloc
-    }
-    assert loaded == set()
-
-
-def test_the_navigation_names_every_page_once() -> None:
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-
-    def named(entry: object) -> list[str]:
-        if isinstance(entry, str):
-            return [entry]
-        values = entry.values() if isinstance(entry, dict) else entry
-        assert not isinstance(values, str | int)
-        return [name for each in values for name in named(each)]  # type: ignore[attr-defined]
-
-    names = named(config["nav"])
-    assert sorted(names) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
-
-
-# --- the sources, as a forge shows them ---
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_relative_links_of_the_sources_exist(page: Path) -> None:
-    text = _CODE.sub("", page.read_text(encoding="utf-8"))
-    links = [urldefrag(link)[0] for link in _LINK.findall(text) if not urlsplit(link).scheme]
-    assert [link for link in links if link and not (page.parent / link).exists()] == []
+def test_relative_links_of_the_sources_exist_as_a_forge_shows_them() -> None:
+    missing = []
+    for page, text in TEXTS.items():
+        links = [urldefrag(link)[0] for link in _LINK.findall(_CODE.sub("", text))]
+        local = [link for link in links if link and not urlsplit(link).scheme]
+        missing += [(page, link) for link in local if not (page.parent / link).exists()]
+    assert missing == []
 
 
 def test_links_out_of_the_pages_become_paths() -> None:
-    rewrite = module(DOCS / "hooks.py").without_outside_links
-    assert rewrite("see [the file](../deploy/compose.yaml).", "operations.md") == (
+    outside = "see [the file](../deploy/compose.yaml)."
+    assert without_outside_links(outside, "operations.md") == (
         "see the file (`deploy/compose.yaml`)."
     )
-    assert rewrite("[`bench/a.py`](../../bench/a.py#x)", "drafters/heads.md") == "`bench/a.py`"
+    code = "[`bench/a.py`](../../bench/a.py#x)"
+    assert without_outside_links(code, "drafters/heads.md") == "`bench/a.py`"
     inside = "[rules](../verification.md#how-it-works)"
-    assert rewrite(inside, "drafters/heads.md") == inside
+    assert without_outside_links(inside, "drafters/heads.md") == inside
 
 
-# --- pictures ---
-
-
-def pictures() -> dict[str, object]:
-    return dict(module(DOCS / "pictures" / "draw.py").PICTURES)
-
-
-@pytest.mark.parametrize("name", ["one_step.svg", "tree_mask.svg", "gamma.svg", "blocks.svg"])
-def test_pictures_are_what_their_scripts_draw(name: str) -> None:
-    make = pictures()[name]
-    assert callable(make)
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_shown_and_what_their_scripts_draw(name: str) -> None:
     current = (DOCS / "pictures" / name).read_text(encoding="utf-8")
-    assert make() == current, "run python -m docs.pictures.draw"
+    assert PICTURES[name]() == current, "run python -m docs.pictures.draw"
     assert "http" not in current.replace("http://www.w3.org/2000/svg", "")
-
-
-def test_every_picture_is_shown() -> None:
-    shown = " ".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert [name for name in pictures() if f"pictures/{name}" not in shown] == []
-
-
-# --- references ---
+    assert f"pictures/{name}" in " ".join(TEXTS.values())
 
 
 def test_generated_tables_are_current() -> None:
-    generate = module(DOCS / "generate.py")
-    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
     for name in generate.TABLES:
-        assert sum(f"<!-- generated: {name} -->" in text for text in texts.values()) == 1, name
-    for page, text in texts.items():
+        assert sum(f"<!-- generated: {name} -->" in text for text in TEXTS.values()) == 1, name
+    for page, text in TEXTS.items():
         assert generate.refreshed(text) == text, f"{page}: run python -m docs.generate"
 
 
 def test_the_tables_have_what_they_are_for() -> None:
-    text = (DOCS / "settings.md").read_text(encoding="utf-8")
-    flags = set(re.findall(r"^\| `--([\w.-]+)` \|", text, re.MULTILINE))
-    nested = {"speculative", "speculative_caps"}
-    wanted = {name for name in Settings.model_fields if name not in nested | {"model", "drafter"}}
+    flags = set(re.findall(r"^\| `--([\w.-]+)` \|", TEXTS[DOCS / "settings.md"], re.MULTILINE))
+    apart = {"speculative", "speculative_caps", "model", "drafter"}
+    wanted = set(Settings.model_fields) - apart
     wanted |= {f"speculative.{name}" for name in SpeculativeField.model_fields}
     assert {name.replace("_", "-") for name in wanted} <= flags
-    metrics = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    exported = module(DOCS / "generate.py").exported_metrics()
+    exported = [name for name, *_ in generate.exported_metrics()]
     assert len(exported) > 40
-    assert [name for name, *_ in exported if f"`{name}`" not in metrics] == []
+    assert [each for each in exported if f"`{each}`" not in TEXTS[DOCS / "metrics.md"]] == []
 
 
 @pytest.mark.parametrize(
@@ -222,17 +115,15 @@ def test_the_tables_have_what_they_are_for() -> None:
     ],
 )
 def test_the_api_page_names_every_field(model: type) -> None:
-    text = (DOCS / "api.md").read_text(encoding="utf-8")
     names = model.model_fields if issubclass(model, BaseModel) else model.__annotations__
     assert len(names) > 0
-    assert [name for name in names if f"`{name}`" not in text] == []
+    assert [name for name in names if f"`{name}`" not in TEXTS[DOCS / "api.md"]] == []
 
 
 def test_the_api_page_names_every_endpoint() -> None:
-    text = (DOCS / "api.md").read_text(encoding="utf-8")
-    folder = ROOT / "server" / "endpoints"
-    source = " ".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
-    routes = set(re.findall(r'@router\.(get|post)\(\s*"([^"]+)"', source))
+    files = (ROOT / "server" / "endpoints").glob("*.py")
+    source = " ".join(path.read_text(encoding="utf-8") for path in files)
+    routes = set(re.findall(r'@router\.(?:get|post)\(\s*"([^"]+)"', source))
     assert len(routes) > 8
-    missing = [path for _, path in routes if f"{path.replace(':path', '')}`" not in text]
-    assert missing == []
+    named = [path.replace(":path", "") for path in routes]
+    assert [path for path in named if f"{path}`" not in TEXTS[DOCS / "api.md"]] == []

@@ -50,18 +50,11 @@ def run(folder: Path, *command: str, offline: bool = True) -> str:
     """What the client printed; it has to end with 0."""
     program = find_tool(command[0])
     assert program is not None
-    hidden = ("PYTHONPATH", "HF_HUB_OFFLINE")
+    hidden = {"PYTHONPATH", "HF_HUB_OFFLINE"}
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
-    if offline:
-        environment["HF_HUB_OFFLINE"] = "1"
+    environment |= {"HF_HUB_OFFLINE": "1"} if offline else {}
     done = subprocess.run(
-        [program, *command[1:]],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        [program, *command[1:]], cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -143,26 +136,17 @@ def test_inference_perf(server: LiveServer, tmp_path: Path) -> None:
     with live_prometheus(tmp_path, server.address) as prometheus:
         prometheus.scrape_again()
         lengths = {"min": 16, "max": 40, "mean": 24, "std_dev": 4, "total_count": 32}
+        texts = {"type": "random", "input_distribution": lengths, "output_distribution": lengths}
         stages = [{"num_requests": 2 * NUM_REQUESTS, "concurrency_level": 2}]
+        served = {"type": "vllm", "model_name": MODEL, "base_url": f"http://{server.address}"}
+        scraped = {"url": prometheus.url, "scrape_interval": 2}
         config: dict[str, Any] = {
             "api": {"type": "completion", "streaming": True},
-            "data": {
-                "type": "random",
-                "input_distribution": lengths,
-                "output_distribution": lengths,
-            },
+            "data": texts,
             "load": {"type": "concurrent", "num_workers": 1, "stages": stages},
-            "server": {
-                "type": "vllm",
-                "model_name": MODEL,
-                "base_url": f"http://{server.address}",
-                "ignore_eos": True,
-            },
+            "server": served | {"ignore_eos": True},
             "tokenizer": {"pretrained_model_name_or_path": TOKENIZER},
-            "metrics": {
-                "type": "prometheus",
-                "prometheus": {"url": prometheus.url, "scrape_interval": 2},
-            },
+            "metrics": {"type": "prometheus", "prometheus": scraped},
             "storage": {"local_storage": {"path": "out"}},
         }
         (tmp_path / "perf.yml").write_text(yaml.safe_dump(config))

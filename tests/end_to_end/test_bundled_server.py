@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from engine.process.async_engine import AsyncEngine
 from server.app import build_app
 from server.settings import Settings
 from slipstream.cli import main
-from worlds.client_servers import listening
+from worlds.client_servers import WAIT_SECONDS, listening, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +36,12 @@ CODE = '''def load_table(path, separator=","):
             rows.append([float(part) for part in parts])
     return rows
 '''
+SPECIAL = ("<|bos|>", "<|eos|>")
 EDIT = [{"role": "user", "content": f"Rename the variable `rows` to `table`.\n\n{CODE}"}]
-DRAFT = {"speculative": {"draft_strategy": "ngram"}}
+# Grants that know no clock: what is accepted is a function of the text, however busy the machine is.
+FIXED = {"adaptive_depth": "fixed"}
+DRAFT = {"speculative": {"draft_strategy": "ngram"} | FIXED}
+NASD = {"draft_strategy": "nasd"}
 PLAIN = {"speculative": {"draft_strategy": "none"}}
 
 
@@ -52,20 +55,13 @@ class Served:
         return self.engine.core.pool
 
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
+        return OpenAI(
+            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=WAIT_SECONDS
+        )
 
-    def until_idle(self) -> None:
-        """Wait for the engine to hold no request: aborts take effect between steps."""
-        self._until(False, "requests stayed in the engine")
-
-    def until_busy(self) -> None:
-        self._until(True, "no request came to the engine")
-
-    def _until(self, has_work: bool, problem: str) -> None:
-        deadline = time.monotonic() + 60
-        while self.engine.core.has_work is not has_work:
-            assert time.monotonic() < deadline, problem
-            time.sleep(0.005)
+    def until(self, has_work: bool) -> None:
+        """Waits for requests to come to the engine, or to leave it: aborts take effect between steps."""
+        wait_for(lambda: self.engine.core.has_work is has_work)
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +73,6 @@ def served() -> Iterator[Served]:
         yield Served(engine, url)
 
 
-def visible(tokens: list[str]) -> str:
-    """Logprobs name special tokens, the text leaves them out."""
-    return "".join(token for token in tokens if token not in ("<|bos|>", "<|eos|>"))
-
-
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}])
 def test_an_edit_streams_the_same_text_with_and_without_drafts(
     served: Served, sampling: dict[str, Any]
@@ -89,17 +80,18 @@ def test_an_edit_streams_the_same_text_with_and_without_drafts(
     client = served.client()
     texts, usages = [], []
     for extra in (PLAIN, DRAFT):
-        stream = client.chat.completions.create(
-            model="slipstream-bundled",
-            messages=EDIT,  # type: ignore[arg-type]
-            max_tokens=96,
-            seed=5,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=extra,
-            **sampling,
+        chunks = list(
+            client.chat.completions.create(
+                model="slipstream-bundled",
+                messages=EDIT,  # type: ignore[arg-type]
+                max_tokens=96,
+                seed=5,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=extra,
+                **sampling,
+            )
         )
-        chunks = list(stream)
         texts.append("".join(c.choices[0].delta.content or "" for c in chunks if c.choices))
         usages.append(chunks[-1].usage)
     assert texts[0]
@@ -140,22 +132,11 @@ def test_the_bundled_draft_model_drafts_what_the_target_then_writes(
 
 def test_requests_side_by_side_write_what_they_write_alone(served: Served) -> None:
     """Different drafters, shapes and samplings share the batch; nobody's text may move."""
+    tree = {"tree_strategy": "tree", "tree_width": 3, "tree_depth": 4, "adaptive_depth": False}
     bodies: list[dict[str, Any]] = [
         {"temperature": 0, "extra_body": DRAFT},
-        {"temperature": 0.8, "seed": 1, "extra_body": {"speculative": {"draft_strategy": "nasd"}}},
-        {
-            "temperature": 1.0,
-            "seed": 2,
-            "extra_body": {
-                "speculative": {
-                    "draft_strategy": "nasd",
-                    "adaptive_depth": False,
-                    "tree_strategy": "tree",
-                    "tree_width": 3,
-                    "tree_depth": 4,
-                }
-            },
-        },
+        {"temperature": 0.8, "seed": 1, "extra_body": {"speculative": NASD}},
+        {"temperature": 1.0, "seed": 2, "extra_body": {"speculative": NASD | tree}},
         {"temperature": 0.6, "seed": 3, "extra_body": PLAIN},
     ]
 
@@ -177,7 +158,7 @@ def test_requests_side_by_side_write_what_they_write_alone(served: Served) -> No
 
 
 def test_a_client_that_leaves_frees_its_blocks_within_a_step(served: Served) -> None:
-    served.until_idle()
+    served.until(has_work=False)
     body = {
         "model": "slipstream-bundled",
         "prompt": CODE,
@@ -190,48 +171,45 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(served: Served) -> 
         "speculative": {"draft_strategy": "none"},
     }
     with (
-        httpx.Client(timeout=60) as client,
+        httpx.Client(timeout=WAIT_SECONDS) as client,
         client.stream("POST", f"{served.url}/v1/completions", json=body) as reply,
     ):
         next(reply.iter_lines())
-        served.until_busy()
-    served.until_idle()
+        served.until(has_work=True)
+    served.until(has_work=False)
     counts = served.pool.counts()
     assert counts["committed"] == counts["draft"] == 0
     served.pool.check_integrity()
 
 
-def test_n_choices_share_the_prompt_and_differ(served: Served) -> None:
-    reply = served.client().completions.create(
-        model="slipstream-bundled",
-        prompt=CODE * 2,
-        n=3,
-        max_tokens=24,
-        temperature=1.0,
-        seed=11,
-        logprobs=2,
-        extra_body={"ignore_eos": True},
+def test_log_probabilities_cover_choices_that_differ_and_the_prompt(served: Served) -> None:
+    asked: dict[str, Any] = {"model": "slipstream-bundled", "logprobs": 2}
+    choices = (
+        served.client()
+        .completions.create(
+            **asked,
+            prompt=CODE * 2,
+            n=3,
+            max_tokens=24,
+            seed=11,
+            extra_body={"ignore_eos": True},
+        )
+        .choices
     )
-    texts = [choice.text for choice in reply.choices]
-    assert len(set(texts)) > 1
-    for choice in reply.choices:
+    assert len({choice.text for choice in choices}) > 1
+    reply = served.client().completions.create(
+        **asked, prompt="import os\n", echo=True, max_tokens=3
+    )
+    (echoed,) = reply.choices
+    assert echoed.text.startswith("import os\n")
+    for choice in [*choices, echoed]:
         assert choice.logprobs is not None
-        assert visible(choice.logprobs.tokens or []) == choice.text
-        assert all(value <= 0 for value in choice.logprobs.token_logprobs or [] if value)
-
-
-def test_echo_with_logprobs_covers_the_prompt(served: Served) -> None:
-    reply = served.client().completions.create(
-        model="slipstream-bundled", prompt="import os\n", echo=True, max_tokens=3, logprobs=1
-    )
-    logprobs = reply.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.tokens is not None
-    assert logprobs.token_logprobs is not None
-    assert reply.choices[0].text.startswith("import os\n")
-    assert visible(logprobs.tokens) == reply.choices[0].text
-    assert logprobs.token_logprobs[0] is None
-    assert all(value is not None for value in logprobs.token_logprobs[1:])
+        # Logprobs name special tokens, the text leaves them out.
+        tokens = [each for each in choice.logprobs.tokens or [] if each not in SPECIAL]
+        assert "".join(tokens) == choice.text
+        first, *values = choice.logprobs.token_logprobs or []
+        assert (first is None) == (choice is echoed)
+        assert all(value is not None and value <= 0 for value in values)
 
 
 WEATHER = {
@@ -280,7 +258,7 @@ def test_required_calls_are_valid_drafted_and_the_same_without_drafts(
     found: dict[str, list[tuple[str, str]]] = {}
     num_steps: dict[str, int] = {}
     for drafter in ("none", "grammar", "ngram"):
-        extra = {"speculative": {"draft_strategy": drafter}}
+        extra = {"speculative": {"draft_strategy": drafter} | FIXED}
         reply = client.chat.completions.create(**asked, extra_body=extra)
         (one,) = reply.choices
         found[drafter] = calls_of(one.message)
@@ -309,8 +287,9 @@ def test_calls_and_what_came_of_them_are_shown_to_the_model(served: Served) -> N
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "noon"},
     ]
-    reply = httpx.post(f"{served.url}/tokenize", json={"messages": messages, "tools": TOOLS})
-    back = httpx.post(f"{served.url}/detokenize", json={"tokens": reply.json()["tokens"]})
+    with httpx.Client(base_url=served.url, timeout=WAIT_SECONDS) as client:
+        reply = client.post("/tokenize", json={"messages": messages, "tools": TOOLS})
+        back = client.post("/detokenize", json={"tokens": reply.json()["tokens"]})
     text = back.json()["prompt"]
     assert text.startswith("<|bos|><|system|>Be brief.\nFunctions:\n{")
     assert text.count("<|system|>") == text.count("Be brief.") == 1
@@ -322,9 +301,7 @@ def test_a_warmed_drafter_copies_from_the_log(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(salt: str) -> Any:
-        # A grant that knows no clock: what is accepted is a function of the text.
-        speculative = {"draft_strategy": "suffix", "adaptive_depth": "fixed"}
-        body = {"cache_salt": salt, "speculative": speculative}
+        body = {"cache_salt": salt, "speculative": {"draft_strategy": "suffix"} | FIXED}
         return served.client().completions.create(
             model="slipstream-bundled",
             prompt="def parse(line):\n",

@@ -23,6 +23,7 @@ from worlds.served_command import HANG, Server, serving, until
 
 pytestmark = pytest.mark.slow
 
+ENGINE, WORKER = b"engine.process.child", b"server.workers.child"
 ROOT = Path(__file__).resolve().parents[2]
 LONG: dict[str, Any] = {
     "model": "slipstream-bundled",
@@ -34,7 +35,7 @@ LONG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--restart-engine", "--drain-seconds", "5")
+    flags = ("--restart-engine", "--drain-seconds", "8")
     with serving(tmp_path_factory.mktemp("server"), *flags) as found:
         yield found
 
@@ -62,15 +63,19 @@ def test_a_killed_engine_is_told_shown_and_brought_back(server: Server) -> None:
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(APIError, match="engine has stopped"):
         list(stream)
+    # However long it takes to ask: the next one does not get ready meanwhile.
+    until(lambda: [pid] != server.children(ENGINE) != [])
+    os.kill(server.engine_pid(), signal.SIGSTOP)
     assert server.status("health") == server.status("ready") == 503
     with pytest.raises(APIStatusError) as refused:
         client.completions.create(model="slipstream-bundled", prompt="x")
     assert refused.value.status_code == 503
-    assert "slipstream_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
+    assert figure(server, "slipstream_engine_up") == {0.0}
+    os.kill(server.engine_pid(), signal.SIGCONT)
     until(lambda: server.status("health") == 200)
     assert server.status("ready") == 200
     assert server.engine_pid() != pid
-    assert 'slipstream_kv_blocks{state="committed"} 0.0' in httpx.get(f"{server.url}/metrics").text
+    assert figure(server, 'slipstream_kv_blocks{state="committed"}') == {0.0}
     assert client.completions.create(model="slipstream-bundled", prompt="x").choices
     assert "signal SIGKILL" in server.log.read_text()
 
@@ -78,29 +83,26 @@ def test_a_killed_engine_is_told_shown_and_brought_back(server: Server) -> None:
 async def drain(server: Server) -> list[httpx.Response]:
     """Ends the server under long requests, half of them streams that have begun. Gives their answers,
     and asserts that the port stays open until the last of them."""
-    body = {**LONG, **LONG["extra_body"], "max_tokens": 1900}
-    del body["extra_body"]
+    body = {key: value for key, value in LONG.items() if key != "extra_body"}
+    body |= LONG["extra_body"] | {"max_tokens": 1900}
     async with httpx.AsyncClient(
-        base_url=server.url, headers=by("unused"), timeout=120, limits=ONE_EACH
+        base_url=server.url, headers=by("unused"), timeout=HANG, limits=ONE_EACH
     ) as client:
 
         async def ask(stream: bool) -> httpx.Response:
-            request = client.build_request(
-                "POST", "/v1/completions", json=body | {"stream": stream}
-            )
-            return await client.send(request, stream=stream)
+            asked = client.build_request("POST", "/v1/completions", json=body | {"stream": stream})
+            return await client.send(asked, stream=stream)
 
         wholes = [asyncio.ensure_future(ask(stream=False)) for _ in range(8)]
         streams = await asyncio.gather(*(ask(stream=True) for _ in range(8)))
         server.process.terminate()
-        while (ready := await client.get("/ready")).status_code == 200:
+        # Until whichever worker is asked has heard of it.
+        while {(await client.get("/ready")).status_code for _ in range(4)} != {503}:
             await asyncio.sleep(0.01)
-        assert ready.json() == {"status": "draining"}
+        assert (await client.get("/ready")).json() == {"status": "draining"}
         assert (await client.get("/health")).status_code == 200
         assert "\nslipstream_draining 1.0\n" in (await client.get("/metrics")).text
-        refused = await client.post("/v1/completions", json=body)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "shutting_down"
+        assert_told([await client.post("/v1/completions", json=body)])
         await asyncio.gather(*(each.aread() for each in streams))
         return [*streams, *await asyncio.gather(*wholes)]
 
@@ -128,7 +130,7 @@ def test_requests_that_outlast_the_drain_are_told_and_the_port_answers(server: S
     """Ends the server that the tests before share."""
     until(lambda: server.is_ready())
     assert_told(asyncio.run(drain(server)))
-    assert server.process.wait(60) == 128 + signal.SIGTERM
+    assert server.process.wait(HANG) == 128 + signal.SIGTERM
 
 
 def test_workers_without_a_request_answer_until_the_others_have_none(tmp_path: Path) -> None:
@@ -141,14 +143,12 @@ def test_workers_without_a_request_answer_until_the_others_have_none(tmp_path: P
             next(iter(stream))
             server.process.terminate()
             assert list(stream)[-1].choices[0].finish_reason == "length"
-        assert server.process.wait(60) == 0
+        assert server.process.wait(HANG) == 0
         lines = server.log.read_text().splitlines()
-    places: dict[str, list[int]] = {"draining": [], '"completion_tokens"': [], "Shutting down": []}
-    for place, line in enumerate(lines):
-        for what, found in places.items():
-            if what in line:
-                found.append(place)
-    draining, ended, closed = places.values()
+    draining, ended, closed = (
+        [place for place, line in enumerate(lines) if what in line]
+        for what in ("draining", '"completion_tokens"', "Shutting down")
+    )
     assert [len(draining), len(ended), len(closed)] == [2, 1, 2]
     assert ended[0] < min(closed)
 
@@ -156,14 +156,12 @@ def test_workers_without_a_request_answer_until_the_others_have_none(tmp_path: P
 def test_sigterm_lets_requests_finish_and_leaves_nothing(tmp_path: Path) -> None:
     with serving(tmp_path, "--drain-seconds", "300") as server:
         pid = server.engine_pid()
-        stream = iter(
-            server.client().completions.create(stream=True, **(LONG | {"max_tokens": 200}))
-        )
+        asked = LONG | {"max_tokens": 200}
+        stream = iter(server.client().completions.create(stream=True, **asked))
         next(stream)
         server.process.terminate()
-        chunks = list(stream)
-        assert chunks[-1].choices[0].finish_reason == "length"
-        assert server.process.wait(60) == 128 + signal.SIGTERM
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert server.process.wait(HANG) == 128 + signal.SIGTERM
         # Triton, where it is installed, has leaks of its own to tell of.
         assert "resource_tracker" not in server.log.read_text()
         assert has_gone(pid)
@@ -180,7 +178,7 @@ def figure(server: Server, name: str) -> set[float]:
 
 
 def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
-    flags = ("--api-workers", "2", "--restart-engine", "--drain-seconds", "5")
+    flags = ("--api-workers", "2", "--restart-engine", "--drain-seconds", "8")
     keys = tmp_path / "keys.yaml"
     keys.write_text(KEYS)
     flags += ("--admin-key", "adm1n", "--log-format", "json", "--api-keys-file", str(keys))
@@ -191,20 +189,16 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
         for _ in range(12):
             # A client each: a connection each.
             with server.client() as client:
-                reply = client.completions.create(
-                    max_tokens=6, extra_body={"ignore_eos": True}, **asked
-                )
-            texts.add(reply.choices[0].text)
+                more = {"max_tokens": 6, "extra_body": {"ignore_eos": True}}
+                texts.add(client.completions.create(**asked, **more).choices[0].text)
         assert len(texts) == 1
-        workers = server.children(b"server.workers.child")
+        workers = server.children(WORKER)
         assert len(workers) == 2
         ended = 'slipstream_requests_total{finish_reason="length"}'
         until(lambda: figure(server, ended) == {12.0})
         assert figure(server, "slipstream_generation_tokens_total") == {72.0}
-        answered = (
-            'slipstream_http_requests_total{method="POST",path="/v1/completions",status="200"}'
-        )
-        assert figure(server, answered) == {12.0}
+        answered = '{method="POST",path="/v1/completions",status="200"}'
+        assert figure(server, f"slipstream_http_requests_total{answered}") == {12.0}
         assert figure(server, "slipstream_engine_up") == {1.0}
 
         assert default_depths(server) == {8}
@@ -218,10 +212,10 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
         assert refused.json()["error"]["param"] == "caps.draft_strategies"
 
         os.kill(workers[0], signal.SIGKILL)
-        until(lambda: len({*server.children(b"server.workers.child")} - {workers[0]}) == 2)
+        until(lambda: len({*server.children(WORKER)} - {workers[0]}) == 2)
         assert figure(server, ended) == {12.0}
         os.kill(workers[1], signal.SIGKILL)
-        until(lambda: not {*server.children(b"server.workers.child")} & {*workers})
+        until(lambda: not {*server.children(WORKER)} & {*workers})
         assert default_depths(server) == {3}
 
         os.kill(server.engine_pid(), signal.SIGKILL)
@@ -232,9 +226,9 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
 
         assert_tenants_are_apart(server)
 
-        children = [*server.children(b"server.workers.child"), server.engine_pid()]
+        children = [*server.children(WORKER), server.engine_pid()]
         assert_told(asyncio.run(drain(server)))
-        server.process.wait(60)
+        server.process.wait(HANG)
         assert all(has_gone(pid) for pid in children)
         text = server.log.read_text().splitlines()
         # What interpreters say when they end, and helpers of multiprocessing, is nobody's log line;
@@ -264,11 +258,10 @@ def assert_tenants_are_apart(server: Server) -> None:
         reply = post("v1/completions", key, prompt="def f(x):\n    return x\n" * 8, max_tokens=1)
         return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    models = f"{server.url}/v1/models"
-    assert {httpx.get(models, timeout=HANG).status_code for _ in range(8)} == {401}
-    assert {httpx.get(models, headers=by("few"), timeout=HANG).status_code for _ in range(8)} == {
-        200
-    }
+    for headers, status in ({}, 401), (by("few"), 200):
+        url = f"{server.url}/v1/models"
+        found = {httpx.get(url, headers=headers, timeout=HANG).status_code for _ in range(8)}
+        assert found == {status}
     assert num_cached("unused") == 0
     assert num_cached("unused") > 0
     assert num_cached("few") == 0
@@ -276,10 +269,13 @@ def assert_tenants_are_apart(server: Server) -> None:
     other = post("v1/completions", "few", prompt="x", speculative={"draft_strategy": "ngram"})
     assert other.json()["error"]["param"] == "speculative.draft_strategy"
     assert post("tokenize", "few", prompt="x").status_code == 200
-    for path in ("tokenize", "v1/completions") * 4:
-        refused = post(path, "few", prompt="x")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
-        assert 1 <= int(refused.headers["retry-after"]) <= 20
+    # One more is allowed every 20 s, which a busy machine may need for a few of these.
+    replies = [post(path, "few", prompt="x") for path in ("tokenize", "v1/completions") * 8]
+    refused = [each for each in replies if each.status_code != 200]
+    assert refused
+    for each in refused:
+        assert (each.status_code, each.json()["error"]["code"]) == (429, "rate_limited")
+        assert 1 <= int(each.headers["retry-after"]) <= 20
     assert num_cached("unused") > 0
 
 
@@ -298,7 +294,7 @@ def default_depths(server: Server) -> set[int]:
 def test_workers_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
     with serving(tmp_path, "--api-workers", "2") as server:
         until(lambda: server.is_ready())
-        children = [*server.children(b"server.workers.child"), server.engine_pid()]
+        children = [*server.children(WORKER), server.engine_pid()]
         assert len(children) == 3
         server.process.kill()
         server.process.wait()
@@ -309,8 +305,6 @@ def test_what_workers_cannot_serve_is_refused_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream.cli", "serve", "bundled", "--port", "0"]
     command += ["--api-workers", "2", "--speculative.draft-strategy", "ngram", "--drafters", "none"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 2
     assert "slipstream: speculative" in result.stderr

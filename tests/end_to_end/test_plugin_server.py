@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import httpx
 import pytest
 
 from slipstream.cli import main
+from worlds.served_command import HANG, Server, serving
 
 pytestmark = pytest.mark.slow
 
@@ -36,36 +35,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def log_until(path: Path, process: subprocess.Popen[bytes], pattern: str) -> re.Match[str]:
-    deadline = time.monotonic() + 120
-    while not (found := re.search(pattern, path.read_text())):
-        assert process.poll() is None, path.read_text()
-        assert time.monotonic() < deadline, path.read_text()
-        time.sleep(0.05)
-    return found
+@pytest.fixture(scope="module")
+def server(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
+    flags += ["--drafters", "none,ngram,phrase_book"]
+    # A grant that knows no clock: what is accepted is a function of the text.
+    flags += [
+        "--speculative.draft-strategy",
+        "phrase_book",
+        "--speculative.adaptive-depth",
+        "fixed",
+    ]
+    with serving(tmp_path_factory.mktemp("server"), *flags, path=site) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def served(
-    site: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[httpx.Client, Path]]:
-    """A client of ``slipstream serve`` in a process of its own, and the server's log."""
-    folder = tmp_path_factory.mktemp("server")
-    log = folder / "log"
-    environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "slipstream.cli", "serve", "bundled", "--port", "0"]
-    command += ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
-    command += ["--drafters", "none,ngram,phrase_book"]
-    command += ["--speculative.draft-strategy", "phrase_book"]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, stderr=stream, env=environment, cwd=folder)
-        try:
-            url = log_until(log, process, r"running on (http://[\d.:]+)")[1]
-            with httpx.Client(base_url=url, timeout=60) as client:
-                yield client, log
-        finally:
-            process.terminate()
-            process.wait(60)
+def client(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=HANG) as found:
+        yield found
 
 
 def complete(client: httpx.Client, prompt: str, **fields: Any) -> dict[str, Any]:
@@ -75,27 +63,30 @@ def complete(client: httpx.Client, prompt: str, **fields: Any) -> dict[str, Any]
     return dict(reply.json())
 
 
-def test_the_plugin_is_listed_like_any_other(served: tuple[httpx.Client, Path]) -> None:
-    client, log = served
+def test_the_plugin_is_listed_like_any_other(client: httpx.Client, server: Server) -> None:
     listing = client.get("/v1/drafters").json()
     assert [each["id"] for each in listing["data"]] == ["none", "ngram", "phrase_book"]
     card = listing["data"][-1]
     assert card["cost"]
-    assert [(each["name"], each["minimum"], each["maximum"]) for each in card["options"]] == [
-        ("min_match", 2, 16)
-    ]
+    (option,) = card["options"]
+    assert (option["name"], option["minimum"], option["maximum"]) == ("min_match", 2, 16)
     assert listing["defaults"]["draft_strategy"] == "phrase_book"
-    assert (
+    origin = (
         f"phrase_book comes from slipstream-phrase-book 0.1.0 (entry point phrase_book = {MODULE}"
-        in (log.read_text())
+    )
+    assert origin in server.log.read_text()
+    wrong = {"prompt": "x", "speculative": {"options": {"min_match": 17}}}
+    reply = client.post("/v1/completions", json=wrong)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (
+        400,
+        "speculative.options.min_match",
     )
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.5, "seed": 3}])
-def test_its_drafts_are_accepted_and_change_nothing(
-    served: tuple[httpx.Client, Path], sampling: dict[str, Any]
+def test_its_drafts_are_accepted_counted_and_change_nothing(
+    client: httpx.Client, sampling: dict[str, Any]
 ) -> None:
-    client, _ = served
     prompts = [
         'import sys\n\n\ndef main():\n    print("hello")\n    return 0\n\n\nif __name__ ==',
         "class Reader(Base):\n    def __init__(self, *args",
@@ -110,25 +101,10 @@ def test_its_drafts_are_accepted_and_change_nothing(
         assert plain["usage"]["speculative"]["num_draft_tokens"] == 0
         num_accepted += account["num_accepted_tokens"]
     assert num_accepted >= 5
-
-
-def test_its_options_are_checked_by_the_server(served: tuple[httpx.Client, Path]) -> None:
-    client, _ = served
-    body = {"prompt": "x", "speculative": {"options": {"min_match": 17}}}
-    reply = client.post("/v1/completions", json=body)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == "speculative.options.min_match"
-
-
-def test_its_drafts_are_counted_in_the_metrics(served: tuple[httpx.Client, Path]) -> None:
-    client, _ = served
-    complete(client, "class Reader(Base):\n    def __init__(self, *args", temperature=0)
-    text = client.get("/metrics").text
-    counted = re.search(
-        r'^slipstream_\w*accepted\w*_total{[^}]*"phrase_book"[^}]*} (\S+)', text, re.M
-    )
+    counter = r'^slipstream_\w*accepted\w*_total{[^}]*"phrase_book"[^}]*} (\S+)'
+    counted = re.search(counter, client.get("/metrics").text, re.M)
     assert counted is not None
-    assert float(counted[1]) > 0
+    assert float(counted[1]) >= num_accepted
 
 
 def test_it_can_be_replayed(

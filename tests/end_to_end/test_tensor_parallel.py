@@ -15,7 +15,7 @@ import torch
 from engine.model.loader import BUNDLED, load_model
 from engine.tokenizer import load_tokenizer
 from worlds.engine_apart import has_gone
-from worlds.served_command import Server, serving, until
+from worlds.served_command import HANG, Server, serving, until
 from worlds.two_ranks import saved_model
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def test_two_ranks_serve_what_the_whole_model_writes(server: Server, drafter: st
 
 
 def test_the_models_card_says_how_many_share_it(server: Server) -> None:
-    card: dict[str, Any] = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"][0]
+    card: dict[str, Any] = httpx.get(f"{server.url}/v1/models", timeout=HANG).json()["data"][0]
     assert card["tensor_parallel_size"] == 2
     assert card["determinism"] == "fast"
 
@@ -73,7 +73,7 @@ def test_all_ranks_end_with_the_server(server: Server) -> None:
     engine = server.engine_pid()
     (follower,) = server.children(b"engine.process.follower", of=engine)
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(120) == 128 + signal.SIGTERM
+    assert server.process.wait(HANG) == 128 + signal.SIGTERM
     until(lambda: has_gone(engine) and has_gone(follower))
 
 
@@ -112,6 +112,6 @@ def test_ranks_that_torchrun_launches_serve_and_end_with_it(tiny: Path, tmp_path
         )
         assert len(ranks) == 2
         launched.process.terminate()
-        launched.process.wait(120)
+        launched.process.wait(HANG)
         until(lambda: all(map(has_gone, [*ranks, engine])))
     assert "SIGKILL" not in launched.log.read_text(), "a rank had to be killed"

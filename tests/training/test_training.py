@@ -59,27 +59,35 @@ def test_a_prompt_ending_in_a_newline_or_indentation_is_a_token_prefix(tok) -> N
         assert whole[: len(ids)] == ids
 
 
-def test_chat_template_matches_the_training_layout(tok) -> None:
-    rng = random.Random(0)
-    unit = [CODE]
+def test_edits_are_chats_whose_every_answer_is_weighted_as_one(tok) -> None:
+    roles = tok.convert_tokens_to_ids(["<|system|>", "<|user|>", "<|assistant|>"])
+    allowed = dict.fromkeys(roles, {samples.USER_WEIGHT})
+    allowed[roles[-1]] = {samples.ANSWER_WEIGHT, samples.CHANGED_WEIGHT}
     for seed in range(40):
-        sample = samples.edit_sample(tok, random.Random(seed), unit, samples.Mix(1, 900, 0, 0))
+        mix = samples.Mix(1, 900, seed % 2 / 2, 0)
+        sample = samples.edit_sample(tok, random.Random(seed), [CODE, OTHER], mix)
         text = tok.decode(sample.ids)
         found = re.findall(r"<\|(system|user|assistant)\|>(.*?)<\|eos\|>", text, re.S)
         messages = [{"role": role, "content": content} for role, content in found]
-        assert tok.apply_chat_template(messages, tokenize=False) == text
-        assert len(sample.weights) == len(sample.ids)
+        assert {"user", "assistant"} <= {role for role, _ in found}
+        assert seed % 2 or tok.apply_chat_template(messages, tokenize=False) == text
+        role = None
+        for token, weight in list(zip(sample.ids, sample.weights, strict=True))[1:]:
+            role = token if token in roles else role
+            assert weight in ({0.0} if token in roles else allowed[role])
     prompt = tok.apply_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
     assert prompt.endswith("<|assistant|>")
-    assert len(samples.code_sample(tok, rng.choice(unit)).ids) > 10
+    assert len(samples.code_sample(tok, CODE).ids) > 10
 
 
 @pytest.mark.parametrize("kind", sorted(edits.KINDS))
 def test_every_edit_kind_changes_what_it_says(kind: str) -> None:
     maker = edits.KINDS[kind][0]
-    results = [maker(random.Random(seed), text) for seed in range(20) for text in (CODE, OTHER)]
+    cases = [(seed, text) for seed in range(20) for text in (CODE, OTHER)]
+    results = [maker(random.Random(seed), text) for seed, text in cases]
+    assert results == [maker(random.Random(seed), text) for seed, text in cases]
     made = [r for r in results if r is not None]
     assert made, "the operation never applied"
     for say, after in made:
@@ -96,10 +104,6 @@ def test_renaming_is_whole_word_and_leaves_the_rest_alone() -> None:
     new = after.split("class ")[1].split(":")[0]
     assert new in say
     assert after.replace(new, "Loader") == CODE
-
-
-def test_edits_are_reproducible() -> None:
-    assert edits.make_edit(random.Random(5), CODE) == edits.make_edit(random.Random(5), CODE)
 
 
 def test_scrambled_code_still_compiles_with_the_same_shape() -> None:
@@ -135,18 +139,21 @@ def test_units_are_clean_and_docstrings_are_cut_short() -> None:
         assert "TABLE" not in unit
 
 
-def test_licence_filter_takes_only_clearly_permissive_packages(tmp_path: Path) -> None:
-    def licence(*lines: str) -> str | None:
-        folder = tmp_path / f"p{len(list(tmp_path.iterdir()))}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text("Name: p\nVersion: 1.0\n" + "\n".join(lines) + "\n")
-        return corpus.licence_of(corpus.metadata.PathDistribution(folder))
-
-    assert licence("License-Expression: MIT") == "MIT"
-    assert licence("Classifier: License :: OSI Approved :: BSD License") == "BSD License"
-    assert licence("License-Expression: GPL-3.0-or-later") is None
-    assert licence("License-Expression: MIT AND LGPL-2.1-only") is None
-    assert licence("Summary: nothing declared") is None
+@pytest.mark.parametrize(
+    ("line", "licence"),
+    [
+        ("License-Expression: MIT", "MIT"),
+        ("Classifier: License :: OSI Approved :: BSD License", "BSD License"),
+        ("License-Expression: GPL-3.0-or-later", None),
+        ("License-Expression: MIT AND LGPL-2.1-only", None),
+        ("Summary: nothing declared", None),
+    ],
+)
+def test_licence_filter_takes_only_clearly_permissive_packages(
+    tmp_path: Path, line: str, licence: str | None
+) -> None:
+    (tmp_path / "METADATA").write_text(f"Name: p\nVersion: 1.0\n{line}\n")
+    assert corpus.licence_of(corpus.metadata.PathDistribution(tmp_path)) == licence
 
 
 def test_bench_files_come_from_held_out_files_only() -> None:
@@ -189,27 +196,10 @@ def test_what_an_edit_changes_weighs_more_than_what_it_copies() -> None:
     assert appended == [copied] * 6 + [changed]
 
 
-def test_every_answer_of_an_edit_is_weighted_as_one(tok) -> None:
-    assistant, user = tok.convert_tokens_to_ids(["<|assistant|>", "<|user|>"])
-    for seed in range(20):
-        mix = samples.Mix(1, 900, 0.5, 0)
-        sample = samples.edit_sample(tok, random.Random(seed), [CODE, OTHER], mix)
-        role = None
-        for token, weight in zip(sample.ids[1:], sample.weights[1:], strict=True):
-            if token in tok.convert_tokens_to_ids(["<|system|>", "<|user|>", "<|assistant|>"]):
-                role = token
-                assert weight == 0.0
-            elif role == assistant:
-                assert weight in (samples.ANSWER_WEIGHT, samples.CHANGED_WEIGHT)
-            else:
-                assert weight == samples.USER_WEIGHT
-        assert {user, assistant} <= set(sample.ids)
-
-
 def test_a_completion_repeats_when_its_end_has_a_short_period() -> None:
     words = list(range(100, 220))
-    assert evaluate.repeats(words[:90] + [1, 2, 3] * 10)
-    assert evaluate.repeats(words[:90] + words[:15] * 2)
+    for end in ([1, 2, 3] * 10, words[:15] * 2):
+        assert evaluate.repeats(words[:90] + end)
     assert not evaluate.repeats(words)
     assert not evaluate.repeats(words[:90] + words[:16] + words[:14])
     assert not evaluate.repeats(words[:50] + [7] * 30), "it ended by itself"

@@ -259,13 +259,12 @@ class Driver:
 
     def submit(self, *requests: GenerationRequest) -> None:
         for each in requests:
-            self.token_ids[each.request_id] = []
-            self.drafted[each.request_id] = []
-            self.num_draft_tokens[each.request_id] = 0
-            self.draft_seconds[each.request_id] = self.verify_seconds[each.request_id] = 0.0
-            self.logprobs[each.request_id] = []
-            self.prompt_logprobs[each.request_id] = []
-            self._submitted[each.request_id] = self.num_steps
+            name = each.request_id
+            for found in (self.token_ids, self.drafted, self.logprobs, self.prompt_logprobs):
+                found[name] = []  # type: ignore[assignment]
+            self.num_draft_tokens[name] = 0
+            self.draft_seconds[name] = self.verify_seconds[name] = 0.0
+            self._submitted[name] = self.num_steps
             self.core.submit(self.core.prepare(each))
 
     def step(self) -> None:

@@ -13,7 +13,16 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.drafting.models import prepare_drafts
 from engine.model.loader import prepare_model
-from worlds.engine_harness import TINY_VOCAB, Setup, TinyTarget, build_core, tiny_llama
+from worlds.engine_harness import (
+    TINY_VOCAB,
+    DictatedCost,
+    Setup,
+    TinyTarget,
+    build_core,
+    circle_prompt,
+    tiny_llama,
+)
+from worlds.grammar_world import EOS, tiny_compiler
 from worlds.trained_heads import eagle_layer, eagle_model, medusa_heads
 
 MAX_LEN = 256
@@ -22,7 +31,16 @@ MAX_LEN = 256
 class EveryDrafterTarget(TinyTarget):
     """``TinyTarget`` whose cores have all drafters of the registry: the small model is the target with
     noise on its weights, the quantised copy has 8-bit weights, one of the two layers drafts, heads are
-    random. ``folder``: where to save the small model."""
+    random. ``folder``: where to save the small model. ``setup`` takes grammars, too."""
+
+    prompts = [circle_prompt(index) for index in range(4)]
+    setup = Setup(
+        max_num_seqs=32,
+        max_num_batched_tokens=256,
+        cost=DictatedCost(row_seconds=0.001),
+        eos_token_ids=(EOS,),
+        constrain=tiny_compiler().constraint,
+    )
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -49,12 +50,9 @@ class FakeServedPeer(Peer):
 
     def plans(self, place: Place) -> list[WorkerPlan]:  # noqa: ARG002
         python = Path(sys.executable)
-        load = {
-            "command": [str(python), "-m", "worlds.fake_peer", self._port],
-            "ready": "/ready",
-            "dialect": "openai",
-            "body": {"model": "fake"},
-        }
+        command = [str(python), "-m", "worlds.fake_peer", self._port]
+        load = {"command": command, "ready": "/ready", "dialect": "openai"}
+        load |= {"body": {"model": "fake"}}
         arms = (
             Arm("served plain (HTTP)", over_http=True),
             Arm("served refused (HTTP)", {"body": {"refuse": True}}, over_http=True),
@@ -93,7 +91,7 @@ class FakeRunner:
             sys.stderr.flush()
             os._exit(3)
         if ask.arm.get("hangs"):
-            time.sleep(60.0)
+            threading.Event().wait()
         clock, step = Clock(), ask.arm.get("at_a_time", 1)
         replies = [Reply() for _ in ask.prompts]
         count = ask.num_new_tokens - ask.arm.get("missing", 0)

@@ -25,8 +25,8 @@ TARGET = ScriptedTarget(8)
 PROMPT = [3, 1, 4, 1, 5, 2, 6, 5]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 LONG = replace(GREEDY, max_tokens=200)
-HANG = 60.0
-"""Seconds after which a test that waits is taken to hang."""
+HANG = 300.0
+"""Seconds after which a test that waits is taken to hang; a busy machine is no fault."""
 
 
 class GatedRunner(ScriptedRunner):

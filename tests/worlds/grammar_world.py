@@ -32,7 +32,17 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     for each in [*_CHARS.replace(" ", "Ġ"), *(left + right for left, right in _MERGES)]:
         vocab.setdefault(each, len(vocab))
     assert len(vocab) <= TINY_VOCAB
-    made = Tokenizer(models.BPE(vocab=vocab, merges=_MERGES))
+    return _tokenizer(vocab, _MERGES)
+
+
+def letter_tokenizer(letters: str) -> PreTrainedTokenizerFast:
+    """Token 0 ends a text, the others are a letter each."""
+    vocab = {"<eos>": EOS} | {letter: index for index, letter in enumerate(letters, start=1)}
+    return _tokenizer(vocab, [])
+
+
+def _tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
@@ -101,12 +111,3 @@ def _constant(rng: random.Random, depth: int) -> Schema:
 
 def _either(rng: random.Random, depth: int) -> Schema:
     return {"anyOf": [_string(rng, depth), _integer(rng, depth)]}
-
-
-def letter_tokenizer(letters: str) -> PreTrainedTokenizerFast:
-    """Token 0 ends a text, the others are a letter each."""
-    vocab = {"<eos>": EOS} | {letter: index for index, letter in enumerate(letters, start=1)}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")

@@ -24,6 +24,7 @@ from engine.config import EngineConfig
 from engine.process.async_engine import AsyncEngine
 from server.app import build_app
 from server.settings import Settings
+from worlds.client_servers import listening
 from worlds.deploy_tools import DEPLOY, debian_tool
 from worlds.gathered_replicas import Gathered, fleet
 from worlds.scripted_engine import ScriptedEngine
@@ -37,7 +38,7 @@ CODE = '''def load_table(path, separator=","):
     return rows
 '''
 MESSAGES = [{"role": "user", "content": f"Rename the variable `rows` to `table`.\n\n{CODE}"}]
-HANG = 120.0
+HANG = 300.0
 
 
 def until(reached: Callable[[], bool], what: str) -> None:
@@ -59,9 +60,6 @@ class LiveServer:
         url = f"http://{self.address}/v1{path}"
         return httpx.post(url, json=body, headers=headers, timeout=HANG).status_code
 
-    def is_idle(self) -> bool:
-        return not self.engine.core.has_work
-
 
 @contextmanager
 def live_server(key: str = "", **settings: Any) -> Iterator[LiveServer]:
@@ -71,16 +69,8 @@ def live_server(key: str = "", **settings: Any) -> Iterator[LiveServer]:
     config = EngineConfig(max_num_seqs=2, max_num_waiting=1, drafters=drafters)
     engine, tokenizer = build_engine(config)
     app = build_app(engine, tokenizer, Settings(drain_seconds=1, **settings))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
-        thread.start()
-        until(lambda: server.started, "the server did not start")
-        yield LiveServer(engine, f"127.0.0.1:{listener.getsockname()[1]}", key)
-        server.should_exit = True
-        thread.join(HANG)
-        assert not thread.is_alive()
+    with listening(app) as url:
+        yield LiveServer(engine, url.removeprefix("http://"), key)
 
 
 class _Unseen(Gathered):

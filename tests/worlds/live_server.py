@@ -20,8 +20,8 @@ from server.settings import Settings
 from worlds.scripted_engine import byte_tokenizer
 from worlds.serving import until
 
-HANG = 30.0
-"""Seconds after which a test that waits is taken to hang."""
+HANG = 300.0
+"""Seconds after which a test that waits is taken to hang; a busy machine is no fault."""
 
 
 @dataclass

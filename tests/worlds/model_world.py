@@ -16,6 +16,7 @@ from drafters.model.model_drafter import SmallModelDrafter
 from drafters.model.protocol import Candidates, DraftRows, Levels
 from drafters.tree import ROOT, DraftTree
 from kvpool.block_pool import BlockPool
+from worlds.simulated_target import verify_step
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 11
@@ -252,15 +253,7 @@ class World:
     def _verify(self, name: str, tree: DraftTree) -> Observation:
         request = self.requests[name]
         anchor = len(request.token_ids) - 1
-        path, emitted, node = [0], [target(request.token_ids)], ROOT
-        while True:
-            children = [i for i, parent in enumerate(tree.parents) if parent == node]
-            hits = [i for i in children if tree.token_ids[i] == emitted[-1]]
-            if not hits:
-                break
-            node = hits[0]
-            path.append(node + 1)
-            emitted.append(target([*request.token_ids, *emitted]))
+        path, emitted = verify_step(tree, request.token_ids, target)
         row_token_ids = [request.token_ids[-1], *tree.token_ids]
         request.token_ids += emitted
         request.num_computed_tokens = anchor + len(path)

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import socket
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import uvicorn
 
 from engine.batch import ForwardOutput, InputBatch
 from engine.build import build_engine
@@ -21,15 +17,9 @@ from engine.core import Runner
 from engine.process.async_engine import AsyncEngine
 from server.app import build_app
 from server.settings import Settings
+from worlds.client_servers import WAIT_SECONDS, listening, wait_for
 
-HANG = 60.0
-
-
-def until(reached: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + HANG
-    while not reached():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+HANG = WAIT_SECONDS
 
 
 class HeldRunner:
@@ -66,7 +56,7 @@ class LiveServer:
     def held(self) -> Iterator[None]:
         """No steps meanwhile but those that are allowed: however fast the engine is, a reply that needs
         more of them does not end. Begins when earlier requests have ended."""
-        until(lambda: self._engine.num_open == 0, "earlier requests stayed")
+        wait_for(lambda: self._engine.num_open == 0)
         self._runner.allow(0)
         try:
             yield
@@ -76,7 +66,7 @@ class LiveServer:
     def step_both(self, num_steps: int) -> None:
         """Allow so many steps of two requests, once there are two; the first one may have a step to
         itself."""
-        until(lambda: self._engine.num_open == 2, "there were no two requests")
+        wait_for(lambda: self._engine.num_open == 2)
         self._runner.allow(num_steps)
 
 
@@ -84,16 +74,8 @@ class LiveServer:
 def live_server(api_key: str | None = None) -> Iterator[LiveServer]:
     engine, tokenizer = build_engine(EngineConfig(max_num_seqs=4))
     app = build_app(engine, tokenizer, Settings(drain_seconds=1, api_key=api_key))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
-        thread.start()
-        until(lambda: server.started, "the server did not start")
-        yield LiveServer(engine, listener.getsockname()[1])
-        server.should_exit = True
-        thread.join(HANG)
-        assert not thread.is_alive()
+    with listening(app) as url:
+        yield LiveServer(engine, int(url.rpartition(":")[2]))
 
 
 class Line:

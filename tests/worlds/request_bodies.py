@@ -12,14 +12,8 @@ from server.request.responses import ResponsesRequest
 from worlds.scripted_engine import EOS, USER
 
 TEXT = "hello wörld. the end"
-
-
 COMPLETION = {"prompt": "ab", "max_tokens": 64}
-
-
 CHAT = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 64}
-
-
 TOOLS = [
     {
         "type": "function",
@@ -74,10 +68,7 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
     "top_p": ({"top_p": 0.5}, lambda o: o.sampling.top_p == 0.5),
     "top_k": ({"top_k": 7}, lambda o: o.sampling.top_k == 7),
     "min_p": ({"min_p": 0.1}, lambda o: o.sampling.min_p == 0.1),
-    "top_n_sigma": (
-        {"top_n_sigma": 1.5},
-        lambda o: o.sampling.further == {"top_n_sigma": 1.5},
-    ),
+    "top_n_sigma": ({"top_n_sigma": 1.5}, lambda o: o.sampling.further == {"top_n_sigma": 1.5}),
     "presence_penalty": ({"presence_penalty": 1}, lambda o: o.sampling.presence_penalty == 1),
     "frequency_penalty": ({"frequency_penalty": -1}, lambda o: o.sampling.frequency_penalty == -1),
     "repetition_penalty": (
@@ -216,9 +207,7 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
     ),
     "messages": (
         {"messages": [{"role": "system", "content": "zz"}, {"role": "user", "content": "ab"}]},
-        lambda o: (
-            b"system: zz\n" in bytes(each for each in o.request.prompt_token_ids if each < 256)
-        ),
+        lambda o: b"system: zz\n" in prompt_of(o),
     ),
     "max_completion_tokens": (
         {"max_completion_tokens": 9, "max_tokens": None},
@@ -253,7 +242,7 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
     ),
     "chat_template_kwargs": (
         {"chat_template_kwargs": {"shout": True}},
-        lambda o: b"LOUD" in bytes(each for each in o.request.prompt_token_ids if each < 256),
+        lambda o: b"LOUD" in prompt_of(o),
     ),
 }
 
@@ -268,16 +257,12 @@ WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
 
 
 COMPLETION_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
-    "service_tier": ("auto", "flex"),
-    "spaces_between_special_tokens": (True, False),
     "best_of": (1, 2),
     "add_special_tokens": (True, "yes"),
 }
 
 
 CHAT_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
-    "service_tier": ("auto", "flex"),
-    "spaces_between_special_tokens": (True, False),
     "modalities": (["text"], ["text", "audio"]),
     # No reasoning is split off here.
     "include_reasoning": (True, False),
@@ -286,17 +271,12 @@ CHAT_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
 
 
 RESPONSE = {"input": "ab", "max_output_tokens": 64}
-
-
 FLAT_TOOLS = [{"type": "function", **TOOLS[0]["function"]}]
 
 
 RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
-    **{
-        name: SHARED[name]
-        for name in ("temperature", "top_p", "seed", "priority", "timeout", "cache_salt")
-    },
-    **{name: SHARED[name] for name in ("user", "speculative")},
+    **{each: SHARED[each] for each in ("temperature", "top_p", "seed", "priority", "timeout")},
+    **{each: SHARED[each] for each in ("cache_salt", "user", "speculative", "metadata")},
     "stream": ({"stream": True}, lambda o: o.raw.startswith("event: ")),
     "input": ({"input": "zz"}, lambda o: b"user: zz" in prompt_of(o)),
     "instructions": ({"instructions": "zz"}, lambda o: b"system: zz" in prompt_of(o)),
@@ -312,7 +292,6 @@ RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
     ),
     "text": ({"text": {"format": {"type": "json_object"}}}, lambda o: o.sampling.grammar != ""),
     "reasoning": ({"reasoning": {"effort": "low"}}, lambda o: b"effort low" in prompt_of(o)),
-    "metadata": SHARED["metadata"],
 }
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 from drafters.base import Drafter, DraftRequest, DraftSampling, DraftShape, Observation
-from drafters.tree import ROOT, DraftTree
 from engine.sampling.noise import gumbel_list, request_key
+from worlds.simulated_target import verify_step
 
 Probs = Callable[[Sequence[int]], dict[int, float]]
 """The target's distribution after a text, at temperature 1."""
@@ -63,6 +63,10 @@ def decode(
     """Extend ``token_ids`` by at least ``num_tokens``; the request must be open. Returns the number
     emitted per step. Checks that a request's own text never depends on its drafts."""
     shape, emitted_per_step = shape or DraftShape(), []
+
+    def written(text: Sequence[int]) -> int:
+        return choose(probs(text), len(text), sampling)
+
     while sum(emitted_per_step) < num_tokens:
         request = DraftRequest(request_id, token_ids, max_nodes, shape, sampling)
         (tree,) = drafter.propose([request])
@@ -72,10 +76,8 @@ def decode(
         for token, parent in zip(tree.token_ids, tree.parents, strict=True):
             texts.append([*texts[parent + 1], token])
         rows = [probs(text) for text in texts]
-        row_tokens = [
-            choose(row, len(text), sampling) for row, text in zip(rows, texts, strict=True)
-        ]
-        path, emitted = _walk(tree, row_tokens)
+        row_tokens = [written(text) for text in texts]
+        path, emitted = verify_step(tree, token_ids, written)
         token_ids += emitted
         k = drafter.num_top_tokens(request_id)
         tops = [ranked(row, k) for row in rows]
@@ -84,15 +86,3 @@ def decode(
         drafter.observe([seen])
         emitted_per_step.append(len(emitted))
     return emitted_per_step
-
-
-def _walk(tree: DraftTree, row_tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    path, emitted, node = [0], [row_tokens[0]], ROOT
-    while True:
-        children = [i for i, parent in enumerate(tree.parents) if parent == node]
-        hits = [i for i in children if tree.token_ids[i] == emitted[-1]]
-        if not hits:
-            return path, emitted
-        node = hits[0]
-        path.append(node + 1)
-        emitted.append(row_tokens[node + 1])

@@ -40,26 +40,30 @@ CHAT_TEMPLATE = (
 
 def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """Every byte a token (its own id), then four special tokens."""
-    vocabulary = byte_level_alphabet()
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return _wrap(backend, chat_template)
+    return _byte_level([], chat_template)
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
     """The byte tokenizer with some longer tokens, parts of characters among them."""
-    alphabet = {byte: char for char, byte in byte_level_alphabet().items()}
-    vocabulary = {char: byte for byte, char in alphabet.items()}
-    merges = []
-    for text in (b"he", b"ll", b" w", b"\xe2\x82", b"\x9f\x98", b"\xacx", b"st", b"op"):
-        left, right = alphabet[text[0]], alphabet[text[1]]
-        merges.append((left, right))
-        vocabulary[left + right] = len(vocabulary)
+    return _byte_level(
+        [b"he", b"ll", b" w", b"\xe2\x82", b"\x9f\x98", b"\xacx", b"st", b"op"], None
+    )
+
+
+def _byte_level(merged: Sequence[bytes], chat_template: str | None) -> PreTrainedTokenizerFast:
+    """``merged``: pairs of bytes that are a token, too."""
+    vocabulary = dict(byte_level_alphabet())
+    alphabet = {byte: char for char, byte in vocabulary.items()}
+    merges = [(alphabet[left], alphabet[right]) for left, right in merged]
+    vocabulary |= {left + right: 256 + at for at, (left, right) in enumerate(merges)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return _wrap(backend, None)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    special: Any = [AddedToken(each, special=True) for each in ("<|user|>", "<|assistant|>")]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
@@ -79,40 +83,18 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def _wrap(backend: Tokenizer, chat_template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.add_special_tokens(
-        {
-            "additional_special_tokens": [
-                AddedToken("<|user|>", special=True),
-                AddedToken("<|assistant|>", special=True),
-            ]
-        }
-    )
-    tokenizer.chat_template = chat_template
-    return tokenizer
-
-
 def engine_info(**changes: Any) -> EngineInfo:
+    heat, match = (
+        DrafterOption("heat", 1.0, "heat"),
+        DrafterOption("max_match", 4, "longest", 1, 16),
+    )
+    fill, decay = DrafterOption("fill", True, "fill up"), DrafterOption("decay", 0.5, "old", 0, 1)
     drafters = (
         DrafterInfo("none", "plain decoding", False),
-        DrafterInfo(
-            "ngram",
-            "prompt lookup",
-            False,
-            (DrafterOption("max_match", 4, "longest match", 1, 16),),
-        ),
-        DrafterInfo(
-            "nasd",
-            "counted n-grams",
-            True,
-            (
-                DrafterOption("fill", True, "fill up"),
-                DrafterOption("decay", 0.5, "forgetting", 0, 1),
-            ),
-        ),
+        DrafterInfo("ngram", "prompt lookup", False, (match,)),
+        DrafterInfo("nasd", "counted n-grams", True, (fill, decay)),
         DrafterInfo("prediction", "Predicted.", drafts_trees=True, takes_prediction=True),
-        DrafterInfo("sampler", "Draws.", True, (DrafterOption("heat", 1.0, "heat"),), samples=True),
+        DrafterInfo("sampler", "Draws.", True, (heat,), samples=True),
     )
     values: dict[str, Any] = {
         "model": "test/scripted",
@@ -370,4 +352,4 @@ class AsgiCall:
         """Disconnect, and wait until the application has given up the request."""
         assert self._task is not None
         self._hung_up.set()
-        await asyncio.wait_for(asyncio.shield(self._task), 5)
+        await asyncio.wait_for(asyncio.shield(self._task), 300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -66,14 +67,22 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def serving(
-    folder: Path, *flags: str, model: str = "bundled", launcher: Sequence[str] = ()
+    folder: Path,
+    *flags: str,
+    model: str = "bundled",
+    launcher: Sequence[str] = (),
+    path: Path | None = None,
 ) -> Iterator[Server]:
-    """``launcher``: the module that runs the command in place of Python, and its own flags."""
+    """``launcher``: the module that runs the command in place of Python, and its own flags. ``path``:
+    where its modules are looked for first."""
     log = folder / "log"
     command = [sys.executable, *([] if not launcher else ["-m", *launcher])]
     command += ["-m", "slipstream.cli", "serve", model, "--port", "0", *flags]
+    environment = child_environment()
+    if path is not None:
+        environment["PYTHONPATH"] = f"{path}{os.pathsep}{environment['PYTHONPATH']}"
     with log.open("wb") as stream:
-        process = subprocess.Popen(command, stderr=stream, env=child_environment(), cwd=folder)
+        process = subprocess.Popen(command, stderr=stream, env=environment, cwd=folder)
     try:
         pattern = re.compile(r"running on (http://[\d.:]+)")
         until(lambda: bool(pattern.search(log.read_text())) or process.poll() is not None)

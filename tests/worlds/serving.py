@@ -56,7 +56,8 @@ def endless(**options: Any) -> ScriptedEngine:
 
 
 async def until(condition: Any) -> None:
-    """Waits for the event loop to bring something about; fails after 5 s."""
-    async with asyncio.timeout(5):
+    """Waits for the event loop to bring something about; fails after five minutes, since a busy
+    machine is no fault."""
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.001)

@@ -1,123 +1,159 @@
-"""Promise 1, in fp32: the same tokens whatever drafts, how much, in what shape and beside whom.
+"""Promise 1, in fp32, for every drafter in the registry: the same tokens whatever drafts, how much, in
+what shape and beside whom.
 
-Every stream is compared with that of the same request at gamma 0, alone, its prompt in one piece;
-that one is compared with transformers' own forward over the whole text, token by token.
+A new drafter is taken up by its name, and fails here until the tiny target can lend it what it asks for.
+Streams are compared with those of the same requests at gamma 0, alone, their prompts in one piece, and
+these with transformers' own forward over the whole text, token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
+from drafters.registry import build_drafters, drafter_names
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
-from worlds.engine_harness import (
-    TinyTarget,
-    circle_prompt,
-    drafting,
-    request,
-)
-from worlds.equality import (
-    DRAFTERS,
-    NUM_PROMPTS,
-    NUM_TOKENS,
-    SAMPLINGS,
-    SITUATIONS,
-    WIDTHS,
-    partly_right,
-    plain,
-)
+from worlds.engine_harness import Driver, Setup, drafting, request, traces_of
+from worlds.every_drafter import EveryDrafterTarget
+from worlds.grammar_world import json_grammar, random_schema
+from worlds.situations import SITUATIONS, WIDTHS, partly_right, plain
 
 pytestmark = pytest.mark.slow
 
-
-def gammas(drafter: str, width: int) -> list[SpeculativeParams]:
-    fixed = [drafting(drafter, "fixed", gamma, width) for gamma in (0, 1, 2, 4, 7, 11, 16)]
-    rates = [
-        replace(drafting(drafter, "target_rate", 4, width), target_acceptance_rate=rate)
-        for rate in (0.2, 0.8)
-    ]
-    return [*fixed, *rates, drafting(drafter, "goodput", 8, width)]
-
-
-def subjects(
-    drafter: str, sampling: SamplingParams, expected: Sequence[Sequence[int]]
-) -> list[GenerationRequest]:
-    """A request for every shape and gamma, over a few prompts and seeds; ``expected`` are the texts of
-    these."""
-    variants = [params for width in WIDTHS.values() for params in gammas(drafter, width)]
-    return [
-        request(
-            f"subject-{index}",
-            circle_prompt(index % NUM_PROMPTS),
-            replace(sampling, seed=index % NUM_PROMPTS),
-            params,
-            prediction=partly_right(expected[index % NUM_PROMPTS]),
-        )
-        for index, params in enumerate(variants)
-    ]
-
-
-# --- situations: serve the subjects, and show that the situation came about ---
-
-
-# --- references ---
+NUM_TOKENS = 24
+NUM_PROMPTS = len(EveryDrafterTarget.prompts)
+WITH_MODELS = set(drafter_names()) - set(build_drafters())
+USUAL = SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True)
+SAMPLINGS = {
+    "greedy": USUAL,
+    "t07_top_p": replace(USUAL, temperature=0.7, top_p=0.9),
+    "t13": replace(USUAL, temperature=1.3),
+    "json": replace(
+        USUAL, temperature=0.7, ignore_eos=False, grammar="a schema of each prompt's own"
+    ),
+}
+POLICIES = [
+    *(drafting("", "fixed", gamma) for gamma in (0, 1, 2, 4, 7, 11, 16)),
+    *(replace(drafting("", "target_rate", 4), target_acceptance_rate=rate) for rate in (0.2, 0.8)),
+    drafting("", "goodput", 8),
+]
+WAYS = [replace(policy, tree_width=width) for width in WIDTHS.values() for policy in POLICIES]
+Streams = Mapping[tuple[str, int], Driver]
+"""By sampling and prompt: what a request writes at gamma 0."""
 
 
 @pytest.fixture(scope="module")
-def plain_streams(tiny_target: TinyTarget) -> dict[tuple[str, int], list[int]]:
-    """By sampling and prompt."""
+def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
+    torch.set_num_threads(1)
+    return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
+
+
+@pytest.fixture(scope="module")
+def streams(target: EveryDrafterTarget) -> Streams:
     return {
-        (name, index): plain(
-            tiny_target, request("plain", circle_prompt(index), replace(sampling, seed=index))
-        )
-        for name, sampling in SAMPLINGS.items()
-        for index in range(NUM_PROMPTS)
+        (name, prompt): plain(target, bare(target, name, prompt))
+        for name in SAMPLINGS
+        for prompt in range(NUM_PROMPTS)
     }
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+def bare(target: EveryDrafterTarget, sampling: str, prompt: int) -> GenerationRequest:
+    grammar = json_grammar(random_schema(prompt)) if SAMPLINGS[sampling].grammar else ""
+    asked = replace(SAMPLINGS[sampling], seed=prompt, grammar=grammar)
+    return request("plain", target.prompts[prompt], asked)
+
+
+def with_drafter(way: SpeculativeParams, drafter: str) -> SpeculativeParams:
+    # Small draft models are unsure of much.
+    options = {"min_confidence": 0.02} if drafter in WITH_MODELS - {"medusa"} else {}
+    return replace(way, draft_strategy=drafter, options=options, verification="match")
+
+
+def expect_same(
+    target: EveryDrafterTarget,
+    streams: Streams,
+    situation: str,
+    ways: Sequence[tuple[str, SpeculativeParams]],
+) -> None:
+    """Serves a request per (drafter, way). Samplings and prompts go round, beginning elsewhere in each
+    situation, so that every way meets every sampling."""
+    shift = list(SITUATIONS).index(situation)
+    asked: dict[str, tuple[GenerationRequest, Driver]] = {}
+    for index, (drafter, way) in enumerate(ways, shift):
+        key = list(SAMPLINGS)[index % len(SAMPLINGS)], index // len(SAMPLINGS) % NUM_PROMPTS
+        subject = replace(
+            bare(target, *key),
+            request_id=f"{drafter}-{index}",
+            speculative=with_drafter(way, drafter),
+            prediction_token_ids=partly_right(streams[key].token_ids["plain"]),
+        )
+        asked[subject.request_id] = subject, streams[key]
+    driver = SITUATIONS[situation](target, [each for each, _ in asked.values()])
+    accounts: dict[str, list[int]] = {drafter: [0, 0] for drafter, _ in ways}
+    for name, (each, expected) in asked.items():
+        finish = driver.finishes[name]
+        assert driver.token_ids[name] == expected.token_ids["plain"], each
+        assert finish.reason == expected.finishes["plain"].reason
+        assert finish.speculative.num_failed_drafts == 0
+        account = accounts[each.speculative.draft_strategy]
+        account[0] += finish.speculative.num_accepted_tokens
+        account[1] += finish.speculative.num_draft_tokens
+    for drafter, (num_accepted, num_drafted) in accounts.items():
+        if drafter == "none":
+            assert num_drafted == 0
+        elif len(accounts) == 1:
+            assert 0 < num_accepted <= num_drafted
+            assert num_accepted < num_drafted or drafter == "grammar", "no draft was wrong"
+        else:  # Among others, grammar may have nothing to force.
+            assert num_drafted > 0 or drafter == "grammar", drafter
+    counts = driver.core.pool.counts()
+    assert counts["free"] + counts["cached"] == sum(counts.values())
+    assert traces_of(driver.core, driver.finishes) == []
+
+
+def test_every_drafter_is_in_the_matrix(target: EveryDrafterTarget) -> None:
+    assert set(target.core(Setup()).speculation.drafters) == set(drafter_names())
+
+
+@pytest.mark.parametrize("sampling", sorted(SAMPLINGS.keys() - {"json"}))
 def test_plain_stream_is_the_one_transformers_writes(
-    tiny_target: TinyTarget, sampling: str, plain_streams: dict[tuple[str, int], list[int]]
+    target: EveryDrafterTarget, streams: Streams, sampling: str
 ) -> None:
-    for index in range(NUM_PROMPTS):
-        each = request("r", circle_prompt(index), replace(SAMPLINGS[sampling], seed=index))
-        assert plain_streams[sampling, index] == tiny_target.recomputed(each, NUM_TOKENS)
+    for prompt in range(NUM_PROMPTS):
+        expected = target.recomputed(bare(target, sampling, prompt), NUM_TOKENS)
+        assert streams[sampling, prompt].token_ids["plain"] == expected
 
 
-def test_streams_differ_between_prompts_seeds_and_temperatures(
-    plain_streams: dict[tuple[str, int], list[int]],
-) -> None:
+def test_streams_differ_between_prompts_seeds_and_samplings(streams: Streams) -> None:
     """Else equality would say little."""
-    assert len({tuple(stream) for stream in plain_streams.values()}) == len(plain_streams)
+    assert len({tuple(each.token_ids["plain"]) for each in streams.values()}) == len(streams)
+    reasons = {each.finishes["plain"].reason for each in streams.values()}
+    assert reasons == {"length", "stop"}
 
 
-@pytest.mark.parametrize("drafter", [each for each in DRAFTERS if each != "grammar"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("drafter", drafter_names())
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_drafting_changes_no_token(
-    tiny_target: TinyTarget,
-    situation: str,
-    sampling: str,
-    drafter: str,
-    plain_streams: dict[tuple[str, int], list[int]],
+    target: EveryDrafterTarget, streams: Streams, situation: str, drafter: str
 ) -> None:
-    texts = [plain_streams[sampling, index] for index in range(NUM_PROMPTS)]
-    asked = list(enumerate(subjects(drafter, SAMPLINGS[sampling], texts)))
-    if situation == "alone":
-        # With nobody to share steps they are dear: some gammas as chains, the others as trees.
-        asked = [(index, each) for index, each in asked if index % 4 in (1, 2)]
-    requests = [each for _, each in asked]
-    driver = SITUATIONS[situation](tiny_target, requests)
-    for index, each in asked:
-        expected = texts[index % NUM_PROMPTS]
-        assert driver.token_ids[each.request_id] == expected, each.speculative
-        assert driver.finishes[each.request_id].reason == "length"
-    accounts = [driver.finishes[each.request_id].speculative for each in requests]
-    num_drafted = sum(account.num_draft_tokens for account in accounts)
-    num_accepted = sum(account.num_accepted_tokens for account in accounts)
-    if drafter == "none":
-        assert num_drafted == 0
-    else:
-        assert 0 < num_accepted < num_drafted
+    # With nobody to share steps they are dear: some gammas as chains, the others as trees.
+    ways = [way for index, way in enumerate(WAYS) if situation != "alone" or index % 4 in (1, 2)]
+    expect_same(target, streams, situation, [(drafter, way) for way in ways])
+
+
+@pytest.mark.parametrize("situation", sorted(SITUATIONS.keys() - {"alone"}))
+def test_all_drafters_in_one_batch_change_no_token(
+    target: EveryDrafterTarget, streams: Streams, situation: str
+) -> None:
+    """Every drafter twice, as a chain and as a tree, under other policies in each situation."""
+    shift = list(SITUATIONS).index(situation)
+    kinds = (6, 8, 9)
+    ways = [
+        (drafter, WAYS[kinds[(index + shift + tree) % 3] + 10 * tree])
+        for tree in (False, True)
+        for index, drafter in enumerate(drafter_names())
+    ]
+    expect_same(target, streams, situation, ways)

@@ -20,35 +20,28 @@ from engine.model.linear import pack_linears
 from engine.model.loader import BUNDLED, attach_attention, load_model, load_tokenizer
 from engine.model.quantization import quantize_model, refusal
 from engine.model.runner import ModelRunner
-from engine.request.params import GenerationRequest, SamplingParams
+from engine.request.params import SamplingParams
 from worlds.engine_harness import Setup, build_core, drafting, request
-from worlds.exact_situations import SETUP, SITUATIONS, Signature, plain, signature
 from worlds.grammar_world import json_grammar
+from worlds.situations import LARGE, SITUATIONS, Signature, plain, signature
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 60
+USUAL = SamplingParams(NUM_TOKENS, temperature=0.0, logprobs=0, ignore_eos=True)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "function": {"type": "string", "maxLength": 24},
+        "variables": {"type": "array", "items": {"type": "string", "maxLength": 12}},
+    },
+    "required": ["function", "variables"],
+    "additionalProperties": False,
+}
 SAMPLINGS = {
-    "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=0, ignore_eos=True),
-    "t07_top_p": SamplingParams(
-        max_tokens=NUM_TOKENS, temperature=0.7, top_p=0.9, logprobs=0, ignore_eos=True
-    ),
-    "t13": SamplingParams(max_tokens=NUM_TOKENS, temperature=1.3, logprobs=0, ignore_eos=True),
-    "json": SamplingParams(
-        max_tokens=NUM_TOKENS,
-        temperature=0.7,
-        logprobs=0,
-        grammar=json_grammar(
-            {
-                "type": "object",
-                "properties": {
-                    "function": {"type": "string", "maxLength": 24},
-                    "variables": {"type": "array", "items": {"type": "string", "maxLength": 12}},
-                },
-                "required": ["function", "variables"],
-                "additionalProperties": False,
-            }
-        ),
-    ),
+    "greedy": USUAL,
+    "t07_top_p": replace(USUAL, temperature=0.7, top_p=0.9),
+    "t13": replace(USUAL, temperature=1.3),
+    "json": replace(USUAL, temperature=0.7, ignore_eos=False, grammar=json_grammar(SCHEMA)),
 }
 SPECULATIONS = [
     drafting("ngram", num_tokens=8),
@@ -84,6 +77,14 @@ pytestmark = [
 class BundledTarget:
     """The bundled model in exact mode, and prompts that it understands."""
 
+    setup = Setup(
+        num_blocks=160,
+        block_size=16,
+        max_model_len=1024,
+        prefill_chunk=512,
+        max_num_batched_tokens=640,
+    )
+
     def __init__(self, bits: int) -> None:
         folder = str(BUNDLED / "target")
         self._model = load_model(folder, CPU)
@@ -107,8 +108,6 @@ class BundledTarget:
             for instruction in INSTRUCTIONS
         ]
 
-        self.setup = SETUP
-
     def core(self, setup: Setup) -> EngineCore:
         needs = AttentionNeeds.of(self._model, self._shapes, "exact", setup.block_size)
         runner = ModelRunner(self._model, build_attention(needs, setup.num_blocks))
@@ -124,23 +123,20 @@ def bundled(request: pytest.FixtureRequest) -> BundledTarget:
     return BundledTarget(request.param)
 
 
-def subjects(bundled: BundledTarget, sampling: SamplingParams) -> list[GenerationRequest]:
-    return [
-        request(f"r{index}", bundled.prompts[index % 2], replace(sampling, seed=index % 2), params)
-        for index, params in enumerate(SPECULATIONS)
-    ]
-
-
 @cache
 def expected_of(bundled: BundledTarget, sampling: str, index: int) -> Signature:
     each = request("plain", bundled.prompts[index], replace(SAMPLINGS[sampling], seed=index))
-    return plain(bundled, each)
+    return signature(plain(bundled, each), "plain")
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("situation", LARGE)
 def test_drafting_changes_no_bit(bundled: BundledTarget, situation: str, sampling: str) -> None:
-    requests = subjects(bundled, SAMPLINGS[sampling])
+    asked = SAMPLINGS[sampling]
+    requests = [
+        request(f"r{index}", bundled.prompts[index % 2], replace(asked, seed=index % 2), params)
+        for index, params in enumerate(SPECULATIONS)
+    ]
     driver = SITUATIONS[situation](bundled, requests)
     for index, each in enumerate(requests):
         expected = expected_of(bundled, sampling, index % 2)

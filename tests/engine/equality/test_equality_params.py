@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -66,12 +67,27 @@ def variants(sampling: SamplingParams, prompt: Sequence[int] = PROMPT) -> list[G
 
 
 def plain(target: TinyTarget, sampling: SamplingParams, prompt: Sequence[int] = PROMPT) -> Driver:
-    each = request("plain", prompt, sampling, PLAIN)
-    return Driver(target.core(Setup())).run(each)
+    return Driver(target.core(Setup())).run(request("plain", prompt, sampling, PLAIN))
 
 
-def expect_drafts_right_and_wrong(driver: Driver, requests: Sequence[GenerationRequest]) -> None:
-    accounts = [driver.finishes[each.request_id].speculative for each in requests]
+def drafted(
+    target: TinyTarget,
+    sampling: SamplingParams,
+    text: Sequence[int],
+    reason: str,
+    prompt: Sequence[int] = PROMPT,
+    **setup: Any,
+) -> Driver:
+    """Serves all speculations beside each other; every one of them has to write ``text``."""
+    driver = Driver(target.core(Setup(**setup))).run(*variants(sampling, prompt))
+    for name, each in zip(driver.token_ids, SPECULATIONS, strict=True):
+        assert driver.token_ids[name] == text, each
+        assert driver.finishes[name].reason == reason
+    return driver
+
+
+def expect_drafts_right_and_wrong(driver: Driver) -> None:
+    accounts = [finish.speculative for finish in driver.finishes.values()]
     assert any(account.num_accepted_tokens for account in accounts)
     assert any(account.num_accepted_tokens < account.num_draft_tokens for account in accounts)
 
@@ -86,27 +102,23 @@ def test_parameter_holds_under_drafting(tiny_target: TinyTarget, name: str) -> N
     for prompt in (PROMPT, CIRCLE, SHORT_CIRCLE):
         expected = plain(tiny_target, sampling, prompt).token_ids["plain"]
         num_changed += expected != plain(tiny_target, usual, prompt).token_ids["plain"]
-        requests = variants(sampling, prompt)
-        assert expected == tiny_target.recomputed(requests[0], NUM_TOKENS)
-        driver = Driver(tiny_target.core(Setup())).run(*requests)
-        for each in requests:
-            assert driver.token_ids[each.request_id] == expected, each.speculative
-        expect_drafts_right_and_wrong(driver, requests)
+        asked = request("r", prompt, sampling)
+        assert expected == tiny_target.recomputed(asked, NUM_TOKENS)
+        driver = drafted(tiny_target, sampling, expected, "length", prompt)
+        expect_drafts_right_and_wrong(driver)
     assert num_changed > 0, "the parameter did nothing"
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, replace(SAMPLED, presence_penalty=0.5)])
 def test_logprobs_are_those_of_the_model(tiny_target: TinyTarget, sampling: SamplingParams) -> None:
-    requests = variants(replace(sampling, logprobs=4))
-    driver = Driver(tiny_target.core(Setup())).run(*requests)
+    driver = Driver(tiny_target.core(Setup())).run(*variants(replace(sampling, logprobs=4)))
     text = [*PROMPT, *driver.token_ids["r0"]]
     logprobs = tiny_target.logits(text).log_softmax(dim=-1)
-    for each in requests:
-        told = driver.logprobs[each.request_id]
+    for told in driver.logprobs.values():
         assert [one.token_id for one in told] == text[len(PROMPT) :]
         for position, one in enumerate(told, start=len(PROMPT)):
             expect_logprobs(one, logprobs[position - 1].tolist(), num_top=4)
-    expect_drafts_right_and_wrong(driver, requests)
+    expect_drafts_right_and_wrong(driver)
 
 
 def expect_logprobs(told: TokenLogprobs, logprobs: list[float], num_top: int) -> None:
@@ -129,76 +141,45 @@ def test_stop_token_cuts_a_run_of_drafts(tiny_target: TinyTarget, by: str) -> No
     num_cut = 0
     for stop in sorted(set(text)):
         sampling = replace(GREEDY, stop_token_ids=(stop,)) if by == "stop_token_ids" else GREEDY
-        setup = Setup(eos_token_ids=(stop,) if by == "eos" else ())
-        requests = variants(sampling, CIRCLE)
-        driver = Driver(tiny_target.core(setup)).run(*requests)
-        for each in requests:
-            assert driver.token_ids[each.request_id] == text[: text.index(stop)]
-            finish = driver.finishes[each.request_id]
-            assert (finish.reason, finish.stop_token_id) == ("stop", stop)
-            assert finish.num_output_tokens == text.index(stop)
-            num_cut += was_cut(driver, each.request_id)
+        eos = (stop,) if by == "eos" else ()
+        end = text.index(stop)
+        driver = drafted(tiny_target, sampling, text[:end], "stop", CIRCLE, eos_token_ids=eos)
+        for name, finish in driver.finishes.items():
+            assert (finish.stop_token_id, finish.num_output_tokens) == (stop, end)
+            num_cut += was_cut(driver, name)
     assert num_cut > 0
 
 
 def test_min_tokens_keeps_the_stop_token_away_first(tiny_target: TinyTarget) -> None:
     text = plain(tiny_target, GREEDY).token_ids["plain"]
-    stop = text[3]
-    sampling = replace(GREEDY, stop_token_ids=(stop,), min_tokens=9)
+    sampling = replace(GREEDY, stop_token_ids=(text[3],), min_tokens=9)
     expected = plain(tiny_target, sampling)
     tokens = expected.token_ids["plain"]
-    assert stop not in tokens[:9]
+    assert text[3] not in tokens[:9]
     assert len(tokens) >= 9
     assert tokens[:3] == text[:3]
-    requests = variants(sampling)
-    driver = Driver(tiny_target.core(Setup())).run(*requests)
-    for each in requests:
-        assert driver.token_ids[each.request_id] == tokens
-        assert driver.finishes[each.request_id].reason == expected.finishes["plain"].reason
+    drafted(tiny_target, sampling, tokens, expected.finishes["plain"].reason)
 
 
 def test_min_tokens_counts_the_drafts_before_a_row(tiny_target: TinyTarget) -> None:
     text = plain(tiny_target, GREEDY, CIRCLE).token_ids["plain"]
     for min_tokens, at in ((2, 3), (4, 4), (4, 6), (6, 7)):
         sampling = replace(GREEDY, stop_token_ids=(text[at],), min_tokens=min_tokens)
-        requests = variants(sampling, CIRCLE)
-        driver = Driver(tiny_target.core(Setup())).run(*requests)
-        for each in requests:
-            assert driver.token_ids[each.request_id] == text[:at]
-        assert any(sum(driver.drafted[each.request_id]) >= min_tokens - 1 for each in requests)
+        driver = drafted(tiny_target, sampling, text[:at], "stop", CIRCLE)
+        assert max(map(sum, driver.drafted.values())) >= min_tokens - 1
 
 
-def test_ignored_eos_is_text(tiny_target: TinyTarget) -> None:
+def test_lengths_cut_exactly_and_an_ignored_eos_is_text(tiny_target: TinyTarget) -> None:
     text = plain(tiny_target, GREEDY).token_ids["plain"]
-    setup = Setup(eos_token_ids=(text[5],))
-    requests = variants(replace(GREEDY, ignore_eos=True))
-    driver = Driver(tiny_target.core(setup)).run(*requests)
-    assert all(driver.token_ids[each.request_id] == text for each in requests)
-
-
-def test_length_is_exact_wherever_it_cuts(tiny_target: TinyTarget) -> None:
-    text = plain(tiny_target, GREEDY).token_ids["plain"]
+    drafted(tiny_target, replace(GREEDY, ignore_eos=True), text, "length", eos_token_ids=(text[5],))
     drafted_last = 0
     for num_tokens in range(1, NUM_TOKENS):
-        requests = variants(replace(GREEDY, max_tokens=num_tokens))
-        driver = Driver(tiny_target.core(Setup())).run(*requests)
-        for each in requests:
-            assert driver.token_ids[each.request_id] == text[:num_tokens]
-            assert driver.finishes[each.request_id].reason == "length"
-            drafted_last += num_tokens > 1 and driver.drafted[each.request_id][-2]
+        sampling = replace(GREEDY, max_tokens=num_tokens)
+        driver = drafted(tiny_target, sampling, text[:num_tokens], "length")
+        drafted_last += num_tokens > 1 and any(each[-2] for each in driver.drafted.values())
     assert drafted_last > 0
-
-
-def test_model_length_cuts_like_max_tokens(tiny_target: TinyTarget) -> None:
-    text = plain(tiny_target, GREEDY).token_ids["plain"]
-    num_prompt = len(PROMPT)
     for room in (1, 2, 7):
-        setup = Setup(max_model_len=num_prompt + room)
-        requests = variants(GREEDY)
-        driver = Driver(tiny_target.core(setup)).run(*requests)
-        for each in requests:
-            assert driver.token_ids[each.request_id] == text[:room]
-            assert driver.finishes[each.request_id].reason == "length"
+        drafted(tiny_target, GREEDY, text[:room], "length", max_model_len=len(PROMPT) + room)
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
