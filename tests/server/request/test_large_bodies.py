@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.request.large_bodies import LARGE
-from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
+from server.request.large_bodies import LARGE, default_body_bytes
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect, endless, until
 
 pytestmark = pytest.mark.anyio
@@ -157,3 +157,17 @@ async def test_without_a_pool_the_server_reads_them_itself(connect: Connect) -> 
     async with connect(ScriptedEngine(), tokenizer=tokenizer) as client:
         assert (await client.post("completions", content=content, headers=headers)).is_success
         assert client.app.state.services.bodies._pool is None  # type: ignore[attr-defined]
+
+
+async def test_the_default_limit_follows_from_the_context(connect: Connect) -> None:
+    long = engine_info(max_model_len=100_000)
+    sizes = [default_body_bytes(each, byte_tokenizer()) for each in (512, 100_000)]
+    assert sizes[1] - sizes[0] == 2 * (100_000 - 512) * len("<|assistant|>")
+    content = b'{"prompt": "a"}' + b" " * sizes[0]
+    headers = {"content-type": "application/json"}
+    statuses = []
+    for engine in (ScriptedEngine(), ScriptedEngine(info=long)):
+        async with connect(engine, body_processes=0) as client:
+            reply = await client.post("/completions", content=content, headers=headers)
+            statuses.append(reply.status_code)
+    assert statuses == [413, 200]

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from server.errors import ApiError
 from server.request.messages import ChatMessage
-from server.request.protocol import StreamOptions
+from server.request.parsing import parse
+from server.request.protocol import MAX_MESSAGES, StreamOptions
 from server.request.responses import MAX_ITEMS
 from worlds.request_bodies import ENDPOINTS, TEXT, TOOLS
 from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer
@@ -248,3 +250,31 @@ async def test_several_errors_are_listed_and_long_input_is_not_echoed(connect: C
     assert message.endswith("and 20 more")
     assert "xxxx" not in message
     assert len(message) < 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "items"),
+    [
+        ("/chat/completions", "messages", [5] * (MAX_MESSAGES + 1)),
+        ("/completions", "stop_token_ids", ["a"] * 129),
+        ("/completions", "bad_words", [5] * 129),
+        ("/completions", "stop", [5] * 17),
+    ],
+)
+def test_too_many_items_are_one_finding(path: str, field: str, items: list[Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse(ENDPOINTS[path][0], json.dumps({"prompt": "a", field: items}).encode())
+    assert refused.value.param == field
+    assert "at most" in refused.value.message
+    assert f"{field}.0" not in refused.value.message
+
+
+async def test_a_prompt_too_long_is_not_looked_into(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        for prompt, part in (
+            ([-1] * 512, "512 tokens"),
+            ([[-1]] * 129, "129 choices"),
+            (["<|user|>" * 500] * 129, "129 choices"),
+        ):
+            reply = await client.post("/completions", json={"prompt": prompt})
+            assert part in reply.json()["error"]["message"]
