@@ -26,7 +26,7 @@ def check_trees(
 def _check_tree(tree: DraftTree, ask: DraftRequest, vocab_size: int) -> None:
     if len(tree) > ask.max_nodes:
         raise ValueError(f"{len(tree)} nodes proposed where {ask.max_nodes} were allowed")
-    if tree.deepest() > ask.shape.depth:
+    if max(tree.depths(), default=0) > ask.shape.depth:
         raise ValueError(f"a proposed path is deeper than {ask.shape.depth}")
     check_sampled(tree, ask.sampling.verification, vocab_size)
 
