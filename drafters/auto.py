@@ -278,7 +278,7 @@ def can_join(info: DrafterInfo) -> bool:
 
 
 def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int], depth: int) -> None:
-    """Count what those asked added to those asked before them; where all were asked, charge those that
+    """Counts what those asked added to those asked before them; where all were asked, charges those that
     proposed something for what the best of them had accepted and they had not."""
     right: list[tuple[_Member, int]] = []
     knows_all = all(member.was_asked for member in members if member.is_asked)

@@ -14,8 +14,8 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def count_of(value: object, most: int | None = None) -> int:
-    """``value``, if it is an integer from 0 to ``most``. Raises ValueError otherwise; booleans and
-    integers of other libraries are none."""
+    """Returns ``value``, if it is an integer from 0 to ``most``. Raises ValueError otherwise; booleans
+    and integers of other libraries are none."""
     if type(value) is not int or value < 0 or (most is not None and value > most):
         limit = "" if most is None else f" to {most}"
         raise ValueError(f"{str(value)[:80]!r} is no int from 0{limit}")

@@ -35,8 +35,8 @@ class LastTopState(RequestState):
         self._candidates: Sequence[int] = ()
 
     def observe(self, seen: Observation) -> None:
-        """Keep what was likely at the row whose token is the anchor now. A run that was trimmed has ended
-        the request."""
+        """Keeps what was likely at the row whose token is the anchor now. A run that was trimmed has
+        ended the request."""
         if seen.top_token_ids is None:
             return
         anchor = seen.token_ids[-1]

@@ -64,19 +64,14 @@ class DraftTree:
             return list(range(1, len(self.token_ids) + 1))
         return depths_of(self.parents)
 
-    def deepest(self) -> int:
-        """Nodes on the longest path."""
-        if self.is_chain():
-            return len(self.token_ids)
-        return max(depths_of(self.parents), default=0)
-
     def is_chain(self) -> bool:
         parents = self.parents
         as_chain = range(-1, len(parents) - 1)
         return parents == as_chain if isinstance(parents, range) else list(parents) == [*as_chain]
 
     def follow(self, token_ids: Sequence[int]) -> list[int]:
-        """The nodes that carry the first of these tokens, one below the other, as far as they go."""
+        """Returns the nodes that carry the first of these tokens, one below the other, as far as they
+        go."""
         path: list[int] = []
         node = ROOT
         for index, (parent, token_id) in enumerate(zip(self.parents, self.token_ids, strict=True)):
@@ -88,7 +83,7 @@ class DraftTree:
         return path
 
     def subtree(self, kept: Sequence[int]) -> DraftTree:
-        """The tree of the given nodes (ascending, parent-closed), renumbered."""
+        """Returns the tree of the given nodes (ascending, parent-closed), renumbered."""
         num_kept = len(kept)
         if num_kept == len(self.token_ids):
             return self
@@ -139,7 +134,7 @@ class DraftTree:
 
 
 def chain(token_ids: Sequence[int], features: Sequence[int] | int = 0) -> DraftTree:
-    """The chain of these tokens; one feature for all, or one each."""
+    """Returns the chain of these tokens; one feature for all, or one each."""
     if isinstance(features, int):
         features = [features] * len(token_ids)
     return DraftTree(token_ids, range(-1, len(token_ids) - 1), features)
@@ -171,7 +166,7 @@ class TreeBuilder:
         return len(self.token_ids)
 
     def add(self, parent: int, token_id: int, feature: int = 0, weight: float = 1.0) -> int:
-        """The node of ``token_id`` under ``parent``, a new one if there is none."""
+        """Returns the node of ``token_id`` under ``parent``, a new one if there is none."""
         key = (parent, token_id)
         node = self._index.get(key)
         if node is not None:
@@ -187,7 +182,7 @@ class TreeBuilder:
         return node
 
     def best(self, nodes: int, width: int | None = None, depth: int | None = None) -> DraftTree:
-        """The ``nodes`` of most weight, the first added among equals, that have at most ``width``
+        """Returns the ``nodes`` of most weight, the first added among equals, that have at most ``width``
         siblings, themselves included, and lie at most ``depth`` deep. The chain of first children
         comes first."""
         return self.take(self._chain_first(self.chosen(nodes, width, depth)))
@@ -217,7 +212,7 @@ class TreeBuilder:
         return sorted(kept)
 
     def take(self, nodes: Sequence[int]) -> DraftTree:
-        """The tree of these nodes in this order, parents before their children."""
+        """Returns the tree of these nodes in this order, parents before their children."""
         if not nodes:
             return EMPTY
         new_index = {ROOT: ROOT}
@@ -256,7 +251,8 @@ class Branch(NamedTuple):
 def best_first(
     start: Iterable[Branch], expand: Callable[[int, Branch], Iterable[Branch]], max_nodes: int
 ) -> DraftTree:
-    """The ``max_nodes`` of most weight, the first found among equals, where ``expand`` finds more.
+    """Returns the ``max_nodes`` of most weight, the first found among equals, where ``expand`` finds
+    more.
 
     It is called with each node that is taken and what it was taken from, and gives nodes of no more
     weight, below it or anywhere else in the tree. Parents come before children, the chain of first

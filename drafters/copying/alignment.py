@@ -156,8 +156,8 @@ class Alignment:
         )
 
     def read(self, token_ids: Sequence[int], num_tokens: int) -> int:
-        """Index up to ``num_tokens`` more tokens of ``token_ids``, before anything of it is followed; how
-        many it was."""
+        """Indexes up to ``num_tokens`` more tokens of ``token_ids``, before anything of it is followed;
+        how many it was."""
         text, index = self.token_ids, self._index
         text += token_ids[len(text) :]
         self._bound(len(text))
@@ -167,7 +167,7 @@ class Alignment:
         return index.num_indexed - start
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Follow what ``token_ids`` has beyond what is known."""
+        """Follows what ``token_ids`` has beyond what is known."""
         text = self.token_ids
         position = len(text)
         if self._index.num_indexed < self._num_prompt_tokens:
@@ -189,7 +189,7 @@ class Alignment:
             self._index_up_to(end)
 
     def candidates(self, limit: int = MAX_CANDIDATES) -> list[Candidate]:
-        """Places to copy from, ``limit`` of each index and those near to where copies broke off;
+        """Returns places to copy from, ``limit`` of each index and those near to where copies broke off;
         takes the likeliest as its own where no trusted copy is under way."""
         if not self.token_ids:
             return []
@@ -206,7 +206,7 @@ class Alignment:
         return Candidate(self.source, self.position, length, Place.CURRENT, weight)
 
     def candidates_after(self, path: Sequence[int]) -> list[Candidate]:
-        """Places in the text that may go on if ``path`` comes next, a few of the best."""
+        """Returns places in the text that may go on if ``path`` comes next, a few of the best."""
         text = self.token_ids
         ending = text[-MAX_MATCH_LENGTH:] + list(path)
         end = len(ending)
@@ -225,7 +225,7 @@ class Alignment:
         return found
 
     def _follow(self, position: int, end: int) -> int:
-        """Walk the copy along ``token_ids[position:end]``; how many tokens were dealt with."""
+        """Walks the copy along ``token_ids[position:end]``; how many tokens were dealt with."""
         source, start, text = self.source, self.position, self.token_ids
         num_tokens = end - position
         num_same = 0
@@ -254,7 +254,7 @@ class Alignment:
         return num_same + 1
 
     def _remember(self) -> None:
-        """Keep the end of a trusted copy, and of the last few before it that lie elsewhere."""
+        """Keeps the end of a trusted copy, and of the last few before it that lie elsewhere."""
         if self.source is None or self.length < TRUSTED_LENGTH:
             return
         source, position = self.source, self.position
@@ -300,7 +300,7 @@ class Alignment:
         return found
 
     def _around_ends(self, end: int, own: dict[int, None]) -> list[tuple[list[int], int]]:
-        """Places near where copies broke off: into ``own`` those in the text itself."""
+        """Returns places near where copies broke off: into ``own`` those in the text itself."""
         elsewhere: list[tuple[list[int], int]] = []
         last_token_id = self.token_ids[end - 1]
         for rank, (source, broke_off) in enumerate(self._ends):
@@ -318,7 +318,7 @@ class Alignment:
     def _add(
         self, found: list[Candidate], text: list[int], positions: Iterable[int], end: int
     ) -> None:
-        """Add those places of a text to ``found`` that may be worth anything."""
+        """Adds those places of a text to ``found`` that may be worth anything."""
         own, last = self.token_ids, self.token_ids[end - 1]
         place_of, make = self._place, tuple.__new__
         for position in positions:
@@ -349,7 +349,7 @@ class Alignment:
         return _PROMPT if position < self._num_prompt_tokens else _OUTPUT
 
     def _index_up_to(self, end: int) -> None:
-        """Index the text's tokens before ``end``, but for the inner part of a long copy."""
+        """Indexes the text's tokens before ``end``, but for the inner part of a long copy."""
         self._bound(end)
         start = self._index.num_indexed
         if start >= self._num_prompt_tokens and end - start > 2 * _INDEXED_BEFORE_BREAK:
@@ -358,14 +358,14 @@ class Alignment:
             self._index.extend(self.token_ids, start, end)
 
     def _bound(self, end: int) -> None:
-        """Start again where the text before ``end`` is more than may be indexed."""
+        """Starts again where the text before ``end`` is more than may be indexed."""
         if end - self._first_indexed > MAX_INDEXED_TOKENS:
             self._index.clear()
             self._index.num_indexed = self._first_indexed = end - MAX_INDEXED_TOKENS // 2
 
 
 def _after(token_ids: list[int], token_id: int, start: int, end: int, max_places: int) -> list[int]:
-    """The first places in ``start + 1 .. end`` that follow a ``token_id``."""
+    """Returns the first places in ``start + 1 .. end`` that follow a ``token_id``."""
     places: list[int] = []
     while len(places) < max_places and start < end:
         try:

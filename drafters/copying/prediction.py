@@ -35,7 +35,7 @@ _SOLID_RUN = 4
 
 
 def run_feature(run: int, rank: int) -> int:
-    """Bucket of (equal tokens before the node, rank of its place): 0..31."""
+    """Returns the bucket of (equal tokens before the node, rank of its place): 0..31."""
     bucket = sum(run >= start for start in _BUCKET_STARTS) - 1
     return bucket * _NUM_RANKS + min(rank, _NUM_RANKS - 1)
 
@@ -94,8 +94,8 @@ class PredictionState(RequestState):
 
 
 def _shares(places: Sequence[Place], request: DraftRequest) -> list[int]:
-    """Nodes for each place: alike while nothing speaks for one of them, else most for the first and
-    enough for the others to find out."""
+    """Returns nodes for each place: alike while nothing speaks for one of them, else most for the first
+    and enough for the others to find out."""
     if not places:
         return []
     num_places = len(places)
@@ -143,7 +143,7 @@ class PredictionAligner:
         self._place = next(self._guesses())
 
     def places(self, count: int) -> list[Place]:
-        """Up to ``count`` places where the text may stand, likeliest first, with different next
+        """Returns up to ``count`` places where the text may stand, likeliest first, with different next
         tokens; none at the end of the prediction."""
         found: dict[int, Place] = {}
         guesses = self._guesses() if self._break is not None else iter(())
@@ -155,7 +155,7 @@ class PredictionAligner:
         return list(found.values())
 
     def _guesses(self) -> Iterator[Place]:
-        """Places after a break: longest match first, then the nearest; always at least one."""
+        """Yields places after a break: longest match first, then the nearest; always at least one."""
         assert self._break is not None
         parted, at = self._break
         expected = parted + self._num_seen - at
@@ -166,7 +166,7 @@ class PredictionAligner:
         yield Place(parted, 0)  # something was inserted
 
     def _matches(self, expected: int) -> Iterator[Place]:
-        """Places that the text's last tokens lead to."""
+        """Yields places that the text's last tokens lead to."""
         last = self._tail[-1]
         low, high = max(0, expected - 1 - _NEARBY), expected + _NEARBY
         for end in range(low, min(high, len(self.token_ids))):

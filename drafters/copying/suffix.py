@@ -51,8 +51,8 @@ TREE_CORRECTION = 0.3
 
 
 def suffix_feature(match_length: int, share: float, rank: int) -> int:
-    """Bucket of (length of the match before the node, its share of the votes, its rank among
-    siblings): 0..59."""
+    """Returns the bucket of (length of the match before the node, its share of the votes, its rank
+    among siblings): 0..59."""
     length_bucket = bisect_right(_LENGTH_STARTS, match_length)
     share_bucket = bisect_right(_SHARE_STARTS, share)
     return (length_bucket * _NUM_SHARES + share_bucket) * _NUM_RANKS + min(rank, _NUM_RANKS - 1)
@@ -99,7 +99,7 @@ class SuffixDrafter(Drafter):
         return super().propose(requests)
 
     def finish(self, request_id: str, state: SuffixState) -> None:  # noqa: ARG002
-        """Hand the text to the tenant's history."""
+        """Hands the text to the tenant's history."""
         state.finish()
 
 
@@ -208,7 +208,7 @@ class _Draft:
         self._candidates = sorted(candidates, key=_match_length, reverse=True)
 
     def chain(self) -> DraftTree:
-        """At each depth the token with most votes. Nothing joins: it would seldom win."""
+        """Drafts at each depth the token with most votes. Nothing joins: it would seldom win."""
         self._min_share = CHAIN_CORRECTION
         voters = [self._voter(candidate, 0) for candidate in self._candidates]
         token_ids: list[int] = []
@@ -229,7 +229,7 @@ class _Draft:
         return chain(token_ids, features)
 
     def tree(self, max_nodes: int, width: int) -> DraftTree:
-        """Best first by the product of shares along the path; the likeliest chain in front."""
+        """Drafts best first by the product of shares along the path; the likeliest chain in front."""
 
         def expand(node: int, branch: Branch) -> Iterator[Branch]:
             before, child = branch.state
@@ -245,7 +245,7 @@ class _Draft:
     def _branches(
         self, node: int, survival: float, path: list[int], voters: list[_Voter], width: int
     ) -> Iterator[Branch]:
-        """The likeliest children of ``node``, to which ``path`` leads."""
+        """Yields the likeliest children of ``node``, to which ``path`` leads."""
         depth = len(path)
         for rank, child in enumerate(self._children(voters, depth, path)[:width]):
             match_length = child.voters[0].match_length + depth
@@ -254,7 +254,7 @@ class _Draft:
             yield Branch(weight, node, child.token_id, feature, (path, child))
 
     def _joined(self, voters: list[_Voter], path: list[int], survival: float) -> list[_Voter]:
-        """``voters``, and where it may pay the places that the whole path leads to."""
+        """Returns ``voters``, and where it may pay the places that the whole path leads to."""
         depth = len(path)
         if survival < _JOINING_SURVIVAL or voters[0].match_length + depth >= SETTLED_LENGTH:
             return voters
@@ -305,7 +305,7 @@ class _Draft:
     def _correct(
         self, weights: dict[int, float], by_token: dict[int, list[_Voter]], path: list[int]
     ) -> None:
-        """Share what the leader's token has with what came instead of it before."""
+        """Shares what the leader's token has with what came instead of it before."""
         depth = len(path)
         original = next(iter(weights))
         if by_token[original][0].match_length + depth < TRUSTED_LENGTH:

@@ -42,7 +42,7 @@ class SuffixIndex:
         self.num_indexed = 0
 
     def __len__(self) -> int:
-        """Contexts held."""
+        """Returns how many contexts are held."""
         return len(self._occurrences)
 
     def clear(self) -> None:
@@ -126,7 +126,7 @@ class TenantHistory:
         self._num_waiting = 0
 
     def __len__(self) -> int:
-        """Tokens held, those that wait included."""
+        """Returns how many tokens are held, those that wait included."""
         return len(self._young.token_ids) + len(self._old.token_ids) + self._num_waiting
 
     def add(self, token_ids: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ class TextDigests:
         return self.digests[0]
 
     def update(self, token_ids: Sequence[int]) -> None:
-        """Take in what was appended; earlier tokens do not change."""
+        """Takes in what was appended; earlier tokens do not change."""
         size = self._block_size
         for start in range((len(self.digests) - 1) * size, len(token_ids) - size + 1, size):
             self.digests.append(_digest(self.digests[-1], token_ids[start : start + size]))

@@ -67,14 +67,14 @@ class MedusaDrafter(Drafter):
         return _LastRow()
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
-        """Keep the last row: the one that chose the anchor."""
+        """Keeps the last row: the one that chose the anchor."""
         for each in rows:
             state = self._states[each.request_id]
             state.hidden = each.hidden[-1]
             state.position = each.first_position + len(each.hidden) - 1
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Empty where the anchor's predecessor has not been seen: in a request's first step."""
+        """Drafts nothing where the anchor's predecessor has not been seen: in a request's first step."""
         return self._heads.read_now(partial(self.begin, requests))
 
     def begin(
@@ -110,7 +110,7 @@ class MedusaDrafter(Drafter):
 
 
 def product_tree(levels: Sequence[Candidates], max_nodes: int, shape: DraftShape) -> DraftTree:
-    """The ``max_nodes`` paths with the largest product of confidences, within ``shape``.
+    """Returns the ``max_nodes`` paths with the largest product of confidences, within ``shape``.
 
     ``levels[d]`` may stand at depth ``d + 1``, best first. A path is never likelier than its
     beginning, so the best ``n`` are a tree for every ``n``: they are found by taking the best open

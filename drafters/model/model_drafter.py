@@ -192,8 +192,8 @@ class ModelDrafter(Drafter):
         return ask.depth > 0 and len(ask.token_ids) < self._model.max_len
 
     def _deal(self, turns: Sequence[_FirstRound]) -> list[tuple[_FirstRound, DraftRows]]:
-        """Rows within the budget, those with the least to catch up first. Requests whose rows reach to
-        the anchor have that one scored, and draft.
+        """Returns rows within the budget, those with the least to catch up first. Requests whose rows
+        reach to the anchor have that one scored, and draft.
 
         Requests that share blocks may lack the same rows: then one of them waits, and finds the rows
         written at its next turn.
@@ -210,11 +210,9 @@ class ModelDrafter(Drafter):
                 continue
             claimed |= blocks
             budget -= count
-            tokens, width = (
-                ask.token_ids[first : first + count],
-                min(ask.shape.width, ask.max_nodes),
-            )
-            rows.append((turn, DraftRows(ask, list(tokens), first, int(whole), width)))
+            tokens = list(ask.token_ids[first : first + count])
+            width = min(ask.shape.width, ask.max_nodes)
+            rows.append((turn, DraftRows(ask, tokens, first, int(whole), width)))
         return rows
 
     # Later rounds: drafted tokens
@@ -225,8 +223,8 @@ class ModelDrafter(Drafter):
         return DraftGrowth(ask, turn.state.min_confidence, depth, self._calibration.acceptance)
 
     def _chains_ahead(self, growths: Iterable[DraftGrowth]) -> list[list[DraftRows]]:
-        """The later rounds of chains, where to read a round means to wait for a device: they are run to
-        the full depth, and cut when they are read where the draft model was unsure."""
+        """Returns later rounds of chains, where to read a round means to wait for a device: they are run
+        to the full depth, and cut when they are read where the draft model was unsure."""
         chains = [each for each in growths if each.is_chain and self._model.runs_ahead]
         levels: list[list[DraftRows]] = []
         for depth in range(1, max((each.most_levels for each in chains), default=0)):
@@ -248,7 +246,7 @@ class ModelDrafter(Drafter):
     def _read_ahead(
         self, growths: Iterable[DraftGrowth], levels: Sequence[Sequence[DraftRows]], found: Levels
     ) -> None:
-        """Grow chains by the rounds that were run ahead, ``levels`` but the first."""
+        """Grows chains by the rounds that were run ahead, ``levels`` but the first."""
         growth_of = {growth.ask.request_id: growth for growth in growths}
         for level, candidates in zip(levels[1:], found.candidates[1:], strict=True):
             for run, each in zip(level, candidates, strict=True):
@@ -260,7 +258,7 @@ class ModelDrafter(Drafter):
             self._times.observe(len(level), found.seconds / (len(levels) - 1))
 
     def _grow_on(self, growths: Iterable[DraftGrowth]) -> None:
-        """Round by round, each by what the one before has found: what was not run ahead."""
+        """Grows round by round, each by what the one before has found: what was not run ahead."""
         growing = [each for each in growths if not (each.is_chain and self._model.runs_ahead)]
         while ready := [growth for growth in growing if growth.frontier]:
             num_rows = sum(len(growth.frontier) for growth in ready)

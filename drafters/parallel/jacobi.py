@@ -84,7 +84,7 @@ class JacobiState(RequestState):
         return chain(self._guesses[:num_nodes], self._features[:num_nodes])
 
     def observe(self, observation: Observation) -> None:
-        """Refine what was verified, which may be less than was proposed, and slide on."""
+        """Refines what was verified, which may be less than was proposed, and slides on."""
         self._read(observation.token_ids)
         refined = observation.row_token_ids
         num_emitted = len(observation.emitted_token_ids)
@@ -103,7 +103,7 @@ class JacobiState(RequestState):
         self._num_read = len(token_ids)
 
     def _fill(self, anchor: int, num_nodes: int) -> None:
-        """First guesses up to the window's end."""
+        """Fills in first guesses up to the window's end."""
         previous = self._guesses[-1] if self._guesses else anchor
         while len(self._guesses) < num_nodes:
             previous = self._successors.get(previous, previous)

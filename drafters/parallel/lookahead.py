@@ -110,7 +110,7 @@ class LookaheadState(TextReader):
         return builder.best(request.max_nodes, depth=request.shape.depth)
 
     def observe(self, observation: Observation) -> None:
-        """Pool the text's new n-grams and the window's, and move the window on."""
+        """Pools the text's new n-grams and the window's, and moves the window on."""
         self._read_rest()
         token_ids = observation.token_ids
         num_new = len(observation.emitted_token_ids)
@@ -216,7 +216,7 @@ class LookaheadWindow:
         return ngrams
 
     def _tips(self, nodes: Mapping[tuple[int, int], int]) -> Iterator[int | None]:
-        """Per column the node of its last level, None where it was not verified."""
+        """Yields per column the node of its last level, None where it was not verified."""
         column: int | None = ROOT
         for index in range(len(self.levels[0]) + 1):
             if index and column is not None:

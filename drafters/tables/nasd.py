@@ -161,7 +161,7 @@ class NasdState(TextReader):
         return self._tree(request.max_nodes, request.shape.width, request.shape.depth)
 
     def _learn(self, token_ids: Sequence[int]) -> None:
-        """Count the tokens of the request's list that were not counted yet."""
+        """Counts the tokens of the request's list that were not counted yet."""
         for token_id in token_ids[self._num_read :]:
             self._learn_one(token_id)
 
@@ -199,7 +199,7 @@ class NasdState(TextReader):
         return best_first(branches(ROOT, 1.0, self._window, 0), expand, max_nodes)
 
     def _random_token(self, offset: int) -> int:
-        """A seen token picked by the position it is drafted for."""
+        """Returns a seen token picked by the position it is drafted for."""
         seen = self._vocabulary_list
         return seen[_scramble(self._num_read + offset) % len(seen)]
 

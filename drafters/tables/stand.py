@@ -139,18 +139,18 @@ class StandState(TextReader):
         self._prompt.learn_text(self.window(before), self._levels, self._token_ids[start:end])
 
     def window(self, token_ids: Sequence[int]) -> int:
-        """The context at the end of a text."""
+        """Returns the context at the end of a text."""
         return pack(token_ids[-self._max_ctx :])
 
     def advanced(self, window: int, token_id: int) -> int:
         return advanced(window, token_id, self._mask)
 
     def learn(self, window: int, token_ids: Sequence[int], probs: Sequence[float]) -> None:
-        """Merge what the target said after ``window``: its likeliest tokens, best first."""
+        """Merges what the target said after ``window``: its likeliest tokens, best first."""
         self._table.learn(window, self._levels, token_ids, probs)
 
     def observe(self, observation: Observation) -> None:
-        """Learn from the rows whose context is the text; other branches were never written."""
+        """Learns from the rows whose context is the text; other branches were never written."""
         top_token_ids, top_probs = observation.top_token_ids, observation.top_probs
         if top_token_ids is None or top_probs is None:
             return
@@ -262,14 +262,14 @@ class StandState(TextReader):
 def _sampled(
     token_ids: Sequence[int], probs: Sequence[float], position: int, sampling: DraftSampling
 ) -> Children:
-    """Children with what they were sampled from; features tell ranks, never tokens."""
+    """Returns children with what they were sampled from; features tell ranks, never tokens."""
     order, _ = in_sampled_order(token_ids, probs, position, sampling)
     features = [min(rank, _FEATURES_PER_SOURCE - 1) for rank in range(len(order))]
     return Children(order, features, dict(zip(token_ids, probs, strict=True)))
 
 
 def _margin_features(source: int, scores: Sequence[float]) -> list[int]:
-    """Buckets of (source, distance in score to the best rival): 0..63.
+    """Returns buckets of (source, distance in score to the best rival): 0..63.
 
     ``source``: 0 to 2 for contexts of 1, of 2 and of more tokens, 3 for the prompt's word. The
     first child leads by its margin; each other one trails by its own.

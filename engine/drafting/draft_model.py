@@ -69,7 +69,7 @@ def begin_candidates(
     vocab_size: int,
     readback: Readback,
 ) -> Choice:
-    """Choose each row's candidates. Tokens from ``vocab_size`` on, which the target does not have, are
+    """Chooses each row's candidates. Tokens from ``vocab_size`` on, which the target does not have, are
     left out; ``distribution``s have this size."""
     values = logits[:, :vocab_size].float()
     samplings = [row.sampling for row in rows]
@@ -108,7 +108,7 @@ def begin_candidates(
 
 
 def _noise(token_ids: Tensor, rows: Sequence[ScoredRow]) -> Tensor:
-    """Gumbel noise of each row's position; none in greedy rows: ``[num_rows, num_tokens]``."""
+    """Returns Gumbel noise of each row's position; none in greedy rows: ``[num_rows, num_tokens]``."""
     device = token_ids.device
     keys = upload([row.sampling.key for row in rows], device)
     positions = upload([row.position for row in rows], device)
@@ -123,7 +123,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 def _listed(
     token_ids: Tensor, confidences: Tensor, rows: Sequence[ScoredRow], readback: Readback
 ) -> Callable[[], list[Candidates]]:
-    """The first ``num_candidates`` of each row that are not ruled out."""
+    """Lists the first ``num_candidates`` of each row that are not ruled out."""
     read = readback.add(token_ids), readback.add(confidences)
 
     def finish() -> list[Candidates]:
@@ -165,7 +165,7 @@ class LevelModel(ABC):
     def begin(
         self, levels: Sequence[Sequence[DraftRows]], readback: Readback
     ) -> Callable[[], Levels]:
-        """Launch all levels. The device is not waited for."""
+        """Launches all levels. The device is not waited for."""
         choices = [self._choose(levels[0], None, readback)]
         stop = _watch(self._device)
         for above, rows in pairwise(levels):
@@ -182,8 +182,8 @@ class LevelModel(ABC):
     def _choose(
         self, rows: Sequence[DraftRows], chosen: Tensor | None, readback: Readback
     ) -> Choice | None:
-        """One forward: what may follow its scored rows, one request's after another's; None: there are
-        none. ``chosen``: the rows' tokens, where only the device knows them."""
+        """Runs one forward: what may follow its scored rows, one request's after another's; None: there
+        are none. ``chosen``: the rows' tokens, where only the device knows them."""
         batch = build_batch([request_rows(each) for each in rows], self.block_size)
         batch.chosen = chosen
         logits = self._logits(rows, batch)
@@ -199,7 +199,7 @@ class LevelModel(ABC):
 
     @abstractmethod
     def _logits(self, rows: Sequence[DraftRows], batch: InputBatch) -> Tensor:
-        """Run the rows and keep their keys and values: ``[num_scored_rows, vocab_size]``, of the rows
+        """Runs the rows and keep their keys and values: ``[num_scored_rows, vocab_size]``, of the rows
         ``batch.logits_indices``."""
 
 
@@ -233,7 +233,7 @@ def request_rows(rows: DraftRows) -> RequestRows:
 
 
 def _chosen(above: Sequence[DraftRows], choice: Choice | None, rows: Sequence[DraftRows]) -> Tensor:
-    """The tokens of rows that follow those ``above``, one per request: ``[num_rows]``."""
+    """Returns the tokens of rows that follow those ``above``, one per request: ``[num_rows]``."""
     assert choice is not None
     names = [each.ask.request_id for each in above for _ in range(each.num_scored)]
     scored = {name: index for index, name in enumerate(names)}
@@ -242,7 +242,7 @@ def _chosen(above: Sequence[DraftRows], choice: Choice | None, rows: Sequence[Dr
 
 
 def _by_request(rows: Sequence[DraftRows], choice: Choice | None) -> list[list[Candidates]]:
-    """The candidates of a level by request and scored row, once they were fetched."""
+    """Returns the candidates of a level by request and scored row, once they were fetched."""
     found = iter(() if choice is None else choice.finish())
     return [[next(found) for _ in range(each.num_scored)] for each in rows]
 

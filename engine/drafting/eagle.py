@@ -81,7 +81,7 @@ class FeatureLayer(nn.Module):
         hidden: torch.Tensor,  # the same: of the tokens before
         **keywords: Any,
     ) -> torch.Tensor:
-        """Hidden states of the rows' own tokens, as far as the layer can tell; the same shape."""
+        """Returns hidden states of the rows' own tokens, as far as the layer can tell; the same shape."""
         both = torch.cat([self.token_norm(embeddings), self.hidden_norm(hidden)], dim=-1)
         output = self.body(inputs_embeds=self.join(both), use_cache=False, **keywords)
         result: torch.Tensor = output.last_hidden_state
@@ -102,7 +102,7 @@ class _Features:
         return self.first + sum(len(part) for part in self.known)
 
     def add(self, first: int, hidden: torch.Tensor) -> None:
-        """Newly committed rows; a gap or a step back starts anew."""
+        """Adds newly committed rows; a gap or a step back starts anew."""
         if first != self.end:
             self.first, self.known = first, []
         self.known.append(hidden)
@@ -154,13 +154,13 @@ class EagleModel(LevelModel):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture what is captured at start. Once, while the store is unused."""
+        """Captures what is captured at start. Once, while the store is unused."""
         self._replays.prepare(
             lambda batch: partial(self._run, *self._plan(batch), self._memory(batch.num_rows))
         )
 
     def take_hidden(self, request_id: str, first: int, hidden: torch.Tensor) -> None:
-        """The target's states of newly committed tokens, ``[num_rows, hidden_size]``."""
+        """Takes the target's states of newly committed tokens, ``[num_rows, hidden_size]``."""
         self._requests.setdefault(request_id, _Features()).add(first, hidden)
 
     def forget(self, request_id: str) -> None:
@@ -185,7 +185,7 @@ class EagleModel(LevelModel):
         return self._blank.repeat(num_rows, 1)
 
     def _read(self, rows: DraftRows) -> torch.Tensor:
-        """The states before each row: the target's, or those of the draft's own parents."""
+        """Returns the states before each row: the target's, or those of the draft's own parents."""
         state = self._requests.setdefault(rows.ask.request_id, _Features())
         if rows.base < len(rows.ask.token_ids):
             return state.before(rows.base, len(rows.token_ids), self._blank)

@@ -21,7 +21,8 @@ _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def parse_layers(text: str, num_layers: int) -> list[int]:
-    """ "3": the first three; "0,1,4,5": these. Raises ValueError naming the setting."""
+    """Returns the layers that a setting names: "3" the first three, "0,1,4,5" these. Raises ValueError
+    naming the setting."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -40,7 +41,7 @@ def parse_layers(text: str, num_layers: int) -> list[int]:
 
 
 def layer_subset(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A model of these layers with the whole one's embedding, final norm and head.
+    """Returns a model of these layers with the whole one's embedding, final norm and head.
 
     Raises UnsupportedModelError where the layers cannot be told from the model's other parts.
     """
@@ -70,7 +71,7 @@ def layer_subset(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
 
 
 def _twin(module: Any, config: Any) -> Any:
-    """The same children under a new parent, which may exchange them and hook itself."""
+    """Returns the same children under a new parent, which may exchange them and hook itself."""
     twin = copy.copy(module)
     twin.__dict__["_modules"] = dict(module._modules)
     for name in ("_forward_hooks", "_forward_pre_hooks"):

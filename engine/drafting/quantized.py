@@ -24,8 +24,8 @@ _GROUP_SIZE = 32
 
 
 def quantized_copy(model: PreTrainedModel, kind: Quantization) -> PreTrainedModel:
-    """A copy of ``model``, still on transformers' own attention. Only the weights of linear layers take
-    new memory; the log says how much.
+    """Returns a copy of ``model``, still on transformers' own attention. Only the weights of linear
+    layers take new memory; the log says how much.
 
     Raises ValueError where the machine lacks what ``kind`` needs, DrafterUnavailableError without
     torchao.

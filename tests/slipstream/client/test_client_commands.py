@@ -80,10 +80,10 @@ def test_flags_become_the_request(url: str, engine: ScriptedEngine) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["-"]])
+@pytest.mark.usefixtures("url")
 def test_a_prompt_comes_through_a_pipe(
-    url: str, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    del url
     pipe(monkeypatch, "from a pipe\n")
     assert main(["complete", *arguments]) == 0
     assert bytes(engine.requests[0].prompt_token_ids[-12:]) == b"from a pipe\n"
@@ -188,14 +188,13 @@ def test_another_servers_refusal_is_told(
 # --- chat ---
 
 
+@pytest.mark.usefixtures("url")
 def test_piped_lines_are_turns_and_commands(
-    url: str,
     engine: ScriptedEngine,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    del url
     saved = tmp_path / "talk.json"
     turns = ["hi", "/drafter nasd", "again", f"/save {saved}", "/reset", "//new", "/history"]
     pipe(monkeypatch, "\n".join([*turns, "/quit", "not sent"]))
@@ -227,14 +226,13 @@ def test_piped_lines_are_turns_and_commands(
 
 
 @pytest.mark.parametrize("line", ["/drafter nope", "/bogus", "/load /nowhere/x", "/save"])
+@pytest.mark.usefixtures("url")
 def test_a_command_that_fails_ends_a_piped_conversation(
-    url: str,
     engine: ScriptedEngine,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     line: str,
 ) -> None:
-    del url
     pipe(monkeypatch, f"{line}\nnot sent\n")
     assert main(["chat"]) == 2
     assert capsys.readouterr().err.startswith("slipstream: ")
@@ -309,10 +307,10 @@ def test_another_server_is_measured_as_it_is(
         ("--field max_tokens=3", "--field max_tokens"),
     ],
 )
+@pytest.mark.usefixtures("url")
 def test_a_bench_checks_its_flags_before_it_runs(
-    url: str, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], flags: str, message: str
+    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
-    del url
     assert main(["bench", *flags.split()]) == 2
     assert message in capsys.readouterr().err
     assert engine.requests == []

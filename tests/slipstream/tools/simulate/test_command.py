@@ -92,18 +92,10 @@ def test_what_cannot_be_simulated_is_refused_in_a_line(
 
 def test_the_words_of_policies() -> None:
     assert speculative_of("none").draft_strategy == "none"
-    fixed = speculative_of("fixed:4")
-    assert (fixed.draft_strategy, fixed.adaptive_depth, fixed.num_speculative_tokens) == (
-        "measured",
-        "fixed",
-        4,
-    )
-    goodput = speculative_of("goodput:4")
-    assert (
-        goodput.adaptive_depth,
-        goodput.num_speculative_tokens,
-        goodput.max_speculative_tokens,
-    ) == ("goodput", 4, 4)
+    for policy in ("fixed", "goodput"):
+        found = speculative_of(f"{policy}:4")
+        assert (found.draft_strategy, found.adaptive_depth) == ("measured", policy)
+        assert found.num_speculative_tokens == found.max_speculative_tokens == 4
     with pytest.raises(ValueError, match="none:2"):
         speculative_of("none:2")
 
