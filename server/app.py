@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def build_app(
         # first request to each application.
         routes=[route for router in routers() for route in router.routes],
     )
-    install_error_handlers(app, metrics.count_rejection)
+    install_error_handlers(app, partial(metrics.count, "rejections"))
     describe_as_it_is(app, info.drafters)
     app.state.services = services
     # The last one added is the outermost.
@@ -135,7 +136,7 @@ def build_app(
     )
     if telemetry is not None:
         # Imported late: what it builds on is an extra.
-        from server.metrics.telemetry.watch import WatchMiddleware
+        from server.metrics.telemetry.pipeline import WatchMiddleware
 
         app.add_middleware(WatchMiddleware, telemetry=telemetry)
     app.add_middleware(AnswerMiddleware, metrics=metrics)
@@ -165,6 +166,6 @@ def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
         read=settings.read_timeout,
         write=settings.write_timeout,
         keep_alive=settings.keep_alive_timeout,
-        cut_off=app.state.services.metrics.count_cut_off,
+        cut_off=partial(app.state.services.metrics.count, "connections_cut_off"),
     )
     return HttpConfig(app, patience)

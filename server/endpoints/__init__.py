@@ -54,7 +54,7 @@ class Services:
         if terms and terms.tenant.name:
             plan = terms.on(plan)
         writer = kind(plan, self.texts, self.model_name, self.fingerprint)
-        return await answer(request, self.choices, writer)
+        return await answer(request, self.choices.run, writer)
 
     async def charge(self, request: Request) -> None:
         """Count a request that costs this server time and the engine none. Raises TenantLimitError,

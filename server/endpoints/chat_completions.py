@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from server.endpoints import Served
 from server.http.openapi import generated
-from server.reply.writers import ChatChunk, ChatCompletion, ChatWriter
+from server.reply.chats import ChatChunk, ChatCompletion, ChatWriter
 from server.request.large_bodies import BodyRoute
 from server.request.protocol import ChatRequest
 

@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from server.endpoints import Served
 from server.http.openapi import generated
-from server.reply.writers import Completion, CompletionChunk, CompletionWriter
+from server.reply.completions import Completion, CompletionChunk, CompletionWriter
 from server.request.large_bodies import BodyRoute
 from server.request.protocol import CompletionRequest
 

@@ -24,11 +24,11 @@ from starlette.types import Receive, Scope, Send
 from engine.logs import add_log_fields
 from server.errors import to_api_error
 from server.http.middleware import REQUEST_ID_KEY
-from server.metrics.record import RECORD_KEY, RequestRecord
-from server.plan import RequestPlan
-from server.reply.choices import ChoiceDelta, ChoiceEnd, ChoiceSource, Sink
+from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
+from server.plan import ChoicePlan, RequestPlan
+from server.reply.deltas import ChoiceDelta, ChoiceEnd, Sink, fold
 from server.reply.usage import Usage, build_usage
-from server.reply.writers import Writer, fold
+from server.reply.writers import Writer
 
 logger = logging.getLogger("slipstream.requests")
 
@@ -37,6 +37,8 @@ KEEPALIVE_SECONDS = 15.0
 CLIENT_GONE_STATUS = 499
 
 T = TypeVar("T")
+Run = Callable[[ChoicePlan, Sink, ChoiceRecord | None], Awaitable[None]]
+"""Runs a choice to its end: ``ChoiceSource.run``."""
 Account = Callable[[Sequence[ChoiceEnd]], Usage]
 
 
@@ -51,15 +53,13 @@ class DeltaFeed:
     ``aclose`` aborts what still runs; call it however reading ended.
     """
 
-    def __init__(
-        self, source: ChoiceSource, plan: RequestPlan, record: RequestRecord | None
-    ) -> None:
+    def __init__(self, run: Run, plan: RequestPlan, record: RequestRecord | None) -> None:
         self._sink: Sink | None = None
         self._wanted = asyncio.Event()
         self._begun = asyncio.Event()
         records = [None] * len(plan.choices) if record is None else record.choices
-        self._tasks = [
-            asyncio.ensure_future(source.run(choice, self._take, each))
+        self._tasks: list[asyncio.Future[None]] = [
+            asyncio.ensure_future(run(choice, self._take, each))
             for choice, each in zip(plan.choices, records, strict=True)
         ]
 
@@ -74,7 +74,7 @@ class DeltaFeed:
         """Waits for the first delta, at most so long. Raises the error if one comes first."""
         begun = asyncio.ensure_future(self._begun.wait())
         try:
-            waiting = (begun, *self._tasks)
+            waiting: tuple[asyncio.Future[Any], ...] = (begun, *self._tasks)
             await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             begun.cancel()
@@ -89,14 +89,14 @@ class DeltaFeed:
         self._raise_first()
 
     async def collect(self) -> list[ChoiceDelta]:
-        """All deltas to the end."""
-        deltas: list[ChoiceDelta] = []
+        """Returns each choice whole, as one delta, in index order."""
+        deltas: list[list[ChoiceDelta]] = [[] for _ in self._tasks]
 
         async def keep(delta: ChoiceDelta) -> None:
-            deltas.append(delta)
+            deltas[delta.index].append(delta)
 
         await self.run(keep)
-        return deltas
+        return [fold(index, found) for index, found in enumerate(deltas)]
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -197,7 +197,7 @@ class DeltaStreamResponse(EventSourceResponse):
                 await self._send(KEEPALIVE_COMMENT)
 
 
-async def answer(request: Request, source: ChoiceSource, writer: Writer) -> Response:
+async def answer(request: Request, run: Run, writer: Writer) -> Response:
     """The response to a request whose plan ``writer`` has. Raises ApiError or EngineError if the request
     fails before the reply has begun."""
     plan = writer.plan
@@ -211,19 +211,18 @@ async def answer(request: Request, source: ChoiceSource, writer: Writer) -> Resp
     if record is not None:
         record.begin(plan)
     account = partial(_account, plan, request.scope.get(REQUEST_ID_KEY))
-    feed = DeltaFeed(source, plan, record)
+    feed = DeltaFeed(run, plan, record)
     try:
         if plan.reply.stream:
             await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
             return DeltaStreamResponse(feed, writer, account)
-        deltas = await unless_client_leaves(request.receive, feed.collect)
+        choices = await unless_client_leaves(request.receive, feed.collect)
     except ClientGoneError:
         await feed.aclose()
         return Response(status_code=CLIENT_GONE_STATUS)
     except BaseException:
         await feed.aclose()
         raise
-    choices = fold(deltas, len(plan.choices))
     usage = account([choice.end for choice in choices if choice.end is not None])
     return Response(
         to_json(writer.reply(choices, usage), inf_nan_mode="null"), media_type="application/json"

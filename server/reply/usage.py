@@ -8,7 +8,7 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from engine.request.stats import RequestStats, SpeculativeStats
-from server.reply.choices import ChoiceEnd
+from server.reply.deltas import ChoiceEnd
 
 
 class GammaMove(TypedDict):
@@ -111,14 +111,6 @@ def reply_metrics(usage: Usage) -> ReplyMetrics | None:
             num_accepted_draft_tokens=accepted,
             num_draft_tokens=drafted,
         )
-    )
-
-
-def running_usage(num_prompt_tokens: int, num_completion_tokens: int) -> RunningUsage:
-    return RunningUsage(
-        prompt_tokens=num_prompt_tokens,
-        completion_tokens=num_completion_tokens,
-        total_tokens=num_prompt_tokens + num_completion_tokens,
     )
 
 

@@ -17,9 +17,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.logs import LogOptions
-from engine.process.followers import Followers
-from engine.process.launch import EngineProcess
-from engine.process.messages import Launch
+from engine.process.follower import Followers
+from engine.process.launch import EngineProcess, Launch
 from engine.request.errors import EngineError
 from worlds.engine_apart import connected, has_gone, num_handles
 from worlds.gated_engine import HANG, LONG, asking, collect, outcome_of, text_of, tokens_of, until
@@ -123,8 +122,8 @@ def test_no_rank_outlives_the_first_however_that_ends() -> None:
         "import sys, time; sys.path.insert(0, 'tests')\n"
         "from engine.config import EngineConfig\n"
         "from engine.logs import LogOptions\n"
-        "from engine.process.followers import Followers\n"
-        "from engine.process.messages import Launch\n"
+        "from engine.process.follower import Followers\n"
+        "from engine.process.launch import Launch\n"
         "config = EngineConfig(tensor_parallel_size=2)\n"
         "followers = Followers(Launch('', config, LogOptions(), 'worlds.lone_rank:wait'))\n"
         "print(followers.pids[0], flush=True); time.sleep(600)\n"

@@ -9,7 +9,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 
-from server.reply.writers import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from server.reply.chats import ChatChunk, ChatCompletion
+from server.reply.completions import Completion, CompletionChunk
 from server.request.speculative import SpeculativeCaps
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import Connect, events

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 
+from engine.process.launch import Child
 from engine.process.link import Link, PeerGoneError
 from server.errors import ApiError, bad_request
 from server.metrics.prometheus import Metrics
 from server.request.live_speculation import SpeculativeChange
 from server.workers.child import RemoteMetrics, RemoteSpeculation
-from server.workers.parent import Change, Count, Expose, Workers
+from server.workers.parent import Workers, _Worker
 from worlds.scripted_engine import engine_info
 
 pytestmark = pytest.mark.anyio
@@ -43,11 +43,11 @@ class Broken(Metrics):
 async def test_figures_are_counted_and_shown_across_the_pipe() -> None:
     ours, theirs = (Link(each) for each in Pipe())
     parent: Any = Parent(metrics())
-    theirs.listen_in_thread(lambda message: parent._act(None, message), nothing)
-    ours.listen_in_thread(lambda _: None, nothing)
+    theirs.listen_in_thread(parent._acts(_Worker(Child(None, theirs))), nothing)  # type: ignore[arg-type]
+    ours.listen_in_thread({}, nothing)
     remote = RemoteMetrics(ours)
     remote.count_request("stop", "")
-    remote.count_http("GET", "/health", 200)
+    remote.count("http_requests", "GET", "/health", "200")
     content, content_type = await remote.expose("text/plain")
     assert b'slipstream_requests_total{finish_reason="stop"} 1.0' in content
     assert b'path="/health",status="200"} 1.0' in content
@@ -59,21 +59,19 @@ async def test_metrics_that_fail_are_an_error_and_not_an_endless_wait(
 ) -> None:
     ours, theirs = (Link(each) for each in Pipe())
     parent: Any = Parent(Broken(engine_info(), "model", lambda: True))
-    theirs.listen_in_thread(lambda message: parent._act(None, message), nothing)
-    ours.listen_in_thread(lambda _: None, nothing)
+    acts = parent._acts(_Worker(Child(None, theirs)))  # type: ignore[arg-type]
+    theirs.listen_in_thread({**acts, "leave": theirs.close}, nothing)
+    ours.listen_in_thread({}, nothing)
     remote = RemoteMetrics(ours)
     with pytest.raises(ZeroDivisionError, match="a collector failed"):
         await remote.expose("text/plain")
     # Nor does what cannot be counted end the counting.
-    ours.send(Count("count_nothing", ()))
+    ours.call("count", "nothing")
     remote.count_request("stop", "")
     with pytest.raises(ZeroDivisionError):
         await remote.expose("text/plain")
     assert "failed to act" in caplog.text
-    waiting = asyncio.ensure_future(remote.expose("text/plain"))
-    theirs.close()
-    with pytest.raises((PeerGoneError, ZeroDivisionError)):
-        await waiting
+    ours.call("leave")
     with pytest.raises(PeerGoneError):
         await remote.expose("text/plain")
 
@@ -84,16 +82,15 @@ async def test_a_change_has_the_outcome_that_the_first_process_says(
 ) -> None:
     ours, theirs = (Link(each) for each in Pipe())
 
-    def act(question: Change | Expose) -> Any:
-        assert isinstance(question, Change)
+    def change(asked: SpeculativeChange, from_built_in: bool) -> Any:
         answer: Future[Any] = Future()
         if refusal is not None:
             raise refusal
-        answer.set_result((question.change.defaults, question.from_built_in))
+        answer.set_result((asked.defaults, from_built_in))
         return answer
 
-    theirs.listen_in_thread(act, nothing)
-    ours.listen_in_thread(lambda _: None, nothing)
+    theirs.listen_in_thread({"change": change}, nothing)
+    ours.listen_in_thread({}, nothing)
     asked = RemoteSpeculation(ours)(SpeculativeChange(), from_built_in=True)
     if refusal is None:
         assert await asked == (None, True)
