@@ -7,7 +7,7 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import Message, Send
 
-from deploy.ray.errors import ReplicaLostError
+from deploy.ray.exchange import ReplicaLostError
 from server.errors import ApiError
 from server.reply.writers import DONE, event
 

@@ -1,30 +1,8 @@
 """Prometheus metrics, in a registry of their own: two servers in one process do not mix.
 
 Fed by the engine's ``StepStats`` (once per step) and each request's ``FinishInfo``. No label names
-a request; those that name tenants have the names of the file of API keys. Speculation is counted before
-stop strings trim: it is work done. Useful queries:
-
-    # acceptance rate, and by depth
-    rate(slipstream_spec_accepted_tokens_total[5m])
-      / rate(slipstream_spec_draft_tokens_total[5m])
-    rate(slipstream_spec_accepted_tokens_per_position_total[5m])
-      / ignoring(position) group_left rate(slipstream_spec_steps_total[5m])
-    # tokens per step; mean gamma
-    rate(slipstream_spec_emitted_tokens_total[5m]) / rate(slipstream_spec_steps_total[5m])
-    rate(slipstream_spec_gamma_sum[5m]) / rate(slipstream_spec_gamma_count[5m])
-    # speed-up over gamma 0
-    rate(slipstream_baseline_seconds_total[5m]) / rate(slipstream_decode_seconds_total[5m])
-    # share of step time spent drafting
-    rate(slipstream_step_seconds_total{part="draft"}[5m])
-      / ignoring(part) sum without(part) (rate(slipstream_step_seconds_total[5m]))
-    # why drafts were cut to nothing
-    sum by (drafter, reason) (rate(slipstream_spec_disabled_total[5m]))
-    # 95th percentile of the time to the first token
-    histogram_quantile(.95, sum by (le) (rate(slipstream_time_to_first_token_seconds_bucket[5m])))
-    # prefix cache hit rate; share of KV blocks in use; requests turned away
-    rate(slipstream_prefix_cache_hits_total[5m]) / rate(slipstream_prefix_cache_queries_total[5m])
-    1 - slipstream_kv_blocks{state="free"} / ignoring(state) slipstream_kv_blocks_total
-    sum by (reason) (rate(slipstream_rejections_total[5m]))
+a request; those that name tenants have the names of the file of API keys. Speculation is counted
+before stop strings trim: it is work done. docs/metrics.md has useful queries.
 
 Many are shown a second time under vLLM's names, which benchmarks, dashboards and schedulers read. An
 alias counts nothing: it is worked out of our own series when ``/metrics`` is read, so a step pays nothing
@@ -175,6 +153,12 @@ _SAME_IN_VLLM = {
 }
 
 
+_COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+_Series = dict[tuple[str, ...], float]
+"""Figures by the values of an alias's labels beside the model's name."""
+
+
 class _Aliases:
     """Our own series as they stand, as vLLM's for this model."""
 
@@ -188,9 +172,11 @@ class _Aliases:
     def same(self, alias: str, name: str) -> Metric:
         """Returns a family of ours under another name, summed over its labels."""
         if name in _COUNTERS:
-            return self._counter(alias, _COUNTERS[name][0], {(): self._total(f"{name}_total")})
+            return self._add(
+                CounterMetricFamily, alias, _COUNTERS[name][0], {(): self._total(f"{name}_total")}
+            )
         if name in _GAUGES:
-            return self._gauge(alias, _GAUGES[name][0], {(): self._total(name)})
+            return self._add(_GAUGE, alias, _GAUGES[name][0], {(): self._total(name)})
         text = _HISTOGRAMS[name][1]
         found = HistogramMetricFamily(f"vllm:{alias}", text, labels=["model_name"])
         buckets = list(self._by(f"{name}_bucket", "le").items())
@@ -202,8 +188,14 @@ class _Aliases:
         gammas, hits = self._by("spec_gamma_bucket", "le"), self._total("prefix_cache_hits_total")
         # A draft is a request's step with a gamma above 0.
         drafts = self._total("spec_gamma_count") - gammas.get("0.0", 0.0)
-        yield self._counter("spec_decode_num_drafts", "Drafts that were verified.", {(): drafts})
-        yield self._counter(
+        yield self._add(
+            CounterMetricFamily,
+            "spec_decode_num_drafts",
+            "Drafts that were verified.",
+            {(): drafts},
+        )
+        yield self._add(
+            CounterMetricFamily,
             "spec_decode_num_accepted_tokens_per_pos",
             "Accepted, by depth from 0.",
             _keyed(self._by("spec_accepted_tokens_per_position_total", "position")),
@@ -211,36 +203,34 @@ class _Aliases:
         )
         computed = self._total("prompt_tokens_total")
         text = "Prompt tokens computed, or found in the prefix cache."
-        yield self._counter("prompt_tokens", text, {(): computed + hits})
-        yield self._counter("prompt_tokens_cached", "Prompt tokens found in it.", {(): hits})
+        yield self._add(_COUNTER, "prompt_tokens", text, {(): computed + hits})
+        yield self._add(
+            CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens found in it.", {(): hits}
+        )
         ends = self._by("requests_total", "finish_reason")
         ends.pop("rejected", None)  # which vLLM does not know
         text = "Choices by how they ended."
-        yield self._counter("request_success", text, _keyed(ends), "finished_reason")
+        yield self._add(
+            CounterMetricFamily, "request_success", text, _keyed(ends), "finished_reason"
+        )
         # Cached blocks that nobody uses are free, as vLLM counts.
         blocks, num_blocks = self._by("kv_blocks", "state"), self._total("kv_blocks_total")
         held = blocks.get("committed", 0.0) + blocks.get("draft", 0.0)
         text = "Share of KV blocks that requests hold, 1 for all."
-        yield self._gauge("kv_cache_usage_perc", text, {(): held / num_blocks})
+        yield self._add(_GAUGE, "kv_cache_usage_perc", text, {(): held / num_blocks})
         # vLLM's ``info`` is a gauge of 1 whose labels say it.
         sizes = (f"{self._total('kv_block_size'):.0f}", f"{num_blocks:.0f}")
         text = "The size of a KV block in tokens, and how many there are."
-        yield self._gauge("cache_config_info", text, {sizes: 1.0}, "block_size", "num_gpu_blocks")
+        yield self._add(
+            GaugeMetricFamily,
+            "cache_config_info",
+            text,
+            {sizes: 1.0},
+            "block_size",
+            "num_gpu_blocks",
+        )
 
-    def _counter(self, name: str, text: str, series: _Series, *labels: str) -> Metric:
-        return self._add(CounterMetricFamily, name, text, series, labels)
-
-    def _gauge(self, name: str, text: str, series: _Series, *labels: str) -> Metric:
-        return self._add(GaugeMetricFamily, name, text, series, labels)
-
-    def _add(
-        self,
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-        name: str,
-        text: str,
-        series: _Series,
-        labels: tuple[str, ...],
-    ) -> Metric:
+    def _add(self, kind: _Kind, name: str, text: str, series: _Series, *labels: str) -> Metric:
         found = kind(f"vllm:{name}", text, labels=["model_name", *labels])
         for values, figure in series.items():
             found.add_metric([self._model_name, *values], figure)
@@ -256,10 +246,6 @@ class _Aliases:
     def _total(self, name: str) -> float:
         """The same, summed over all labels."""
         return sum(value for _, value in self._samples[f"{_PREFIX}{name}"])
-
-
-_Series = dict[tuple[str, ...], float]
-"""Figures by the values of an alias's labels beside the model's name."""
 
 
 def _keyed(figures: dict[str, float]) -> _Series:
@@ -297,10 +283,6 @@ class RequestMetrics(Protocol):
     to it from another process."""
 
     def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None: ...
-
-    def count_request(self, outcome: str, tenant: str) -> None: ...
-
-    def count_turned_away(self, reason: str, tenant: str) -> None: ...
 
     def count(self, name: str, *labels: str) -> None: ...
 
@@ -455,17 +437,6 @@ class Metrics(Collector):
             at("spec_request_speedup", stats.drafter).observe(stats.estimated_speedup)
         at("spec_draft_seconds", stats.drafter).inc(stats.draft_seconds)
         at("spec_verify_seconds", stats.drafter).inc(stats.verify_seconds)
-
-    def count_request(self, outcome: str, tenant: str) -> None:
-        """stop, length, abort (the client left), error, deadline or rejected."""
-        self.count("requests", outcome)
-        if tenant:
-            self.count("tenant_requests", tenant, outcome)
-
-    def count_turned_away(self, reason: str, tenant: str) -> None:
-        """``reason``: the code of the limit."""
-        if tenant:
-            self.count("tenant_rejections", tenant, reason)
 
     def count(self, name: str, *labels: str) -> None:
         """Adds one to a counter. Its labels have few values: codes of errors, templates of routes, never

@@ -222,8 +222,8 @@ class ChoiceSource:
                     await sink(delta)
         except (TryLaterError, RequestError) as error:
             outcome = "rejected"
-            if isinstance(error, TryLaterError):
-                self._metrics.count_turned_away(error.code, tenant)
+            if tenant and isinstance(error, TryLaterError):
+                self._metrics.count("tenant_rejections", tenant, error.code)
             raise
         except DeadlineExceededError:
             outcome = "deadline"
@@ -233,7 +233,9 @@ class ChoiceSource:
                 outcome = "abort"
             raise
         finally:
-            self._metrics.count_request(outcome, tenant)
+            self._metrics.count("requests", outcome)
+            if tenant:
+                self._metrics.count("tenant_requests", tenant, outcome)
             if record is not None:
                 record.outcome = outcome
 

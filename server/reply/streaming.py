@@ -231,9 +231,7 @@ async def answer(request: Request, run: Run, writer: Writer) -> Response:
 
 def _account(plan: RequestPlan, sender: str | None, ends: Sequence[ChoiceEnd]) -> Usage:
     """The request's usage, which also goes to the log, next to its sender."""
-    usage = build_usage(
-        plan.num_prompt_tokens, ends, plan.n, plan.has_prediction, plan.splits_reasoning
-    )
+    usage = build_usage(plan, ends)
     spec = usage["speculative"]
     logger.info(
         "%s x-request-id=%s user=%r metadata=%r prompt=%d completion=%d finish=%s drafter=%s "

@@ -46,12 +46,6 @@ class RemoteMetrics:
     def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None:
         self._link.call("observe_request", info, num_tokens, tenant)
 
-    def count_request(self, outcome: str, tenant: str) -> None:
-        self._link.call("count_request", outcome, tenant)
-
-    def count_turned_away(self, reason: str, tenant: str) -> None:
-        self._link.call("count_turned_away", reason, tenant)
-
     def count(self, name: str, *labels: str) -> None:
         self._link.call("count", name, *labels)
 

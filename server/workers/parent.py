@@ -214,8 +214,6 @@ class Workers:
     def _acts(self, worker: _Worker) -> Acts:
         return {
             "observe_request": self._metrics.observe_request,
-            "count_request": self._metrics.count_request,
-            "count_turned_away": self._metrics.count_turned_away,
             "count": self._metrics.count,
             "expose": self._metrics.exposition,
             "change": self._change,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.ray.open_tokens import OpenTokens
-from deploy.ray.scaling import TokenScaling
+from deploy.ray.scaling import OpenTokens, TokenScaling
 from deploy.ray.settings import Arguments, read_settings
 from engine.request.params import GenerationRequest, SamplingParams
 from slipstream.tools.simulate.affinity import preferred

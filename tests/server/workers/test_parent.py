@@ -46,7 +46,7 @@ async def test_figures_are_counted_and_shown_across_the_pipe() -> None:
     theirs.listen_in_thread(parent._acts(_Worker(Child(None, theirs))), nothing)  # type: ignore[arg-type]
     ours.listen_in_thread({}, nothing)
     remote = RemoteMetrics(ours)
-    remote.count_request("stop", "")
+    remote.count("requests", "stop")
     remote.count("http_requests", "GET", "/health", "200")
     content, content_type = await remote.expose("text/plain")
     assert b'slipstream_requests_total{finish_reason="stop"} 1.0' in content
@@ -67,7 +67,7 @@ async def test_metrics_that_fail_are_an_error_and_not_an_endless_wait(
         await remote.expose("text/plain")
     # Nor does what cannot be counted end the counting.
     ours.call("count", "nothing")
-    remote.count_request("stop", "")
+    remote.count("requests", "stop")
     with pytest.raises(ZeroDivisionError):
         await remote.expose("text/plain")
     assert "failed to act" in caplog.text
