@@ -311,13 +311,13 @@ class Metrics(Collector):
             self._metrics[name] = Histogram(
                 f"{_PREFIX}{name}", text, names, registry=self.registry, buckets=buckets
             )
-        # A step has few microseconds for its metrics.
+        # By labels; a step has few microseconds for its metrics.
         self._series: Callable[..., Any] = lru_cache(None)(self._look_up)
         self._recent = _RecentRatio(_SPEEDUP_WINDOW_STEPS)
-        self._series("engine_up").set_function(lambda: float(is_alive()))
-        self._series("draining").set_function(lambda: float(is_draining()))
-        self._series("kv_blocks_total").set(info.num_blocks)
-        self._series("kv_block_size").set(info.block_size)
+        self._metrics["engine_up"].set_function(lambda: float(is_alive()))
+        self._metrics["draining"].set_function(lambda: float(is_draining()))
+        self._metrics["kv_blocks_total"].set(info.num_blocks)
+        self._metrics["kv_block_size"].set(info.block_size)
         # Until the first step tells.
         for state, count in idle_stats(info.num_blocks).blocks.items():
             self._series("kv_blocks", state).set(count)
@@ -341,9 +341,8 @@ class Metrics(Collector):
             }
         )
 
-    def _look_up(self, name: str, *labels: str) -> Any:
-        found = self._metrics[name]
-        return found.labels(*labels) if labels else found
+    def _look_up(self, name: str, *labels: object) -> Any:
+        return self._metrics[name].labels(*labels)
 
     def collect(self) -> Iterator[Metric]:
         families = list(self.registry.collect())
@@ -367,32 +366,32 @@ class Metrics(Collector):
 
     def observe_step(self, stats: StepStats) -> None:
         """The engine's step listener."""
-        at = self._series
+        own, at = self._metrics, self._series
         # Without rows it was no step, only a last look at the gauges.
-        at("steps").inc(stats.num_rows > 0)
-        at("rows").inc(stats.num_rows)
-        at("prompt_tokens").inc(stats.num_prompt_tokens)
-        at("generation_tokens").inc(stats.num_emitted_tokens)
+        own["steps"].inc(stats.num_rows > 0)
+        own["rows"].inc(stats.num_rows)
+        own["prompt_tokens"].inc(stats.num_prompt_tokens)
+        own["generation_tokens"].inc(stats.num_emitted_tokens)
         for part in ("draft", "forward", "verify", "other"):
             at("step_seconds", part).inc(getattr(stats, f"{part}_seconds"))
         if stats.baseline_seconds > 0 and stats.step_seconds > 0:
-            at("baseline_seconds").inc(stats.baseline_seconds)
-            at("decode_seconds").inc(stats.step_seconds)
-            at("spec_speedup_ratio").set(
+            own["baseline_seconds"].inc(stats.baseline_seconds)
+            own["decode_seconds"].inc(stats.step_seconds)
+            own["spec_speedup_ratio"].set(
                 self._recent.add(stats.baseline_seconds, stats.step_seconds)
             )
-        at("preemptions").inc(stats.num_preemptions)
-        at("requests_running").set(stats.num_running)
-        at("requests_waiting").set(stats.num_waiting)
+        own["preemptions"].inc(stats.num_preemptions)
+        own["requests_running"].set(stats.num_running)
+        own["requests_waiting"].set(stats.num_waiting)
         for state, count in stats.blocks.items():
             at("kv_blocks", state).set(count)
         for kind, num_bytes in stats.device_memory.items():
             at("gpu_memory_bytes", kind).set(num_bytes)
-        at("prefix_cache_queries").inc(stats.prefix_cache_queries)
-        at("prefix_cache_hits").inc(stats.prefix_cache_hits)
-        at("kv_events").inc(stats.num_kv_events)
-        at("kv_events_dropped").inc(stats.num_kv_events_dropped)
-        at("spec_draft_failures").inc(stats.num_draft_failures)
+        own["prefix_cache_queries"].inc(stats.prefix_cache_queries)
+        own["prefix_cache_hits"].inc(stats.prefix_cache_hits)
+        own["kv_events"].inc(stats.num_kv_events)
+        own["kv_events_dropped"].inc(stats.num_kv_events_dropped)
+        own["spec_draft_failures"].inc(stats.num_draft_failures)
         for drafter, each in stats.by_drafter.items():
             self._observe_drafter(drafter, each)
 
@@ -403,33 +402,34 @@ class Metrics(Collector):
         at("spec_emitted_tokens", drafter).inc(stats.num_emitted_tokens)
         at("spec_steps", drafter).inc(stats.num_steps)
         for position, count in enumerate(stats.accepted_per_position):
-            at("spec_accepted_tokens_per_position", drafter, str(position)).inc(count)
+            at("spec_accepted_tokens_per_position", drafter, position).inc(count)
+        gammas = at("spec_gamma", drafter)
         for gamma, count in stats.gammas.items():
             for _ in range(count):
-                at("spec_gamma", drafter).observe(gamma)
+                gammas.observe(gamma)
         for reason, count in stats.disabled.items():
             at("spec_disabled", drafter, reason).inc(count)
 
     def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None:
         """A choice ended; ``num_tokens`` were returned. ``tenant``: "" where there are none."""
-        at, times = self._series, info.timings
+        own, at, times = self._metrics, self._series, info.timings
         if tenant:
             at("tenant_tokens", tenant, "prompt").inc(info.num_prompt_tokens)
             at("tenant_tokens", tenant, "written").inc(info.num_output_tokens)
-        at("queue_seconds").observe(times.queue_seconds)
-        at("e2e_seconds").observe(times.e2e_seconds)
-        at("request_inference_seconds").observe(times.e2e_seconds - times.queue_seconds)
-        at("request_prompt_tokens").observe(info.num_prompt_tokens)
-        at("request_generation_tokens").observe(num_tokens)
+        own["queue_seconds"].observe(times.queue_seconds)
+        own["e2e_seconds"].observe(times.e2e_seconds)
+        own["request_inference_seconds"].observe(times.e2e_seconds - times.queue_seconds)
+        own["request_prompt_tokens"].observe(info.num_prompt_tokens)
+        own["request_generation_tokens"].observe(num_tokens)
         if info.num_output_tokens > 0:
             first = times.time_to_first_token_seconds
             rest = times.e2e_seconds - first
-            at("time_to_first_token_seconds").observe(first)
-            at("request_prefill_seconds").observe(first - times.queue_seconds)
-            at("request_decode_seconds").observe(rest)
+            own["time_to_first_token_seconds"].observe(first)
+            own["request_prefill_seconds"].observe(first - times.queue_seconds)
+            own["request_decode_seconds"].observe(rest)
             if info.num_output_tokens > 1:
                 per_token = rest / (info.num_output_tokens - 1)
-                at("time_per_output_token_seconds").observe(per_token)
+                own["time_per_output_token_seconds"].observe(per_token)
         stats = info.speculative
         if stats.acceptance_rate is not None:
             at("spec_request_acceptance_rate", stats.drafter).observe(stats.acceptance_rate)
@@ -441,4 +441,4 @@ class Metrics(Collector):
     def count(self, name: str, *labels: str) -> None:
         """Adds one to a counter. Its labels have few values: codes of errors, templates of routes, never
         what a client made up."""
-        self._series(name, *labels).inc()
+        (self._series(name, *labels) if labels else self._metrics[name]).inc()

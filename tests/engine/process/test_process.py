@@ -15,6 +15,7 @@ import pytest
 
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
+from engine.process.pulse import Pulse, shared_handle
 from engine.request.errors import (
     EngineDeadError,
     EngineError,
@@ -45,6 +46,7 @@ MAX_OPEN = 14
 # Loading torch in one more process takes a while on a busy machine.
 PATIENCE = 4 * HANG
 ROOT = Path(__file__).resolve().parents[3]
+BEAT = "import sys; from engine.process.pulse import Pulse; Pulse(int(sys.argv[1])).beat()"
 
 
 @pytest.fixture(scope="module")
@@ -305,3 +307,19 @@ async def test_charges_of_all_clients_are_counted_together(apart: Apart) -> None
         with pytest.raises(TenantLimitError) as caught:
             await second.charge(tenant)
         assert caught.value.code == "rate_limited"
+
+
+def test_another_process_s_beat_is_seen_and_goes_on_without_it() -> None:
+    handle = shared_handle()
+    pulse = Pulse(handle)
+    assert pulse.step_seconds == 0
+    command = [sys.executable, "-c", BEAT, str(handle)]
+    subprocess.run(command, pass_fds=[handle], cwd=ROOT, check=True)
+    os.close(handle)
+    first = pulse.step_seconds
+    assert 0 < first < pulse.step_seconds
+    pulse.rest()
+    assert pulse.step_seconds == 0
+    pulse.beat()
+    pulse.close()
+    assert Pulse().step_seconds == pulse.step_seconds == 0
