@@ -140,32 +140,18 @@ async def test_a_body_over_the_limit_is_a_413(connect: Connect) -> None:
 
 async def test_an_api_key_guards_v1_only(connect: Connect) -> None:
     async with connect(ScriptedEngine(), api_key="s3cret") as client:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
+        no_ascii = ("schlüssel".encode(), "s3creté".encode("latin-1"), bytes([255, 254]), b"")
+        wrong = [b"s3cret", *(b"Bearer " + key for key in (b"wrong", *no_ascii))]
+        for headers in ({}, *({b"authorization": each} for each in wrong)):
             reply = await client.get("/models", headers=headers)
             assert reply.status_code == 401
             assert reply.json()["error"]["code"] == "invalid_api_key"
             assert reply.headers["www-authenticate"] == "Bearer"
-        good = await client.get("/models", headers={"authorization": "Bearer s3cret"})
-        assert good.status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER", "Bearer "):
+            good = await client.get("/models", headers={"authorization": f"{scheme} s3cret"})
+            assert good.status_code == 200
         for path in ("health", "ready", "version", "metrics"):
             assert (await client.get(f"http://test/{path}")).status_code == 200
-
-
-@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
-async def test_the_scheme_of_the_key_is_taken_in_any_case(connect: Connect, scheme: str) -> None:
-    async with connect(ScriptedEngine(), api_key="s3cret") as client:
-        reply = await client.get("/models", headers={"authorization": f"{scheme} s3cret"})
-    assert reply.status_code == 200
-
-
-NOT_ASCII = ["schlüssel".encode(), "s3creté".encode("latin-1"), bytes([255, 254]), b""]
-
-
-@pytest.mark.parametrize("key", NOT_ASCII)
-async def test_a_key_that_is_no_ascii_is_a_401(connect: Connect, key: bytes) -> None:
-    async with connect(ScriptedEngine(), api_key="s3cret") as client:
-        reply = await client.get("/models", headers={b"authorization": b"Bearer " + key})
-    assert reply.status_code == 401
 
 
 async def test_answers_carry_a_request_id(connect: Connect) -> None:

@@ -179,21 +179,14 @@ def test_a_file_that_broke_leaves_the_tenants_as_they_were(
     assert (world.name_of("first"), world.name_of("third")) == (None, "a")
 
 
-def test_one_key_is_everybodys(tmp_path: Path) -> None:
-    del tmp_path
+def test_one_key_is_everybodys_or_a_file_says_whose_they_are(tmp_path: Path) -> None:
+    assert keys_of(None, None) is None
     find = keys_of(SecretStr("s3cret"), None)
     assert find is not None
     assert find(b"s3cret") is NOBODY
     for wrong in (b"", b"s3cre", b"s3cret ", "s3cré".encode()):
         assert find(wrong) is None
-
-
-def test_no_key_is_needed_where_there_is_none() -> None:
-    assert keys_of(None, None) is None
-
-
-def test_one_key_and_a_file_contradict_each_other(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    assert keys_of(None, str(world.file)) is not None
+    file = str(World(tmp_path).file)
+    assert keys_of(None, file) is not None
     with pytest.raises(ValueError, match="contradicts api-key"):
-        keys_of(SecretStr("s3cret"), str(world.file))
+        keys_of(SecretStr("s3cret"), file)
