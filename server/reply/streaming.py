@@ -81,12 +81,16 @@ class DeltaFeed:
         if not self._begun.is_set():
             self._raise_first()
 
-    async def run(self, sink: Sink) -> None:
-        """All deltas into ``sink``, those of a choice in order. Raises the first error of any choice."""
+    async def run(self, sink: Sink, pause: float | None = None) -> bool:
+        """All deltas into ``sink``, those of a choice in order, for ``pause`` seconds at most. Returns
+        whether that was all. Raises the first error of any choice."""
         self._sink = sink
         self._wanted.set()
-        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        _, running = await asyncio.wait(
+            self._tasks, timeout=pause, return_when=asyncio.FIRST_EXCEPTION
+        )
         self._raise_first()
+        return not running
 
     async def collect(self) -> list[ChoiceDelta]:
         """Returns each choice whole, as one delta, in index order."""
@@ -147,7 +151,8 @@ class DeltaStreamResponse(EventSourceResponse):
         self._writer = writer
         self._account = account
         self._ends: dict[int, ChoiceEnd] = {}
-        self._latest = 0.0
+        self._time = asyncio.get_running_loop().time
+        self._latest = self._time()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
@@ -162,21 +167,23 @@ class DeltaStreamResponse(EventSourceResponse):
 
     async def _write(self) -> None:
         """The whole stream."""
-        pinging = asyncio.ensure_future(self._ping())
         try:
             if content := self._writer.begin():
                 await self._send(content)
-            await self._feed.run(self._take)
+            while not await self._feed.run(self._take, max(0.0, self._pause())):
+                if self._pause() <= 0:
+                    await self._send(KEEPALIVE_COMMENT)
             ends = [self._ends[index] for index in sorted(self._ends)]
             last = self._writer.finish(self._account(ends))
         except Exception as error:
             # The status has been sent: the error can only go into the stream.
             last = self._writer.failure(to_api_error(error))
-        finally:
-            pinging.cancel()
-            await asyncio.wait((pinging,))
         await self._send(last + self._writer.ending)
         await self._to_client({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _pause(self) -> float:
+        """Returns the seconds until a comment has to be sent."""
+        return self._latest + KEEPALIVE_SECONDS - self._time()
 
     async def _take(self, delta: ChoiceDelta) -> None:
         if delta.end is not None:
@@ -185,16 +192,8 @@ class DeltaStreamResponse(EventSourceResponse):
             await self._send(content)
 
     async def _send(self, content: bytes) -> None:
-        self._latest = asyncio.get_running_loop().time()
+        self._latest = self._time()
         await self._to_client({"type": "http.response.body", "body": content, "more_body": True})
-
-    async def _ping(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._latest = loop.time()
-        while True:
-            await asyncio.sleep(max(0.0, self._latest + KEEPALIVE_SECONDS - loop.time()))
-            if loop.time() >= self._latest + KEEPALIVE_SECONDS:
-                await self._send(KEEPALIVE_COMMENT)
 
 
 async def answer(request: Request, run: Run, writer: Writer) -> Response:
