@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
@@ -27,6 +27,7 @@ NOBODY = Terms(Tenant(), salt="")
 
 FindKey = Callable[[bytes], Terms | None]
 _MOST = 2**31 - 1
+_Count = Annotated[int | None, Field(ge=1, le=_MOST)]
 
 
 class TenantEntry(BaseModel):
@@ -53,24 +54,17 @@ class TenantEntry(BaseModel):
         description="Tenants with the same one share caches; default: nobody does. Requests' own "
         "`cache_salt` divides it further.",
     )
-    requests_per_minute: int | None = Field(
-        default=None, ge=1, le=_MOST, description="Prompts; default: any number."
-    )
-    tokens_per_minute: int | None = Field(
+    requests_per_minute: _Count = Field(default=None, description="Prompts; default: any number.")
+    tokens_per_minute: _Count = Field(
         default=None,
-        ge=1,
-        le=_MOST,
         description="Tokens of prompts, charged when they come in, and written, charged as they are "
         "written; default: any number.",
     )
-    max_concurrent_requests: int | None = Field(
-        default=None, ge=1, le=_MOST, description="Choices at a time, waiting ones included."
+    max_concurrent_requests: _Count = Field(
+        default=None, description="Choices at a time, waiting ones included."
     )
-    max_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=_MOST,
-        description="Longest output of a choice; it then ends with `length`.",
+    max_tokens: _Count = Field(
+        default=None, description="Longest output of a choice; it then ends with `length`."
     )
     priority: int = Field(
         default=0,
@@ -133,21 +127,20 @@ def read_tenants(path: Path, drafters: Container[str] | None = None) -> dict[byt
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return _by_digest(_Content.model_validate(content).tenants, drafters)
     except OSError as error:
-        raise ValueError(f"api-keys-file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"api-keys-file {path}: is not UTF-8") from error
+        fault = str(error.strerror)
+    except UnicodeDecodeError:
+        fault = "is not UTF-8"
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
         # What the parser says would quote the line, and the key in it.
-        raise ValueError(f"api-keys-file {path}: neither YAML nor JSON{where}") from None
-    try:
-        return _by_digest(_Content.model_validate(content).tenants, drafters)
+        fault = f"neither YAML nor JSON{f' at line {mark.line + 1}' if mark else ''}"
     except ValidationError as error:
-        raise ValueError(f"api-keys-file {path}: {_first(error)}") from None
+        fault = _first(error)
     except ValueError as error:
-        raise ValueError(f"api-keys-file {path}: {error}") from None
+        fault = str(error)
+    raise ValueError(f"api-keys-file {path}: {fault}")
 
 
 def _first(error: ValidationError) -> str:
