@@ -75,7 +75,7 @@ Names = Annotated[list[str] | None, NoDecode, BeforeValidator(_split)]
 
 
 class CapSettings(SpeculativeCaps):
-    """What the operator allows, as text may say it."""
+    """The operator's bounds, as text may say them."""
 
     model_config = ConfigDict(strict=False)
 
@@ -85,7 +85,7 @@ class CapSettings(SpeculativeCaps):
 
 
 class DrafterSettings(BaseModel):
-    """What drafters want to be set when they are loaded, by drafter."""
+    """Settings that drafters declare, by drafter."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""What is told of a choice on its way to the client: deltas, and the end that the last one has."""
+"""Deltas tell a choice to the client piece by piece; the last one has its end."""
 
 from __future__ import annotations
 

@@ -174,8 +174,8 @@ def _by_digest(tenants: list[TenantEntry], drafters: Container[str] | None) -> d
 def keys_of(
     api_key: SecretStr | None, api_keys_file: str | None, drafters: Container[str] | None = None
 ) -> FindKey | None:
-    """What finds the terms for the key that a request came with; None: nobody needs one. ``drafters``:
-    those that are loaded, where that is known.
+    """Returns the function that finds the terms for a request's key; None: nobody needs a key.
+    ``drafters``: those that are loaded, where that is known.
 
     Raises ValueError where both are given or the file cannot be used.
     """

@@ -13,13 +13,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from drafters.options import SpeculativeParams
 from engine.config import EngineConfig
 from engine.logs import LogOptions
 from engine.process.launch import Child, EngineProcess, describe, launch_child
@@ -47,41 +46,6 @@ class Serve:
     config: EngineConfig
     info: EngineInfo
     logs: LogOptions
-
-
-class SpeculationChanges:
-    """Speculation of all workers. Hold ``lock`` where one is launched with ``resolver`` and becomes one
-    of those who are told. ``show`` as in ``OwnSpeculation``. From any thread."""
-
-    def __init__(
-        self, resolver: SpeculativeResolver, show: Callable[[SpeculativeParams, bool], None]
-    ) -> None:
-        self.lock = threading.RLock()
-        self.resolver = resolver
-        self._show = show
-
-    def change(
-        self, asked: SpeculativeChange, from_built_in: bool, workers: Sequence[Link]
-    ) -> Future[SpeculativeResolver]:
-        """The new resolver, once all ``workers`` go by it or have gone: a request that follows finds the
-        change wherever it arrives. Raises ApiError."""
-        with self.lock:
-            found = changed(self.resolver, asked, from_built_in=from_built_in)
-            self.resolver = found
-            self._show(found.defaults, True)
-            waiting = {each.ask("adopt", found) for each in workers}
-        answer: Future[SpeculativeResolver] = Future()
-
-        def adopted(by_one: Future[None]) -> None:
-            with self.lock:
-                waiting.remove(by_one)
-                is_last = not waiting
-            if is_last:
-                answer.set_result(found)
-
-        for each in list(waiting):
-            each.add_done_callback(adopted)
-        return answer
 
 
 class _Worker:
@@ -117,14 +81,16 @@ class Workers:
         listener: socket.socket,
         engine: EngineProcess,
         metrics: Metrics,
-        speculation: SpeculationChanges,
+        resolver: SpeculativeResolver,
     ) -> None:
         self._num_workers = num_workers
         self._serve = serve
         self._listener = listener
         self._engine = engine
         self._metrics = metrics
-        self._speculation = speculation
+        self._resolver = resolver
+        # Held where a worker is launched with the resolver and becomes one of those who are told.
+        self._lock = threading.RLock()
         self._info = serve.info
         self._workers: list[_Worker] = []
         self._num_signals = 0
@@ -143,7 +109,7 @@ class Workers:
         try:
             self._count_steps()
             self._engine.watch(self._on_new_engine if restart_engine else None, step_timeout)
-            with self._speculation.lock:
+            with self._lock:
                 self._workers = [self._launch() for _ in range(self._num_workers)]
             self._keep_up()
         finally:
@@ -171,7 +137,7 @@ class Workers:
                     )
                     logger.error(worker.failure)
                 # Where the engine has died too, the worker hears of the next one.
-                with self._speculation.lock:
+                with self._lock:
                     self._workers[place] = self._launch()
 
     def _end(self, drain_seconds: float) -> None:
@@ -197,10 +163,9 @@ class Workers:
                 worker.process.kill()
 
     def _launch(self) -> _Worker:
-        speculation = self._speculation.resolver
         wished = {
-            "speculative": SpeculativeField(**speculation.wished),
-            "speculative_caps": speculation.caps,
+            "speculative": SpeculativeField(**self._resolver.wished),
+            "speculative_caps": self._resolver.caps,
         }
         settings = {**self._serve.settings, **wished}
         with self._engine.connect(wants_steps=False) as to_engine:
@@ -216,16 +181,32 @@ class Workers:
             "observe_request": self._metrics.observe_request,
             "count": self._metrics.count,
             "expose": self._metrics.exposition,
-            "change": self._change,
+            "change": self.change,
             "drained": worker.drain,
             "started": worker.started.set,
             "failed": worker.fail,
         }
 
-    def _change(self, asked: SpeculativeChange, from_built_in: bool) -> Future[SpeculativeResolver]:
-        with self._speculation.lock:
-            links = [each.link for each in self._workers]
-            return self._speculation.change(asked, from_built_in, links)
+    def change(self, asked: SpeculativeChange, from_built_in: bool) -> Future[SpeculativeResolver]:
+        """Speculation of all workers, once they go by the change or have gone: a request that follows
+        finds it wherever it arrives. Raises ApiError. From any thread."""
+        with self._lock:
+            found = changed(self._resolver, asked, from_built_in=from_built_in)
+            self._resolver = found
+            self._metrics.show_speculation(found.defaults, True)
+            waiting = {each.link.ask("adopt", found) for each in self._workers}
+        answer: Future[SpeculativeResolver] = Future()
+
+        def adopted(by_one: Future[None]) -> None:
+            with self._lock:
+                waiting.remove(by_one)
+                is_last = not waiting
+            if is_last:
+                answer.set_result(found)
+
+        for each in list(waiting):
+            each.add_done_callback(adopted)
+        return answer
 
     def _on_new_engine(self, info: EngineInfo) -> None:
         self._info = info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine.process.link import Link, PeerGoneError
 from server.errors import ApiError, bad_request
 from server.metrics.prometheus import Metrics
 from server.request.live_speculation import SpeculativeChange
+from server.request.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver
 from server.workers.child import RemoteMetrics, RemoteSpeculation
 from server.workers.parent import Workers, _Worker
 from worlds.scripted_engine import engine_info
@@ -98,3 +100,69 @@ async def test_a_change_has_the_outcome_that_the_first_process_says(
         with pytest.raises(ApiError) as refused:
             await asked
         assert refused.value.param == "caps.x"
+
+
+class Process:
+    """A worker: what it was asked, and what it will say to each question."""
+
+    def __init__(self) -> None:
+        self.asked: list[SpeculativeResolver] = []
+        self.answers: list[Future[None]] = []
+
+    def ask(self, name: str, resolver: SpeculativeResolver) -> Future[None]:
+        assert name == "adopt"
+        self.asked.append(resolver)
+        self.answers.append(Future())
+        return self.answers[-1]
+
+    @property
+    def drafters(self) -> list[str]:
+        return [each.defaults.draft_strategy for each in self.asked]
+
+
+def told(num_workers: int) -> tuple[Workers, list[Process], list[Any]]:
+    """Workers that only hear of changes, and what the metrics show."""
+    shown: list[Any] = []
+    resolver = SpeculativeResolver(engine_info(), SpeculativeField(), SpeculativeCaps())
+    found = metrics()
+    found.show_speculation = lambda *said: shown.append(said)  # type: ignore[method-assign]
+    given: Any = SimpleNamespace(info=None)
+    parent = Workers(num_workers, given, given, given, found, resolver)
+    others = [Process() for _ in range(num_workers)]
+    parent._workers = [SimpleNamespace(link=each) for each in others]  # type: ignore[misc]
+    return parent, others, shown
+
+
+def wish(drafter: str) -> SpeculativeChange:
+    return SpeculativeChange(**{"defaults": {"draft_strategy": drafter}})  # type: ignore[arg-type]
+
+
+def test_the_answer_waits_until_everybody_goes_by_the_change() -> None:
+    subject, workers, shown = told(3)
+    answer = subject.change(wish("nasd"), False)
+    assert [each.drafters for each in workers] == [["nasd"]] * 3
+    workers[0].answers[0].set_result(None)
+    workers[1].answers[0].set_result(None)
+    assert not answer.done()
+    workers[2].answers[0].set_exception(PeerGoneError())
+    assert answer.result(0) is subject._resolver
+    assert subject._resolver.defaults.draft_strategy == "nasd"
+    assert [(options.draft_strategy, is_change) for options, is_change in shown] == [("nasd", True)]
+
+
+def test_changes_are_told_in_order_and_answered_each() -> None:
+    subject, workers, _ = told(2)
+    answers = [subject.change(wish(name), False) for name in ("nasd", "none")]
+    assert [each.drafters for each in workers] == [["nasd", "none"]] * 2
+    for each in workers:
+        each.answers[1].set_result(None)
+    assert [each.done() for each in answers] == [False, True]
+
+
+def test_what_does_not_fit_is_told_to_nobody_but_its_sender() -> None:
+    subject, (other,), shown = told(1)
+    before = subject._resolver
+    with pytest.raises(ApiError) as refused:
+        subject.change(wish("eagle"), False)
+    assert refused.value.param == "defaults.draft_strategy"
+    assert (other.asked, subject._resolver, shown) == ([], before, [])
