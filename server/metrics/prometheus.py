@@ -258,26 +258,6 @@ def aliases(families: Iterable[Metric], model_name: str) -> list[Metric]:
     return [*(found.same(*each) for each in _SAME_IN_VLLM.items()), *found.made()]
 
 
-class _RecentRatio:
-    """Sum over sum of the latest pairs."""
-
-    def __init__(self, num_pairs: int) -> None:
-        self._pairs: deque[tuple[float, float]] = deque()
-        self._num_pairs = num_pairs
-        self._above = self._below = 0.0
-
-    def add(self, above: float, below: float) -> float:
-        """The ratio, this pair included; ``below`` > 0."""
-        self._pairs.append((above, below))
-        self._above += above
-        self._below += below
-        if len(self._pairs) > self._num_pairs:
-            old_above, old_below = self._pairs.popleft()
-            self._above -= old_above
-            self._below -= old_below
-        return self._above / self._below
-
-
 class RequestMetrics(Protocol):
     """The metrics as the answering of requests and ``/metrics`` see them: ``Metrics`` itself, or the way
     to it from another process."""
@@ -313,7 +293,9 @@ class Metrics(Collector):
             )
         # By labels; a step has few microseconds for its metrics.
         self._series: Callable[..., Any] = lru_cache(None)(self._look_up)
-        self._recent = _RecentRatio(_SPEEDUP_WINDOW_STEPS)
+        # Seconds at gamma 0 and seconds taken, of the latest steps and in all of them.
+        self._recent: deque[tuple[float, float]] = deque()
+        self._baseline = self._taken = 0.0
         self._metrics["engine_up"].set_function(lambda: float(is_alive()))
         self._metrics["draining"].set_function(lambda: float(is_draining()))
         self._metrics["kv_blocks_total"].set(info.num_blocks)
@@ -375,11 +357,7 @@ class Metrics(Collector):
         for part in ("draft", "forward", "verify", "other"):
             at("step_seconds", part).inc(getattr(stats, f"{part}_seconds"))
         if stats.baseline_seconds > 0 and stats.step_seconds > 0:
-            own["baseline_seconds"].inc(stats.baseline_seconds)
-            own["decode_seconds"].inc(stats.step_seconds)
-            own["spec_speedup_ratio"].set(
-                self._recent.add(stats.baseline_seconds, stats.step_seconds)
-            )
+            self._observe_speedup(stats.baseline_seconds, stats.step_seconds)
         own["preemptions"].inc(stats.num_preemptions)
         own["requests_running"].set(stats.num_running)
         own["requests_waiting"].set(stats.num_waiting)
@@ -394,6 +372,18 @@ class Metrics(Collector):
         own["spec_draft_failures"].inc(stats.num_draft_failures)
         for drafter, each in stats.by_drafter.items():
             self._observe_drafter(drafter, each)
+
+    def _observe_speedup(self, baseline: float, taken: float) -> None:
+        self._metrics["baseline_seconds"].inc(baseline)
+        self._metrics["decode_seconds"].inc(taken)
+        self._recent.append((baseline, taken))
+        self._baseline += baseline
+        self._taken += taken
+        if len(self._recent) > _SPEEDUP_WINDOW_STEPS:
+            old_baseline, old_taken = self._recent.popleft()
+            self._baseline -= old_baseline
+            self._taken -= old_taken
+        self._metrics["spec_speedup_ratio"].set(self._baseline / self._taken)
 
     def _observe_drafter(self, drafter: str, stats: SpeculativeStats) -> None:
         at = self._series
