@@ -25,10 +25,9 @@ from engine.request.info import EngineInfo
 from engine.sampling.processor import parameters
 from engine.speculation.gamma import gamma_policy_names
 from server.endpoints import routers
-from server.metrics.aliases import aliases
-from server.metrics.prometheus import Metrics
+from server.metrics.prometheus import Metrics, aliases
 from server.settings import all_settings, flag_name, with_drafters
-from server.tenants.file import TenantEntry
+from server.tenants.keys import TenantEntry
 
 DOCS = Path(__file__).resolve().parent
 ExportedMetric: TypeAlias = tuple[str, str, tuple[str, ...], str]

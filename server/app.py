@@ -9,8 +9,9 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
@@ -37,6 +38,9 @@ from server.settings import Settings
 from server.tenants.keys import keys_of
 from server.version import server_version
 
+if TYPE_CHECKING:
+    from server.metrics.telemetry.pipeline import Telemetry
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -47,10 +51,7 @@ class Shared:
 
 
 def build_app(
-    engine: EventStreams,
-    tokenizer: Any,
-    settings: Settings,
-    shared: Shared | None = None,
+    engine: EventStreams, tokenizer: Any, settings: Settings, shared: Shared | None = None
 ) -> FastAPI:
     """The application; its lifespan starts and stops the engine. ``shared``: what it has in common with
     others in front of the same engine; None: it is alone.
@@ -58,15 +59,47 @@ def build_app(
     Raises ValueError where the settings' speculative defaults or caps do not fit the engine, or the file
     of API keys cannot be used.
     """
+    services = _services(engine, tokenizer, settings, shared)
+    telemetry = begin_telemetry(settings.otlp_endpoint, services.model_name)
+    app = FastAPI(
+        title="Slipstream",
+        summary="LLM inference in which every request drafts, and no output changes for it.",
+        version=server_version(),
+        lifespan=lambda _: _serving(services, telemetry),
+        # As they are: FastAPI makes what it includes anew, models of all answers and all, and on the
+        # first request to each application.
+        routes=[route for router in routers() for route in router.routes],
+    )
+    install_error_handlers(app, partial(services.metrics.count, "rejections"))
+    describe_as_it_is(app, engine.info.drafters)
+    app.state.services = services
+    # The last one added is the outermost.
+    limit = settings.max_body_bytes or default_body_bytes(engine.info.max_model_len, tokenizer)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
+    app.add_middleware(
+        GuardMiddleware,
+        admin_key=None if settings.admin_key is None else settings.admin_key.get_secret_value(),
+        find=keys_of(settings.api_key, settings.api_keys_file, engine.info.drafters),
+        is_draining=lambda: services.state == "draining",
+    )
+    if telemetry is not None:
+        # Imported late: what it builds on is an extra.
+        from server.metrics.telemetry.pipeline import WatchMiddleware
+
+        app.add_middleware(WatchMiddleware, telemetry=telemetry)
+    app.add_middleware(AnswerMiddleware, metrics=services.metrics)
+    return app
+
+
+def _services(
+    engine: EventStreams, tokenizer: Any, settings: Settings, shared: Shared | None
+) -> Services:
     info = engine.info
     model_name = public_name(info, settings)
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
-    texts = TokenTexts(tokenizer)
+    template = str(tokenizer.chat_template or "")
     formats = MessageFormats(
-        tokenizer,
-        str(tokenizer.chat_template or ""),
-        settings.tool_call_parser,
-        settings.reasoning_parser,
+        tokenizer, template, settings.tool_call_parser, settings.reasoning_parser
     )
     translator = Translator(
         info,
@@ -79,70 +112,44 @@ def build_app(
     )
     bodies = BodyReader(translator, settings.body_processes, settings.log_options())
     if shared is None:
-        own = Metrics(info, model_name, lambda: engine.is_alive, lambda: is_draining())
+        own = Metrics(
+            info,
+            model_name,
+            lambda: engine.is_alive,
+            lambda: services.state == "draining",
+        )
         engine.add_step_listener(own.observe_step)
         own.show_speculation(resolver.defaults)
         shared = Shared(own, _changing(translator, own))
-    metrics = shared.metrics
+    texts = TokenTexts(tokenizer)
     services = Services(
         engine=engine,
-        metrics=metrics,
+        metrics=shared.metrics,
         bodies=bodies,
         change_speculation=shared.change_speculation,
-        choices=ChoiceSource(engine, tokenizer, texts, metrics),
+        choices=ChoiceSource(engine, tokenizer, texts, shared.metrics),
         texts=texts,
         model_name=model_name,
         fingerprint=_fingerprint(info, model_name),
-        has_chat_template=bool(tokenizer.chat_template),
+        has_chat_template=bool(template),
         step_timeout=settings.step_timeout,
         drain_seconds=settings.drain_seconds,
     )
+    return services
 
-    def is_draining() -> bool:
-        return services.state == "draining"
 
-    telemetry = begin_telemetry(settings.otlp_endpoint, model_name)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await engine.start()
-        services.state = "serving"
-        try:
-            yield
-        finally:
-            await services.drain()
-            services.bodies.close()
-            if telemetry is not None:
-                await asyncio.to_thread(telemetry.close)
-
-    app = FastAPI(
-        title="Slipstream",
-        summary="LLM inference in which every request drafts, and no output changes for it.",
-        version=server_version(),
-        lifespan=lifespan,
-        # As they are: FastAPI makes what it includes anew, models of all answers and all, and on the
-        # first request to each application.
-        routes=[route for router in routers() for route in router.routes],
-    )
-    install_error_handlers(app, metrics.count_rejection)
-    describe_as_it_is(app, info.drafters)
-    app.state.services = services
-    # The last one added is the outermost.
-    limit = settings.max_body_bytes or default_body_bytes(info.max_model_len, tokenizer)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
-    app.add_middleware(
-        GuardMiddleware,
-        admin_key=None if settings.admin_key is None else settings.admin_key.get_secret_value(),
-        find=keys_of(settings.api_key, settings.api_keys_file, info.drafters),
-        is_draining=is_draining,
-    )
-    if telemetry is not None:
-        # Imported late: what it builds on is an extra.
-        from server.metrics.telemetry.watch import WatchMiddleware
-
-        app.add_middleware(WatchMiddleware, telemetry=telemetry)
-    app.add_middleware(AnswerMiddleware, metrics=metrics)
-    return app
+@asynccontextmanager
+async def _serving(services: Services, telemetry: Telemetry | None) -> AsyncIterator[None]:
+    """The application's life."""
+    await services.engine.start()
+    services.state = "serving"
+    try:
+        yield
+    finally:
+        await services.drain()
+        services.bodies.close()
+        if telemetry is not None:
+            await asyncio.to_thread(telemetry.close)
 
 
 def _changing(translator: Translator, metrics: Metrics) -> ChangeSpeculation:
@@ -180,6 +187,6 @@ def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
         read=settings.read_timeout,
         write=settings.write_timeout,
         keep_alive=settings.keep_alive_timeout,
-        cut_off=app.state.services.metrics.count_cut_off,
+        cut_off=partial(app.state.services.metrics.count, "connections_cut_off"),
     )
     return HttpConfig(app, patience)

@@ -1,16 +1,5 @@
 """Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``.
 
-ApiError
-├── bad_request(param, ...)   400, names the field; refused(param, reason) in its message, too
-├── unauthorized()            401
-├── not_found()               404
-├── unknown_model(name)       404
-├── request_timeout()         408
-├── body_too_large()          413
-├── shutting_down()           503
-└── from_engine(error)        400 RequestError, 429 TryLaterError, 503 EngineDeadError and
-                              ShuttingDownError, 504 DeadlineExceededError, else 500
-
 Text a client sent is never echoed at length, and an unexpected exception's text never leaves the
 log.
 """
@@ -20,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -92,7 +82,8 @@ class ApiError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors also come from processes that read bodies.
-        return _rebuild, (self.status, self.message, self.param, self.code, self.headers)
+        make = partial(ApiError, param=self.param, code=self.code, headers=self.headers)
+        return make, (self.status, self.message)
 
     def body(self) -> ErrorReply:
         return {
@@ -106,12 +97,6 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
-
-
-def _rebuild(
-    status: int, message: str, param: str | None, code: str | None, headers: dict[str, str]
-) -> ApiError:
-    return ApiError(status, message, param=param, code=code, headers=headers)
 
 
 def clip(text: str, num_chars: int) -> str:
@@ -143,8 +128,7 @@ def unauthorized(which: str = "API") -> ApiError:
 
 
 def body_too_large() -> ApiError:
-    message = "The body is larger than this server accepts."
-    return ApiError(413, message, code="body_too_large")
+    return ApiError(413, "The body is larger than this server accepts.", code="body_too_large")
 
 
 def request_timeout() -> ApiError:
@@ -162,8 +146,10 @@ def unknown_model(name: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def from_engine(error: EngineError) -> ApiError:
-    """The answer when the engine refuses or breaks."""
+def to_api_error(error: Exception) -> ApiError:
+    """Any exception as an answer; the text of unexpected ones goes to the log only."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, RequestError):
         return bad_request(error.param, str(error))
     if isinstance(error, TryLaterError):
@@ -177,16 +163,9 @@ def from_engine(error: EngineError) -> ApiError:
         # Once for each request that is turned away: the death itself stands in the log already.
         logger.debug("engine is dead: %s", error)
         return ApiError(503, "The engine has stopped; no request is served.", code="engine_dead")
-    logger.error("request failed in the engine", exc_info=error)
-    return ApiError(500, "The request failed in the engine.", code="request_failed")
-
-
-def to_api_error(error: Exception) -> ApiError:
-    """Any exception as an answer; the text of unexpected ones goes to the log only."""
-    if isinstance(error, ApiError):
-        return error
     if isinstance(error, EngineError):
-        return from_engine(error)
+        logger.error("request failed in the engine", exc_info=error)
+        return ApiError(500, "The request failed in the engine.", code="request_failed")
     logger.error("unexpected error", exc_info=error)
     return ApiError(500, "Internal server error.", code="internal_error")
 
@@ -233,14 +212,12 @@ def install_error_handlers(app: FastAPI, count_rejection: Callable[[str], None])
             return answer(body_too_large())
         if error.status_code == 404:
             return not_found().response()
-        known = {
-            405: ("method_not_allowed", "This path does not take this method."),
-        }
-        code, message = known.get(error.status_code, (None, str(error.detail)))
+        code, message = None, str(error.detail)
+        if error.status_code == 405:
+            code, message = "method_not_allowed", "This path does not take this method."
         return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(EngineError, on_api_error)
+    for kind in (ApiError, EngineError, Exception):
+        app.add_exception_handler(kind, on_api_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_api_error)

@@ -27,7 +27,7 @@ from server.metrics.telemetry.begin import check_telemetry
 from server.request.speculative import SpeculativeResolver
 from server.settings import Settings
 from server.tenants.keys import keys_of
-from server.workers.parent import Serve, SpeculationChanges, Workers
+from server.workers.parent import Serve, Workers
 
 logger = logging.getLogger("slipstream")
 
@@ -112,8 +112,7 @@ def _serve_with_workers(
     # Drafters' own settings are the engine's business; their class is made anew in each process.
     values = {name: getattr(settings, name) for name in Settings.model_fields if name != "drafter"}
     first = Serve(values, config, info, settings.log_options())
-    speculation = SpeculationChanges(resolver, metrics.show_speculation)
-    workers = Workers(settings.api_workers, first, listener, process, metrics, speculation)
+    workers = Workers(settings.api_workers, first, listener, process, metrics, resolver)
     workers.run(settings.drain_seconds, settings.restart_engine, settings.step_timeout)
 
 

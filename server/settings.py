@@ -7,12 +7,10 @@ Drafters declare settings of their own, a dataclass each; ``with_drafters`` adds
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import tomllib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -76,7 +74,7 @@ Names = Annotated[list[str] | None, NoDecode, BeforeValidator(_split)]
 
 
 class CapSettings(SpeculativeCaps):
-    """What the operator allows, as text may say it."""
+    """The operator's bounds, as text may say them."""
 
     model_config = ConfigDict(strict=False)
 
@@ -86,7 +84,7 @@ class CapSettings(SpeculativeCaps):
 
 
 class DrafterSettings(BaseModel):
-    """What drafters want to be set when they are loaded, by drafter."""
+    """Settings that drafters declare, by drafter."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -349,47 +347,9 @@ def flag_name(path: Sequence[str]) -> str:
 Flags = CliSettingsSource[Any]
 
 
-class FlagParser(ArgumentParser):
-    """An ``ArgumentParser`` in which a flag for a list takes several words: ``--drafters none ngram``
-    is read as ``--drafters none --drafters ngram``, which is what pydantic-settings knows.
-
-    ``lists``: the flags that are for lists.
-    """
-
-    lists: frozenset[str] = frozenset()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args(_one_flag_per_item(words, self.lists), namespace)
-
-
-def add_flags(parser: FlagParser) -> Flags:
+def add_flags(parser: ArgumentParser) -> Flags:
     """Gives ``parser`` a flag for each setting. Returns what turns its findings into settings."""
-    settings = with_drafters(drafter_settings())
-    parser.lists = frozenset(
-        flag_name(path) for path, field in all_settings(settings) if NoDecode in field.metadata
-    )
-    return CliSettingsSource(settings, root_parser=parser)
-
-
-def _one_flag_per_item(words: Sequence[str], lists: Collection[str]) -> list[str]:
-    """Repeats the flag of a list before each of the list's words. The list ends with a word that holds
-    a comma or a bracket, and before a word with a slash, which is MODEL."""
-    found: list[str] = []
-    flag = ""
-    for word in words:
-        if word.startswith("-"):
-            flag = word if word in lists else ""
-        elif flag:
-            is_first = found[-1] == flag
-            if not is_first and ("/" in word or os.sep in word):
-                flag = ""
-            elif not is_first:
-                found.append(flag)
-            if re.search(r"[,\[]", word):
-                flag = ""
-        found.append(word)
-    return found
+    return CliSettingsSource(with_drafters(drafter_settings()), root_parser=parser)
 
 
 def load_settings(flags: Flags, parsed: Namespace) -> Settings:

@@ -17,7 +17,7 @@ from pydantic_settings import SettingsError
 
 from engine.names import usual_model
 from engine.request.errors import EngineError
-from server.settings import FlagParser, Flags, Settings, add_flags, load_settings
+from server.settings import Flags, Settings, add_flags, load_settings
 from server.version import server_version
 from slipstream.client.commands import add_client_commands
 from slipstream.tools.quantize.command import add_quantize
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"slipstream {server_version()}")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
-        title="commands", required=True, metavar="COMMAND", parser_class=FlagParser
+        title="commands", required=True, metavar="COMMAND"
     )
     serve = commands.add_parser(
         "serve",

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import Message, Send
 
-from deploy.ray.errors import ReplicaLostError
+from deploy.ray.exchange import ReplicaLostError
 from server.errors import ApiError
-from server.reply.sse import DONE, event
+from server.reply.writers import DONE, event
 
 # By these a replica says that another one has to do it: its engine has died, or it ends.
 _ELSEWHERE = ("engine_dead", "shutting_down")

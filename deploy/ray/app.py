@@ -18,8 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from deploy.ray.errors import ReplicaLostError, too_many_waiting
-from deploy.ray.exchange import Forwarded, Whole
+from deploy.ray.exchange import Forwarded, ReplicaLostError, Whole, too_many_waiting
 from deploy.ray.gateway import Gateway
 from deploy.ray.replica import Replica
 from deploy.ray.router import AffinityRouter

@@ -1,4 +1,5 @@
-"""Requests and answers as they go between ingress and replicas, and the application run on them."""
+"""Requests, answers and errors as they go between ingress and replicas, and the application run on
+them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message
+
+from server.errors import ApiError
+
+RETRY_SECONDS = 1
 
 
 @dataclass(slots=True)
@@ -105,3 +110,30 @@ class _Exchange:
             if self._sent:
                 sent, self._sent = self._sent, []
                 yield sent
+
+
+class ReplicaLostError(Exception):
+    """The replica ended, or cannot go on, before its answer did."""
+
+
+def replica_lost() -> ApiError:
+    """Returns the error where nobody could answer, or an answer that has begun cannot go on."""
+    return ApiError(
+        503,
+        "The replica that had this request is gone. Send it again: with the same seed it gets the same "
+        "text.",
+        code="replica_lost",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )
+
+
+def too_many_waiting() -> ApiError:
+    """Serve's own queue before the replicas is full."""
+    headers = {"Retry-After": str(RETRY_SECONDS)}
+    return ApiError(429, "Too many requests wait.", code="queue_full", headers=headers)
+
+
+def not_adopted() -> ApiError:
+    """Returns the error of a change that is for all replicas."""
+    message = "Not all replicas took the change. Send it again."
+    return ApiError(503, message, code="not_adopted")

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    generate_latest,
+)
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 _NAME = "slipstream_gateway"
 HOME, SPILLED, UNKEYED = "home", "spilled", "unkeyed"
@@ -25,27 +34,24 @@ class Figures:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            f"{_NAME}_requests",
-            "Requests by where a replica took them first.",
-            ["route"],
-            registry=self.registry,
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{_NAME}_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"{_NAME}_{name}", text, labels, registry=self.registry)
+
+        self._requests = counter(
+            "requests", "Requests by where a replica took them first.", "route"
         )
-        self._redone = Counter(
-            f"{_NAME}_requests_redone",
-            "Requests that another replica took after one was lost.",
-            registry=self.registry,
+        self._redone = counter(
+            "requests_redone", "Requests that another replica took after one was lost."
         )
-        self._lost = Counter(
-            f"{_NAME}_streams_lost",
-            "Streams cut short since their replica was gone or ended.",
-            registry=self.registry,
+        self._lost = counter(
+            "streams_lost", "Streams cut short since their replica was gone or ended."
         )
-        self._errors = Counter(
-            f"{_NAME}_errors",
-            "Requests that the ingress itself answered with an error.",
-            ["code"],
-            registry=self.registry,
+        self._errors = counter(
+            "errors", "Requests that the ingress itself answered with an error.", "code"
         )
         self._queue = Histogram(
             f"{_NAME}_queue_seconds",
@@ -53,22 +59,14 @@ class Figures:
             buckets=_QUEUE,
             registry=self.registry,
         )
-        self._waiting = Gauge(
-            f"{_NAME}_requests_waiting",
-            "Requests that no replica has taken yet.",
-            registry=self.registry,
+        self._waiting = gauge("requests_waiting", "Requests that no replica has taken yet.")
+        self._open = gauge(
+            "requests_open", "Requests that a replica has taken and that go on.", "replica"
         )
-        self._open = Gauge(
-            f"{_NAME}_requests_open",
-            "Requests that a replica has taken and that go on.",
-            ["replica"],
-            registry=self.registry,
-        )
-        self._leaving = Gauge(
-            f"{_NAME}_replica_leaving",
+        self._leaving = gauge(
+            "replica_leaving",
             "1 for a replica that is given no more requests and has open ones.",
-            ["replica"],
-            registry=self.registry,
+            "replica",
         )
         # A rate needs a series before what it counts happens.
         for route in (HOME, SPILLED, UNKEYED):
@@ -119,3 +117,27 @@ class Figures:
             self._open.labels(name).set(self._open_at[name])
             self._leaving.labels(name).set(name not in replicas)
         return generate_latest(self.registry).decode()
+
+
+class _Found(Collector):
+    def __init__(self, families: Mapping[str, Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families.values()
+
+
+def merge(texts: Mapping[str, str], label: str = "replica") -> bytes:
+    """Expositions in Prometheus's text format, by the name of who made them, as one; every sample of the
+    result has that name as this label."""
+    families: dict[str, Metric] = {}
+    for source, text in sorted(texts.items()):
+        for family in text_string_to_metric_families(text):
+            kept = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for each in family.samples:
+                kept.add_sample(each.name, {**each.labels, label: source}, each.value)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Found(families))
+    return generate_latest(registry)

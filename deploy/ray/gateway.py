@@ -19,10 +19,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from deploy.ray.affinity import affinity_key
 from deploy.ray.answer import Answer
-from deploy.ray.errors import ReplicaLostError, not_adopted, replica_lost
-from deploy.ray.exchange import Forwarded, Whole
-from deploy.ray.exposition import merge
-from deploy.ray.figures import HOME, SPILLED, UNKEYED, Figures
+from deploy.ray.exchange import Forwarded, ReplicaLostError, Whole, not_adopted, replica_lost
+from deploy.ray.figures import HOME, SPILLED, UNKEYED, Figures, merge
 from server.errors import ApiError, body_too_large, to_api_error
 from server.http.middleware import BodyLimitMiddleware
 from server.reply.streaming import ClientGoneError, unless_client_leaves

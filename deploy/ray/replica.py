@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from deploy.ray.adoption import SharedSpeculation, Speculation
 from deploy.ray.exchange import Forwarded, Whole, answers, whole_answer
-from deploy.ray.open_tokens import OpenTokens
+from deploy.ray.scaling import OpenTokens
 from deploy.ray.settings import read_settings
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess

@@ -1,11 +1,41 @@
-"""How many replicas: by the tokens that their open requests may still take."""
+"""How much an engine has to do, and how many replicas that takes: by the tokens that open requests may
+still take."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
+
+from engine.request.events import TokenEvent
+from engine.request.params import GenerationRequest
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
+
+
+class OpenTokens:
+    """``total``: what open requests, those that wait included, may still take."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    async def counted(
+        self, request: GenerationRequest, events: AsyncGenerator[TokenEvent, None]
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """The request's events, as they come."""
+        left = len(request.prompt_token_ids) + request.sampling.max_tokens
+        self.total += left
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    # The first one says that the prompt is done, too.
+                    still = min(left, request.sampling.max_tokens) - len(event.token_ids)
+                    self.total -= left - still
+                    left = still
+                    yield event
+        finally:
+            self.total -= left
 
 
 class TokenScaling:

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from engine.request.stats import StepStats
+from engine.schedule.request import Request
 
 # An estimate is of so many seconds of steps, the latest counting most.
 _MEMORY_SECONDS = 10.0
 # How much a request that ends says about how much of what they may write requests do write.
 _SHARE_WEIGHT = 0.05
-
-
-class Progress(Protocol):
-    """How far a request is: what is read of ``engine.schedule.request.Request``."""
-
-    @property
-    def num_new_tokens(self) -> int: ...
-    @property
-    def num_output_tokens(self) -> int: ...
-    @property
-    def num_tokens_left(self) -> int: ...
 
 
 class _Pace:
@@ -57,14 +46,14 @@ class Backlog:
         self._prompt.observe(prompt_seconds, stats.num_prompt_tokens)
         self._output.observe(stats.step_seconds - prompt_seconds, stats.num_emitted_tokens)
 
-    def observe_end(self, request: Progress) -> None:
+    def observe_end(self, request: Request) -> None:
         """However it ended, if it has written anything: one who left the queue says nothing."""
         if request.num_output_tokens:
             allowed = request.num_output_tokens + request.num_tokens_left
             share = request.num_output_tokens / allowed
             self._share += _SHARE_WEIGHT * (share - self._share)
 
-    def seconds(self, requests: Iterable[Progress]) -> float:
+    def seconds(self, requests: Iterable[Request]) -> float:
         """Until these are done at the present pace."""
         num_prompt = num_output = 0.0
         for each in requests:

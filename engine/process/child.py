@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -25,20 +25,9 @@ from multiprocessing.reduction import ForkingPickler
 from pkgutil import resolve_name
 
 from engine.logs import log_through_root
-from engine.process.follower import begin_child
-from engine.process.followers import Followers
-from engine.process.link import Link
-from engine.process.messages import (
-    Abort,
-    Attach,
-    Charge,
-    Died,
-    Launch,
-    Ready,
-    Refused,
-    Stop,
-    Submit,
-)
+from engine.process.follower import Followers
+from engine.process.launch import Launch, begin_child, ignore_signals
+from engine.process.link import Acts, Link
 from engine.process.pulse import Pulse
 from engine.process.runtime import EngineRuntime
 from engine.ranks.rank import rank_here
@@ -50,12 +39,12 @@ from engine.request.params import GenerationRequest
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, frozen=True, slots=True)
 class _Client:
-    """A process in front of the engine."""
+    """A process in front of the engine. ``wants_steps``: it is told of every step."""
 
-    def __init__(self, link: Link, wants_steps: bool) -> None:
-        self.link = link
-        self.wants_steps = wants_steps
+    link: Link
+    wants_steps: bool
 
 
 class EngineHost:
@@ -72,11 +61,6 @@ class EngineHost:
     def is_built(self) -> bool:
         return self._built.done()
 
-    @property
-    def _runtime(self) -> EngineRuntime:
-        """Waits until it is built."""
-        return self._built.result()
-
     def run(self, runtime: EngineRuntime) -> None:
         """Run to the end of the engine. Raises what broke it, after all clients were told."""
         self._built.set_result(runtime)
@@ -85,49 +69,47 @@ class EngineHost:
         except BaseException as error:
             message = f"the engine died: {type(error).__name__}: {error}"
             for client in self._clients:
-                client.link.send(Died(message))
+                client.link.call("died", message)
             raise
 
-    def obey(self, message: Attach | Stop) -> None:
-        """Act on what the launcher says: take a new client, or stop."""
-        if isinstance(message, Stop):
-            if not self.is_built:
-                os._exit(1)
-            self._runtime.stop()
-            return
-        client = _Client(Link(Connection(message.handle)), message.wants_steps)
+    def stop(self) -> None:
+        """Ends the engine, or the process where none is built yet."""
+        if not self.is_built:
+            os._exit(1)
+        self._built.result().stop()
+
+    def attach(self, wants_steps: bool, handle: int) -> None:
+        """Serves a new client at the end of a pipe. What it asks waits until the engine is built."""
+        client = _Client(Link(Connection(handle)), wants_steps)
         with self._lock:
             self._clients = [*self._clients, client]
-        client.link.listen_in_thread(partial(self._act, client), partial(self._leave, client))
-
-    def _act(self, client: _Client, message: Submit | Abort | Charge) -> None:
-        match message:
-            case Submit(request):
-                self._submit(client, request)
-            case Abort(request_id):
-                self._runtime.abort(request_id)
-            case Charge(tenant):
-                self._runtime.charge(tenant)
+        acts: Acts = {
+            "submit": partial(self._submit, client),
+            "abort": lambda request_id: self._built.result().abort(request_id),
+            "charge": lambda tenant: self._built.result().charge(tenant),
+        }
+        client.link.listen_in_thread(acts, partial(self._leave, client))
 
     def _leave(self, client: _Client) -> None:
         with self._lock:
             self._clients = [each for each in self._clients if each is not client]
             left = [name for name, owner in self._owners.items() if owner is client]
         for request_id in left:
-            self._runtime.abort(request_id)
+            self._built.result().abort(request_id)
 
     def _submit(self, client: _Client, request: GenerationRequest) -> None:
+        runtime = self._built.result()
         try:
-            prepared = self._runtime.admit(request)
+            prepared = runtime.admit(request)
         except BaseException as error:  # whatever it is, the client waits for an event
             if not isinstance(error, EngineError):
                 logger.exception("a request could not be prepared")
                 error = RequestFailedError(f"{type(error).__name__}: {error}")
-            client.link.send(StepResult([ErrorEvent(request.request_id, error)]))
+            client.link.call("deliver", StepResult([ErrorEvent(request.request_id, error)]))
             return
         with self._lock:
             self._owners[request.request_id] = client
-        self._runtime.submit(prepared)
+        runtime.submit(prepared)
 
     def _post(self, result: StepResult) -> None:
         """One message for each client that has to hear of the step."""
@@ -138,34 +120,35 @@ class EngineHost:
                 found.setdefault(owner, []).append(event)
                 if isinstance(event, ErrorEvent) or event.finish is not None:
                     del self._owners[event.request_id]
-                    self._runtime.release(event.request_id)
+                    self._built.result().release(event.request_id)
             clients = self._clients
         for client in clients:
             events = found.get(client, [])
             stats = result.stats if client.wants_steps else None
             if events or stats is not None:
-                client.link.send(StepResult(events, stats))
+                client.link.call("deliver", StepResult(events, stats))
 
 
 def main() -> int:
+    ignore_signals()
     control, launch = begin_child()
     if launch.logs.format == "json":
         # It speaks while what builds on it is loaded, so its handlers have to go before.
         import_module("torch")
         log_through_root("torch")
     host = EngineHost()
-    control.listen_in_thread(host.obey, lambda: os._exit(1))
+    control.listen_in_thread({"attach": host.attach, "stop": host.stop}, lambda: os._exit(1))
     with _followers(launch, control, host):
         try:
             engine, _ = resolve_name(launch.build)(launch.config)
         except (EngineError, ValueError, OSError) as error:
-            control.send(Refused(str(error)))
+            control.send(EngineError(str(error)))
             return 2
         # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
         gc.collect()
         gc.freeze()
         engine.runtime.pulse = Pulse(int(sys.argv[2]))
-        control.send(Ready(_sendable(engine.info)))
+        control.send(_sendable(engine.info))
         try:
             host.run(engine.runtime)
         except Exception:
@@ -189,7 +172,7 @@ def _followers(launch: Launch, control: Link, host: EngineHost) -> Iterator[None
     def lost(reason: str) -> None:
         logger.error("the engine ends: %s", reason)
         if not host.is_built:
-            control.send(Refused(reason))
+            control.send(EngineError(reason))
         os._exit(1)
 
     followers.watch(lost)

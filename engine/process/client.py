@@ -6,8 +6,7 @@ import asyncio
 import logging
 from multiprocessing.connection import Connection
 
-from engine.process.link import Link, PeerGoneError
-from engine.process.messages import Abort, Charge, Died, Submit
+from engine.process.link import Acts, Link, PeerGoneError
 from engine.process.pulse import Pulse
 from engine.process.streams import EventStreams
 from engine.request.errors import EngineDeadError
@@ -51,17 +50,17 @@ class RemoteEngine(EventStreams):
     async def charge(self, tenant: Tenant) -> None:
         self._refuse_when_ended()
         try:
-            await asyncio.wrap_future(self._link.ask(Charge(tenant)))
+            await asyncio.wrap_future(self._link.ask("charge", tenant))
         except PeerGoneError:
             raise EngineDeadError(self._dead or _GONE) from None
 
     def abort(self, request_id: str) -> None:
         if self._dead is None:
-            self._link.send(Abort(request_id))
+            self._link.call("abort", request_id)
 
     def _submit(self, request: GenerationRequest) -> None:
         self._unfinished.add(request.request_id)
-        self._link.send(Submit(request))
+        self._link.call("submit", request)
 
     async def _end(self) -> None:
         if self._dead is not None:
@@ -78,13 +77,8 @@ class RemoteEngine(EventStreams):
 
     def _listen(self) -> None:
         assert self._loop is not None
-        self._link.listen_on(self._loop, self._act, lambda: self._lose(_GONE))
-
-    def _act(self, message: StepResult | Died) -> None:
-        if isinstance(message, Died):
-            self._lose(message.message)
-        else:
-            self._deliver(message)
+        acts: Acts = {"deliver": self._deliver, "died": self._lose}
+        self._link.listen_on(self._loop, acts, lambda: self._lose(_GONE))
 
     def _replace(self, info: EngineInfo, connection: Connection) -> None:
         if self._dead is None:

@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.config import EngineConfig
 from engine.logs import LogOptions
 from engine.process.link import Link, PeerGoneError
-from engine.process.messages import Attach, Launch, Ready, Refused, Stop
 from engine.process.pulse import Pulse, shared_handle
 from engine.request.errors import EngineError
 from engine.request.info import EngineInfo
@@ -33,6 +33,18 @@ _STOP_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Build an engine. ``build`` names the function, as in ``engine.build:build_engine``, so that the
+    sender need not load what it needs. ``logs``: how the process logs. ``follow``: the function that the
+    other ranks run where the model is shared, named like ``build``."""
+
+    build: str
+    config: EngineConfig
+    logs: LogOptions
+    follow: str
+
+
 class Child(NamedTuple):
     """A process that this one has launched, and the pipe to it."""
 
@@ -41,7 +53,7 @@ class Child(NamedTuple):
 
     def end(self, seconds: float) -> None:
         """Tell the process to stop, and wait; kill it where it takes longer than ``seconds``."""
-        self.link.send(Stop())
+        self.link.call("stop")
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -50,9 +62,12 @@ class Child(NamedTuple):
         self.link.close()
 
 
-def launch_child(module: str, *handles: int, environment: Mapping[str, str] | None = None) -> Child:
-    """Run a module of ours as ``python -m MODULE PIPE HANDLES``. It inherits the handles, and this
-    process's environment but for what ``environment`` adds."""
+def launch_child(
+    module: str, first: Any, *handles: int, environment: Mapping[str, str] | None = None
+) -> Child:
+    """Run a module of ours as ``python -m MODULE PIPE HANDLES``, and send it ``first``, which has
+    ``logs``. It inherits the handles, and this process's environment but for what ``environment``
+    adds."""
     ours, theirs = Pipe()
     given = [theirs.fileno(), *handles]
     with theirs:
@@ -62,7 +77,25 @@ def launch_child(module: str, *handles: int, environment: Mapping[str, str] | No
             stdin=subprocess.DEVNULL,
             env=child_environment() | dict(environment or {}),
         )
-    return Child(process, Link(ours))
+    link = Link(ours)
+    link.send(first)
+    return Child(process, link)
+
+
+def begin_child() -> tuple[Link, Any]:
+    """In a process that ``launch_child`` has launched: the pipe from there and the first message, by
+    which the process logs from here on."""
+    link = Link(Connection(int(sys.argv[1])))
+    first = link.receive()
+    first.logs.begin()
+    return link, first
+
+
+def ignore_signals() -> None:
+    """A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the server drains its
+    requests first and then says when to stop."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class EngineProcess:
@@ -108,23 +141,22 @@ class EngineProcess:
         if self._child is not None:
             self._child.link.close()
         self._child = launch_child(
-            "engine.process.child", self.pulse_handle, environment=self._environment
+            "engine.process.child", self._launch, self.pulse_handle, environment=self._environment
         )
-        self._child.link.send(self._launch)
 
     def ready(self) -> EngineInfo:
         """Wait until it is built. Raises as ``start``."""
         assert self._child is not None
         try:
-            answer: Ready | Refused = self._child.link.receive()
+            answer: EngineInfo | EngineError = self._child.link.receive()
         except PeerGoneError:
             status = describe(self._child.process.wait())
             raise EngineError(f"the engine's process ended while it loaded: {status}") from None
-        if isinstance(answer, Refused):
+        if isinstance(answer, EngineError):
             self._child.process.wait()
-            raise EngineError(answer.reason)
+            raise answer
         self._built = True
-        return answer.info
+        return answer
 
     def connect(self, wants_steps: bool = True) -> Connection:
         """One more client's end of a pipe. Where the engine has gone in the meantime, it is found so by
@@ -132,7 +164,7 @@ class EngineProcess:
         assert self._child is not None
         ours, theirs = Pipe()
         with theirs:
-            self._child.link.send(Attach(theirs.fileno(), wants_steps))
+            self._child.link.call("attach", wants_steps, handle=theirs.fileno())
         return ours
 
     def watch(
@@ -141,9 +173,9 @@ class EngineProcess:
         """Say in the log when the engine ends by itself. With ``restarted`` it is launched anew, as often
         as it takes, and ``restarted`` is called from a thread each time it is back; one whose step takes
         longer than ``step_timeout`` seconds is ended for that."""
-        _in_thread(self._watch, restarted)
+        threading.Thread(target=self._watch, args=(restarted,), daemon=True).start()
         if restarted is not None and step_timeout < math.inf:
-            _in_thread(self._end_hung, step_timeout)
+            threading.Thread(target=self._end_hung, args=(step_timeout,), daemon=True).start()
 
     def stop(self) -> None:
         """End it, after the step under way; harmless where it is not there."""
@@ -186,10 +218,6 @@ class EngineProcess:
                     logger.error("the engine does not come back: %s", error)
             else:
                 return
-
-
-def _in_thread(target: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=target, args=arguments, name="engine-watch", daemon=True).start()
 
 
 def child_environment() -> dict[str, str]:

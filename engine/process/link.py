@@ -1,4 +1,4 @@
-"""How our processes speak with each other: typed messages over pipes, and questions with answers.
+"""How our processes speak with each other: calls by name over pipes, and questions with answers.
 
 The pipes are multiprocessing's: pickled messages over Unix socket pairs, whose two ends belong to the
 same program on the same machine. A process has one reader per link. The reader alone notices that the
@@ -16,13 +16,12 @@ import socket
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.request.errors import EngineError
 
@@ -32,31 +31,26 @@ logger = logging.getLogger(__name__)
 # quarter of its buffer, 208 KiB as Linux comes, is in use at most.
 _AT_ONCE = 32 << 10
 
-Act = Callable[[Any], Any]
-"""Is given each message that comes, and each question. What it returns or raises for a question is the
-answer; of a ``Future`` it is the outcome, whenever that comes."""
+Acts = Mapping[str, Callable[..., Any]]
+"""The functions that the peer may call, by name. What one returns or raises for a question is the answer;
+of a ``Future`` it is the outcome, whenever that comes."""
 
 
 class PeerGoneError(Exception):
     """The process at the other end has gone, or what it says cannot be read any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class WithHandle:
-    """A message with a file handle of its sender. The receiver finds a duplicate there, which it has to
-    close."""
+class _Call(NamedTuple):
+    """``number``: of a question; None where no answer is wanted. With ``has_handle`` a file handle
+    follows, which is the last argument."""
 
-    handle: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    number: int
-    content: Any
+    name: str
+    arguments: tuple[Any, ...]
+    number: int | None = None
+    has_handle: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """Settles the question with this number: with ``error``, unless that is None."""
 
     number: int
@@ -82,25 +76,30 @@ class Link:
 
     # --- sending ---
 
-    def send(self, message: Any) -> None:
-        """Send a message after those before it. What the pipe has no room for goes out from a thread,
-        which lives as long as there is something left."""
+    def call(self, name: str, *arguments: Any, handle: int | None = None) -> None:
+        """Have the peer call a function, after what was sent before. ``handle``: a file handle of this
+        process, of which the function gets a duplicate as its last argument, and has to close it."""
+        self.send(_Call(name, arguments, has_handle=handle is not None), handle)
+
+    def send(self, message: Any, handle: int | None = None) -> None:
+        """Send what ``receive`` is to return at the other end. What the pipe has no room for goes out
+        from a thread, which lives as long as there is something left."""
         data = ForkingPickler.dumps(message)
         with self._lock:
             if not self._is_open:
                 return
-            handle = os.dup(message.handle) if isinstance(message, WithHandle) else None
+            own = None if handle is None else os.dup(handle)
             if self._waiting or len(data) > _AT_ONCE or not self._writable.poll(0):
-                self._waiting.append((data, handle))
+                self._waiting.append((data, own))
                 if self._sender is None:
                     self._sender = threading.Thread(target=self._send_waiting, daemon=True)
                     self._sender.start()
             else:
-                self._write(data, handle)
+                self._write(data, own)
 
-    def ask(self, question: Any) -> Future[Any]:
-        """The answer to a question, once it comes: what the peer returns or raises. PeerGoneError where
-        the peer goes before that."""
+    def ask(self, name: str, *arguments: Any) -> Future[Any]:
+        """Returns what the peer's function returns or raises, once it is there. PeerGoneError where the
+        peer goes before that."""
         answer: Future[Any] = Future()
         with self._lock:
             if not self._is_open:
@@ -108,7 +107,7 @@ class Link:
                 return answer
             number = next(self._numbers)
             self._asked[number] = answer
-        self.send(_Question(number, question))
+        self.send(_Call(name, arguments, number))
         return answer
 
     def _send_waiting(self) -> None:
@@ -135,8 +134,9 @@ class Link:
         """Wait for the next message. Raises PeerGoneError where there will be none."""
         try:
             message = self._connection.recv()
-            if isinstance(message, WithHandle):
-                message = replace(message, handle=recv_handle(self._connection))
+            if isinstance(message, _Call) and message.has_handle:
+                handle = recv_handle(self._connection)
+                message = message._replace(arguments=(*message.arguments, handle))
         except (EOFError, OSError) as error:
             raise PeerGoneError from error
         except Exception as error:
@@ -144,25 +144,26 @@ class Link:
             raise PeerGoneError from error
         return message
 
-    def listen(self, act: Act, lost: Callable[[], None]) -> None:
-        """Pass on all that comes, in this thread; then close this end, and call ``lost``."""
-        while self._hear(act):
-            pass
-        self.close()
-        lost()
+    def listen_in_thread(self, acts: Acts, lost: Callable[[], None]) -> None:
+        """Do what the peer asks, in a thread that keeps no process alive; then close this end, and call
+        ``lost``."""
 
-    def listen_in_thread(self, act: Act, lost: Callable[[], None]) -> None:
-        """``listen`` in a thread of its own, which keeps no process alive."""
-        threading.Thread(target=self.listen, args=(act, lost), daemon=True).start()
+        def listen() -> None:
+            while self._hear(acts):
+                pass
+            self.close()
+            lost()
+
+        threading.Thread(target=listen, daemon=True).start()
 
     def listen_on(
-        self, loop: asyncio.AbstractEventLoop, act: Act, lost: Callable[[], None]
+        self, loop: asyncio.AbstractEventLoop, acts: Acts, lost: Callable[[], None]
     ) -> None:
         """The same from an event loop, which waits for nothing but the rest of a message that has begun
         to come. To be called, and closed, in the loop's thread."""
 
         def read() -> None:
-            if not self._hear(act):
+            if not self._hear(acts):
                 self.close()
                 lost()
 
@@ -188,20 +189,20 @@ class Link:
         for number in list(self._asked):
             self._settle(_Answer(number, error=PeerGoneError()))
 
-    def _hear(self, act: Act) -> bool:
-        """Wait for the next message, and act. False: there is none any more. A message on which ``act``
-        fails is lost, and those after it are not."""
+    def _hear(self, acts: Acts) -> bool:
+        """Wait for the next message, and act. False: there is none any more. A call that fails is lost,
+        and those after it are not."""
         try:
             message = self.receive()
         except PeerGoneError:
             return False
         if isinstance(message, _Answer):
             self._settle(message)
-        elif isinstance(message, _Question):
-            self._answer(message.number, lambda: act(message.content))
+        elif message.number is not None:
+            self._answer(message.number, lambda: acts[message.name](*message.arguments))
         else:
             try:
-                act(message)
+                acts[message.name](*message.arguments)
             except Exception:
                 logger.exception("failed to act on a message of another process")
         return True

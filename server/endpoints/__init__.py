@@ -75,7 +75,7 @@ class Services:
         try:
             await self.engine.charge(terms.tenant)
         except TryLaterError as error:
-            self.metrics.count_turned_away(error.code, terms.tenant.name)
+            self.metrics.count("tenant_rejections", terms.tenant.name, error.code)
             raise
 
     def resolver_for(self, request: Request) -> SpeculativeResolver:

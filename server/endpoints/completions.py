@@ -7,8 +7,8 @@ from fastapi.responses import Response
 
 from server.endpoints import Served
 from server.http.openapi import generated
+from server.reply.completions import Completion, CompletionChunk, CompletionWriter
 from server.reply.streaming import answer
-from server.reply.writers import Completion, CompletionChunk, CompletionWriter
 from server.request.large_bodies import BodyRoute
 from server.request.protocol import CompletionRequest
 from server.request.translate import Translator
@@ -20,4 +20,4 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 async def create_completion(body: CompletionRequest, request: Request, served: Served) -> Response:
     """Text after a prompt."""
     writer = await served.writer(CompletionWriter, body, request, Translator.plan)
-    return await answer(request, served.choices, writer)
+    return await answer(request, served.choices.run, writer)

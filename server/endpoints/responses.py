@@ -21,4 +21,4 @@ _ANSWERS = generated(ModelResponse, ResponseEvent, ends_with_done=False)
 async def create_response(body: ResponsesRequest, request: Request, served: Served) -> Response:
     """A response to a conversation that is sent whole; nothing is stored."""
     writer = await served.writer(ResponsesWriter, body, request, plan_response)
-    return await answer(request, served.choices, writer)
+    return await answer(request, served.choices.run, writer)

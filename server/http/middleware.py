@@ -48,7 +48,8 @@ class AnswerMiddleware:
                 # The router has put the route it chose into the scope by now.
                 path = getattr(scope.get("route"), "path", "unmatched")
                 method = scope["method"] if path != "unmatched" else "any"
-                self._metrics.count_http(method, path, message["status"])
+                # A route's template, never what a client made up.
+                self._metrics.count("http_requests", method, path, str(message["status"]))
             await send(message)
 
         await self._app(scope, receive, send_and_count)

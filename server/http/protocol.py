@@ -6,15 +6,13 @@ waits for an answer: to tell it from one who left, it is sent interim responses,
 survives.
 
 A connection is seen from both of its sides and not from within uvicorn: as an asyncio protocol, and as an
-ASGI application around the one that is served. A context variable leads from the second to the first: the
-task in which a request is answered inherits it.
+ASGI application around the one that is served.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
@@ -34,8 +32,6 @@ _MAX_UNREAD_BYTES = 16 << 10
 _FIRST_PROBE_SECONDS, _LONGEST_PROBE_SECONDS = 0.05, 5.0
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-_connection: ContextVar[BoundedProtocol] = ContextVar("connection")
-
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -54,7 +50,7 @@ class HttpConfig(Config):
 
     def __init__(self, app: ASGIApp, patience: Patience) -> None:
         super().__init__(
-            Watched(app),
+            app,
             http=BoundedProtocol,
             ws="none",
             log_config=None,
@@ -78,48 +74,13 @@ class Exchange:
         self.is_last = False
 
 
-class Watched:
-    """The application; the connection of each request hears how it goes."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        connection = _connection.get()
-        exchange = Exchange(scope)
-        connection.begin(exchange)
-
-        async def receive_and_note() -> Message:
-            message = await receive()
-            if message["type"] == "http.request" and not message.get("more_body", False):
-                exchange.is_whole = True
-                connection.stop_reading_timer()
-            return message
-
-        async def send_and_note(message: Message) -> None:
-            is_head = message["type"] == "http.response.start"
-            if is_head:
-                exchange.is_answered = True
-                if exchange.is_last:
-                    message["headers"] = [*message["headers"], (b"connection", b"close")]
-            await send(message)
-            if not (is_head or message.get("more_body")):
-                connection.end(exchange)
-
-        try:
-            await self._app(scope, receive_and_note, send_and_note)
-        finally:
-            connection.end(exchange)
-
-
 class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
     def __init__(self, config: HttpConfig, *arguments: Any, **more: Any) -> None:
         super().__init__(config, *arguments, **more)
+        self._served = config.loaded_app
+        self.app = self._answer
         self._patience = config.patience
         self._end: asyncio.Transport
         self._call_later = asyncio.get_running_loop().call_later
@@ -144,7 +105,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        _connection.set(self)
         if self._exchange is None:
             self._expect_request()
         super().data_received(data)
@@ -180,21 +140,43 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # --- requests come whole ---
 
-    def begin(self, exchange: Exchange) -> None:
-        """The application has a request, whose body may still be on its way."""
-        self._exchange = exchange
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application as this connection's requests meet it."""
+        exchange = self._exchange = Exchange(scope)
         if exchange.is_whole:
-            self.stop_reading_timer()
+            self._stop_reading_timer()
         else:
             self._expect_request()
 
-    def end(self, exchange: Exchange) -> None:
+        async def receive_and_note() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                exchange.is_whole = True
+                self._stop_reading_timer()
+            return message
+
+        async def send_and_note(message: Message) -> None:
+            is_head = message["type"] == "http.response.start"
+            if is_head:
+                exchange.is_answered = True
+                if exchange.is_last:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+            if not (is_head or message.get("more_body")):
+                self._end_of(exchange)
+
+        try:
+            await self._served(scope, receive_and_note, send_and_note)
+        finally:
+            self._end_of(exchange)
+
+    def _end_of(self, exchange: Exchange) -> None:
         """The request has been answered; harmless when repeated."""
         if self._exchange is exchange:
             self._exchange = None
-            self.stop_reading_timer()
+            self._stop_reading_timer()
 
-    def stop_reading_timer(self) -> None:
+    def _stop_reading_timer(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None

@@ -1,51 +1,42 @@
 """Prometheus metrics, in a registry of their own: two servers in one process do not mix.
 
 Fed by the engine's ``StepStats`` (once per step) and each request's ``FinishInfo``. No label names
-a request; those that name tenants have the names of the file of API keys. Speculation is counted before
-stop strings trim: it is work done. Useful queries:
+a request; those that name tenants have the names of the file of API keys. Speculation is counted
+before stop strings trim: it is work done. docs/metrics.md has useful queries.
 
-    # acceptance rate, and by depth
-    rate(slipstream_spec_accepted_tokens_total[5m])
-      / rate(slipstream_spec_draft_tokens_total[5m])
-    rate(slipstream_spec_accepted_tokens_per_position_total[5m])
-      / ignoring(position) group_left rate(slipstream_spec_steps_total[5m])
-    # tokens per step; mean gamma
-    rate(slipstream_spec_emitted_tokens_total[5m]) / rate(slipstream_spec_steps_total[5m])
-    rate(slipstream_spec_gamma_sum[5m]) / rate(slipstream_spec_gamma_count[5m])
-    # speed-up over gamma 0
-    rate(slipstream_baseline_seconds_total[5m]) / rate(slipstream_decode_seconds_total[5m])
-    # share of step time spent drafting
-    rate(slipstream_step_seconds_total{part="draft"}[5m])
-      / ignoring(part) sum without(part) (rate(slipstream_step_seconds_total[5m]))
-    # why drafts were cut to nothing
-    sum by (drafter, reason) (rate(slipstream_spec_disabled_total[5m]))
-    # 95th percentile of the time to the first token
-    histogram_quantile(.95, sum by (le) (rate(slipstream_time_to_first_token_seconds_bucket[5m])))
-    # prefix cache hit rate; share of KV blocks in use; requests turned away
-    rate(slipstream_prefix_cache_hits_total[5m]) / rate(slipstream_prefix_cache_queries_total[5m])
-    1 - slipstream_kv_blocks{state="free"} / ignoring(state) slipstream_kv_blocks_total
-    sum by (reason) (rate(slipstream_rejections_total[5m]))
-
-``metric_aliases.py`` shows many of them a second time, under the names that existing tools scrape.
+Many are shown a second time under vLLM's names, which benchmarks, dashboards and schedulers read. An
+alias counts nothing: it is worked out of our own series when ``/metrics`` is read, so a step pays nothing
+for it, and the two cannot disagree. What vLLM has and we have no figure of (times between tokens as the
+engine sees them, caches of images, lives of blocks) has no alias: a zero would be a lie.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Protocol
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    Metric,
+    ProcessCollector,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.registry import Collector
 
 from drafters.options import SpeculativeParams
 from engine.request.events import FinishInfo
 from engine.request.info import EngineInfo
 from engine.request.stats import SpeculativeStats, StepStats, idle_stats
-from server.metrics.aliases import WithVllmNames
 
+_PREFIX = "slipstream_"
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -64,102 +55,207 @@ _SHOWN_DEFAULTS = (
 )
 
 
-class _RecentRatio:
-    """Sum over sum of the latest pairs."""
+# By name, after "slipstream_": what it counts, and its labels.
+_COUNTERS = {
+    "spec_draft_tokens": ("Draft tokens verified.", "drafter"),
+    "spec_accepted_tokens": ("Draft tokens accepted.", "drafter"),
+    "spec_accepted_tokens_per_position": ("Accepted, by depth from 0.", "drafter", "position"),
+    "spec_emitted_tokens": ("Tokens emitted, the target's own included.", "drafter"),
+    "spec_steps": ("Decoding steps of requests, those without a draft included.", "drafter"),
+    "spec_disabled": ("Proposals of requests cut to nothing.", "drafter", "reason"),
+    "spec_draft_seconds": ("Requests' share of drafting.", "drafter"),
+    "spec_verify_seconds": ("Requests' share of forward and verify.", "drafter"),
+    "spec_draft_failures": ("Drafts lost to an error in the drafter.",),
+    "steps": ("Engine steps.",),
+    "rows": ("Rows through the target's forward.",),
+    "prompt_tokens": ("Prompt tokens computed.",),
+    "generation_tokens": ("Tokens emitted.",),
+    "step_seconds": ("Time of engine steps.", "part"),
+    "baseline_seconds": ("Estimated time of the same tokens at gamma 0.",),
+    "decode_seconds": ("Time of the steps that slipstream_baseline_seconds estimates.",),
+    "preemptions": ("Requests preempted.",),
+    "prefix_cache_queries": ("Prompt tokens looked up.",),
+    "prefix_cache_hits": ("Prompt tokens found.",),
+    "kv_events": ("KV events sent.",),
+    "kv_events_dropped": ("KV events lost because too many were waiting to be sent.",),
+    "requests": ("Choices by how they ended.", "finish_reason"),
+    "rejections": ("Requests turned away.", "reason"),
+    "tenant_requests": ("Choices of a tenant by how they ended.", "tenant", "finish_reason"),
+    "tenant_tokens": ("Tokens of a tenant's choices that were done.", "tenant", "kind"),
+    "tenant_rejections": (
+        "Choices of a tenant turned away by a limit, and its requests of /tokenize and /detokenize.",
+        "tenant",
+        "reason",
+    ),
+    "http_requests": ("Answers.", "method", "path", "status"),
+    "connections_cut_off": ("Connections of clients that took too long.", "waiting_for"),
+    "speculative_changes": ("Changes of speculative defaults and caps while serving.",),
+}
+_GAUGES = {
+    "spec_speedup_ratio": ("Estimated speed-up over gamma 0, last 512 steps.",),
+    "requests_running": ("Requests in the batch.",),
+    "requests_waiting": ("Requests in the queue.",),
+    "kv_blocks": ("KV blocks by state.", "state"),
+    "kv_blocks_total": ("KV blocks in the pool.",),
+    "kv_block_size": ("Tokens in a KV block.",),
+    "engine_up": ("1 while the engine lives.",),
+    "draining": ("1 while open requests finish and no new ones are taken.",),
+    "gpu_memory_bytes": ("Device memory.", "kind"),
+}
+# Buckets, what it shows, labels.
+_HISTOGRAMS: dict[str, tuple[Sequence[float], str, tuple[str, ...]]] = {
+    "spec_gamma": (_GAMMA, "Draft tokens granted per request and step.", ("drafter",)),
+    "spec_request_acceptance_rate": (
+        _RATE,
+        "Accepted over verified draft tokens, per request.",
+        ("drafter",),
+    ),
+    "spec_request_speedup": (
+        _SPEEDUP,
+        "Estimated speed-up over gamma 0, per request.",
+        ("drafter",),
+    ),
+    "time_to_first_token_seconds": (_LATENCY, "From arrival to the first token.", ()),
+    "time_per_output_token_seconds": (_PER_TOKEN, "Per request: mean after the first token.", ()),
+    "e2e_seconds": (_LATENCY, "From arrival to the last token.", ()),
+    "queue_seconds": (_LATENCY, "From arrival into the batch.", ()),
+    "request_inference_seconds": (_LATENCY, "From the batch to the last token.", ()),
+    "request_prefill_seconds": (_LATENCY, "From the batch to the first token.", ()),
+    "request_decode_seconds": (_LATENCY, "From the first token to the last.", ()),
+    "request_prompt_tokens": (_TOKENS, "Prompt tokens per choice.", ()),
+    "request_generation_tokens": (_TOKENS, "Tokens returned per choice.", ()),
+}
+# A rate sees a first event only if the series was there before it; alerts watch these.
+_SHOWN_AS_ZERO = {
+    "requests": ("stop", "length", "abort", "error", "deadline", "rejected"),
+    "rejections": ("queue_full",),
+    "connections_cut_off": ("read", "write"),
+}
+# vLLM's names, after "vllm:", of what is the same there but for our labels.
+_SAME_IN_VLLM = {
+    "spec_decode_num_draft_tokens": "spec_draft_tokens",
+    "spec_decode_num_accepted_tokens": "spec_accepted_tokens",
+    "generation_tokens": "generation_tokens",
+    "num_preemptions": "preemptions",
+    "prefix_cache_queries": "prefix_cache_queries",
+    "prefix_cache_hits": "prefix_cache_hits",
+    "num_requests_running": "requests_running",
+    "num_requests_waiting": "requests_waiting",
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "request_time_per_output_token_seconds": "time_per_output_token_seconds",
+    "e2e_request_latency_seconds": "e2e_seconds",
+    "request_queue_time_seconds": "queue_seconds",
+    "request_inference_time_seconds": "request_inference_seconds",
+    "request_prefill_time_seconds": "request_prefill_seconds",
+    "request_decode_time_seconds": "request_decode_seconds",
+    "request_prompt_tokens": "request_prompt_tokens",
+    "request_generation_tokens": "request_generation_tokens",
+}
 
-    def __init__(self, num_pairs: int) -> None:
-        self._pairs: deque[tuple[float, float]] = deque()
-        self._num_pairs = num_pairs
-        self._above = self._below = 0.0
 
-    def add(self, above: float, below: float) -> float:
-        """The ratio, this pair included; ``below`` > 0."""
-        self._pairs.append((above, below))
-        self._above += above
-        self._below += below
-        if len(self._pairs) > self._num_pairs:
-            old_above, old_below = self._pairs.popleft()
-            self._above -= old_above
-            self._below -= old_below
-        return self._above / self._below
+_COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+_Series = dict[tuple[str, ...], float]
+"""Figures by the values of an alias's labels beside the model's name."""
 
 
-class _SpeculationFigures:
-    """Collectors of speculation, all with a ``drafter`` label but for the times of whole steps."""
+class _Aliases:
+    """Our own series as they stand, as vLLM's for this model."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        by_drafter = ["drafter"]
+    def __init__(self, families: Iterable[Metric], model_name: str) -> None:
+        self._model_name = model_name
+        self._samples: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+        for family in families:
+            for each in family.samples:
+                self._samples[each.name].append((each.labels, each.value))
 
-        def counter(name: str, text: str, labels: list[str] = by_drafter) -> Counter:
-            return Counter(f"slipstream_spec_{name}", text, labels, registry=registry)
-
-        self.drafted = counter("draft_tokens", "Draft tokens verified.")
-        self.accepted = counter("accepted_tokens", "Draft tokens accepted.")
-        self.emitted = counter("emitted_tokens", "Tokens emitted, the target's own included.")
-        self.accepted_at = counter(
-            "accepted_tokens_per_position", "Accepted, by depth from 0.", ["drafter", "position"]
-        )
-        self.steps = counter("steps", "Decoding steps of requests, those without a draft included.")
-        self.disabled = counter(
-            "disabled", "Proposals of requests cut to nothing.", ["drafter", "reason"]
-        )
-        self.draft_seconds = counter("draft_seconds", "Requests' share of drafting.")
-        self.verify_seconds = counter("verify_seconds", "Requests' share of forward and verify.")
-        self.failures = counter("draft_failures", "Drafts lost to an error in the drafter.", [])
-        self.gamma = Histogram(
-            "slipstream_spec_gamma",
-            "Draft tokens granted per request and step.",
-            by_drafter,
-            buckets=_GAMMA,
-            registry=registry,
-        )
-        self.acceptance_rate = Histogram(
-            "slipstream_spec_request_acceptance_rate",
-            "Accepted over verified draft tokens, per request.",
-            by_drafter,
-            buckets=_RATE,
-            registry=registry,
-        )
-        self.speedup = Histogram(
-            "slipstream_spec_request_speedup",
-            "Estimated speed-up over gamma 0, per request.",
-            by_drafter,
-            buckets=_SPEEDUP,
-            registry=registry,
-        )
-        self._of_drafters: dict[str, _DrafterFigures] = {}
-
-    def of(self, drafter: str) -> _DrafterFigures:
-        found = self._of_drafters.get(drafter)
-        if found is None:
-            found = self._of_drafters[drafter] = _DrafterFigures(self, drafter)
+    def same(self, alias: str, name: str) -> Metric:
+        """Returns a family of ours under another name, summed over its labels."""
+        if name in _COUNTERS:
+            return self._add(
+                CounterMetricFamily, alias, _COUNTERS[name][0], {(): self._total(f"{name}_total")}
+            )
+        if name in _GAUGES:
+            return self._add(_GAUGE, alias, _GAUGES[name][0], {(): self._total(name)})
+        text = _HISTOGRAMS[name][1]
+        found = HistogramMetricFamily(f"vllm:{alias}", text, labels=["model_name"])
+        buckets = list(self._by(f"{name}_bucket", "le").items())
+        found.add_metric([self._model_name], buckets, self._total(f"{name}_sum"))
         return found
 
+    def made(self) -> Iterator[Metric]:
+        """Yields what is more than another name."""
+        gammas, hits = self._by("spec_gamma_bucket", "le"), self._total("prefix_cache_hits_total")
+        # A draft is a request's step with a gamma above 0.
+        drafts = self._total("spec_gamma_count") - gammas.get("0.0", 0.0)
+        yield self._add(
+            CounterMetricFamily,
+            "spec_decode_num_drafts",
+            "Drafts that were verified.",
+            {(): drafts},
+        )
+        yield self._add(
+            CounterMetricFamily,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted, by depth from 0.",
+            _keyed(self._by("spec_accepted_tokens_per_position_total", "position")),
+            "position",
+        )
+        computed = self._total("prompt_tokens_total")
+        text = "Prompt tokens computed, or found in the prefix cache."
+        yield self._add(_COUNTER, "prompt_tokens", text, {(): computed + hits})
+        yield self._add(
+            CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens found in it.", {(): hits}
+        )
+        ends = self._by("requests_total", "finish_reason")
+        ends.pop("rejected", None)  # which vLLM does not know
+        text = "Choices by how they ended."
+        yield self._add(
+            CounterMetricFamily, "request_success", text, _keyed(ends), "finished_reason"
+        )
+        # Cached blocks that nobody uses are free, as vLLM counts.
+        blocks, num_blocks = self._by("kv_blocks", "state"), self._total("kv_blocks_total")
+        held = blocks.get("committed", 0.0) + blocks.get("draft", 0.0)
+        text = "Share of KV blocks that requests hold, 1 for all."
+        yield self._add(_GAUGE, "kv_cache_usage_perc", text, {(): held / num_blocks})
+        # vLLM's ``info`` is a gauge of 1 whose labels say it.
+        sizes = (f"{self._total('kv_block_size'):.0f}", f"{num_blocks:.0f}")
+        text = "The size of a KV block in tokens, and how many there are."
+        yield self._add(
+            GaugeMetricFamily,
+            "cache_config_info",
+            text,
+            {sizes: 1.0},
+            "block_size",
+            "num_gpu_blocks",
+        )
 
-class _DrafterFigures:
-    """One drafter's series, looked up once: a step has few microseconds for its metrics."""
+    def _add(self, kind: _Kind, name: str, text: str, series: _Series, *labels: str) -> Metric:
+        found = kind(f"vllm:{name}", text, labels=["model_name", *labels])
+        for values, figure in series.items():
+            found.add_metric([self._model_name, *values], figure)
+        return found
 
-    def __init__(self, figures: _SpeculationFigures, drafter: str) -> None:
-        self._drafted = figures.drafted.labels(drafter)
-        self._accepted = figures.accepted.labels(drafter)
-        self._emitted = figures.emitted.labels(drafter)
-        self._steps = figures.steps.labels(drafter)
-        self._gamma = figures.gamma.labels(drafter)
-        self._accepted_at = lru_cache(None)(partial(figures.accepted_at.labels, drafter))
-        self._disabled = lru_cache(None)(partial(figures.disabled.labels, drafter))
+    def _by(self, name: str, label: str) -> dict[str, float]:
+        """The series ``slipstream_NAME``, by that label's values, summed over other labels."""
+        found: dict[str, float] = defaultdict(float)
+        for labels, value in self._samples[f"{_PREFIX}{name}"]:
+            found[labels[label]] += value
+        return found
 
-    def observe(self, stats: SpeculativeStats) -> None:
-        self._drafted.inc(stats.num_draft_tokens)
-        self._accepted.inc(stats.num_accepted_tokens)
-        self._emitted.inc(stats.num_emitted_tokens)
-        self._steps.inc(stats.num_steps)
-        for position, count in enumerate(stats.accepted_per_position):
-            self._accepted_at(position).inc(count)
-        for gamma, count in stats.gammas.items():
-            for _ in range(count):
-                self._gamma.observe(gamma)
-        for reason, count in stats.disabled.items():
-            self._disabled(reason).inc(count)
+    def _total(self, name: str) -> float:
+        """The same, summed over all labels."""
+        return sum(value for _, value in self._samples[f"{_PREFIX}{name}"])
+
+
+def _keyed(figures: dict[str, float]) -> _Series:
+    return {(value,): figure for value, figure in figures.items()}
+
+
+def aliases(families: Iterable[Metric], model_name: str) -> list[Metric]:
+    """Returns the aliases of our own ``families``, in a fixed order."""
+    found = _Aliases(families, model_name)
+    return [*(found.same(*each) for each in _SAME_IN_VLLM.items()), *found.made()]
 
 
 class RequestMetrics(Protocol):
@@ -168,22 +264,14 @@ class RequestMetrics(Protocol):
 
     def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None: ...
 
-    def count_request(self, outcome: str, tenant: str) -> None: ...
-
-    def count_turned_away(self, reason: str, tenant: str) -> None: ...
-
-    def count_rejection(self, reason: str) -> None: ...
-
-    def count_http(self, method: str, path: str, status: int) -> None: ...
-
-    def count_cut_off(self, waiting_for: str) -> None: ...
+    def count(self, name: str, *labels: str) -> None: ...
 
     async def expose(self, accept: str) -> tuple[bytes, str]:
         """All figures for a client with this Accept header, and their content type."""
 
 
-class Metrics:
-    """All collectors of one server, in ``registry``; ``/metrics`` prints these, and aliases."""
+class Metrics(Collector):
+    """All collectors of one server, in ``registry``. As a collector it shows these, and their aliases."""
 
     def __init__(
         self,
@@ -193,124 +281,38 @@ class Metrics:
         is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self.registry = CollectorRegistry()
+        self._model_name = model_name
         ProcessCollector(registry=self.registry)
-        self._speculation = _SpeculationFigures(self.registry)
-        self._shown = WithVllmNames(self.registry, model_name)
-        self._recent = _RecentRatio(_SPEEDUP_WINDOW_STEPS)
-        self._make_serving()
-        self._make_requests()
-        self._make_static(info, model_name, is_alive, is_draining)
+        self._metrics: dict[str, Any] = {}
+        for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
+            for name, (text, *labels) in table.items():
+                self._metrics[name] = kind(f"{_PREFIX}{name}", text, labels, registry=self.registry)
+        for name, (buckets, text, names) in _HISTOGRAMS.items():
+            self._metrics[name] = Histogram(
+                f"{_PREFIX}{name}", text, names, registry=self.registry, buckets=buckets
+            )
+        # By labels; a step has few microseconds for its metrics.
+        self._series: Callable[..., Any] = lru_cache(None)(self._look_up)
+        # Seconds at gamma 0 and seconds taken, of the latest steps and in all of them.
+        self._recent: deque[tuple[float, float]] = deque()
+        self._baseline = self._taken = 0.0
+        self._metrics["engine_up"].set_function(lambda: float(is_alive()))
+        self._metrics["draining"].set_function(lambda: float(is_draining()))
+        self._metrics["kv_blocks_total"].set(info.num_blocks)
+        self._metrics["kv_block_size"].set(info.block_size)
+        # Until the first step tells.
+        for state, count in idle_stats(info.num_blocks).blocks.items():
+            self._series("kv_blocks", state).set(count)
+        self._show_model(info, model_name)
+        name, text = "speculative_defaults", "Speculation of requests that do not say otherwise."
+        self._defaults = Info(f"{_PREFIX}{name}", text, registry=self.registry)
+        self.show_speculation(SpeculativeParams())
+        for name, values in _SHOWN_AS_ZERO.items():
+            for value in values:
+                self._series(name, value)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"slipstream_{name}", text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"slipstream_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"slipstream_{name}", text, buckets=buckets, registry=self.registry)
-
-    def _make_serving(self) -> None:
-        self._steps = self._counter("steps", "Engine steps.")
-        self._rows = self._counter("rows", "Rows through the target's forward.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens emitted.")
-        step_seconds = self._counter("step_seconds", "Time of engine steps.", "part")
-        self._part_seconds = {
-            f"{part}_seconds": step_seconds.labels(part)
-            for part in ("draft", "forward", "verify", "other")
-        }
-        self._baseline_seconds = self._counter(
-            "baseline_seconds", "Estimated time of the same tokens at gamma 0."
-        )
-        self._decode_seconds = self._counter(
-            "decode_seconds", "Time of the steps that slipstream_baseline_seconds estimates."
-        )
-        self._speedup = self._gauge(
-            "spec_speedup_ratio", "Estimated speed-up over gamma 0, last 512 steps."
-        )
-        self._preemptions = self._counter("preemptions", "Requests preempted.")
-        self._running = self._gauge("requests_running", "Requests in the batch.")
-        self._waiting = self._gauge("requests_waiting", "Requests in the queue.")
-        blocks = self._gauge("kv_blocks", "KV blocks by state.", "state")
-        self._blocks_in = lru_cache(None)(blocks.labels)
-        self._cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
-        self._cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found.")
-        self._kv_events = self._counter("kv_events", "KV events sent.")
-        self._kv_events_dropped = self._counter(
-            "kv_events_dropped", "KV events lost because too many were waiting to be sent."
-        )
-
-    def _make_requests(self) -> None:
-        self._ttft = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _LATENCY
-        )
-        self._per_token = self._histogram(
-            "time_per_output_token_seconds", "Per request: mean after the first token.", _PER_TOKEN
-        )
-        self._e2e = self._histogram("e2e_seconds", "From arrival to the last token.", _LATENCY)
-        self._queue = self._histogram("queue_seconds", "From arrival into the batch.", _LATENCY)
-        self._inference = self._histogram(
-            "request_inference_seconds", "From the batch to the last token.", _LATENCY
-        )
-        self._prefill = self._histogram(
-            "request_prefill_seconds", "From the batch to the first token.", _LATENCY
-        )
-        self._decode = self._histogram(
-            "request_decode_seconds", "From the first token to the last.", _LATENCY
-        )
-        self._request_prompt = self._histogram(
-            "request_prompt_tokens", "Prompt tokens per choice.", _TOKENS
-        )
-        self._request_output = self._histogram(
-            "request_generation_tokens", "Tokens returned per choice.", _TOKENS
-        )
-        self._requests = self._counter("requests", "Choices by how they ended.", "finish_reason")
-        self._rejections = self._counter("rejections", "Requests turned away.", "reason")
-        # A rate sees a first event only if the series was there before it; alerts watch these.
-        for outcome in ("stop", "length", "abort", "error", "deadline", "rejected"):
-            self._requests.labels(outcome)
-        self._tenant_requests = self._counter(
-            "tenant_requests", "Choices of a tenant by how they ended.", "tenant", "finish_reason"
-        )
-        self._tenant_tokens = self._counter(
-            "tenant_tokens", "Tokens of a tenant's choices that were done.", "tenant", "kind"
-        )
-        self._tenant_rejections = self._counter(
-            "tenant_rejections",
-            "Choices of a tenant turned away by a limit, and its requests of /tokenize and /detokenize.",
-            "tenant",
-            "reason",
-        )
-        self._rejections.labels("queue_full")
-        self._http = self._counter("http_requests", "Answers.", "method", "path", "status")
-        self._cut_off = self._counter(
-            "connections_cut_off", "Connections of clients that took too long.", "waiting_for"
-        )
-        for waiting_for in ("read", "write"):
-            self._cut_off.labels(waiting_for)
-
-    def _make_static(
-        self,
-        info: EngineInfo,
-        model_name: str,
-        is_alive: Callable[[], bool],
-        is_draining: Callable[[], bool],
-    ) -> None:
-        up = self._gauge("engine_up", "1 while the engine lives.")
-        up.set_function(lambda: float(is_alive()))
-        draining = self._gauge(
-            "draining", "1 while open requests finish and no new ones are taken."
-        )
-        draining.set_function(lambda: float(is_draining()))
-        self._gauge("kv_blocks_total", "KV blocks in the pool.").set(info.num_blocks)
-        self._gauge("kv_block_size", "Tokens in a KV block.").set(info.block_size)
-        for state, count in idle_stats(
-            info.num_blocks
-        ).blocks.items():  # until the first step tells
-            self._blocks_in(state).set(count)
-        about = Info("slipstream_model", "What is served.", registry=self.registry)
-        about.info(
+    def _show_model(self, info: EngineInfo, model_name: str) -> None:
+        Info(f"{_PREFIX}model", "What is served.", registry=self.registry).info(
             {
                 "model_name": model_name,
                 "device": info.device,
@@ -320,22 +322,20 @@ class Metrics:
                 "num_parameters": str(info.num_parameters),
             }
         )
-        self._defaults = Info(
-            "slipstream_speculative_defaults",
-            "Speculation of requests that do not say otherwise.",
-            registry=self.registry,
-        )
-        self.show_speculation(SpeculativeParams())
-        self._changes = self._counter(
-            "speculative_changes", "Changes of speculative defaults and caps while serving."
-        )
-        self._device_memory = self._gauge("gpu_memory_bytes", "Device memory.", "kind")
+
+    def _look_up(self, name: str, *labels: object) -> Any:
+        return self._metrics[name].labels(*labels)
+
+    def collect(self) -> Iterator[Metric]:
+        families = list(self.registry.collect())
+        yield from families
+        yield from aliases(families, self._model_name)
 
     def show_speculation(self, defaults: SpeculativeParams, is_change: bool = False) -> None:
         """Shows the speculation of requests that say nothing; ``is_change``: changed while serving."""
         self._defaults.info({name: str(getattr(defaults, name)) for name in _SHOWN_DEFAULTS})
         if is_change:
-            self._changes.inc()
+            self.count("speculative_changes")
 
     async def expose(self, accept: str) -> tuple[bytes, str]:
         return self.exposition(accept)
@@ -344,87 +344,91 @@ class Metrics:
         """All figures for a client with this Accept header, and their content type."""
         encode, content_type = choose_encoder(accept)
         # All names are valid as they are. Other ways to escape write "vllm_" for "vllm:" in OpenMetrics.
-        return encode(self._shown, escaping=ALLOWUTF8), content_type  # type: ignore[call-arg]
+        return encode(self, escaping=ALLOWUTF8), content_type  # type: ignore[call-arg]
 
     def observe_step(self, stats: StepStats) -> None:
         """The engine's step listener."""
+        own, at = self._metrics, self._series
         # Without rows it was no step, only a last look at the gauges.
-        self._steps.inc(stats.num_rows > 0)
-        self._rows.inc(stats.num_rows)
-        self._prompt_tokens.inc(stats.num_prompt_tokens)
-        self._generation_tokens.inc(stats.num_emitted_tokens)
-        for part, seconds in self._part_seconds.items():
-            seconds.inc(getattr(stats, part))
-        self._observe_speedup(stats)
-        self._preemptions.inc(stats.num_preemptions)
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        for state, count in stats.blocks.items():
-            self._blocks_in(state).set(count)
-        for kind, num_bytes in stats.device_memory.items():
-            self._device_memory.labels(kind).set(num_bytes)
-        self._cache_queries.inc(stats.prefix_cache_queries)
-        self._cache_hits.inc(stats.prefix_cache_hits)
-        self._kv_events.inc(stats.num_kv_events)
-        self._kv_events_dropped.inc(stats.num_kv_events_dropped)
-        self._observe_speculation(stats)
-
-    def _observe_speedup(self, stats: StepStats) -> None:
+        own["steps"].inc(stats.num_rows > 0)
+        own["rows"].inc(stats.num_rows)
+        own["prompt_tokens"].inc(stats.num_prompt_tokens)
+        own["generation_tokens"].inc(stats.num_emitted_tokens)
+        for part in ("draft", "forward", "verify", "other"):
+            at("step_seconds", part).inc(getattr(stats, f"{part}_seconds"))
         if stats.baseline_seconds > 0 and stats.step_seconds > 0:
-            self._baseline_seconds.inc(stats.baseline_seconds)
-            self._decode_seconds.inc(stats.step_seconds)
-            self._speedup.set(self._recent.add(stats.baseline_seconds, stats.step_seconds))
-
-    def _observe_speculation(self, stats: StepStats) -> None:
+            self._observe_speedup(stats.baseline_seconds, stats.step_seconds)
+        own["preemptions"].inc(stats.num_preemptions)
+        own["requests_running"].set(stats.num_running)
+        own["requests_waiting"].set(stats.num_waiting)
+        for state, count in stats.blocks.items():
+            at("kv_blocks", state).set(count)
+        for kind, num_bytes in stats.device_memory.items():
+            at("gpu_memory_bytes", kind).set(num_bytes)
+        own["prefix_cache_queries"].inc(stats.prefix_cache_queries)
+        own["prefix_cache_hits"].inc(stats.prefix_cache_hits)
+        own["kv_events"].inc(stats.num_kv_events)
+        own["kv_events_dropped"].inc(stats.num_kv_events_dropped)
+        own["spec_draft_failures"].inc(stats.num_draft_failures)
         for drafter, each in stats.by_drafter.items():
-            self._speculation.of(drafter).observe(each)
-        self._speculation.failures.inc(stats.num_draft_failures)
+            self._observe_drafter(drafter, each)
+
+    def _observe_speedup(self, baseline: float, taken: float) -> None:
+        self._metrics["baseline_seconds"].inc(baseline)
+        self._metrics["decode_seconds"].inc(taken)
+        self._recent.append((baseline, taken))
+        self._baseline += baseline
+        self._taken += taken
+        if len(self._recent) > _SPEEDUP_WINDOW_STEPS:
+            old_baseline, old_taken = self._recent.popleft()
+            self._baseline -= old_baseline
+            self._taken -= old_taken
+        self._metrics["spec_speedup_ratio"].set(self._baseline / self._taken)
+
+    def _observe_drafter(self, drafter: str, stats: SpeculativeStats) -> None:
+        at = self._series
+        at("spec_draft_tokens", drafter).inc(stats.num_draft_tokens)
+        at("spec_accepted_tokens", drafter).inc(stats.num_accepted_tokens)
+        at("spec_emitted_tokens", drafter).inc(stats.num_emitted_tokens)
+        at("spec_steps", drafter).inc(stats.num_steps)
+        for position, count in enumerate(stats.accepted_per_position):
+            at("spec_accepted_tokens_per_position", drafter, position).inc(count)
+        gammas = at("spec_gamma", drafter)
+        for gamma, count in stats.gammas.items():
+            for _ in range(count):
+                gammas.observe(gamma)
+        for reason, count in stats.disabled.items():
+            at("spec_disabled", drafter, reason).inc(count)
 
     def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None:
         """A choice ended; ``num_tokens`` were returned. ``tenant``: "" where there are none."""
+        own, at = self._metrics, self._series
         if tenant:
-            self._tenant_tokens.labels(tenant, "prompt").inc(info.num_prompt_tokens)
-            self._tenant_tokens.labels(tenant, "written").inc(info.num_output_tokens)
-        self._queue.observe(info.queue_seconds)
-        self._e2e.observe(info.e2e_seconds)
-        self._inference.observe(info.e2e_seconds - info.queue_seconds)
-        self._request_prompt.observe(info.num_prompt_tokens)
-        self._request_output.observe(num_tokens)
+            at("tenant_tokens", tenant, "prompt").inc(info.num_prompt_tokens)
+            at("tenant_tokens", tenant, "written").inc(info.num_output_tokens)
+        own["queue_seconds"].observe(info.queue_seconds)
+        own["e2e_seconds"].observe(info.e2e_seconds)
+        own["request_inference_seconds"].observe(info.e2e_seconds - info.queue_seconds)
+        own["request_prompt_tokens"].observe(info.num_prompt_tokens)
+        own["request_generation_tokens"].observe(num_tokens)
         if info.num_output_tokens > 0:
             first = info.time_to_first_token_seconds
             rest = info.e2e_seconds - first
-            self._ttft.observe(first)
-            self._prefill.observe(first - info.queue_seconds)
-            self._decode.observe(rest)
+            own["time_to_first_token_seconds"].observe(first)
+            own["request_prefill_seconds"].observe(first - info.queue_seconds)
+            own["request_decode_seconds"].observe(rest)
             if info.num_output_tokens > 1:
-                self._per_token.observe(rest / (info.num_output_tokens - 1))
+                per_token = rest / (info.num_output_tokens - 1)
+                own["time_per_output_token_seconds"].observe(per_token)
         stats = info.speculative
         if stats.acceptance_rate is not None:
-            self._speculation.acceptance_rate.labels(stats.drafter).observe(stats.acceptance_rate)
+            at("spec_request_acceptance_rate", stats.drafter).observe(stats.acceptance_rate)
         if stats.estimated_speedup is not None:
-            self._speculation.speedup.labels(stats.drafter).observe(stats.estimated_speedup)
-        self._speculation.draft_seconds.labels(stats.drafter).inc(stats.draft_seconds)
-        self._speculation.verify_seconds.labels(stats.drafter).inc(stats.verify_seconds)
+            at("spec_request_speedup", stats.drafter).observe(stats.estimated_speedup)
+        at("spec_draft_seconds", stats.drafter).inc(stats.draft_seconds)
+        at("spec_verify_seconds", stats.drafter).inc(stats.verify_seconds)
 
-    def count_request(self, outcome: str, tenant: str) -> None:
-        """stop, length, abort (the client left), error, deadline or rejected."""
-        self._requests.labels(outcome).inc()
-        if tenant:
-            self._tenant_requests.labels(tenant, outcome).inc()
-
-    def count_turned_away(self, reason: str, tenant: str) -> None:
-        """``reason``: the code of the limit."""
-        if tenant:
-            self._tenant_rejections.labels(tenant, reason).inc()
-
-    def count_rejection(self, reason: str) -> None:
-        """``reason`` is an error code, of which there are few."""
-        self._rejections.labels(reason).inc()
-
-    def count_http(self, method: str, path: str, status: int) -> None:
-        """``path`` is a route's template, never what a client made up."""
-        self._http.labels(method, path, str(status)).inc()
-
-    def count_cut_off(self, waiting_for: str) -> None:
-        """A connection was cut off: the client took too long to send ("read") or to read ("write")."""
-        self._cut_off.labels(waiting_for).inc()
+    def count(self, name: str, *labels: str) -> None:
+        """Adds one to a counter. Its labels have few values: codes of errors, templates of routes, never
+        what a client made up."""
+        (self._series(name, *labels) if labels else self._metrics[name]).inc()

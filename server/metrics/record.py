@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from engine.request.events import FinishInfo, TokenEvent
 from server.plan import ChoicePlan, RequestPlan
@@ -18,26 +17,14 @@ MAX_STEPS = 128
 """Most steps of a choice of which each is written down."""
 
 
-class StepRecord(NamedTuple):
-    """``time_ns`` since the epoch, when its tokens came; ``num_tokens``: that the step wrote, accepted
-    drafts among them. ``draft_seconds`` and ``verify_seconds``: the choice's shares of the step."""
-
-    time_ns: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_tokens: int
-    draft_seconds: float
-    verify_seconds: float
-
-
 @dataclass(slots=True)
 class ChoiceRecord:
-    """``steps``: the first; ``num_steps`` counts all. ``outcome`` as in the metrics;
-    ``finish_reason`` and ``num_tokens`` as in the reply. ``info`` is None where it did not come to an end
-    of its own."""
+    """``steps``: the first, with the times when they came, in ns since 1970; ``num_steps`` counts all.
+    ``outcome`` as in the metrics; ``finish_reason`` and ``num_tokens`` as in the reply. ``info`` is
+    None where it did not come to an end of its own."""
 
     plan: ChoicePlan
-    steps: list[StepRecord] = field(default_factory=list)
+    steps: list[tuple[int, TokenEvent]] = field(default_factory=list)
     num_steps: int = 0
     outcome: str = "error"
     finish_reason: str | None = None
@@ -48,15 +35,7 @@ class ChoiceRecord:
         """A step's."""
         self.num_steps += 1
         if self.num_steps <= MAX_STEPS:
-            step = StepRecord(
-                time.time_ns(),
-                event.num_draft_tokens,
-                sum(event.drafted),
-                len(event.token_ids),
-                event.draft_seconds,
-                event.verify_seconds,
-            )
-            self.steps.append(step)
+            self.steps.append((time.time_ns(), event))
         self.info = event.finish
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from engine.process.streams import EventStreams
 from engine.request.errors import DeadlineExceededError, RequestError, TryLaterError
@@ -24,57 +24,11 @@ from server.formats.registry import markers_of
 from server.metrics.prometheus import RequestMetrics
 from server.metrics.record import ChoiceRecord
 from server.plan import ChoicePlan, TextOptions
+from server.reply.deltas import ChoiceDelta, ChoiceEnd, FinishReason, ReplyToken, Sink
 from server.reply.detokenizer import IncrementalDetokenizer, StopMatch, StopMatcher, decoder
 from server.reply.token_texts import TokenTexts
 
-FinishReason = Literal["stop", "length", "tool_calls"]
 _NUM_CONTEXT_TOKENS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyToken:
-    """``text`` is what the token added; ``start`` its place in the choice's text, in characters."""
-
-    token_id: int
-    text: str
-    start: int
-    drafted: bool
-    logprobs: TokenLogprobs | None
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceEnd:
-    """``num_tokens``: those kept. A token that lies wholly behind the cut of a stop string is
-    not.
-    """
-
-    reason: FinishReason
-    stop_reason: int | str | None
-    num_tokens: int
-    info: FinishInfo
-    num_reasoning_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    """The tokens and text that a step, or several whose text was held back, added to a choice. ``first``:
-    its first delta; ``end``: comes with the last. ``num_draft_tokens``: drafts verified in ``num_steps``
-    steps.
-    ``parts``: of text that is taken apart, all of it in order; ``text`` is then the content alone.
-    """
-
-    index: int
-    first: bool
-    text: str = ""
-    tokens: tuple[ReplyToken, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    end: ChoiceEnd | None = None
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    parts: tuple[Part, ...] = ()
-
-
-Sink = Callable[[ChoiceDelta], Awaitable[None]]
 
 
 class TextAssembler:
@@ -176,17 +130,16 @@ class ChoiceDeltas:
         if self._match is None:
             self._num_steps += 1
             self._num_draft_tokens += event.num_draft_tokens
-            self._match = _take_tokens(self._assembler, event)
+            self._match = self._feed(event)
             if self._match is not None and event.finish is None:
                 self._abort()
         text, tokens = self._assembler.take()
-        end: ChoiceEnd | None = None
         parts: tuple[Part, ...] = ()
-        if event.finish is not None:
-            end = _end(self._plan, event.finish, self._match, self._assembler.num_kept)
         if self._parser is not None:
-            parts, end = _parse(self._parser, text, tokens, end)
+            parts = self._parser.feed(text, [token.start for token in tokens])
+            parts += self._parser.finish() if event.finish is not None else ()
             text = content_of(parts)
+        end = None if event.finish is None else self._end(event.finish)
         if not (self._first or text or tokens or parts or end):
             return None
         delta = ChoiceDelta(
@@ -202,6 +155,33 @@ class ChoiceDeltas:
         )
         self._first, self._num_steps, self._num_draft_tokens = False, 0, 0
         return delta
+
+    def _feed(self, event: TokenEvent) -> StopMatch | None:
+        """Take the event's tokens up to a stop string; the engine's own end flushes what was held."""
+        for index, token_id in enumerate(event.token_ids):
+            logprobs = None if event.logprobs is None else event.logprobs[index]
+            if match := self._assembler.add(token_id, event.drafted[index], logprobs):
+                return match
+        return self._assembler.finish() if event.finish is not None else None
+
+    def _end(self, info: FinishInfo) -> ChoiceEnd:
+        reason: FinishReason = "stop"
+        stop_reason: int | str | None = None
+        if self._match is not None:
+            stop_reason = self._match.stop
+        elif info.reason == "abort":
+            raise shutting_down()
+        else:
+            reason = info.reason
+            if info.stop_token_id in self._plan.request.sampling.stop_token_ids:
+                stop_reason = info.stop_token_id
+        num_reasoning_tokens = 0
+        if self._parser is not None:
+            num_reasoning_tokens = self._parser.num_reasoning_tokens
+            if self._parser.num_calls and reason == "stop":
+                reason = "tool_calls"
+        kept = self._assembler.num_kept
+        return ChoiceEnd(reason, stop_reason, kept, info, num_reasoning_tokens)
 
 
 class ChoiceSource:
@@ -243,8 +223,8 @@ class ChoiceSource:
                     await sink(delta)
         except (TryLaterError, RequestError) as error:
             outcome = "rejected"
-            if isinstance(error, TryLaterError):
-                self._metrics.count_turned_away(error.code, tenant)
+            if tenant and isinstance(error, TryLaterError):
+                self._metrics.count("tenant_rejections", tenant, error.code)
             raise
         except DeadlineExceededError:
             outcome = "deadline"
@@ -254,7 +234,9 @@ class ChoiceSource:
                 outcome = "abort"
             raise
         finally:
-            self._metrics.count_request(outcome, tenant)
+            self._metrics.count("requests", outcome)
+            if tenant:
+                self._metrics.count("tenant_requests", tenant, outcome)
             if record is not None:
                 record.outcome = outcome
 
@@ -268,35 +250,3 @@ class ChoiceSource:
             skip, skipped = False, self._texts.hidden_ids(markers)
         decode = decoder(self._tokenizer, skip_special_tokens=skip)
         return TextAssembler(IncrementalDetokenizer(decode, context, skipped), plan.text)
-
-
-def _parse(
-    parser: MessageParser, text: str, tokens: Sequence[ReplyToken], end: ChoiceEnd | None
-) -> tuple[tuple[Part, ...], ChoiceEnd | None]:
-    """The text in parts; the end as the parts make it."""
-    parts = parser.feed(text, [token.start for token in tokens])
-    if end is None:
-        return parts, None
-    parts += parser.finish()
-    if parser.num_calls and end.reason == "stop":
-        end = replace(end, reason="tool_calls")
-    return parts, replace(end, num_reasoning_tokens=parser.num_reasoning_tokens)
-
-
-def _take_tokens(assembler: TextAssembler, event: TokenEvent) -> StopMatch | None:
-    """Feed the event's tokens up to a stop string; the engine's own end flushes what was held."""
-    for index, token_id in enumerate(event.token_ids):
-        logprobs = None if event.logprobs is None else event.logprobs[index]
-        if match := assembler.add(token_id, event.drafted[index], logprobs):
-            return match
-    return assembler.finish() if event.finish is not None else None
-
-
-def _end(plan: ChoicePlan, info: FinishInfo, match: StopMatch | None, num_tokens: int) -> ChoiceEnd:
-    if match is not None:
-        return ChoiceEnd("stop", match.stop, num_tokens, info)
-    if info.reason == "abort":
-        raise shutting_down()
-    stop_id = info.stop_token_id
-    named = stop_id in plan.request.sampling.stop_token_ids
-    return ChoiceEnd(info.reason, stop_id if named else None, num_tokens, info)

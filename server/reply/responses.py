@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
 from server.errors import ApiError
-from server.formats.parts import Content
+from server.formats.parts import CallArguments, CallStart, Content, Part, Reasoning
 from server.plan import RequestPlan
-from server.reply.choices import ChoiceDelta, ChoiceEnd
-from server.reply.response_items import ItemEvent, OutputItems
-from server.reply.sse import event
+from server.reply.deltas import ChoiceDelta, ChoiceEnd
 from server.reply.token_texts import TokenTexts
 from server.reply.usage import PromptTokensDetails, SpeculativeUsage, Usage
-from server.reply.writers import Writer
+from server.reply.writers import Writer, event
 
 
 class OutputTokensDetails(TypedDict):
@@ -65,58 +63,146 @@ class ResponseEvent(TypedDict):
 
 
 class ResponsesWriter(Writer):
-    """``/v1/responses``. A stream's events are numbered from 0."""
+    """``/v1/responses``. A stream's events are numbered from 0; they show items as they are by then."""
 
     def __init__(
         self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
     ) -> None:
         super().__init__(plan, texts, model_name, fingerprint)
-        self._items = OutputItems(plan.request_id)
+        self._items: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
         self._number = 0
+        self._told: list[bytes] = []
         self._end: ChoiceEnd | None = None
 
     def begin(self) -> bytes:
-        response = {"response": self._response("in_progress")}
-        return b"".join(
-            self._event((f"response.{kind}", response)) for kind in ("created", "in_progress")
-        )
+        response = self._response("in_progress")
+        self._tell("response.created", response=response)
+        self._tell("response.in_progress", response=response)
+        return self._take()
 
     def events(self, delta: ChoiceDelta) -> bytes:
+        for part in delta.parts or ((Content(delta.text),) if delta.text else ()):
+            self._add(part)
         self._end = delta.end
-        return b"".join(map(self._event, self._changes(delta)))
+        if delta.end is not None:
+            if not self._items:  # a response without any has an empty message
+                self._add(Content(""))
+            self._close("incomplete" if delta.end.reason == "length" else "completed")
+        return self._take()
 
     def finish(self, usage: Usage) -> bytes:
         response = self._ended(usage)
-        return self._event((f"response.{response['status']}", {"response": response}))
+        self._tell(f"response.{response['status']}", response=response)
+        return self._take()
 
     def failure(self, error: ApiError) -> bytes:
         response = self._response("failed")
         response["error"] = {"code": "server_error", "message": error.message}
-        return self._event(("response.failed", {"response": response}))
+        self._tell("response.failed", response=response)
+        return self._take()
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
         self.events(choices[0])
         return self._ended(usage)
 
-    def _changes(self, delta: ChoiceDelta) -> Iterator[ItemEvent]:
-        for part in delta.parts or ((Content(delta.text),) if delta.text else ()):
-            yield from self._items.add(part)
-        if delta.end is not None:
-            yield from self._items.end(
-                "incomplete" if delta.end.reason == "length" else "completed"
+    def _tell(self, kind: str, **fields: Any) -> None:
+        content = {"type": kind, "sequence_number": self._number, **fields}
+        self._told.append(event(content, kind))
+        self._number += 1
+
+    def _take(self) -> bytes:
+        """Returns the events told since the last call."""
+        told, self._told = self._told, []
+        return b"".join(told)
+
+    # --- items ---
+
+    def _add(self, part: Part) -> None:
+        if isinstance(part, CallStart):
+            self._close()
+            call = {"call_id": part.call_id, "name": part.name, "arguments": ""}
+            self._begin("function_call", "fc", call)
+        elif isinstance(part, CallArguments):
+            assert self._open is not None, "a call's arguments follow its start"
+            self._open["arguments"] += part.text
+            self._tell("response.function_call_arguments.delta", **self._place(), delta=part.text)
+        else:
+            self._add_text("reasoning" if isinstance(part, Reasoning) else "message", part.text)
+
+    def _close(self, status: str = "completed") -> None:
+        """The item that is open, if one is, is as long as it gets."""
+        item, place = self._open, self._place()
+        if item is None:
+            return
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            self._tell("response.function_call_arguments.done", **place, **done)
+        else:
+            part = item["content"][0]
+            place["content_index"] = 0
+            self._tell(
+                f"response.{part['type']}.done", **place, text=part["text"], **_logprobs(item)
+            )
+            self._tell("response.content_part.done", **place, part=part)
+        self._tell("response.output_item.done", output_index=place["output_index"], item=item)
+        self._open = None
+
+    def _place(self) -> dict[str, Any]:
+        if self._open is None:
+            return {}
+        return {"item_id": self._open["id"], "output_index": len(self._items) - 1}
+
+    def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> None:
+        self._open = {
+            "id": f"{prefix}_{self.plan.request_id}-{len(self._items)}",
+            "type": kind,
+            "status": "in_progress",
+            **fields,
+        }
+        self._items.append(self._open)
+        place = len(self._items) - 1
+        self._tell("response.output_item.added", output_index=place, item=self._open)
+
+    def _add_text(self, kind: str, text: str) -> None:
+        if self._open is None or self._open["type"] != kind:
+            self._close()
+            self._begin_text(kind)
+        assert self._open is not None
+        part = self._open["content"][0]
+        part["text"] += text
+        if text:
+            place = {**self._place(), "content_index": 0}
+            self._tell(
+                f"response.{part['type']}.delta", **place, delta=text, **_logprobs(self._open)
             )
 
-    def _event(self, change: ItemEvent) -> bytes:
-        kind, fields = change
-        number, self._number = self._number, self._number + 1
-        return event({"type": kind, "sequence_number": number, **fields}, kind)
+    def _begin_text(self, kind: str) -> None:
+        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._begin(kind, "msg", {"role": "assistant", "content": []})
+        else:
+            self._begin(kind, "rs", {"summary": [], "content": []})
+        self._items[-1]["content"].append(part)
+        self._tell("response.content_part.added", **self._place(), content_index=0, part=part)
+
+    # --- the whole ---
 
     def _ended(self, usage: Usage) -> dict[str, Any]:
         assert self._end is not None
         is_cut = self._end.reason == "length"
         response = self._response("incomplete" if is_cut else "completed")
         response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
-        response["usage"] = _usage(usage, self._end.num_reasoning_tokens)
+        response["usage"] = ResponseUsage(
+            input_tokens=usage["prompt_tokens"],
+            input_tokens_details=usage["prompt_tokens_details"],
+            output_tokens=usage["completion_tokens"],
+            output_tokens_details={"reasoning_tokens": self._end.num_reasoning_tokens},
+            total_tokens=usage["total_tokens"],
+            speculative=usage["speculative"],
+        )
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -128,7 +214,7 @@ class ResponsesWriter(Writer):
             "error": None,
             "incomplete_details": None,
             "model": self._model_name,
-            "output": self._items.items,
+            "output": self._items,
             "usage": None,
             "system_fingerprint": self._fingerprint,
             "seed": self.plan.seed,
@@ -136,12 +222,6 @@ class ResponsesWriter(Writer):
         }
 
 
-def _usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
-    return ResponseUsage(
-        input_tokens=usage["prompt_tokens"],
-        input_tokens_details=usage["prompt_tokens_details"],
-        output_tokens=usage["completion_tokens"],
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=num_reasoning_tokens),
-        total_tokens=usage["total_tokens"],
-        speculative=usage["speculative"],
-    )
+def _logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """Clients expect the field with texts of messages."""
+    return {"logprobs": []} if item["type"] == "message" else {}

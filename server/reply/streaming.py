@@ -24,11 +24,11 @@ from starlette.types import Receive, Scope, Send
 from engine.logs import add_log_fields
 from server.errors import to_api_error
 from server.http.middleware import REQUEST_ID_KEY
-from server.metrics.record import RECORD_KEY, RequestRecord
-from server.plan import RequestPlan
-from server.reply.choices import ChoiceDelta, ChoiceEnd, ChoiceSource, Sink
+from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
+from server.plan import ChoicePlan, RequestPlan
+from server.reply.deltas import ChoiceDelta, ChoiceEnd, Sink, fold
 from server.reply.usage import Usage, build_usage
-from server.reply.writers import Writer, fold
+from server.reply.writers import Writer
 
 logger = logging.getLogger("slipstream.requests")
 
@@ -37,6 +37,8 @@ KEEPALIVE_SECONDS = 15.0
 CLIENT_GONE_STATUS = 499
 
 T = TypeVar("T")
+Run = Callable[[ChoicePlan, Sink, ChoiceRecord | None], Awaitable[None]]
+"""Runs a choice to its end: ``ChoiceSource.run``."""
 Account = Callable[[Sequence[ChoiceEnd]], Usage]
 
 
@@ -51,15 +53,13 @@ class DeltaFeed:
     ``aclose`` aborts what still runs; call it however reading ended.
     """
 
-    def __init__(
-        self, source: ChoiceSource, plan: RequestPlan, record: RequestRecord | None
-    ) -> None:
+    def __init__(self, run: Run, plan: RequestPlan, record: RequestRecord | None) -> None:
         self._sink: Sink | None = None
         self._wanted = asyncio.Event()
         self._begun = asyncio.Event()
         records = [None] * len(plan.choices) if record is None else record.choices
-        self._tasks = [
-            asyncio.ensure_future(source.run(choice, self._take, each))
+        self._tasks: list[asyncio.Future[None]] = [
+            asyncio.ensure_future(run(choice, self._take, each))
             for choice, each in zip(plan.choices, records, strict=True)
         ]
 
@@ -74,29 +74,33 @@ class DeltaFeed:
         """Waits for the first delta, at most so long. Raises the error if one comes first."""
         begun = asyncio.ensure_future(self._begun.wait())
         try:
-            waiting = (begun, *self._tasks)
+            waiting: tuple[asyncio.Future[Any], ...] = (begun, *self._tasks)
             await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             begun.cancel()
         if not self._begun.is_set():
             self._raise_first()
 
-    async def run(self, sink: Sink) -> None:
-        """All deltas into ``sink``, those of a choice in order. Raises the first error of any choice."""
+    async def run(self, sink: Sink, pause: float | None = None) -> bool:
+        """All deltas into ``sink``, those of a choice in order, for ``pause`` seconds at most. Returns
+        whether that was all. Raises the first error of any choice."""
         self._sink = sink
         self._wanted.set()
-        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        _, running = await asyncio.wait(
+            self._tasks, timeout=pause, return_when=asyncio.FIRST_EXCEPTION
+        )
         self._raise_first()
+        return not running
 
     async def collect(self) -> list[ChoiceDelta]:
-        """All deltas to the end."""
-        deltas: list[ChoiceDelta] = []
+        """Returns each choice whole, as one delta, in index order."""
+        deltas: list[list[ChoiceDelta]] = [[] for _ in self._tasks]
 
         async def keep(delta: ChoiceDelta) -> None:
-            deltas.append(delta)
+            deltas[delta.index].append(delta)
 
         await self.run(keep)
-        return deltas
+        return [fold(index, found) for index, found in enumerate(deltas)]
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -147,7 +151,8 @@ class DeltaStreamResponse(EventSourceResponse):
         self._writer = writer
         self._account = account
         self._ends: dict[int, ChoiceEnd] = {}
-        self._latest = 0.0
+        self._time = asyncio.get_running_loop().time
+        self._latest = self._time()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
@@ -162,21 +167,23 @@ class DeltaStreamResponse(EventSourceResponse):
 
     async def _write(self) -> None:
         """The whole stream."""
-        pinging = asyncio.ensure_future(self._ping())
         try:
             if content := self._writer.begin():
                 await self._send(content)
-            await self._feed.run(self._take)
+            while not await self._feed.run(self._take, max(0.0, self._pause())):
+                if self._pause() <= 0:
+                    await self._send(KEEPALIVE_COMMENT)
             ends = [self._ends[index] for index in sorted(self._ends)]
             last = self._writer.finish(self._account(ends))
         except Exception as error:
             # The status has been sent: the error can only go into the stream.
             last = self._writer.failure(to_api_error(error))
-        finally:
-            pinging.cancel()
-            await asyncio.wait((pinging,))
         await self._send(last + self._writer.ending)
         await self._to_client({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _pause(self) -> float:
+        """Returns the seconds until a comment has to be sent."""
+        return self._latest + KEEPALIVE_SECONDS - self._time()
 
     async def _take(self, delta: ChoiceDelta) -> None:
         if delta.end is not None:
@@ -185,19 +192,11 @@ class DeltaStreamResponse(EventSourceResponse):
             await self._send(content)
 
     async def _send(self, content: bytes) -> None:
-        self._latest = asyncio.get_running_loop().time()
+        self._latest = self._time()
         await self._to_client({"type": "http.response.body", "body": content, "more_body": True})
 
-    async def _ping(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._latest = loop.time()
-        while True:
-            await asyncio.sleep(max(0.0, self._latest + KEEPALIVE_SECONDS - loop.time()))
-            if loop.time() >= self._latest + KEEPALIVE_SECONDS:
-                await self._send(KEEPALIVE_COMMENT)
 
-
-async def answer(request: Request, source: ChoiceSource, writer: Writer) -> Response:
+async def answer(request: Request, run: Run, writer: Writer) -> Response:
     """The response to a request whose plan ``writer`` has. Raises ApiError or EngineError if the request
     fails before the reply has begun."""
     plan = writer.plan
@@ -211,19 +210,18 @@ async def answer(request: Request, source: ChoiceSource, writer: Writer) -> Resp
     if record is not None:
         record.begin(plan)
     account = partial(_account, plan, request.scope.get(REQUEST_ID_KEY))
-    feed = DeltaFeed(source, plan, record)
+    feed = DeltaFeed(run, plan, record)
     try:
         if plan.stream:
             await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
             return DeltaStreamResponse(feed, writer, account)
-        deltas = await unless_client_leaves(request.receive, feed.collect)
+        choices = await unless_client_leaves(request.receive, feed.collect)
     except ClientGoneError:
         await feed.aclose()
         return Response(status_code=CLIENT_GONE_STATUS)
     except BaseException:
         await feed.aclose()
         raise
-    choices = fold(deltas, len(plan.choices))
     usage = account([choice.end for choice in choices if choice.end is not None])
     return Response(
         to_json(writer.reply(choices, usage), inf_nan_mode="null"), media_type="application/json"
@@ -232,9 +230,7 @@ async def answer(request: Request, source: ChoiceSource, writer: Writer) -> Resp
 
 def _account(plan: RequestPlan, sender: str | None, ends: Sequence[ChoiceEnd]) -> Usage:
     """The request's usage, which also goes to the log, next to its sender."""
-    usage = build_usage(
-        plan.num_prompt_tokens, ends, plan.n, plan.has_prediction, plan.splits_reasoning
-    )
+    usage = build_usage(plan, ends)
     spec = usage["speculative"]
     logger.info(
         "%s x-request-id=%s user=%r metadata=%r prompt=%d completion=%d finish=%s drafter=%s "

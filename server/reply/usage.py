@@ -8,7 +8,8 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from engine.request.stats import RequestStats, SpeculativeStats
-from server.reply.choices import ChoiceEnd
+from server.plan import RequestPlan
+from server.reply.deltas import ChoiceEnd
 
 
 class GammaMove(TypedDict):
@@ -114,43 +115,28 @@ def reply_metrics(usage: Usage) -> ReplyMetrics | None:
     )
 
 
-def running_usage(num_prompt_tokens: int, num_completion_tokens: int) -> RunningUsage:
-    return RunningUsage(
-        prompt_tokens=num_prompt_tokens,
-        completion_tokens=num_completion_tokens,
-        total_tokens=num_prompt_tokens + num_completion_tokens,
-    )
-
-
-def build_usage(
-    num_prompt_tokens: int,
-    ends: Sequence[ChoiceEnd],
-    choices_per_prompt: int,
-    has_prediction: bool = False,
-    splits_reasoning: bool = False,
-) -> Usage:
+def build_usage(plan: RequestPlan, ends: Sequence[ChoiceEnd]) -> Usage:
     """Usage over all choices of a request, in index order.
 
-    ``num_prompt_tokens`` counts each prompt once. Cached tokens are those of each prompt's first
-    choice: the choices after it find the prompt in the cache only because the first has just put
-    it there.
+    Cached tokens are those of each prompt's first choice: the choices after it find the prompt in the
+    cache only because the first has just put it there.
     """
     num_completion_tokens = sum(end.num_tokens for end in ends)
-    cached = sum(end.info.num_cached_tokens for end in ends[::choices_per_prompt])
+    cached = sum(end.info.num_cached_tokens for end in ends[:: plan.n])
     speculative = merge([end.info.speculative for end in ends])
     usage = Usage(
-        prompt_tokens=num_prompt_tokens,
+        prompt_tokens=plan.num_prompt_tokens,
         completion_tokens=num_completion_tokens,
-        total_tokens=num_prompt_tokens + num_completion_tokens,
+        total_tokens=plan.num_prompt_tokens + num_completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         speculative=speculative,
     )
     details: CompletionTokensDetails = {}
-    if has_prediction:
+    if plan.has_prediction:
         accepted = speculative["num_accepted_tokens"]
         details["accepted_prediction_tokens"] = accepted
         details["rejected_prediction_tokens"] = speculative["num_draft_tokens"] - accepted
-    if splits_reasoning:
+    if plan.splits_reasoning:
         details["reasoning_tokens"] = sum(end.num_reasoning_tokens for end in ends)
     if details:
         usage["completion_tokens_details"] = details

@@ -1,4 +1,4 @@
-"""What a tenant's terms make of a request."""
+"""The terms on which a tenant's requests are served."""
 
 from __future__ import annotations
 

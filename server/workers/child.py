@@ -15,12 +15,14 @@ import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
 
 from engine.process.client import RemoteEngine
+from engine.process.launch import begin_child
 from engine.process.link import Link
 from engine.process.pulse import Pulse
 from engine.request.errors import EngineError
+from engine.request.events import FinishInfo
+from engine.request.info import EngineInfo
 from engine.tokenizer import load_tokenizer
 from server.app import Shared, build_app, http_config
 from server.endpoints import Services
@@ -29,44 +31,25 @@ from server.http.draining import Drain, DrainingServer, exit_at_sigterm
 from server.http.protocol import HttpConfig
 from server.request.speculative import SpeculativeChange, SpeculativeResolver
 from server.settings import Settings
-from server.workers.parent import (
-    Adopt,
-    Change,
-    Count,
-    Drained,
-    Expose,
-    Failed,
-    NewEngine,
-    Serve,
-    Started,
-)
 
 # Processes take a change at once, unless one of them is stopped or starved.
 _ADOPT_SECONDS = 10.0
-
-
-def _count(name: str) -> Any:
-    def count(self: RemoteMetrics, *arguments: Any) -> None:
-        self.link.send(Count(name, arguments))
-
-    return count
 
 
 class RemoteMetrics:
     """The metrics of all workers, which the process that launched them keeps."""
 
     def __init__(self, link: Link) -> None:
-        self.link = link
+        self._link = link
 
-    observe_request = _count("observe_request")
-    count_request = _count("count_request")
-    count_turned_away = _count("count_turned_away")
-    count_rejection = _count("count_rejection")
-    count_http = _count("count_http")
-    count_cut_off = _count("count_cut_off")
+    def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None:
+        self._link.call("observe_request", info, num_tokens, tenant)
+
+    def count(self, name: str, *labels: str) -> None:
+        self._link.call("count", name, *labels)
 
     async def expose(self, accept: str) -> tuple[bytes, str]:
-        found: tuple[bytes, str] = await asyncio.wrap_future(self.link.ask(Expose(accept)))
+        found: tuple[bytes, str] = await asyncio.wrap_future(self._link.ask("expose", accept))
         return found
 
 
@@ -81,7 +64,7 @@ class RemoteSpeculation:
     ) -> SpeculativeResolver:
         try:
             async with asyncio.timeout(_ADOPT_SECONDS):
-                asked = self._link.ask(Change(change, from_built_in))
+                asked = self._link.ask("change", change, from_built_in)
                 found: SpeculativeResolver = await asyncio.wrap_future(asked)
         except TimeoutError as error:
             message = "Not all processes of the server go by the change yet."
@@ -104,18 +87,16 @@ class _Server(DrainingServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._link.send(Started())
+        self._link.call("started")
 
     async def drain(self) -> None:
         await super().drain()
-        await asyncio.wrap_future(self._link.ask(Drained()))
+        await asyncio.wrap_future(self._link.ask("drained"))
 
 
 def main() -> int:
-    pipe, listening, to_engine, pulse = map(int, sys.argv[1:])
-    link = Link(Connection(pipe))
-    launch: Serve = link.receive()
-    launch.logs.begin()
+    link, launch = begin_child()
+    listening, to_engine, pulse = map(int, sys.argv[2:])
     engine = RemoteEngine(launch.info, Connection(to_engine), Pulse(pulse))
     settings = Settings.model_construct(**launch.settings)
     config = launch.config
@@ -124,18 +105,18 @@ def main() -> int:
         shared = Shared(RemoteMetrics(link), RemoteSpeculation(link))
         app = build_app(engine, tokenizer, settings, shared)
     except (EngineError, ValueError, OSError) as error:
-        link.send(Failed(str(error)))
+        link.call("failed", str(error))
         return 2
     services: Services = app.state.services
 
-    def act(message: NewEngine | Adopt) -> None:
-        if isinstance(message, NewEngine):
-            engine.replace(message.info, Connection(message.handle))
-        else:
-            services.bodies.translator.resolver = message.resolver
+    def replace(info: EngineInfo, handle: int) -> None:
+        engine.replace(info, Connection(handle))
+
+    def adopt(resolver: SpeculativeResolver) -> None:
+        services.bodies.translator.resolver = resolver
 
     # Without the process that launched it, this one ends.
-    link.listen_in_thread(act, lambda: os._exit(1))
+    link.listen_in_thread({"replace": replace, "adopt": adopt}, lambda: os._exit(1))
     services.bodies.warm()
     with suppress(KeyboardInterrupt), exit_at_sigterm():
         server = _Server(http_config(app, settings), services.drain, link)

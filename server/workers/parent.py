@@ -13,19 +13,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from types import FrameType
 from typing import Any
 
-from drafters.options import SpeculativeParams
 from engine.config import EngineConfig
 from engine.logs import LogOptions
 from engine.process.launch import Child, EngineProcess, describe, launch_child
-from engine.process.link import Link, WithHandle
-from engine.process.messages import Died
+from engine.process.link import Acts, Link
 from engine.request.errors import EngineError
 from engine.request.events import StepResult
 from engine.request.info import EngineInfo
@@ -44,12 +41,9 @@ _LOOK_SECONDS = 0.2
 _END_SECONDS = 60.0
 
 
-# --- to a worker ---
-
-
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Serve this. ``settings``: fields of ``Settings``."""
+    """The first message to a worker: serve this. ``settings``: fields of ``Settings``."""
 
     settings: Mapping[str, Any]
     config: EngineConfig
@@ -57,101 +51,10 @@ class Serve:
     logs: LogOptions
 
 
-@dataclass(frozen=True, slots=True)
-class NewEngine(WithHandle):
-    """Another engine runs; the handle is a pipe to it."""
-
-    info: EngineInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """A question: go by this speculation, and then answer."""
-
-    resolver: SpeculativeResolver
-
-
-# --- from a worker ---
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """It takes connections."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """It cannot serve this."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """A method of ``Metrics`` to call."""
-
-    name: str
-    arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Expose:
-    """A question: what do the metrics look like to a client with this Accept header? The answer is that
-    of ``Metrics.exposition``."""
-
-    accept: str
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A question: change speculation so. The answer is the resolver that all workers go by then, or the
-    ApiError."""
-
-    change: SpeculativeChange
-    from_built_in: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """A question: no request of this worker goes on; when is that true of all? The worker answers on the
-    port until it hears."""
-
-
-class SpeculationChanges:
-    """Speculation of all workers. Hold ``lock`` where one is launched with ``resolver`` and becomes one
-    of those who are told. ``show`` is told what requests get now, and that
-    it was changed. From any thread."""
-
-    def __init__(
-        self, resolver: SpeculativeResolver, show: Callable[[SpeculativeParams, bool], None]
-    ) -> None:
-        self.lock = threading.RLock()
-        self.resolver = resolver
-        self._show = show
-
-    def change(self, asked: Change, workers: Sequence[Link]) -> Future[SpeculativeResolver]:
-        """The new resolver, once all ``workers`` go by it or have gone: a request that follows finds the
-        change wherever it arrives. Raises ApiError."""
-        with self.lock:
-            found = self.resolver.changed(asked.change, from_built_in=asked.from_built_in)
-            self.resolver = found
-            self._show(found.defaults, True)
-            waiting = {each.ask(Adopt(found)) for each in workers}
-        answer: Future[SpeculativeResolver] = Future()
-
-        def adopted(by_one: Future[None]) -> None:
-            with self.lock:
-                waiting.remove(by_one)
-                is_last = not waiting
-            if is_last:
-                answer.set_result(found)
-
-        for each in list(waiting):
-            each.add_done_callback(adopted)
-        return answer
-
-
 class _Worker:
+    """``drained`` is there once no request of the worker goes on, and is settled when that is true of
+    all: it answers on the port until then."""
+
     def __init__(self, child: Child) -> None:
         self.process, self.link = child
         self.started = threading.Event()
@@ -162,20 +65,35 @@ class _Worker:
     def is_done(self) -> bool:
         return self.drained is not None or self.process.poll() is not None
 
+    def drain(self) -> Future[None]:
+        self.drained = Future()
+        return self.drained
+
+    def fail(self, reason: str) -> None:
+        """It cannot serve this."""
+        self.failure = reason
+
 
 class Workers:
     """``serve``'s fields are the same for all workers, but for the engine's own facts."""
 
     def __init__(
-        self, num_workers: int, serve: Serve, listener: socket.socket, engine: EngineProcess,
-        metrics: Metrics, speculation: SpeculationChanges,
-    ) -> None:  # fmt: skip
+        self,
+        num_workers: int,
+        serve: Serve,
+        listener: socket.socket,
+        engine: EngineProcess,
+        metrics: Metrics,
+        resolver: SpeculativeResolver,
+    ) -> None:
         self._num_workers = num_workers
         self._serve = serve
         self._listener = listener
         self._engine = engine
         self._metrics = metrics
-        self._speculation = speculation
+        self._resolver = resolver
+        # Held where a worker is launched with the resolver and becomes one of those who are told.
+        self._lock = threading.RLock()
         self._info = serve.info
         self._workers: list[_Worker] = []
         self._num_signals = 0
@@ -194,7 +112,7 @@ class Workers:
         try:
             self._count_steps()
             self._engine.watch(self._on_new_engine if restart_engine else None, step_timeout)
-            with self._speculation.lock:
+            with self._lock:
                 self._workers = [self._launch() for _ in range(self._num_workers)]
             self._keep_up()
         finally:
@@ -222,7 +140,7 @@ class Workers:
                     )
                     logger.error(worker.failure)
                 # Where the engine has died too, the worker hears of the next one.
-                with self._speculation.lock:
+                with self._lock:
                     self._workers[place] = self._launch()
 
     def _end(self, drain_seconds: float) -> None:
@@ -248,38 +166,50 @@ class Workers:
                 worker.process.kill()
 
     def _launch(self) -> _Worker:
-        speculation = self._speculation.resolver
         wished = {
-            "speculative": SpeculativeField(**speculation.wished),
-            "speculative_caps": speculation.caps,
+            "speculative": SpeculativeField(**self._resolver.wished),
+            "speculative_caps": self._resolver.caps,
         }
         settings = {**self._serve.settings, **wished}
         with self._engine.connect(wants_steps=False) as to_engine:
             handles = (self._listener.fileno(), to_engine.fileno(), self._engine.pulse_handle)
-            worker = _Worker(launch_child("server.workers.child", *handles))
-        worker.link.send(replace(self._serve, info=self._info, settings=settings))
+            first = replace(self._serve, info=self._info, settings=settings)
+            worker = _Worker(launch_child("server.workers.child", first, *handles))
         # That it has gone is found by its process.
-        worker.link.listen_in_thread(partial(self._act, worker), lambda: None)
+        worker.link.listen_in_thread(self._acts(worker), lambda: None)
         return worker
 
-    def _act(self, worker: _Worker, message: Any) -> Any:
-        match message:
-            case Count(name, arguments):
-                getattr(self._metrics, name)(*arguments)
-            case Expose(accept):
-                return self._metrics.exposition(accept)
-            case Change():
-                with self._speculation.lock:
-                    links = [each.link for each in self._workers]
-                    return self._speculation.change(message, links)
-            case Drained():
-                worker.drained = Future()
-                return worker.drained
-            case Started():
-                worker.started.set()
-            case Failed(reason):
-                worker.failure = reason
-        return None
+    def _acts(self, worker: _Worker) -> Acts:
+        return {
+            "observe_request": self._metrics.observe_request,
+            "count": self._metrics.count,
+            "expose": self._metrics.exposition,
+            "change": self.change,
+            "drained": worker.drain,
+            "started": worker.started.set,
+            "failed": worker.fail,
+        }
+
+    def change(self, asked: SpeculativeChange, from_built_in: bool) -> Future[SpeculativeResolver]:
+        """Speculation of all workers, once they go by the change or have gone: a request that follows
+        finds it wherever it arrives. Raises ApiError. From any thread."""
+        with self._lock:
+            found = self._resolver.changed(asked, from_built_in=from_built_in)
+            self._resolver = found
+            self._metrics.show_speculation(found.defaults, True)
+            waiting = {each.link.ask("adopt", found) for each in self._workers}
+        answer: Future[SpeculativeResolver] = Future()
+
+        def adopted(by_one: Future[None]) -> None:
+            with self._lock:
+                waiting.remove(by_one)
+                is_last = not waiting
+            if is_last:
+                answer.set_result(found)
+
+        for each in list(waiting):
+            each.add_done_callback(adopted)
+        return answer
 
     def _on_new_engine(self, info: EngineInfo) -> None:
         self._info = info
@@ -287,13 +217,13 @@ class Workers:
         self._count_steps()
         for worker in self._workers:
             with self._engine.connect(wants_steps=False) as to_engine:
-                worker.link.send(NewEngine(to_engine.fileno(), info))
+                worker.link.call("replace", info, handle=to_engine.fileno())
 
     def _count_steps(self) -> None:
         steps = Link(self._engine.connect(wants_steps=True))
         # That it has gone is found by its process.
-        steps.listen_in_thread(self._count_step, lambda: None)
+        steps.listen_in_thread({"deliver": self._count_step, "died": lambda _: None}, lambda: None)
 
-    def _count_step(self, message: StepResult | Died) -> None:
-        if isinstance(message, StepResult) and message.stats is not None:
-            self._metrics.observe_step(message.stats)
+    def _count_step(self, result: StepResult) -> None:
+        if result.stats is not None:
+            self._metrics.observe_step(result.stats)

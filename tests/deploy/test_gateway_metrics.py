@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -24,8 +23,6 @@ VLLM = {
     "kvUsageSpec": "vllm:kv_cache_usage_perc",
     "cacheInfoSpec": "vllm:cache_config_info",
 }
-# A name as metrics had them before names could be anything.
-_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
 @pytest.fixture
@@ -74,19 +71,3 @@ async def test_the_picker_reads_load_and_sizes(name: str) -> None:
         assert sizes.items() <= after["cacheInfoSpec"].items()
     else:
         assert (after["cacheBlockSizeSpec"], after["cacheNumBlocksSpec"]) == (16, 100)
-
-
-async def test_all_is_of_the_oldest_text_format() -> None:
-    engine = ScriptedEngine()
-    async with serve(engine) as client:
-        await client.post("/completions", json={"prompt": "a", "max_tokens": 2})
-        engine.emit(STEP)
-        found = await families(client)
-        text = (await client.get("http://test/metrics")).text
-    assert found["slipstream_steps"].type == "counter"
-    assert found["slipstream_e2e_seconds"].type == "histogram"
-    assert {each.type for each in found.values()} == {"counter", "gauge", "histogram"}
-    assert all(_NAME.fullmatch(name) for name in found)
-    for kind in ("# TYPE", "# HELP"):
-        said = [line.split(" ")[2] for line in text.splitlines() if line.startswith(kind)]
-        assert len(said) == len(set(said))

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.ray.errors import too_many_waiting
+from deploy.ray.exchange import too_many_waiting
 from engine.request.errors import EngineDeadError
 from worlds.gathered_replicas import Fleet, fleet
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
@@ -44,6 +44,19 @@ async def first_asked(found: Fleet, path: str = "/v1/completions", **more: Any) 
     (name,) = found.replicas.asked
     found.replicas.asked.clear()
     return name
+
+
+async def own_figures(found: Fleet) -> dict[str, float]:
+    """The ingress's samples, by name and what else tells them apart."""
+    reply = await found.client.get("/metrics")
+    prefix = "slipstream_gateway_"
+    return {
+        " ".join([each.name.removeprefix(prefix), *told_by]): each.value
+        for family in text_string_to_metric_families(reply.text)
+        for each in family.samples
+        if each.name.startswith(prefix)
+        for told_by in [[value for label, value in each.labels.items() if label != "ingress"]]
+    }
 
 
 async def test_everything_of_a_replica_is_there() -> None:
@@ -92,18 +105,30 @@ async def test_a_request_that_wrote_nothing_is_done_by_another(stream: bool, mes
         assert text == "hello world"
         assert found.replicas.asked == [name, *({"a", "b"} - {name})]
         assert not any(engine.open for engine in found.engines.values())
+        figures = await own_figures(found)
+        assert (figures["requests_redone_total"], figures["requests_total home"]) == (1, 2)
+        assert figures["errors_total replica_lost"] == figures["streams_lost_total"] == 0
 
 
-async def test_a_stream_that_has_begun_ends_with_an_error() -> None:
+@pytest.mark.parametrize("who", ["ingress", "replica"])
+async def test_a_stream_that_has_begun_ends_with_an_error_and_is_counted_once(who: str) -> None:
     async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
         name = await first_asked(found)
-        found.replicas.lives[name] = 3  # the head, and two events
+        engine = found.engines[name]
+        if who == "ingress":
+            found.replicas.lives[name] = 3  # the head, and two events
+        else:
+            engine.break_after, engine.error = 2, EngineDeadError("the engine died")
         reply = await found.client.post("/v1/completions", json=body(stream=True))
         *written, error, done = events(reply.text)
         assert "".join(each["choices"][0]["text"] for each in written) == "hello world"[:4]
-        assert (error["error"]["code"], done) == ("replica_lost", "[DONE]")
+        code = "replica_lost" if who == "ingress" else "engine_dead"
+        assert (error["error"]["code"], done) == (code, "[DONE]")
         assert found.replicas.asked == [name]
-        await until(lambda: not found.engines[name].open)
+        await until(lambda: not engine.open)
+        figures = await own_figures(found)
+        assert figures["streams_lost_total"] == 1
+        assert figures["requests_redone_total"] == figures["errors_total replica_lost"] == 0
 
 
 async def test_an_error_among_events_with_names_has_one() -> None:
@@ -128,6 +153,8 @@ async def test_where_nobody_is_left_it_says_so(stream: bool) -> None:
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "replica_lost")
         assert reply.headers["retry-after"] == "1"
         assert len(found.replicas.asked) == 3
+        figures = await own_figures(found)
+        assert (figures["errors_total replica_lost"], figures["streams_lost_total"]) == (1, 0)
         for path in ("/health", "/ready"):
             assert (await found.client.get(path)).status_code == 503
 
@@ -173,6 +200,7 @@ async def test_what_stops_a_request_on_its_way_is_answered(
         reply = await found.client.post("/v1/completions", json=body(stream=True))
         assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
         assert "own" not in reply.text
+        assert (await own_figures(found))[f"errors_total {code}"] == 1
 
 
 async def test_a_client_who_leaves_ends_its_request() -> None:
@@ -209,20 +237,6 @@ async def test_metrics_are_of_all_replicas() -> None:
                 assert each.labels.get("ingress") == ("front" if is_own else None)
 
 
-async def own_figures(found: Fleet) -> dict[str, float]:
-    """The ingress's samples, by name and what else tells them apart."""
-    reply = await found.client.get("/metrics")
-    samples: dict[str, float] = {}
-    for family in text_string_to_metric_families(reply.text):
-        for each in family.samples:
-            if each.name.startswith("slipstream_gateway_"):
-                told_by = [value for label, value in each.labels.items() if label != "ingress"]
-                samples[" ".join([each.name.removeprefix("slipstream_gateway_"), *told_by])] = (
-                    each.value
-                )
-    return samples
-
-
 async def test_where_requests_went_is_counted() -> None:
     async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
         name = await first_asked(found)
@@ -239,59 +253,6 @@ async def test_where_requests_went_is_counted() -> None:
         assert figures["queue_seconds_count"] == 4
         assert figures["requests_waiting"] == 0
         assert {figures[f"requests_open {each}"] for each in "ab"} == {0}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_what_was_lost_is_counted(stream: bool) -> None:
-    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
-        name = await first_asked(found)
-        found.replicas.lives[name] = 0
-        await found.client.post("/v1/completions", json=body(stream=stream))
-        figures = await own_figures(found)
-        assert figures["requests_redone_total"] == 1
-        assert figures["requests_total home"] == 2
-        assert figures["errors_total replica_lost"] == 0
-        found.replicas.lives = {"a": 0, "b": 0}
-        await found.client.post("/v1/completions", json=body(stream=stream))
-        figures = await own_figures(found)
-        assert figures["errors_total replica_lost"] == 1
-        assert figures["streams_lost_total"] == 0
-
-
-@pytest.mark.parametrize("who", ["ingress", "replica"])
-async def test_a_stream_cut_short_is_counted_once(who: str) -> None:
-    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
-        name = await first_asked(found)
-        if who == "ingress":
-            found.replicas.lives[name] = 3
-        else:
-            dead = found.engines[name]
-            dead.break_after, dead.error = 1, EngineDeadError("the engine died")
-        reply = await found.client.post("/v1/completions", json=body(stream=True))
-        assert texts(reply.text)
-        assert "error" in reply.text
-        figures = await own_figures(found)
-        assert figures["streams_lost_total"] == 1
-        assert figures["requests_redone_total"] == 0
-        assert figures["errors_total replica_lost"] == 0
-
-
-async def test_what_the_ingress_answers_itself_is_counted() -> None:
-    async with fleet(ScriptedEngine(), ScriptedEngine(), admin_key="secret") as found:
-        found.replicas.refusal = too_many_waiting()
-        await found.client.post("/v1/completions", json=body())
-        found.replicas.refusal = KeyError("own")
-        await found.client.post("/v1/completions", json=body())
-        found.replicas.lives = {"a": 0, "b": 0}
-        await found.client.patch("/admin/speculative", json={}, headers=ADMIN)
-        figures = await own_figures(found)
-        errors = {name: value for name, value in figures.items() if name.startswith("errors_total")}
-        assert errors == {
-            "errors_total queue_full": 1,
-            "errors_total internal_error": 1,
-            "errors_total not_adopted": 1,
-            "errors_total replica_lost": 0,
-        }
 
 
 async def test_what_is_open_at_a_replica_that_leaves_is_shown() -> None:
@@ -327,6 +288,7 @@ async def test_a_change_is_made_in_all_replicas() -> None:
         found.replicas.lives = {"a": 0, "b": 0}
         lost = await found.client.patch("/admin/speculative", json=change, headers=ADMIN)
         assert (lost.status_code, lost.json()["error"]["code"]) == (503, "not_adopted")
+        assert (await own_figures(found))["errors_total not_adopted"] == 1
 
 
 async def test_guards_hold_behind_a_prefix() -> None:

@@ -207,7 +207,7 @@ def test_two_ranks_under_serve_write_what_one_process_does(
         for temperature in (0, 0.8)
         for drafter in ("none", "ngram")
     ]
-    flags = ("--dtype", "float32", "--num-threads", "1", "--drafters", "none", "ngram")
+    flags = ("--dtype", "float32", "--num-threads", "1", "--drafters", "none,ngram")
     with serving(tmp_path_factory.mktemp("whole"), *flags) as whole:
         expected = asyncio.run(ask_all(whole.url, requests, 1))
     ranks = {"tensor_parallel_size": 2, "dtype": "float32", "drafters": ["none", "ngram"]}

@@ -27,7 +27,7 @@ NUM_TOKENS = 24
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--tensor-parallel-size", "2", "--dtype", "float32", "--num-threads", "1"]
-    flags += ["--drafters", "none", "ngram", "--num-blocks", "64"]
+    flags += ["--drafters", "none,ngram", "--num-blocks", "64"]
     with serving(tmp_path_factory.mktemp("server"), *flags) as found:
         yield found
 

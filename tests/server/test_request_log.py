@@ -53,8 +53,11 @@ async def test_a_requests_line_has_its_ids_and_figures(
         body |= {"metadata": {"job": "a\nb"}}
         headers = {"x-request-id": "abc-1"}
         await client.post("/completions", json=body, headers=headers)
-    (line,) = lines.of("slipstream.requests")
+        forged = {"x-request-id": 'x" level="error'}
+        await client.post("/completions", json=body, headers=forged)
+    line, other = lines.of("slipstream.requests")
     assert line["x_request_id"] == "abc-1"
+    assert other["x_request_id"].isalnum()
     assert line["user"] == "line\nbreak"
     assert line["metadata"] == {"job": "a\nb"}
     assert line["message"].startswith(line["request_id"])
@@ -71,14 +74,6 @@ async def test_a_requests_line_has_its_ids_and_figures(
         "e2e_seconds": 0.12,
     }
     assert {name: line[name] for name in expected} == expected
-
-
-async def test_an_id_that_would_forge_a_line_is_replaced(connect: Connect, lines: Lines) -> None:
-    async with connect(ScriptedEngine("abc")) as client:
-        headers = {"x-request-id": 'x" level="error'}
-        await client.post("/completions", json={"prompt": "a"}, headers=headers)
-    (line,) = lines.of("slipstream.requests")
-    assert line["x_request_id"].isalnum()
 
 
 async def test_a_fault_is_logged_under_its_request(connect: Connect, lines: Lines) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,11 +11,11 @@ from pydantic import ValidationError
 
 from engine.config import EngineConfig
 from server.serve import serve
-from server.settings import FlagParser, Settings, add_flags, load_settings, with_drafters
+from server.settings import Settings, add_flags, load_settings, with_drafters
 
 
 def load(*arguments: str) -> Settings:
-    parser = FlagParser()
+    parser = ArgumentParser()
     flags = add_flags(parser)
     return load_settings(flags, parser.parse_args(arguments))
 
@@ -98,20 +99,17 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("m", "--drafters", "none", "ngram"),
-        ("--drafters", "none", "ngram", "org/m"),
         ("--drafters", "none,ngram", "m"),
         ("--drafters=none,ngram", "m"),
         ("m", "--drafters", "none", "--drafters", "ngram"),
         ("m", "--drafters", "none, ngram"),
         ("m", "--drafters", '["none", "ngram"]'),
-        ("m", "--drafters", "none", "ngram", "--port", "9"),
     ],
 )
-def test_a_list_takes_spaces_commas_or_repetition(arguments: Sequence[str]) -> None:
+def test_a_list_takes_commas_or_repetition(arguments: Sequence[str]) -> None:
     settings = load(*arguments)
     assert settings.drafters == ["none", "ngram"]
-    assert settings.model in ("m", "org/m")
+    assert settings.model == "m"
 
 
 @pytest.mark.parametrize("value", ["none,ngram", "none ngram", '["none", "ngram"]'])
@@ -152,7 +150,7 @@ def test_drafters_bring_settings_of_their_own(
     path.write_text("drafter: {phrases: {colour: red}}\n")
     with pytest.raises(ValidationError, match="colour"):
         load("--config", str(path))
-    parser = FlagParser()
+    parser = ArgumentParser()
     add_flags(parser)
     assert "--drafter.phrases.phrases" in parser.format_help()
     assert "File of phrases." in parser.format_help()

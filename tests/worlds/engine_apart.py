@@ -18,7 +18,7 @@ from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import EngineInfo
-from worlds.gated_engine import Engine, GatedRunner
+from worlds.gated_engine import HANG, Engine, GatedRunner
 
 STEP_SECONDS = 0.003
 CHECKED = "ngram"
@@ -90,6 +90,13 @@ def has_gone(pid: int) -> bool:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return True
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + HANG
+    while not has_gone(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def num_handles() -> int:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from engine.batch import ForwardOutput, InputBatch
@@ -97,8 +98,17 @@ async def running(engine: Engine) -> AsyncGenerator[Engine, None]:
         await engine.stop()
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), HANG))
+def within(seconds: float) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Any]:
+    """Runs a test on an event loop of its own, where it fails after so many seconds."""
+
+    def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Any:
+        @wraps(test)
+        def run(*given: Any, **named: Any) -> None:
+            asyncio.run(asyncio.wait_for(test(*given, **named), seconds))
+
+        return run
+
+    return on_a_loop
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 from starlette.types import Message
 
-from deploy.ray.errors import ReplicaLostError
-from deploy.ray.exchange import Forwarded, Whole, answers, whole_answer
+from deploy.ray.exchange import Forwarded, ReplicaLostError, Whole, answers, whole_answer
 from deploy.ray.gateway import Gateway
 from slipstream.tools.simulate.affinity import home, preferred
 from worlds.scripted_engine import ScriptedEngine

@@ -50,15 +50,16 @@ def test_the_wait_is_what_is_ahead_at_the_measured_pace() -> None:
     # 640 tokens a second; 320 requests of 24 tokens are done in 12 seconds, wherever they stand.
     assert full().seconds([Open(24)] * 320) == pytest.approx(12.0)
     assert full().seconds([Open(12, 12)] * 64 + [Open(24)] * 256) == pytest.approx(10.8)
-    assert full().seconds([]) == 0.0
+    assert full().seconds([]) == Backlog().seconds([Open(24)] * 320) == 0.0
 
 
-def test_how_long_requests_have_waited_does_not_count() -> None:
-    """It did once: the longer the queue had been, the longer a client was told to stay away."""
-    patient = full()
+@pytest.mark.parametrize("more", [step(0.1, 64, num_waiting=256), step(0.05, 1, num_waiting=0)])
+def test_neither_long_queues_nor_steps_that_were_not_full_change_the_pace(more: StepStats) -> None:
+    """They did once: the longer the queue had been, the longer a client was told to stay away."""
+    backlog = full()
     for _ in range(1000):
-        patient.observe_step(step(0.1, 64, num_waiting=256))
-    assert patient.seconds([Open(24)] * 320) == pytest.approx(12.0)
+        backlog.observe_step(more)
+    assert backlog.seconds([Open(24)] * 320) == pytest.approx(12.0)
 
 
 def test_prompts_ahead_cost_their_own_pace() -> None:
@@ -80,13 +81,6 @@ def test_drafts_that_are_accepted_shorten_the_wait() -> None:
     assert drafted.seconds(ahead) == pytest.approx(plain.seconds(ahead) * 1.2 / 3)
 
 
-def test_steps_of_an_engine_that_was_not_full_say_nothing() -> None:
-    backlog = full()
-    for _ in range(1000):
-        backlog.observe_step(step(0.05, 1, num_waiting=0))
-    assert backlog.seconds([Open(24)] * 320) == pytest.approx(12.0)
-
-
 def test_the_latest_pace_counts() -> None:
     backlog = full()
     for _ in range(500):
@@ -103,7 +97,3 @@ def test_requests_that_end_early_make_others_be_expected_to() -> None:
     assert backlog.seconds([Open(1000)] * 64) == pytest.approx(10.0, rel=0.01)
     # One that has already written more is still taken to go on.
     assert 0 < backlog.seconds([Open(500, 500)]) < 0.01
-
-
-def test_before_anything_was_measured_there_is_no_figure() -> None:
-    assert Backlog().seconds([Open(24)] * 320) == 0.0

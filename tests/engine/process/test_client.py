@@ -15,8 +15,7 @@ import pytest
 import uvloop
 
 from engine.process.client import RemoteEngine
-from engine.process.link import Link
-from engine.process.messages import Charge, Submit
+from engine.process.link import Link, _Call
 from engine.request.errors import EngineDeadError, TenantLimitError
 from engine.request.events import StepResult
 from engine.request.params import Tenant
@@ -37,7 +36,7 @@ def test_a_message_may_come_in_pieces(loop: str) -> None:
         seen: list[StepStats] = []
         engine.add_step_listener(seen.append)
         await engine.start()
-        data = ForkingPickler.dumps(StepResult([], idle_stats(7)))
+        data = ForkingPickler.dumps(_Call("deliver", (StepResult([], idle_stats(7)),)))
         frame = struct.pack("!i", len(data)) + bytes(data)
         rest = threading.Timer(0.1, theirs._send, [frame[9:]])  # type: ignore[attr-defined]
         theirs._send(frame[:9])  # type: ignore[attr-defined]
@@ -60,9 +59,9 @@ def test_what_the_pipe_has_no_room_for_is_not_lost(loop: str) -> None:
         long = replace(asking("long"), prompt_token_ids=tuple(range(300_000)))
         engine._submit(long)
         engine._submit(asking("short"))
-        found: list[Submit] = await asyncio.to_thread(lambda: [theirs.recv(), theirs.recv()])
-        assert [each.request.request_id for each in found] == ["long", "short"]
-        assert found[0].request == long
+        found: list[_Call] = await asyncio.to_thread(lambda: [theirs.recv(), theirs.recv()])
+        assert [each.arguments[0].request_id for each in found] == ["long", "short"]
+        assert found[0].arguments[0] == long
         theirs.close()
         await until(lambda: not engine.is_alive)
 
@@ -75,19 +74,19 @@ def test_a_charge_is_answered_or_told_that_nobody_is_left() -> None:
         engine = RemoteEngine(ScriptedEngine("").info, ours)
         await engine.start()
         peer = Link(theirs)
-        asked: list[Charge] = []
+        asked: list[Tenant] = []
         answers: list[Future[None]] = []
 
-        def act(charge: Charge) -> Future[None]:
-            asked.append(charge)
+        def charge(tenant: Tenant) -> Future[None]:
+            asked.append(tenant)
             answers.append(Future())
             return answers[-1]
 
-        peer.listen_in_thread(act, lambda: None)
+        peer.listen_in_thread({"charge": charge}, lambda: None)
         tenant = Tenant("a", requests_per_minute=1)
         charges = [asyncio.ensure_future(engine.charge(tenant)) for _ in range(4)]
         await until(lambda: len(answers) == 4)
-        assert asked == [Charge(tenant)] * 4
+        assert asked == [tenant] * 4
         charges[0].cancel()
         # In whatever order; whose client has gone is answered in vain.
         answers[2].set_exception(TenantLimitError("rate_limited", "too many", 3))

@@ -8,7 +8,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +16,21 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.logs import LogOptions
-from engine.process.followers import Followers
-from engine.process.launch import EngineProcess
-from engine.process.messages import Launch
+from engine.process.follower import Followers
+from engine.process.launch import EngineProcess, Launch
 from engine.request.errors import EngineError
-from worlds.engine_apart import connected, has_gone, num_handles
-from worlds.gated_engine import HANG, LONG, asking, collect, outcome_of, text_of, tokens_of, until
+from worlds.engine_apart import connected, has_gone, num_handles, wait_until_gone
+from worlds.gated_engine import (
+    HANG,
+    LONG,
+    asking,
+    collect,
+    outcome_of,
+    text_of,
+    tokens_of,
+    until,
+    within,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = "worlds.engine_apart:build"
@@ -69,40 +77,30 @@ def test_one_that_is_killed_is_missed_and_those_that_are_stopped_are_not() -> No
     assert num_handles() <= before
 
 
-def test_an_engine_ends_with_any_of_its_ranks_and_comes_back_with_all() -> None:
-    async def test() -> None:
-        process = EngineProcess(
-            EngineConfig(max_num_seqs=4, tensor_parallel_size=2),
-            build=ENGINE,
-            follow="worlds.lone_rank:wait",
-        )
-        try:
-            async with connected(process) as engine:
-                process.watch(lambda info: engine.replace(info, process.connect()))
-                reading = asyncio.create_task(
-                    outcome_of(collect(engine.generate(asking("r", LONG, "none"))))
-                )
-                await until(lambda: engine.num_open == 1)
-                assert process.pid is not None
-                (follower,) = children_of(process.pid)
-                for number in (
-                    signal.SIGINT,
-                    signal.SIGTERM,
-                ):  # to the whole group: not its business
-                    os.kill(follower, number)
-                assert not has_gone(follower)
-                os.kill(follower, signal.SIGKILL)
-                assert await reading == "EngineDeadError"
-                await until(lambda: engine.is_alive)
-                assert tokens_of(await collect(engine.generate(asking("s")))) == text_of(
-                    asking("s")
-                )
-                (follower,) = children_of(process.pid)
-        finally:
-            process.stop()
-        assert has_gone(follower)
-
-    asyncio.run(asyncio.wait_for(test(), 4 * HANG))
+@within(4 * HANG)
+async def test_an_engine_ends_with_any_of_its_ranks_and_comes_back_with_all() -> None:
+    config = EngineConfig(max_num_seqs=4, tensor_parallel_size=2)
+    process = EngineProcess(config, build=ENGINE, follow="worlds.lone_rank:wait")
+    try:
+        async with connected(process) as engine:
+            process.watch(lambda info: engine.replace(info, process.connect()))
+            reading = asyncio.create_task(
+                outcome_of(collect(engine.generate(asking("r", LONG, "none"))))
+            )
+            await until(lambda: engine.num_open == 1)
+            assert process.pid is not None
+            (follower,) = children_of(process.pid)
+            for number in (signal.SIGINT, signal.SIGTERM):  # to the whole group: not its business
+                os.kill(follower, number)
+            assert not has_gone(follower)
+            os.kill(follower, signal.SIGKILL)
+            assert await reading == "EngineDeadError"
+            await until(lambda: engine.is_alive)
+            assert tokens_of(await collect(engine.generate(asking("s")))) == text_of(asking("s"))
+            (follower,) = children_of(process.pid)
+    finally:
+        process.stop()
+    assert has_gone(follower)
 
 
 def test_what_a_rank_refuses_the_engine_refuses() -> None:
@@ -123,8 +121,8 @@ def test_no_rank_outlives_the_first_however_that_ends() -> None:
         "import sys, time; sys.path.insert(0, 'tests')\n"
         "from engine.config import EngineConfig\n"
         "from engine.logs import LogOptions\n"
-        "from engine.process.followers import Followers\n"
-        "from engine.process.messages import Launch\n"
+        "from engine.process.follower import Followers\n"
+        "from engine.process.launch import Launch\n"
         "config = EngineConfig(tensor_parallel_size=2)\n"
         "followers = Followers(Launch('', config, LogOptions(), 'worlds.lone_rank:wait'))\n"
         "print(followers.pids[0], flush=True); time.sleep(600)\n"
@@ -138,7 +136,4 @@ def test_no_rank_outlives_the_first_however_that_ends() -> None:
     first.kill()
     first.wait()
     first.stdout.close()
-    deadline = time.monotonic() + HANG
-    while not has_gone(follower):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_gone(follower)

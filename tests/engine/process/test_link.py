@@ -7,7 +7,6 @@ import queue
 import struct
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from pickle import PicklingError
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.process.link import Link, PeerGoneError, WithHandle
+from engine.process.link import Link, PeerGoneError
 from engine.request.errors import RequestError
 
 HANG = 60.0
@@ -27,7 +26,7 @@ def links() -> tuple[Link, Link]:
 
 
 class Listening:
-    """What a link has heard, and that it has lost its peer."""
+    """What a link has been told to do, and that it has lost its peer."""
 
     def __init__(self, link: Link, act: Callable[[Any], Any] = lambda _: None) -> None:
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -37,7 +36,7 @@ class Listening:
             self.heard.put(message)
             return act(message)
 
-        link.listen_in_thread(hear, lambda: self.lost.put(None))
+        link.listen_in_thread({"hear": hear}, lambda: self.lost.put(None))
 
 
 def test_a_reader_that_does_not_read_delays_nobody_and_misses_nothing() -> None:
@@ -69,23 +68,20 @@ def test_one_that_is_closed_waits_for_no_reader() -> None:
     writer.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Passed(WithHandle):
-    name: str
-
-
 def test_a_handle_goes_along_whatever_was_sent_before_it(tmp_path: Path) -> None:
     reader, writer = links()
+    passed: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    acts = {"skip": lambda _: None, "take": lambda *given: passed.put(given)}
+    reader.listen_in_thread(acts, lambda: None)
     for name in ("first", "second"):
-        writer.send(b"x" * 300_000)
+        writer.call("skip", b"x" * 300_000)
         with (tmp_path / name).open("wb") as file:
-            writer.send(Passed(file.fileno(), name))
+            writer.call("take", name, handle=file.fileno())
     for name in ("first", "second"):
-        reader.receive()
-        passed = reader.receive()
-        assert passed.name == name
-        os.write(passed.handle, name.encode())
-        os.close(passed.handle)
+        found, handle = passed.get(timeout=HANG)
+        assert found == name
+        os.write(handle, name.encode())
+        os.close(handle)
         assert (tmp_path / name).read_text() == name
 
 
@@ -102,14 +98,14 @@ def test_questions_are_answered_by_what_is_returned_raised_or_comes_later() -> N
 
     Listening(asked, act)
     Listening(asker)
-    waits = asker.ask("later")
-    assert asker.ask("now").result(HANG) == 1
+    waits = asker.ask("hear", "later")
+    assert asker.ask("hear", "now").result(HANG) == 1
     with pytest.raises(RequestError, match="refused") as refused:
-        asker.ask("refused").result(HANG)
+        asker.ask("hear", "refused").result(HANG)
     assert refused.value.param == "top_k"
     # What nobody has foreseen comes back, too, and says where it happened.
     with pytest.raises(KeyError, match="odd") as failed:
-        asker.ask("odd").result(HANG)
+        asker.ask("hear", "odd").result(HANG)
     assert f"In process {os.getpid()}" in failed.value.__notes__[0]
     assert "raise RequestError" in failed.value.__notes__[0]
     later.set_result("at last")
@@ -128,7 +124,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error_all_the_same(answer: Any) -> 
     Listening(asked, act)
     Listening(asker)
     with pytest.raises((PicklingError, RuntimeError)):
-        asker.ask("what").result(HANG)
+        asker.ask("hear", "what").result(HANG)
 
 
 def test_a_message_that_cannot_be_acted_on_keeps_none_from_being_read(
@@ -142,7 +138,7 @@ def test_a_message_that_cannot_be_acted_on_keeps_none_from_being_read(
 
     listening = Listening(reader, act)
     for message in ("bad", "good"):
-        writer.send(message)
+        writer.call("hear", message)
         assert listening.heard.get(timeout=HANG) == message
     assert "failed to act" in caplog.text
 
@@ -162,13 +158,13 @@ def test_a_peer_that_has_gone_or_is_broken_is_noticed_and_questions_end(
 ) -> None:
     ours, theirs = links()
     listening = Listening(ours)
-    asked = ours.ask("what")
+    asked = ours.ask("hear", "what")
     end(theirs)
     listening.lost.get(timeout=HANG)
     with pytest.raises(PeerGoneError):
         asked.result(HANG)
     with pytest.raises(PeerGoneError):
-        ours.ask("what now").result(HANG)
+        ours.ask("hear", "what now").result(HANG)
     # Nor does whoever broke it wait for an end that would not come.
     rest = iter(theirs.receive, None)
     with pytest.raises(PeerGoneError):

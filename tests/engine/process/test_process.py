@@ -7,16 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
+from engine.process.pulse import Pulse, shared_handle
 from engine.request.errors import (
     EngineDeadError,
     EngineError,
@@ -27,7 +26,7 @@ from engine.request.errors import (
 from engine.request.info import EngineInfo
 from engine.request.params import SpeculativeParams, Tenant
 from engine.request.stats import StepStats
-from worlds.engine_apart import CHECKED, connected, has_gone, launched, num_handles
+from worlds.engine_apart import CHECKED, connected, has_gone, launched, num_handles, wait_until_gone
 from worlds.gated_engine import (
     GREEDY,
     HANG,
@@ -39,16 +38,15 @@ from worlds.gated_engine import (
     text_of,
     tokens_of,
     until,
+    within,
 )
 
 Apart = tuple[EngineProcess, EngineInfo]
 MAX_OPEN = 14
+# Loading torch in one more process takes a while on a busy machine.
+PATIENCE = 4 * HANG
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Loading torch in one more process takes a while on a busy machine."""
-    asyncio.run(asyncio.wait_for(test(), 4 * HANG))
+BEAT = "import sys; from engine.process.pulse import Pulse; Pulse(int(sys.argv[1])).beat()"
 
 
 @pytest.fixture(scope="module")
@@ -58,192 +56,174 @@ def apart() -> Iterator[Apart]:
         yield process, process.start()
 
 
-def test_streams_are_the_texts_that_an_engine_in_this_process_writes(apart: Apart) -> None:
-    async def test() -> None:
+@within(PATIENCE)
+async def test_streams_are_the_texts_that_an_engine_in_this_process_writes(apart: Apart) -> None:
+    heard: list[StepStats] = []
+    async with connected(*apart) as engine:
+        engine.add_step_listener(heard.append)
+        requests = [asking(f"r{index}") for index in range(12)]
+        found = await asyncio.gather(*(collect(engine.generate(r)) for r in requests))
+        for request, events in zip(requests, found, strict=True):
+            assert tokens_of(events) == text_of(request)
+            assert reasons_of(events) == ["length"]
+            assert events[-1].finish is not None
+            assert events[-1].finish.num_output_tokens == GREEDY.max_tokens
+        assert sum(each.num_emitted_tokens for each in heard) == 12 * GREEDY.max_tokens
+        assert heard[-1].num_running == 0
+        assert engine.num_open == 0
+
+
+@within(PATIENCE)
+async def test_refusals_come_as_they_are_raised(apart: Apart) -> None:
+    async with connected(*apart) as engine:
+        empty = replace(asking("a"), prompt_token_ids=())
+        with pytest.raises(RequestError, match="the prompt has no tokens") as refused:
+            await collect(engine.generate(empty))
+        assert refused.value.param == "prompt"
+        odd = SpeculativeParams(draft_strategy=CHECKED, options={"ngram_max": 5})
+        with pytest.raises(RequestError, match="an odd ngram_max") as refused:
+            await collect(engine.generate(replace(asking("b"), speculative=odd)))
+        assert refused.value.param == "speculative.options"
         heard: list[StepStats] = []
-        async with connected(*apart) as engine:
-            engine.add_step_listener(heard.append)
-            requests = [asking(f"r{index}") for index in range(12)]
-            found = await asyncio.gather(*(collect(engine.generate(r)) for r in requests))
-            for request, events in zip(requests, found, strict=True):
-                assert tokens_of(events) == text_of(request)
-                assert reasons_of(events) == ["length"]
-                assert events[-1].finish is not None
-                assert events[-1].finish.num_output_tokens == GREEDY.max_tokens
-            assert sum(each.num_emitted_tokens for each in heard) == 12 * GREEDY.max_tokens
-            assert heard[-1].num_running == 0
-            assert engine.num_open == 0
-
-    run(test)
-
-
-def test_refusals_come_as_they_are_raised(apart: Apart) -> None:
-    async def test() -> None:
-        async with connected(*apart) as engine:
-            empty = replace(asking("a"), prompt_token_ids=())
-            with pytest.raises(RequestError, match="the prompt has no tokens") as refused:
-                await collect(engine.generate(empty))
-            assert refused.value.param == "prompt"
-            odd = SpeculativeParams(draft_strategy=CHECKED, options={"ngram_max": 5})
-            with pytest.raises(RequestError, match="an odd ngram_max") as refused:
-                await collect(engine.generate(replace(asking("b"), speculative=odd)))
-            assert refused.value.param == "speculative.options"
-            heard: list[StepStats] = []
-            engine.add_step_listener(heard.append)
-            readers = [
-                asyncio.create_task(collect(engine.generate(asking(f"r{index}", LONG, "none"))))
-                for index in range(MAX_OPEN)
-            ]
-            await until(lambda: bool(heard) and heard[-1].num_waiting > 0)
-            with pytest.raises(RequestError, match="request id 'r0' is in use"):
-                await collect(engine.generate(asking("r0")))
-            with pytest.raises(QueueFullError, match="queue is full") as full:
-                await collect(engine.generate(asking("late")))
-            assert full.value.retry_after_seconds >= 1
-            for each in readers:
-                each.cancel()
-            await until(lambda: heard[-1].num_running == heard[-1].num_waiting == 0)
-            assert await outcome_of(collect(engine.generate(asking("late")))) == "length"
-
-    run(test)
+        engine.add_step_listener(heard.append)
+        readers = [
+            asyncio.create_task(collect(engine.generate(asking(f"r{index}", LONG, "none"))))
+            for index in range(MAX_OPEN)
+        ]
+        await until(lambda: bool(heard) and heard[-1].num_waiting > 0)
+        with pytest.raises(RequestError, match="request id 'r0' is in use"):
+            await collect(engine.generate(asking("r0")))
+        with pytest.raises(QueueFullError, match="queue is full") as full:
+            await collect(engine.generate(asking("late")))
+        assert full.value.retry_after_seconds >= 1
+        for each in readers:
+            each.cancel()
+        await until(lambda: heard[-1].num_running == heard[-1].num_waiting == 0)
+        assert await outcome_of(collect(engine.generate(asking("late")))) == "length"
 
 
-def test_a_reader_that_leaves_ends_its_request_in_the_engine(apart: Apart) -> None:
-    async def test() -> None:
-        heard: list[StepStats] = []
-        async with connected(*apart) as engine:
-            engine.add_step_listener(heard.append)
-            stream = engine.generate(asking("r", replace(LONG, max_tokens=230), "none"))
-            await anext(stream)
-            await stream.aclose()
-            await until(lambda: heard[-1].num_running == 0)
-            held = heard[-1].blocks
-            assert held["committed"] == held["draft"] == 0
-            assert sum(each.num_emitted_tokens for each in heard) < 230
-
-    run(test)
+@within(PATIENCE)
+async def test_a_reader_that_leaves_ends_its_request_in_the_engine(apart: Apart) -> None:
+    heard: list[StepStats] = []
+    async with connected(*apart) as engine:
+        engine.add_step_listener(heard.append)
+        stream = engine.generate(asking("r", replace(LONG, max_tokens=230), "none"))
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: heard[-1].num_running == 0)
+        held = heard[-1].blocks
+        assert held["committed"] == held["draft"] == 0
+        assert sum(each.num_emitted_tokens for each in heard) < 230
 
 
-def test_a_tenants_limits_hold_over_all_clients(apart: Apart) -> None:
-    async def test() -> None:
-        async with connected(*apart) as one, connected(*apart) as other:
-            tenant = Tenant("a", max_concurrent_requests=1)
-            stream = one.generate(replace(asking("r", LONG), tenant=tenant))
-            await anext(stream)
-            with pytest.raises(TenantLimitError) as error:
-                await anext(other.generate(replace(asking("s"), tenant=tenant)))
-            assert error.value.code == "too_many_concurrent"
-            assert tokens_of(await collect(other.generate(asking("t")))) == text_of(asking("t"))
-            await stream.aclose()
-            while True:  # until the engine has heard of it
-                try:
-                    events = await collect(other.generate(replace(asking("s"), tenant=tenant)))
-                except TenantLimitError:
-                    continue
-                assert tokens_of(events) == text_of(asking("s"))
-                return
-
-    run(test)
+@within(PATIENCE)
+async def test_a_tenants_limits_hold_over_all_clients(apart: Apart) -> None:
+    async with connected(*apart) as one, connected(*apart) as other:
+        tenant = Tenant("a", max_concurrent_requests=1)
+        stream = one.generate(replace(asking("r", LONG), tenant=tenant))
+        await anext(stream)
+        with pytest.raises(TenantLimitError) as error:
+            await anext(other.generate(replace(asking("s"), tenant=tenant)))
+        assert error.value.code == "too_many_concurrent"
+        assert tokens_of(await collect(other.generate(asking("t")))) == text_of(asking("t"))
+        await stream.aclose()
+        while True:  # until the engine has heard of it
+            try:
+                events = await collect(other.generate(replace(asking("s"), tenant=tenant)))
+            except TenantLimitError:
+                continue
+            assert tokens_of(events) == text_of(asking("s"))
+            return
 
 
-def test_two_clients_get_their_own_events_and_one_of_them_the_steps(apart: Apart) -> None:
-    async def test() -> None:
-        async with connected(*apart) as first:
-            heard: tuple[list[StepStats], list[StepStats]] = ([], [])
-            second = RemoteEngine(first.info, apart[0].connect(wants_steps=False))
-            await second.start()
-            first.add_step_listener(heard[0].append)
-            second.add_step_listener(heard[1].append)
-            with pytest.raises(RequestError, match="in use"):
-                await asyncio.gather(
-                    *(collect(each.generate(asking("same", LONG))) for each in (first, second))
-                )
-            found = await asyncio.gather(
-                collect(first.generate(asking("a"))), collect(second.generate(asking("b")))
+@within(PATIENCE)
+async def test_two_clients_get_their_own_events_and_one_of_them_the_steps(apart: Apart) -> None:
+    async with connected(*apart) as first:
+        heard: tuple[list[StepStats], list[StepStats]] = ([], [])
+        second = RemoteEngine(first.info, apart[0].connect(wants_steps=False))
+        await second.start()
+        first.add_step_listener(heard[0].append)
+        second.add_step_listener(heard[1].append)
+        with pytest.raises(RequestError, match="in use"):
+            await asyncio.gather(
+                *(collect(each.generate(asking("same", LONG))) for each in (first, second))
             )
-            assert [tokens_of(events) for events in found] == [text_of(asking("r"))] * 2
-            assert heard[0]
-            assert heard[1] == []
-            # One leaves in the middle of a request, without a word.
-            left = second.generate(asking("left", LONG, "none"))
-            await anext(left)
-            second._lose("it left")
-            await until(lambda: heard[0][-1].num_running == 0)
-            assert await outcome_of(collect(first.generate(asking("c")))) == "length"
+        found = await asyncio.gather(
+            collect(first.generate(asking("a"))), collect(second.generate(asking("b")))
+        )
+        assert [tokens_of(events) for events in found] == [text_of(asking("r"))] * 2
+        assert heard[0]
+        assert heard[1] == []
+        # One leaves in the middle of a request, without a word.
+        left = second.generate(asking("left", LONG, "none"))
+        await anext(left)
+        second._lose("it left")
+        await until(lambda: heard[0][-1].num_running == 0)
+        assert await outcome_of(collect(first.generate(asking("c")))) == "length"
 
-    run(test)
 
-
-def test_a_killed_engine_is_told_to_everybody_and_comes_back() -> None:
-    async def test() -> None:
-        with launched() as process:
-            async with connected(process) as engine:
-                process.watch(lambda info: engine.replace(info, process.connect()))
-                before = num_handles()
-                readers = [
-                    asyncio.create_task(
-                        outcome_of(collect(engine.generate(asking(name, LONG, "none"))))
-                    )
-                    for name in "abcdef"
-                ]
-                await until(lambda: engine.num_open == 6)
-                await asyncio.sleep(0.02)
-                assert process.pid is not None
-                os.kill(process.pid, signal.SIGKILL)
-                assert await asyncio.gather(*readers) == ["EngineDeadError"] * 6
-                assert not engine.is_alive
-                with pytest.raises(EngineDeadError):
-                    await anext(engine.generate(asking("late")))
-                await until(lambda: engine.is_alive)
-                assert tokens_of(await collect(engine.generate(asking("r")))) == text_of(
-                    asking("r")
+@within(PATIENCE)
+async def test_a_killed_engine_is_told_to_everybody_and_comes_back() -> None:
+    with launched() as process:
+        async with connected(process) as engine:
+            process.watch(lambda info: engine.replace(info, process.connect()))
+            before = num_handles()
+            readers = [
+                asyncio.create_task(
+                    outcome_of(collect(engine.generate(asking(name, LONG, "none"))))
                 )
-                assert num_handles() <= before
-
-    run(test)
-
-
-def test_an_engine_that_breaks_says_how() -> None:
-    async def test() -> None:
-        with launched("die:3") as process:
-            async with connected(process) as engine:
-                process.watch(None)
-                readers = [
-                    asyncio.create_task(collect(engine.generate(asking(name, LONG, "none"))))
-                    for name in "abcdef"
-                ]
-                for result in await asyncio.gather(*readers, return_exceptions=True):
-                    assert isinstance(result, EngineDeadError)
-                    assert "the device is gone" in str(result)
-                assert not engine.is_alive
-                assert process.pid is not None
-                await until(lambda: has_gone(process.pid or 0))
-
-    run(test)
+                for name in "abcdef"
+            ]
+            await until(lambda: engine.num_open == 6)
+            await asyncio.sleep(0.02)
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            assert await asyncio.gather(*readers) == ["EngineDeadError"] * 6
+            assert not engine.is_alive
+            with pytest.raises(EngineDeadError):
+                await anext(engine.generate(asking("late")))
+            await until(lambda: engine.is_alive)
+            assert tokens_of(await collect(engine.generate(asking("r")))) == text_of(asking("r"))
+            assert num_handles() <= before
 
 
-def test_an_engine_whose_step_hangs_is_seen_ended_and_brought_back() -> None:
-    async def test() -> None:
-        with launched("hang:3") as process:
-            async with connected(process) as engine:
-                assert engine.step_seconds == 0
-                reading = asyncio.create_task(
-                    outcome_of(collect(engine.generate(asking("r", LONG, "none"))))
-                )
-                await until(lambda: engine.step_seconds > 0.5)
-                assert engine.is_alive
-                assert not reading.done()
-                before = process.pid
-                # Long enough for a busy machine's first step.
-                process.watch(lambda info: engine.replace(info, process.connect()), 8.0)
-                assert await reading == "EngineDeadError"
-                await until(lambda: engine.is_alive)
-                assert process.pid != before
-                short = asking("s", replace(GREEDY, max_tokens=2), "none")
-                assert tokens_of(await collect(engine.generate(short))) == text_of(short)
-                await until(lambda: engine.step_seconds == 0)
+@within(PATIENCE)
+async def test_an_engine_that_breaks_says_how() -> None:
+    with launched("die:3") as process:
+        async with connected(process) as engine:
+            process.watch(None)
+            readers = [
+                asyncio.create_task(collect(engine.generate(asking(name, LONG, "none"))))
+                for name in "abcdef"
+            ]
+            for result in await asyncio.gather(*readers, return_exceptions=True):
+                assert isinstance(result, EngineDeadError)
+                assert "the device is gone" in str(result)
+            assert not engine.is_alive
+            assert process.pid is not None
+            await until(lambda: has_gone(process.pid or 0))
 
-    run(test)
+
+@within(PATIENCE)
+async def test_an_engine_whose_step_hangs_is_seen_ended_and_brought_back() -> None:
+    with launched("hang:3") as process:
+        async with connected(process) as engine:
+            assert engine.step_seconds == 0
+            reading = asyncio.create_task(
+                outcome_of(collect(engine.generate(asking("r", LONG, "none"))))
+            )
+            await until(lambda: engine.step_seconds > 0.5)
+            assert engine.is_alive
+            assert not reading.done()
+            before = process.pid
+            # Long enough for a busy machine's first step.
+            process.watch(lambda info: engine.replace(info, process.connect()), 8.0)
+            assert await reading == "EngineDeadError"
+            await until(lambda: engine.is_alive)
+            assert process.pid != before
+            short = asking("s", replace(GREEDY, max_tokens=2), "none")
+            assert tokens_of(await collect(engine.generate(short))) == text_of(short)
+            await until(lambda: engine.step_seconds == 0)
 
 
 def test_what_cannot_be_built_says_why() -> None:
@@ -254,37 +234,33 @@ def test_what_cannot_be_built_says_why() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, HANG])
-def test_stopping_drains_or_aborts(apart: Apart, seconds: float) -> None:
-    async def test() -> None:
-        async with connected(*apart) as engine:
-            readers = [
-                asyncio.create_task(outcome_of(collect(engine.generate(asking(name, LONG)))))
-                for name in "abcdef"
-            ]
-            await until(lambda: engine.num_open == 6)
-            stopping = asyncio.create_task(engine.stop(seconds))
-            await asyncio.sleep(0)
-            with pytest.raises(EngineDeadError):
-                await anext(engine.generate(asking("late")))
-            await stopping
-            expected = "length" if seconds else "abort"
-            assert await asyncio.gather(*readers) == [expected] * 6
-            assert not engine.is_alive
-
-    run(test)
+@within(PATIENCE)
+async def test_stopping_drains_or_aborts(apart: Apart, seconds: float) -> None:
+    async with connected(*apart) as engine:
+        readers = [
+            asyncio.create_task(outcome_of(collect(engine.generate(asking(name, LONG)))))
+            for name in "abcdef"
+        ]
+        await until(lambda: engine.num_open == 6)
+        stopping = asyncio.create_task(engine.stop(seconds))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDeadError):
+            await anext(engine.generate(asking("late")))
+        await stopping
+        expected = "length" if seconds else "abort"
+        assert await asyncio.gather(*readers) == [expected] * 6
+        assert not engine.is_alive
 
 
-def test_nothing_is_left_open() -> None:
-    async def test() -> None:
-        before = num_handles()
-        with launched() as process:
-            async with connected(process) as engine:
-                await collect(engine.generate(asking("r")))
-        assert process.pid is not None
-        assert has_gone(process.pid)
-        assert num_handles() == before
-
-    run(test)
+@within(PATIENCE)
+async def test_nothing_is_left_open() -> None:
+    before = num_handles()
+    with launched() as process:
+        async with connected(process) as engine:
+            await collect(engine.generate(asking("r")))
+    assert process.pid is not None
+    assert has_gone(process.pid)
+    assert num_handles() == before
 
 
 @pytest.mark.parametrize("moment", ["loading", "serving"])
@@ -309,32 +285,41 @@ def test_an_engine_does_not_outlive_a_server_that_is_killed(moment: str) -> None
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + HANG
-    while not has_gone(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_gone(pid)
 
 
-def test_signals_to_the_whole_group_leave_the_engine_to_its_server(apart: Apart) -> None:
-    async def test() -> None:
-        async with connected(*apart) as engine:
-            reading = asyncio.create_task(collect(engine.generate(asking("r", LONG, "none"))))
-            await until(lambda: engine.num_open == 1)
-            assert apart[0].pid is not None
-            for number in (signal.SIGINT, signal.SIGTERM):
-                os.kill(apart[0].pid, number)
-            assert reasons_of(await reading) == ["length"]
-
-    run(test)
+@within(PATIENCE)
+async def test_signals_to_the_whole_group_leave_the_engine_to_its_server(apart: Apart) -> None:
+    async with connected(*apart) as engine:
+        reading = asyncio.create_task(collect(engine.generate(asking("r", LONG, "none"))))
+        await until(lambda: engine.num_open == 1)
+        assert apart[0].pid is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(apart[0].pid, number)
+        assert reasons_of(await reading) == ["length"]
 
 
-def test_charges_of_all_clients_are_counted_together(apart: Apart) -> None:
-    async def test() -> None:
-        tenant = Tenant("charged", requests_per_minute=1)
-        async with connected(*apart) as first, connected(*apart) as second:
-            await first.charge(tenant)
-            with pytest.raises(TenantLimitError) as caught:
-                await second.charge(tenant)
-            assert caught.value.code == "rate_limited"
+@within(PATIENCE)
+async def test_charges_of_all_clients_are_counted_together(apart: Apart) -> None:
+    tenant = Tenant("charged", requests_per_minute=1)
+    async with connected(*apart) as first, connected(*apart) as second:
+        await first.charge(tenant)
+        with pytest.raises(TenantLimitError) as caught:
+            await second.charge(tenant)
+        assert caught.value.code == "rate_limited"
 
-    run(test)
+
+def test_another_process_s_beat_is_seen_and_goes_on_without_it() -> None:
+    handle = shared_handle()
+    pulse = Pulse(handle)
+    assert pulse.step_seconds == 0
+    command = [sys.executable, "-c", BEAT, str(handle)]
+    subprocess.run(command, pass_fds=[handle], cwd=ROOT, check=True)
+    os.close(handle)
+    first = pulse.step_seconds
+    assert 0 < first < pulse.step_seconds
+    pulse.rest()
+    assert pulse.step_seconds == 0
+    pulse.beat()
+    pulse.close()
+    assert Pulse().step_seconds == pulse.step_seconds == 0

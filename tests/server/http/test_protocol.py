@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 from uvicorn.server import ServerState
 
 from server.http.protocol import BoundedProtocol, HttpConfig, Patience
@@ -129,15 +130,21 @@ async def test_bytes_in_time_do_not_make_a_request_in_time() -> None:
         assert (await reading).startswith(b"HTTP/1.1 408 ")
 
 
-async def test_a_second_request_has_to_come_whole_too() -> None:
+@pytest.mark.parametrize("is_behind", [False, True])
+async def test_a_second_request_has_to_come_whole_too(is_behind: bool) -> None:
+    first = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     async with (
         live(ScriptedEngine("ab"), read_timeout=SOON) as found,
         RawConnection(found) as client,
     ):
-        await client.post("/v1/completions", BODY)
-        assert (await client.read()).startswith(b"HTTP/1.1 200 ")
-        await client.send(HALF)
-        assert (await client.read_to_end()).startswith(b"HTTP/1.1 408 ")
+        replies = b""
+        await client.send(first + HALF if is_behind else first)
+        if not is_behind:
+            replies = await client.read()
+            await client.send(HALF)
+        replies += await client.read_to_end()
+    assert replies.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in replies
 
 
 async def test_an_answer_may_take_longer_than_a_request() -> None:
@@ -199,17 +206,6 @@ async def test_requests_one_behind_the_other_are_answered_in_turn() -> None:
     assert b'"finish_reason":"stop"' in answers
 
 
-async def test_the_rest_of_a_request_sent_behind_another_has_to_come_in_time() -> None:
-    async with (
-        live(ScriptedEngine("ab"), read_timeout=SOON) as found,
-        RawConnection(found) as client,
-    ):
-        await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + HALF)
-        replies = await client.read_to_end()
-    assert replies.startswith(b"HTTP/1.1 200 ")
-    assert b"HTTP/1.1 408 " in replies
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_leaves_for_good_is_noticed_before_anything_is_written(stream: bool) -> None:
     engine = endless()
@@ -253,3 +249,36 @@ async def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer() -
         await client.send(b"\x00\x01\x02\r\n\r\n")
         assert b"400" not in await client.read_to_end()
         await until(lambda: engine.open == set())
+
+
+async def test_the_openai_client_streams_over_http() -> None:
+    engine = ScriptedEngine("hello wörld")
+    async with (
+        live(engine) as found,
+        AsyncOpenAI(api_key="x", base_url=f"{found.url}/v1") as client,
+    ):
+        stream = await client.chat.completions.create(
+            model="test/scripted",
+            messages=[{"role": "user", "content": "hi"}],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "hello wörld"
+    assert chunks[-1].usage is not None
+    assert engine.stopped_with == 1
+
+
+async def test_chunks_arrive_while_the_request_runs() -> None:
+    engine = endless()
+    async with (
+        live(engine) as found,
+        httpx.AsyncClient(base_url=found.url) as client,
+        client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as reply,
+    ):
+        assert (await anext(reply.aiter_lines())).startswith("data: {")
+        engine.gate.clear()
+        assert len(engine.open) == 1
+        assert (await client.get("/health")).status_code == 200
+        engine.gate.set()

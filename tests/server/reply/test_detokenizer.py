@@ -125,7 +125,7 @@ def test_a_space_at_the_start_survives_after_a_prompt() -> None:
     assert pieces_of(sentencepiece(), [], [world]) == ["world", ""]
 
 
-def test_skipped_tokens_do_not_make_the_window_grow() -> None:
+def test_tokens_without_text_of_their_own_do_not_make_the_window_grow() -> None:
     seen: list[int] = []
     decode = decoder(byte_tokenizer())
 
@@ -133,23 +133,11 @@ def test_skipped_tokens_do_not_make_the_window_grow() -> None:
         seen.append(len(token_ids))
         return decode(token_ids)
 
-    detokenizer = IncrementalDetokenizer(watched, (), {BOS})
-    for _ in range(1000):
-        detokenizer.add(BOS)
-    assert detokenizer.add(ord("a")) == "a"
+    skipping = IncrementalDetokenizer(watched, (), {BOS})
+    assert [skipping.add(each) for each in [BOS] * 1000 + [97]] == [""] * 1000 + ["a"]
     assert max(seen) == 1
-
-
-def test_bytes_that_never_become_characters_do_not_make_the_window_grow() -> None:
-    seen: list[int] = []
-    decode = decoder(byte_tokenizer())
-
-    def watched(token_ids: Sequence[int]) -> str:
-        seen.append(len(token_ids))
-        return decode(token_ids)
-
-    detokenizer = IncrementalDetokenizer(watched)
-    shown = "".join(detokenizer.add(0xFF) for _ in range(500)) + detokenizer.flush()
+    broken = IncrementalDetokenizer(watched)
+    shown = "".join(broken.add(0xFF) for _ in range(500)) + broken.flush()
     assert shown == REPLACEMENT * 500
     assert max(seen) <= 40
 
@@ -197,18 +185,6 @@ def test_of_several_stop_strings_the_one_completed_first_wins(
     found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
     expected = (text[: min(found)[1]], min(found)[2]) if found else (text, None)
     assert run_matcher(stops, pieces) == expected
-
-
-@given(split_texts(), st.lists(stop_texts, min_size=1, max_size=3))
-def test_no_released_text_is_part_of_a_later_match(pieces: list[str], stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
-    for piece in pieces:
-        released_before = matcher.num_released
-        _, match = matcher.feed(piece)
-        if match is not None:
-            assert match.start >= released_before
-            return
-        assert not any(stop.startswith(matcher.held) and stop == matcher.held for stop in stops)
 
 
 def test_a_stop_string_completed_while_disarmed_does_not_count() -> None:

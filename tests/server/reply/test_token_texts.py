@@ -12,7 +12,7 @@ def test_the_byte_alphabet_is_the_tokenizers_own() -> None:
     assert sorted(alphabet.values()) == list(range(256))
 
 
-def test_byte_level_tokens_have_their_own_bytes() -> None:
+def test_byte_level_tokens_have_their_own_bytes_and_texts() -> None:
     texts = TokenTexts(byte_tokenizer())
     assert [texts.token_bytes(each) for each in range(256)] == [
         bytes([each]) for each in range(256)
@@ -20,18 +20,9 @@ def test_byte_level_tokens_have_their_own_bytes() -> None:
     assert texts.text(ord("a")) == "a"
     assert texts.text(0xE2) == "bytes:\\xe2"
     assert texts.text(BOS) == "<s>"
-
-
-def test_no_two_tokens_share_a_text() -> None:
-    texts = TokenTexts(byte_tokenizer())
-    known = range(260)
-    assert len({texts.text(each) for each in known}) == len(known)
-
-
-def test_ids_beyond_the_tokenizer_are_empty() -> None:
-    texts = TokenTexts(byte_tokenizer())
-    assert texts.text(VOCAB_SIZE - 1) == ""
-    assert texts.token_bytes(VOCAB_SIZE - 1) == b""
+    assert len({texts.text(each) for each in range(260)}) == 260
+    # Ids beyond the tokenizer are empty.
+    assert (texts.text(VOCAB_SIZE - 1), texts.token_bytes(VOCAB_SIZE - 1)) == ("", b"")
 
 
 def test_sentencepiece_marks_are_spaces_and_byte_tokens_are_bytes() -> None:

@@ -56,15 +56,6 @@ def test_the_speedup_is_total_time_without_drafts_over_total_time_taken() -> Non
     assert merge([slow, quick, unknown])["estimated_speedup"] == pytest.approx(60 / 40)
 
 
-def test_a_choices_share_of_a_step_does_not_weigh_its_speedup() -> None:
-    """Two choices side by side live through the same steps, whatever part of the rows was theirs."""
-    many_rows = stats(
-        step_seconds=0.1, baseline_seconds=0.4, draft_seconds=0.02, verify_seconds=0.07
-    )
-    one_row = stats(step_seconds=0.1, baseline_seconds=0.1, draft_seconds=0.0, verify_seconds=0.01)
-    assert merge([many_rows, one_row])["estimated_speedup"] == pytest.approx(0.5 / 0.2)
-
-
 def test_nothing_drafted_has_no_rates() -> None:
     merged = merge([stats({}, {}, 0, step_seconds=0.0, baseline_seconds=0.0)])
     assert merged["acceptance_rate"] is None

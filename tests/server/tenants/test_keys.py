@@ -1,15 +1,131 @@
-"""Which keys are known, and that a file is read again when it changes."""
+"""API keys: what the file may say, that no refusal quotes a key, that it is read again."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
-from server.tenants.keys import NOBODY, KeysFile, keys_of
+from engine.request.params import Tenant
+from server.tenants.keys import NOBODY, KeysFile, keys_of, read_tenants
+
+KEY = "sk-very-secret"
+DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
+
+
+def written(folder: Path, *tenants: Any, name: str = "keys.yaml") -> Path:
+    file = folder / name
+    file.write_text(json.dumps({"tenants": tenants}))  # JSON is YAML
+    return file
+
+
+def test_a_tenant_has_its_terms(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(
+        f"""
+        tenants:
+          - name: team-a
+            key: {KEY}
+            requests_per_minute: 60
+            tokens_per_minute: 1000
+            max_concurrent_requests: 4
+            max_tokens: 50
+            priority: 3
+            weight: 2.5
+          - {{name: team-b, key_sha256: "{"0" * 64}"}}
+        """
+    )
+    found = read_tenants(file)
+    first, second = found[bytes.fromhex(DIGEST)], found[bytes(32)]
+    assert first.tenant == Tenant("team-a", 2.5, 60, 1000, 4)
+    assert (first.priority, first.max_tokens) == (3, 50)
+    assert second.tenant == Tenant("team-b")
+    assert (second.priority, second.max_tokens) == (0, None)
+
+
+def test_tenants_share_a_salt_only_where_the_file_says_so(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        {"name": "a", "key": "ka"},
+        {"name": "b", "key": "kb"},
+        {"name": "c", "key": "kc", "cache_salt": "common"},
+        {"name": "d", "key": "kd", "cache_salt": "common"},
+        {"name": "e", "key": "ke", "cache_salt": "a"},
+    )
+    salts = {terms.tenant.name: terms.salt for terms in read_tenants(file).values()}
+    assert salts["c"] == salts["d"]
+    assert len(set(salts.values())) == 4
+
+
+REFUSED: list[tuple[list[Any], str]] = [
+    ([], "tenants: "),
+    ([{"name": "a"}], "tenants.0.key: give either"),
+    ([{"name": "a", "key": KEY, "key_sha256": DIGEST}], "tenants.0.key: give either"),
+    ([{"name": "a", "key": ""}], "tenants.0.key: must be"),
+    ([{"name": "a", "key": KEY + "é"}], "tenants.0.key: must be"),
+    ([{"name": "a", "key": 12345}], "tenants.0.key: "),
+    ([{"name": "a", "key_sha256": KEY}], "tenants.0.key_sha256: "),
+    ([{"key": KEY}], "tenants.0.name: "),
+    ([{"name": "a b", "key": KEY}], "tenants.0.name: "),
+    ([{"name": "a\n", "key": KEY}], "tenants.0.name: "),
+    ([{"name": "a", "key": KEY, "requests_per_minute": 0}], "tenants.0.requests_per_minute: "),
+    ([{"name": "a", "key": KEY, "tokens_per_minute": 1.5}], "tenants.0.tokens_per_minute: "),
+    ([{"name": "a", "key": KEY, "weight": 0}], "tenants.0.weight: "),
+    ([{"name": "a", "key": KEY, "weight": float("inf")}], "tenants.0.weight: "),
+    ([{"name": "a", "key": KEY, "rpm": 5}], "tenants.0.rpm: no such field"),
+    ([{"name": "a", "key": KEY}, {"name": "a", "key": "k"}], "tenants.1.name: "),
+    ([{"name": "a", "key": KEY}, {"name": "b", "key_sha256": DIGEST}], "tenants.1.key: "),
+]
+
+
+@pytest.mark.parametrize(("tenants", "message"), REFUSED)
+def test_what_is_not_sound_is_refused_in_a_line_with_its_field(
+    tmp_path: Path, tenants: list[Any], message: str
+) -> None:
+    file = written(tmp_path, *tenants)
+    with pytest.raises(ValueError, match="api-keys-file") as error:
+        read_tenants(file)
+    text = str(error.value)
+    assert text.startswith(f"api-keys-file {file}: {message}")
+    assert "\n" not in text
+    assert KEY not in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"tenants: [{{name: a, key: {KEY}",
+        f"tenants:\n\t- {KEY}",
+        f"- {KEY}",
+        KEY,
+        "",
+        f"tenants: *{KEY}",
+        f"tenants: !{KEY} x",
+    ],
+)
+def test_what_is_no_list_of_tenants_is_refused_without_being_quoted(
+    tmp_path: Path, content: str
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError, match="api-keys-file") as error:
+        read_tenants(file)
+    assert "\n" not in str(error.value)
+    assert KEY not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"api-keys-file .*nowhere\.yaml: No such file"):
+        read_tenants(tmp_path / "nowhere.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ValueError, match=r"bytes\.yaml: is not UTF-8"):
+        read_tenants(tmp_path / "bytes.yaml")
 
 
 class World:
@@ -63,21 +179,14 @@ def test_a_file_that_broke_leaves_the_tenants_as_they_were(
     assert (world.name_of("first"), world.name_of("third")) == (None, "a")
 
 
-def test_one_key_is_everybodys(tmp_path: Path) -> None:
-    del tmp_path
+def test_one_key_is_everybodys_or_a_file_says_whose_they_are(tmp_path: Path) -> None:
+    assert keys_of(None, None) is None
     find = keys_of(SecretStr("s3cret"), None)
     assert find is not None
     assert find(b"s3cret") is NOBODY
     for wrong in (b"", b"s3cre", b"s3cret ", "s3cré".encode()):
         assert find(wrong) is None
-
-
-def test_no_key_is_needed_where_there_is_none() -> None:
-    assert keys_of(None, None) is None
-
-
-def test_one_key_and_a_file_contradict_each_other(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    assert keys_of(None, str(world.file)) is not None
+    file = str(World(tmp_path).file)
+    assert keys_of(None, file) is not None
     with pytest.raises(ValueError, match="contradicts api-key"):
-        keys_of(SecretStr("s3cret"), str(world.file))
+        keys_of(SecretStr("s3cret"), file)

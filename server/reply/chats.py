@@ -1,14 +1,15 @@
-"""A choice as a message of the chat API: content, reasoning and tool calls, in pieces and whole."""
+"""Replies of ``/v1/chat/completions``: content, reasoning and tool calls, in pieces and whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, NotRequired
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
 from server.formats.parts import CallArguments, CallStart, Part, reasoning_of
-from server.reply.choices import ChoiceDelta
+from server.reply.deltas import ChoiceDelta, ReplyToken
+from server.reply.writers import Chunk, ChunkWriter, Ending, PromptLogprobs, Whole
 
 
 class CalledFunction(TypedDict):
@@ -57,6 +58,94 @@ class ChatDelta(ReasoningText):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class TopLogprob(TypedDict):
+    """``bytes``: the token's UTF-8 bytes, possibly a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+
+
+class ChatChoice(Ending):
+    index: int
+    message: ChatReplyMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunkChoice(Ending):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunk(Chunk):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class ChatCompletion(Whole):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class ChatWriter(ChunkWriter):
+    """``/v1/chat/completions``."""
+
+    id_prefix = "chatcmpl"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def _object(self, kind: str, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        found = super()._object(kind, deltas)
+        # All choices have one prompt, so its logprobs come once, with the first.
+        if deltas and deltas[0].index == 0:
+            logprobs = self._prompt_logprobs(deltas[0])
+            if logprobs is not None:
+                found["prompt_logprobs"] = logprobs
+        return found
+
+    def _choice(self, kind: str, delta: ChoiceDelta) -> Mapping[str, Any]:
+        text = self._text(delta)
+        logprobs = None if self.plan.num_logprobs is None else self._logprobs(delta.tokens)
+        if kind == self.whole:
+            message = whole_message(delta, text)
+            return ChatChoice(
+                index=delta.index, message=message, logprobs=logprobs, **self._ending(delta)
+            )
+        return ChatChunkChoice(
+            index=delta.index,
+            delta=message_delta(delta, text),
+            logprobs=logprobs,
+            **self._ending(delta),
+        )
+
+    def _logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs:
+        content: list[ChatLogprob] = []
+        for token in tokens:
+            assert token.logprobs is not None, "the engine sends logprobs where they were asked for"
+            chosen = self._entry(token.token_id, token.logprobs.logprob)
+            top = [self._entry(*each) for each in self._shown(token.logprobs)]
+            content.append(ChatLogprob(**chosen, top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def _entry(self, token_id: int, logprob: float) -> TopLogprob:
+        return TopLogprob(
+            token=self._name(token_id),
+            logprob=logprob,
+            bytes=list(self._texts.token_bytes(token_id)),
+        )
 
 
 def message_delta(delta: ChoiceDelta, text: str) -> ChatDelta:

@@ -1,0 +1,96 @@
+"""Replies of ``/v1/completions``: text, whole or in chunks of the same shape."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+from engine.request.events import TokenLogprobs
+from server.reply.deltas import ChoiceDelta
+from server.reply.writers import Chunk, ChunkWriter, Ending, Whole
+
+
+class CompletionLogprobs(TypedDict):
+    """``text_offset`` counts characters from the start of the choice's whole text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Ending):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class CompletionChunk(Chunk):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class Completion(Whole):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class CompletionWriter(ChunkWriter):
+    """``/v1/completions``: a chunk has the shape of the whole."""
+
+    id_prefix = "cmpl"
+    whole = chunk = "text_completion"
+
+    def _choice(self, kind: str, delta: ChoiceDelta) -> CompletionChoice:
+        del kind
+        choice: CompletionChoice = {
+            "index": delta.index,
+            "text": self._text(delta),
+            "logprobs": None if self.plan.num_logprobs is None else self._logprobs(delta),
+            **self._ending(delta),
+        }
+        if (found := self._prompt_logprobs(delta)) is not None:
+            choice["prompt_logprobs"] = found
+        return choice
+
+    def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs:
+        block = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        if self.plan.echo and delta.prompt_logprobs is not None:
+            self._add_prompt(block, delta)
+        start = len(self.plan.beginning(delta.index))
+        for token in delta.tokens:
+            self._add(block, token.token_id, token.logprobs, start + token.start)
+        return block
+
+    def _add_prompt(self, block: CompletionLogprobs, delta: ChoiceDelta) -> None:
+        """The prompt's tokens; the first has no logprob, since nothing comes before it."""
+        assert delta.prompt_logprobs is not None
+        text, token_ids = self.plan.beginning(delta.index), self.plan.prompt_token_ids(delta.index)
+        pieces = self._texts.pieces(token_ids)
+        offset = 0
+        for token_id, piece, logprobs in zip(token_ids, pieces, delta.prompt_logprobs, strict=True):
+            self._add(block, token_id, logprobs, offset)
+            if token_id in self._texts.special_ids:
+                # The tokenizer may have added it, and then it is not in the text.
+                name = self._texts.text(token_id)
+                offset += len(name) if text.startswith(name, offset) else 0
+            offset += len(piece)
+
+    def _add(
+        self,
+        block: CompletionLogprobs,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        offset: int,
+    ) -> None:
+        block["tokens"].append(self._name(token_id))
+        block["text_offset"].append(offset)
+        block["token_logprobs"].append(None if logprobs is None else logprobs.logprob)
+        if logprobs is None:
+            block["top_logprobs"].append(None)
+            return
+        top = {self._name(each): logprob for each, logprob in self._shown(logprobs)}
+        # OpenAI lists the chosen token too, so there may be one entry more than was asked for.
+        top.setdefault(self._name(token_id), logprobs.logprob)
+        block["top_logprobs"].append(top)
