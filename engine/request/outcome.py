@@ -1,4 +1,4 @@
-"""What a step decides for one request."""
+"""The decisions that a step makes for one request."""
 
 from __future__ import annotations
 

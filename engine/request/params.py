@@ -1,4 +1,4 @@
-"""What a request asks of the engine: plain, immutable, checked by the server before it comes here."""
+"""A request to the engine: plain, immutable, checked by the server before it comes here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     """Reported wherever log-probabilities are, whether or not they are among the likeliest."""
     grammar: str = ""
-    """What the output has to match, as llguidance's ``grammar_from_*`` give it; "": anything."""
+    """The output has to match this, as llguidance's ``grammar_from_*`` give it; "": anything."""
     further: Mapping[str, Any] = field(default_factory=dict)
     """Values of parameters that nothing but their logits processor reads, by name."""
 
@@ -83,4 +83,4 @@ class GenerationRequest:
     """On the same clock: what is not done by then ends with ``DeadlineExceededError``."""
     tenant: Tenant = Tenant()
     prediction_token_ids: tuple[int, ...] = ()
-    """What the client expects the output to be for the most part; for drafters that take it."""
+    """The client expects the output to be this for the most part; for drafters that take it."""

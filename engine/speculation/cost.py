@@ -84,7 +84,7 @@ class CostModel:
         self._half = max(bisect_right(self._rows, self._rows[-1] // 2) - 1, 0)
         self._correction = Correction(len(self._rows))
         self._asked_seconds: dict[str, float] = {}
-        """Of a drafter, per request and step: where it was asked, and below where it was not."""
+        """Per drafter, a request's share of a step: where it was asked, and below where it was not."""
         self._idle_seconds: dict[str, float] = {}
         self._redraw()
 

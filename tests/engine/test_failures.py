@@ -215,7 +215,7 @@ class Leaving(FakeDrafter):
 
 
 class Odd(BaseException):
-    """Of no kind that is usually caught."""
+    """An error of no kind that is usually caught."""
 
 
 @pytest.mark.parametrize("error", [SystemExit, GeneratorExit, MemoryError, Odd])

@@ -84,7 +84,7 @@ def goodput(
 
 
 def best_goodput(candidates: Sequence[DraftCandidate], load: Load, cost: DictatedCost) -> float:
-    """By trying every way to grant: all parent-closed subsets within each request's bounds."""
+    """Tries every way to grant: all parent-closed subsets within each request's bounds."""
     # For a given number of rows only the sum of survivals counts.
     best_gain = {0: 0.0}
     for candidate in candidates:

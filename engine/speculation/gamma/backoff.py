@@ -47,7 +47,7 @@ class Purse:
     num_losses: int = 0
     rests_until: int = 0
     balance: float | None = None
-    """What drafts earned, less their price, since it was settled; None: nothing was charged."""
+    """Earnings of drafts, less their price, since it was settled; None: nothing was charged."""
     whole_gain: DiscountedMean = field(default_factory=DiscountedMean)
     """Gain of drafts that are granted whole."""
     num_trials: int = 0

@@ -1,4 +1,4 @@
-"""What tenants may have, by a clock that the test moves."""
+"""Limits of tenants, by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class World:
         return caught.value
 
     def comes_back(self, error: TenantLimitError, num_prompt: int = 1) -> OpenRequest:
-        """What it was told is right: a second earlier is too early, and then is not."""
+        """A second before the time that it was told is too early, and that time is not."""
         self.now += error.retry_after_seconds - 1
         self.refused(num_prompt)
         self.now += 1

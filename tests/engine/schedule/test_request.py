@@ -27,7 +27,7 @@ def test_emitted_tokens_are_owed_but_for_those_already_committed() -> None:
 
 
 def test_preemption_takes_the_keys_and_leaves_the_text() -> None:
-    """What the client is told is how it was served first."""
+    """The client is told how it was served first."""
     request = make()
     request.start(3)
     request.commit(2, [1])

@@ -1,4 +1,4 @@
-"""Who gets rows, who waits, who has to go: schedules without a model."""
+"""Schedules without a model: which requests get rows, which wait, which have to go."""
 
 from __future__ import annotations
 

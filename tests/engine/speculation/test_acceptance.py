@@ -1,4 +1,4 @@
-"""What drawn drafts may tell the gamma policies, and what grants may not depend on."""
+"""Drawn drafts may tell the gamma policies little, and grants may not depend on their tokens."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_grants_do_not_depend_on_the_tokens_and_keep_the_first_that_were_drawn(
 
 
 def test_matched_drafts_are_told_apart_by_their_features() -> None:
-    """What the test above would catch if drawn drafts were: grants that follow the token."""
+    """The test above would catch it if drawn drafts were: grants would follow the token."""
     acceptance = new_acceptance(AcceptanceEstimator(), "fake", "match")
     assert type(acceptance) is Acceptance
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""What steps would have taken without drafts, by a cost model that is told."""
+"""Times of steps without drafts, by a cost model that is told."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def whole(
     request_id: str = "r",
     survival: float = 0.0,
 ) -> DraftCandidate:
-    """By its survivals not worth a row."""
+    """Its survivals alone are not worth a row."""
     survivals = [survival] * num_nodes
     return replace(
         chain_candidate(request_id, survivals, params, drafter="window"), all_or_nothing=True

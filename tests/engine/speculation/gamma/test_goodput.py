@@ -192,7 +192,7 @@ DEAR = {"model": 0.3}
 def test_a_costly_drafter_rests_longer_and_longer_while_it_does_not_pay(
     survivals: list[float],
 ) -> None:
-    """What was accepted counts, and not what was hoped for; one that is nearly free never rests."""
+    """Accepted tokens count, not those hoped for; one that is nearly free never rests."""
     policy = GoodputPolicy(DictatedCost(flat, DEAR))
     story = _run(policy, 600, survivals=survivals)
     trial, rests = story.index("."), _rests(story)

@@ -1,4 +1,4 @@
-"""What every policy has in common, and their turns in a step."""
+"""Rules of every policy, and their turns in a step."""
 
 from __future__ import annotations
 
