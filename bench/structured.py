@@ -117,7 +117,7 @@ class GrammarClock:
 
 def timed(constraint: GrammarConstraint, clock: GrammarClock) -> GrammarConstraint:
     """The same constraint, whose work is measured."""
-    for name in ("append", "mask", "accepts", "forced"):
+    for name in ("append", "allowed", "accepts", "forced"):
         setattr(constraint, name, timed_call(getattr(constraint, name), clock))
     return constraint
 
