@@ -115,7 +115,8 @@ class CapturablePlan(AttentionPlan, Protocol):
 class AttentionBackend(ABC):
     """Attention over one store, for one model. A subclass says in class attributes what it serves:
 
-    ``determinisms``: for which settings. ``device_types``: on what; None: anywhere. ``rank``: of those
+    ``determinisms``: for which settings. ``device_types``: on what; None: anywhere. ``dtypes``,
+    ``stored_dtypes``: for a model, and keys and values, of which types; None: any. ``rank``: of those
     that serve a model, the highest is taken where none is asked for. ``store_class``: the layout of keys
     and values that it reads, ``dim_multiple``: what a row's dimensions are padded to there.
     ``can_capture``: steps of equal shape may be recorded on a CPU and run again: plans read nothing but
@@ -128,6 +129,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     determinisms: ClassVar[frozenset[Determinism]]
     device_types: ClassVar[frozenset[str] | None] = None
+    dtypes: ClassVar[tuple[torch.dtype, ...] | None] = None
+    stored_dtypes: ClassVar[tuple[torch.dtype, ...] | None] = None
     rank: ClassVar[int] = 0
     store_class: ClassVar[type[KVStore]] = KVStore
     dim_multiple: ClassVar[int] = 1
@@ -145,6 +148,10 @@ class AttentionBackend(ABC):
             return f"it is for determinism {', '.join(cls.determinisms)}, not {needs.determinism}"
         if cls.device_types is not None and needs.device.type not in cls.device_types:
             return f"it runs on {', '.join(sorted(cls.device_types))}, not on {needs.device.type}"
+        stored = needs.kv_dtype or needs.dtype
+        for dtype, known in ((needs.dtype, cls.dtypes), (stored, cls.stored_dtypes)):
+            if known is not None and dtype not in known:
+                return f"it knows no {dtype}"
         return None
 
     @classmethod

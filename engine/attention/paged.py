@@ -40,6 +40,8 @@ _TASKS_PER_THREAD = 2
 class PagedAttention(AttentionBackend):
     determinisms: ClassVar[frozenset[Determinism]] = frozenset({"exact", "fast"})
     device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu"})
+    dtypes: ClassVar[tuple[torch.dtype, ...] | None] = KINDS
+    stored_dtypes: ClassVar[tuple[torch.dtype, ...] | None] = STORED_KINDS
     rank: ClassVar[int] = 1
     dim_multiple: ClassVar[int] = LANES
     can_capture: ClassVar[bool] = True
@@ -49,16 +51,6 @@ class PagedAttention(AttentionBackend):
         self.kernel = find_kernel("paged_attention")
         self._layers: dict[int, _Layer] = {}
         self._scratch = torch.zeros(0)
-
-    @classmethod
-    def refusal(cls, needs: AttentionNeeds) -> str | None:
-        reason = super().refusal(needs)
-        if reason is not None:
-            return reason
-        for dtype, known in ((needs.dtype, KINDS), (needs.kv_dtype or needs.dtype, STORED_KINDS)):
-            if dtype not in known:
-                return f"it knows no {dtype}"
-        return None
 
     def plan(self, batch: InputBatch, inputs: InputTensors) -> PagedPlan:
         return PagedPlan(self, batch, inputs)
@@ -140,7 +132,7 @@ class PagedPlan:
         for loop in (kernel.store_rows, kernel.attend):
             asked = shape, loop is kernel.attend
             num_threads = self.renewed(asked)[1]
-            renewal = Renewal(asked, kernel.STEP_AT, told)
+            renewal = Renewal(asked, kernel.attend.layout.places["step"], told)
             loop.kernel(dtypes).run(packed, num_threads, renewal)
         return output if own_dim == value_dim else output[..., :own_dim]
 
@@ -318,9 +310,9 @@ class _Tiles:
             self.branches.append((first_query, self._num_queries, groups, end_group))
 
     def _close_tile(self, common_at: int, num_common: int) -> None:
-        rows = self.rows[self._first_row :]
-        if rows:
-            num_chunks = -(-max(num_seen for _, num_seen, _ in rows) // self._kernel.CHUNK)
+        seen = [num_seen for _, num_seen, _ in self.rows[self._first_row :]]
+        if seen:
+            num_chunks = -(-max(seen) // self._kernel.CHUNK)
             tile = self._kernel.Tile(
                 first_row=self._first_row,
                 end_row=len(self.rows),
@@ -328,6 +320,8 @@ class _Tiles:
                 end_chunk=num_chunks,
                 first_branch=self._first_branch,
                 end_branch=len(self.branches),
+                least_seen=min(seen),
+                most_seen=max(seen),
                 num_queries=self._num_queries,
                 groups=common_at,
                 num_common=num_common,

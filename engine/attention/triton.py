@@ -28,7 +28,7 @@ from engine.attention.work import Cut, Room, Work
 from engine.batch import Bucket, InputBatch, InputTensors
 from engine.config import Determinism
 from engine.kernels import KINDS, STORED_KINDS
-from engine.kernels.triton import missing_for
+from engine.kernels.triton import missing_for, num_processors
 from engine.kernels.triton.ops import ragged_attention
 from kvpool.store import KVStore
 
@@ -42,11 +42,12 @@ _BYTES_OF_SUMS = 64 << 20
 @attention_backend("triton")
 class TritonAttention(AttentionBackend):
     """``chunk``: keys whose sums are merged with those before; it follows from no step, or a row's bits
-    would. Where determinism is exact, tiles have one size, and branches of draft trees read their keys in
-    the order of their text."""
+    would. Where determinism is exact, tiles have one size."""
 
     determinisms: ClassVar[frozenset[Determinism]] = frozenset({"exact", "fast"})
     device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu", "cuda"})
+    dtypes: ClassVar[tuple[torch.dtype, ...] | None] = KINDS
+    stored_dtypes: ClassVar[tuple[torch.dtype, ...] | None] = STORED_KINDS
     rank: ClassVar[int] = 2
     can_graph: ClassVar[bool] = True
     chunk: ClassVar[int] = 512
@@ -59,7 +60,7 @@ class TritonAttention(AttentionBackend):
             (_bytes_of_floats(key.transpose(0, 1)), _bytes_of_floats(value.transpose(0, 1)))
             for key, value in zip(store.key, store.value, strict=True)
         ]
-        self._ints = _StepInts(store.device)
+        self._pieces = [self._ints(1 << 12)]
         self._rooms: dict[Bucket, Room] = {}
         self._width = max(shape.num_heads * shape.value_dim for shape in needs.shapes)
         self._heads = max(shape.num_heads for shape in needs.shapes)
@@ -70,9 +71,6 @@ class TritonAttention(AttentionBackend):
         reason = super().refusal(needs) or missing_for(needs.device)
         if reason is not None:
             return reason
-        for dtype, known in ((needs.dtype, KINDS), (needs.kv_dtype or needs.dtype, STORED_KINDS)):
-            if dtype not in known:
-                return f"it knows no {dtype}"
         for shape in needs.shapes:
             if max(shape.key_dim, shape.value_dim) > _MOST_DIMENSIONS:
                 wide = max(shape.key_dim, shape.value_dim)
@@ -96,7 +94,7 @@ class TritonAttention(AttentionBackend):
         return TritonPlan(
             self,
             inputs.slot_mapping,
-            self._ints.fill(work),
+            self._written(work),
             self._sums,
             self._stats,
             (work.num_items, work.num_joins, work.joins_at, work.tile_rows),
@@ -106,14 +104,36 @@ class TritonAttention(AttentionBackend):
         """See ``AttentionBackend``."""
         room = Room.for_steps(self.cut, *bucket, most_keys, most_nodes)
         self._rooms[bucket] = room
-        self._ints.reserve(Work([], self.cut, room).num_ints + room.num_ints)
+        count = Work([], self.cut, room).num_ints + room.num_ints
+        if count > len(self._pieces[0]):
+            self._pieces = [self._ints(count)]
         if len(self._sums) < self.cut.max_partials:
             self._sums, self._stats = self._memory_for_sums(self.cut.max_partials)
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the memory that captured launches use beside inputs and store."""
-        return self._ints.address, self._sums.data_ptr(), self._stats.data_ptr()
+        return self._pieces[0].data_ptr(), self._sums.data_ptr(), self._stats.data_ptr()
+
+    def _written(self, work: Work) -> torch.Tensor:
+        """Returns memory on the device that begins with the step's ints. It grows by further pieces:
+        what a graph was captured over stays, in the first. Copies to a GPU come from pinned memory that
+        is taken anew each time, and used again once they are done: several steps may be planned before
+        the first has run."""
+        count = work.num_ints
+        if count > len(self._pieces[-1]):
+            self._pieces.append(self._ints(2 * count))
+        piece = next(each for each in self._pieces if count <= len(each))
+        if piece.device.type != "cuda":
+            work.write(piece.numpy())
+            return piece
+        host = torch.empty(count, dtype=torch.int32, pin_memory=True)
+        work.write(host.numpy())
+        piece[:count].copy_(host, non_blocking=True)
+        return piece
+
+    def _ints(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self.store.device)
 
     def _memory_for_sums(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         return (
@@ -171,50 +191,6 @@ class TritonPlan:
         return output
 
 
-class _StepInts:
-    """A step's ints on the device. Memory grows by further pieces: what a graph was captured over
-    stays."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pieces = [_Ints(device, 1 << 12)]
-
-    @property
-    def address(self) -> int:
-        """Of the smallest piece, where steps for which was reserved lie."""
-        return self._pieces[0].tensor.data_ptr()
-
-    def reserve(self, count: int) -> None:
-        """Steps of so many ints lie in one place from now on. Before anything is captured."""
-        if count > len(self._pieces[0].tensor):
-            self._pieces = [_Ints(self._device, count)]
-
-    def fill(self, work: Work) -> torch.Tensor:
-        """The whole piece."""
-        count = work.num_ints
-        if count > len(self._pieces[-1].tensor):
-            self._pieces.append(_Ints(self._device, 2 * count))
-        piece = next(each for each in self._pieces if count <= len(each.tensor))
-        piece.fill(work)
-        return piece.tensor
-
-
-class _Ints:
-    """A buffer on the device. Copies to a GPU come from pinned memory that is taken anew each time, and
-    used again once they are done: several steps may be planned before the first has run."""
-
-    def __init__(self, device: torch.device, count: int) -> None:
-        self.tensor = torch.zeros(count, dtype=torch.int32, device=device)
-
-    def fill(self, work: Work) -> None:
-        if self.tensor.device.type != "cuda":
-            work.write(self.tensor.numpy())
-            return
-        host = torch.empty(work.num_ints, dtype=torch.int32, pin_memory=True)
-        work.write(host.numpy())
-        self.tensor[: work.num_ints].copy_(host, non_blocking=True)
-
-
 def _cut(needs: AttentionNeeds, chunk: int) -> Cut:
     is_exact = needs.determinism == "exact"
     wide = max(max(shape.key_dim, shape.value_dim) for shape in needs.shapes)
@@ -226,16 +202,9 @@ def _cut(needs: AttentionNeeds, chunk: int) -> Cut:
         tile_pairs=sizes[-1:] if is_exact else sizes,
         share=max(shape.num_heads // shape.num_kv_heads for shape in needs.shapes),
         num_kv_heads=min(shape.num_kv_heads for shape in needs.shapes),
-        num_programs=_PROGRAMS_PER_PROCESSOR * _num_processors(needs.device),
+        num_programs=_PROGRAMS_PER_PROCESSOR * num_processors(needs.device),
         max_partials=_BYTES_OF_SUMS // row_bytes,
-        in_text_order=is_exact,
     )
-
-
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _bytes_of_floats(plane: torch.Tensor) -> torch.Tensor:

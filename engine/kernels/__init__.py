@@ -22,7 +22,7 @@ LANES = 16
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of rows' floats in memory."""
 STORED_KINDS = (*KINDS, torch.float8_e4m3fn)
-"""Types that keys and values may lie in, besides."""
+"""Types that keys and values may lie in."""
 
 
 @cache

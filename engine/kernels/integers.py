@@ -170,8 +170,8 @@ def _multiplying_any(has_scales: bool) -> Any:
 
 multiply_by_group = _multiplying_any(True)
 """(number of rows, records, bytes from one to the next, weights, groups, features in a group, target,
-ahead). Records as in ``int8_product``; weights ``[groups]`` of ``[fours of features, CHANNELS, 4]`` uint8,
-which are 128 too large, and ``[CHANNELS]`` float16 scales; target ``[rows, CHANNELS]`` float32.
+ahead). Records as in ``int8_product``; weights ``[groups]`` of ``[fours of features, CHANNELS, 4]``
+uint8, which are 128 too large, and ``[CHANNELS]`` float16 scales; target ``[rows, CHANNELS]`` float32.
 Meanwhile half as many bytes as there are of weights are fetched from ``ahead`` on, a line at a time: all
 at once they would be in the way of what is read now."""
 multiply_by_channel = _multiplying_any(False)

@@ -26,15 +26,7 @@ from numba import njit
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop
-from engine.kernels.records import (
-    Counter,
-    Float32s,
-    Floats,
-    Int64s,
-    Pointer,
-    Record,
-    layout_of,
-)
+from engine.kernels.records import Counter, Float32s, Floats, Int64s, Pointer, Record
 from engine.kernels.tiles import interleave, score4, score8, transpose, weigh16, weigh64
 
 GROUP = LANES
@@ -89,9 +81,10 @@ class Branch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows, chunks and branches by number. ``num_queries``: a multiple of ``QUERY_MULTIPLE``; ``groups``:
-    number of the first of ``num_common`` groups that all rows share. ``first_part``: where the sums of
-    its chunks are left, if it is one of ``num_tiles`` that divide ``num_chunks``; -1: it is not."""
+    """Rows, chunks and branches by number. ``least_seen`` and ``most_seen`` of a row: how many keys;
+    ``num_queries``: a multiple of ``QUERY_MULTIPLE``; ``groups``: number of the first of ``num_common``
+    groups that all rows share. ``first_part``: where the sums of its chunks are left, if it is one of
+    ``num_tiles`` that divide ``num_chunks``; -1: it is not."""
 
     first_row: int
     end_row: int
@@ -99,6 +92,8 @@ class Tile(NamedTuple):
     end_chunk: int
     first_branch: int
     end_branch: int
+    least_seen: int
+    most_seen: int
     num_queries: int
     groups: int
     num_common: int
@@ -165,8 +160,6 @@ class Arguments(NamedTuple):
     next_task: Counter = 0
     num_workers: Counter = 0
 
-
-STEP_AT = layout_of(Arguments).places["step"]
 
 # --- new keys and values ---
 
@@ -236,9 +229,6 @@ def sums_floats(most_queries: int, value_dim: int) -> int:
     return most_queries * (value_dim + 2)
 
 
-_num_sums = njit(sums_floats)
-
-
 def scratch_floats(most_queries: int, key_dim: int, value_dim: int) -> int:
     """Returns what one worker needs."""
     groups = GROUP * ((_PAIR + 1) * key_dim + _WEIGHED * value_dim)
@@ -272,11 +262,12 @@ def _clear(floats: Any, count: int) -> None:
 
 
 @njit
-def _begin(sums: Sums, most_queries: int) -> None:
-    """Writes the largest score and the total of no keys."""
-    for at in range(0, most_queries, LANES):
+def _begin(a: Arguments, tile: Tile, sums: Sums) -> None:
+    """Writes the sums of no keys."""
+    for at in range(0, a.step.most_queries, LANES):
         v.store(sums.largest, at, v.splat(_LOWEST))
-    _clear(sums.total, most_queries)
+    _clear(sums.total, a.step.most_queries)
+    _clear(sums.weighted, a.value_dim * tile.num_queries)
 
 
 # --- groups of keys ---
@@ -373,31 +364,15 @@ def _score_pair(dim: int, first: int, end: int, memory: Memory, out: Any) -> Non
 
 
 @njit
-def _bend(scores: Any, count: int, cap: float) -> None:
-    """Applies a soft cap."""
-    by = v.splat(cap)
-    for at in range(0, count, LANES):
-        v.store(scores, at, v.tanh(v.load(scores, at) / by) * by)
-
-
-@njit
-def _hide(scores: Any, count: int, first: int, end: int) -> None:
-    """Makes scores of keys other than ``first`` .. ``end - 1`` minus infinity."""
-    for at in range(0, count, GROUP):
-        if at < first or at + GROUP > end:
-            v.store(scores, at, v.keep(v.load(scores, at), first - at, end - at))
-
-
-@njit
 def _softmax(scores: Any, count: int, first: int, end: int, cap: float) -> tuple[float, float]:
     """Turns a chunk's scores, of which keys ``first`` .. ``end - 1`` are seen, into weights relative to
-    the largest. Returns the largest, and the sum of weights."""
-    if cap != _ZERO:
-        _bend(scores, count, cap)
-    if first > 0 or end < count:
-        _hide(scores, count, first, end)
-    most = v.splat(_LOWEST)
+    the largest. Returns the largest, and the sum of weights. ``cap``: a soft one; 0: none."""
+    most, by = v.splat(_LOWEST), v.splat(cap)
     for at in range(0, count, LANES):
+        if cap != _ZERO:
+            v.store(scores, at, v.tanh(v.load(scores, at) / by) * by)
+        if at < first or at + LANES > end:
+            v.store(scores, at, v.keep(v.load(scores, at), first - at, end - at))
         most = v.larger(v.load(scores, at), most)
     high = v.largest_of(most)
     shift, total = v.splat(high), v.splat(_ZERO)
@@ -464,13 +439,6 @@ def _weigh(a: Arguments, head: int, run: Run, memory: Memory, out: Any, num_next
             _weigh_4(memory.groups, dim, mine, GROUP * these, out + dim * query)
 
 
-class Seen(NamedTuple):
-    """Keys ``least`` .. ``end - 1``, which the rows of a tile see between them."""
-
-    least: int
-    end: int
-
-
 @njit(inline="always")
 def _own_run(a: Arguments, tile: Tile, number: int, base: int, own: int, end: int) -> Run:
     """Returns a branch's run: groups ``own`` .. ``end - 1`` of the chunk that begins with ``base``."""
@@ -482,21 +450,20 @@ def _own_run(a: Arguments, tile: Tile, number: int, base: int, own: int, end: in
 
 @njit
 def _attend_chunk(
-    a: Arguments, tile: Tile, head: int, chunk: int, seen: Seen, memory: Memory, sums: Sums
+    a: Arguments, tile: Tile, head: int, chunk: int, least: int, memory: Memory, sums: Sums
 ) -> None:
-    """Writes one chunk's sums of all queries of a tile."""
+    """Writes one chunk's sums of all queries of a tile; ``least``: the first key that they see."""
     begin, base = chunk * CHUNK, chunk * CHUNK // GROUP
-    first = max(0, seen.least - begin) // GROUP
-    end = (min(CHUNK, seen.end - begin) + GROUP - 1) // GROUP
+    first = max(0, least - begin) // GROUP
+    end = (min(CHUNK, tile.most_seen - begin) + GROUP - 1) // GROUP
     own = max(first, min(end, tile.num_common - base))
     groups = a.step.groups + (tile.groups + base + first)
     common = Run(groups, own - first, first, 0, tile.num_queries)
-    _begin(sums, a.step.most_queries)
-    _score(a, head, common, memory, chunk == tile.first_chunk or begin <= seen.least)
+    _begin(a, tile, sums)
+    _score(a, head, common, memory, chunk == tile.first_chunk or begin <= least)
     for number in range(tile.first_branch, tile.end_branch):
         _score(a, head, _own_run(a, tile, number, base, own, end), memory, True)
     _take_weights(a, tile, begin, GROUP * first, GROUP * end, memory, sums)
-    _clear(sums.weighted, a.value_dim * tile.num_queries)
     is_last = chunk + 1 == tile.end_chunk
     num_next = 0 if is_last or first > 0 else tile.num_common - base - CHUNK // GROUP
     _weigh(a, head, common, memory, sums.weighted, num_next)
@@ -569,47 +536,37 @@ def _read_queries(a: Arguments, tile: Tile, head: int, memory: Memory) -> None:
         interleave(rows + at, dim, memory.queries + at)
 
 
-@njit
-def _seen_by(a: Arguments, tile: Tile) -> Seen:
-    least = end = a.step.rows[tile.first_row].num_seen
-    for number in range(tile.first_row, tile.end_row):
-        num_seen = a.step.rows[number].num_seen
-        least, end = min(least, num_seen), max(end, num_seen)
-    return Seen(max(0, least - a.window) if a.window > 0 else 0, end)
-
-
 @njit(inline="always")
-def _is_seen(chunk: int, seen: Seen) -> bool:
-    return chunk * CHUNK + CHUNK > seen.least and chunk * CHUNK < seen.end
+def _is_seen(tile: Tile, chunk: int, least: int) -> bool:
+    return chunk * CHUNK + CHUNK > least and chunk * CHUNK < tile.most_seen
 
 
 @njit(inline="always")
 def _part(a: Arguments, tile: Tile, head: int, chunk: int) -> Sums:
     """Returns where a divided tile leaves a chunk's sums."""
     number = (tile.first_part + chunk) * a.num_kv_heads + head
-    return _sums_at(a, a.step.parts + number * _num_sums(a.step.most_queries, a.value_dim))
+    return _sums_at(a, a.step.parts + number * a.step.most_queries * (a.value_dim + 2))
 
 
 @njit
-def _attend_whole(a: Arguments, tile: Tile, head: int, seen: Seen, memory: Memory) -> None:
+def _attend_chunks(a: Arguments, tile: Tile, head: int, memory: Memory) -> bool:
+    """Merges the sums of a tile's chunks, or, where it is divided, leaves them: the last task of those
+    that divide it merges all. Returns whether all are merged."""
+    is_whole = tile.first_part < 0
+    least = max(0, tile.least_seen - a.window) if a.window > 0 else 0
     for chunk in range(tile.first_chunk, tile.end_chunk):
-        if _is_seen(chunk, seen):
-            _attend_chunk(a, tile, head, chunk, seen, memory, memory.chunk)
-            _merge(a, tile, memory.chunk, memory)
-
-
-@njit
-def _attend_part(a: Arguments, tile: Tile, head: int, seen: Seen, memory: Memory) -> bool:
-    """Leaves sums of its chunks. The last task of the tile merges those of all, and returns True."""
-    for chunk in range(tile.first_chunk, tile.end_chunk):
-        if _is_seen(chunk, seen):
-            part = _part(a, tile, head, chunk)
-            _attend_chunk(a, tile, head, chunk, seen, memory, part)
+        if _is_seen(tile, chunk, least):
+            sums = memory.chunk if is_whole else _part(a, tile, head, chunk)
+            _attend_chunk(a, tile, head, chunk, least, memory, sums)
+            if is_whole:
+                _merge(a, tile, sums, memory)
+    if is_whole:
+        return True
     counter = a.step.counters + (tile.first_part * a.num_kv_heads + head)
     if v.fetch_add(counter, 1) % tile.num_tiles != tile.num_tiles - 1:
         return False
     for chunk in range(tile.num_chunks):
-        if _is_seen(chunk, seen):
+        if _is_seen(tile, chunk, least):
             _merge(a, tile, _part(a, tile, head, chunk), memory)
     return True
 
@@ -617,13 +574,10 @@ def _attend_part(a: Arguments, tile: Tile, head: int, seen: Seen, memory: Memory
 @njit
 def _attend_tile(a: Arguments, tile: Tile, head: int, memory: Memory) -> None:
     """Lets the queries of a tile that share a key head attend."""
-    seen, text = _seen_by(a, tile), memory.text
+    text = memory.text
     _read_queries(a, tile, head, memory)
-    _clear(text.weighted, a.value_dim * tile.num_queries)
-    _begin(text, a.step.most_queries)
-    if tile.first_part < 0:
-        _attend_whole(a, tile, head, seen, memory)
-    elif not _attend_part(a, tile, head, seen, memory):
+    _begin(a, tile, text)
+    if not _attend_chunks(a, tile, head, memory):
         return
     for number in range(tile.first_row, tile.end_row):
         row = a.step.rows[number]

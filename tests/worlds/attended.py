@@ -21,6 +21,7 @@ from engine.batch import InputBatch, InputBuffers, RequestRows, build_batch, slo
 from engine.config import Determinism
 from engine.kernels.paged_attention import attended
 from kvpool.store import KVStore
+from worlds.interpreted import DEVICE
 from worlds.tiny_models import path_to, scattered_table
 
 CPU = torch.device("cpu")
@@ -138,12 +139,29 @@ def chains(length: int) -> tuple[int, ...]:
     return tuple(range(-1, length - 1))
 
 
+def world_of(
+    backend: str,
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    size: int = 16,
+    kv_dtype: torch.dtype | None = None,
+    determinism: Determinism = "exact",
+) -> World:
+    """``shape``: heads, key heads, dimensions of keys and of values."""
+    heads, kv_heads, key_dim, value_dim = shape
+    device = DEVICE if backend == "triton" else CPU
+    determinism = "fast" if backend == "sdpa" else determinism
+    return World(
+        heads, kv_heads, key_dim, value_dim, dtype, size, kv_dtype, backend, determinism, device
+    )
+
+
 @st.composite
-def parts(draw: Any) -> list[Part]:
-    """Of ragged steps: chunks, chains and trees of one text or two, beside each other."""
+def parts(draw: Any, bases: Sequence[tuple[int, int]]) -> list[Part]:
+    """Of ragged steps: chunks, chains and trees of texts, beside each other."""
     found: list[Part] = []
-    for text in range(draw(st.integers(1, 2))):
-        base = draw(st.one_of(st.integers(0, 10), st.integers(28, 34), st.integers(60, 72)))
+    for text in range(draw(st.integers(1, 3))):
+        base = draw(st.one_of(*(st.integers(*each) for each in bases)))
         num_nodes = draw(st.sampled_from([0, 0, 1, 3, 6, 35]))
         parents = draw(
             st.one_of(
@@ -151,5 +169,5 @@ def parts(draw: Any) -> list[Part]:
                 st.tuples(*(st.integers(-1, node - 1) for node in range(num_nodes))),
             )
         )
-        found.append((text, base, draw(st.sampled_from([1, 1, 2, 9])), parents))
+        found.append((text, base, draw(st.sampled_from([1, 1, 2, 9, 19])), parents))
     return found

@@ -13,19 +13,21 @@ from pathlib import Path
 
 import torch
 
+from engine.kernels import instructions as asm
 from engine.kernels import integers
 from engine.model.int8 import Int8Product, Int8Weight
 
 
 def main(folder: Path) -> None:
     instructions = set()
-    called = instructions.called
+    called = asm.called
 
     def noted(builder: object, name: str, *values: object) -> object:
-        instructions.add(name)
+        if name.startswith("llvm.x86"):
+            instructions.add(name)
         return called(builder, name, *values)
 
-    instructions.called = noted  # type: ignore[assignment]
+    asm.called = noted  # type: ignore[assignment]
     integers.is_wide = lambda: False
     weights, rows = torch.load(folder / "given.pt")
     products = [Int8Product([Int8Weight(*each)], [None], torch.float32)(rows) for each in weights]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,13 +17,27 @@ LEAST_CAPABILITY = (8, 0)
 """Of devices: from here on there are products of bfloat16."""
 
 
+class Variant(NamedTuple):
+    """What a program is compiled for, by its own names, and how it is launched."""
+
+    constants: dict[str, Any]
+    launch: dict[str, Any]
+
+
 def is_interpreted() -> bool:
-    """As triton reads its environment."""
+    """Whether programs are interpreted, as triton reads its environment."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "on", "yes", "y"}
 
 
+def num_processors(device: torch.device) -> int:
+    """Returns how many programs run at once, at least."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def missing_for(device: torch.device) -> str | None:
-    """Why programs cannot run there; None: they can."""
+    """Returns why programs cannot run there; None: they can."""
     if find_spec("triton") is None:
         return "it needs triton, which is not installed"
     if device.type != "cuda":

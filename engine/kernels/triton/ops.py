@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from engine.kernels.triton import is_interpreted
+from engine.kernels.triton import Variant, is_interpreted
 
 _LEAST_LANES = 16
 """What products of tiles take at least, in every direction."""
@@ -15,13 +15,6 @@ _STORED_PAIRS = 16
 """Of a row and a key head, that a program stores."""
 _INTERPRETED_PAIRS = 256
 """The same where a program's operations cost what numpy's calls do, however much they take."""
-
-
-class Variant(NamedTuple):
-    """What ``attend`` is compiled for, by its own names, and how it is launched."""
-
-    constants: dict[str, Any]
-    launch: dict[str, Any]
 
 
 def lanes(dim: int) -> int:
@@ -44,7 +37,7 @@ def attend_variant(
     is_fp8: bool,
     is_exact: bool,
 ) -> Variant:
-    """Sizes that no batch changes, but for ``tile_rows``."""
+    """Returns what ``attend`` is compiled for: sizes that no batch changes, but for ``tile_rows``."""
     key_lanes, value_lanes = lanes(key_dim), lanes(value_dim)
     pairs = lanes(tile_rows * share)
     is_wide = max(key_lanes, value_lanes) > 128 or dtype == torch.float32

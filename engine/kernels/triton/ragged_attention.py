@@ -18,13 +18,13 @@ import triton.language as tl
 
 from engine.kernels.triton.interpreted import product_in_order
 
-ITEM_INTS = tl.constexpr(11)
+ITEM_INTS = tl.constexpr(9)
 """Ints of a work item: where its rows' records begin, how many, its block table, first chunk, number of
-chunks, the key after the last, where its tail's slots begin and the first key that they give, the key
-number of the first draft node, where the nodes' positions begin, whether its sums are joined later."""
-ROW_INTS = tl.constexpr(5)
-"""Of a row: its number in the batch, the key after the last of the text that it sees, its position, its
-first partial sum or -1, where its words of draft nodes begin or -1."""
+chunks, the key after the last, where its tail's slots begin and the first key that they give, whether its
+sums are joined later."""
+ROW_INTS = tl.constexpr(3)
+"""Of a row: its number in the batch, the key after the last of the text that it sees, its first partial
+sum or -1."""
 JOIN_INTS = tl.constexpr(3)
 """Of a row to be joined: its number in the batch, its first partial sum, how many; 0: there is none."""
 
@@ -132,9 +132,7 @@ def attend(
     num_keys = tl.load(item + 5)
     tail = tl.load(item + 6)
     tail_start = tl.load(item + 7)
-    draft_start = tl.load(item + 8)
-    node_positions = tl.load(item + 9)
-    is_divided = tl.load(item + 10)
+    is_divided = tl.load(item + 8)
 
     pair = tl.arange(0, PAIRS)
     head = kv_head * SHARE + pair % SHARE
@@ -142,12 +140,10 @@ def attend(
     record = plan + first_row + pair // SHARE * ROW_INTS
     row = tl.load(record, mask=is_row, other=0).to(tl.int64)
     text_end = tl.load(record + 1, mask=is_row, other=0)
-    position = tl.load(record + 2, mask=is_row, other=0)
-    partial = tl.load(record + 3, mask=is_row, other=0).to(tl.int64)
-    words = tl.load(record + 4, mask=is_row, other=-1)
+    partial = tl.load(record + 2, mask=is_row, other=0).to(tl.int64)
     first_seen = 0
     if HAS_WINDOW:
-        oldest = tl.min(tl.where(is_row, position, 2147483647), 0) - window + 1
+        oldest = tl.min(tl.where(is_row, text_end, 2147483647), 0) - window
         first_seen = tl.maximum(oldest, 0) // KEYS * KEYS
 
     key_lane = tl.arange(0, KEY_LANES)
@@ -181,20 +177,8 @@ def attend(
                 placed = tl.load(plan + tail + key - tail_start, mask=in_tail, other=0)
                 slot = tl.where(in_tail, placed.to(tl.int64), slot)
             seen = key[None, :] < text_end[:, None]
-            key_position = key
-            if start + KEYS > draft_start:
-                node = key - draft_start
-                is_node = is_key & (node >= 0)
-                word = tl.load(
-                    plan + words[:, None] + (node >> 5)[None, :],
-                    mask=is_node[None, :] & (words >= 0)[:, None],
-                    other=0,
-                )
-                seen = seen | (((word >> (node & 31)[None, :]) & 1) != 0)
-                key_position = tl.load(plan + node_positions + node, mask=is_node, other=0)
-                key_position = tl.where(is_node, key_position, key)
             if HAS_WINDOW:
-                seen = seen & (position[:, None] - key_position[None, :] < window)
+                seen = seen & (text_end[:, None] - key[None, :] <= window)
             key_rows = _stored(
                 keys + slot[None, :] * KEY_DIM + key_lane[:, None],
                 is_key[None, :] & is_key_lane[:, None],

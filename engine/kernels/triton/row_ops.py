@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from engine.kernels.triton import is_interpreted
+from engine.kernels.triton import Variant, is_interpreted, num_processors
 
 _CHUNK = 1024
 _ELEMENTS = 1024
@@ -18,16 +18,8 @@ _INTERPRETED_ROWS = 64
 """Of a norm, where a program's operations cost what numpy's calls do, however much they take."""
 
 
-class Tile(NamedTuple):
-    """What a program of ``multiply`` is compiled for and how it is launched: nothing of it may depend on
-    a call's rows."""
-
-    constants: dict[str, Any]
-    launch: dict[str, Any]
-
-
-def product_tile(dtype: torch.dtype) -> Tile:
-    """One for all layers of a type."""
+def product_tile(dtype: torch.dtype) -> Variant:
+    """Returns one for all layers of a type: nothing of it may depend on a call's rows."""
     is_wide = dtype == torch.float32
     constants = {
         "ROWS": 16 if is_wide else 64,
@@ -36,19 +28,19 @@ def product_tile(dtype: torch.dtype) -> Tile:
         "CHUNK": _CHUNK,
         "IS_INTERPRETED": is_interpreted(),
     }
-    return Tile(constants, _launch(8, 3))
+    return Variant(constants, _launch(8, 3))
 
 
-def adding_tile(num_chunks: int) -> Tile:
-    """Of ``add_chunks``."""
-    return Tile({"NUM_CHUNKS": num_chunks, "ELEMENTS": _ELEMENTS}, _launch(4, 1))
+def adding_tile(num_chunks: int) -> Variant:
+    """Returns that of ``add_chunks``."""
+    return Variant({"NUM_CHUNKS": num_chunks, "ELEMENTS": _ELEMENTS}, _launch(4, 1))
 
 
-def norm_tile(length: int) -> Tile:
+def norm_tile(length: int) -> Variant:
     lanes = 1 << (length - 1).bit_length()
     rows = _INTERPRETED_ROWS if is_interpreted() else 1
     constants = {"LENGTH": length, "LANES": lanes, "ROWS": rows}
-    return Tile(constants, _launch(max(1, min(16, lanes // _LANES_PER_WARP)), 1))
+    return Variant(constants, _launch(max(1, min(16, lanes // _LANES_PER_WARP)), 1))
 
 
 def _launch(num_warps: int, num_stages: int) -> dict[str, Any]:
@@ -160,8 +152,5 @@ def _lying_together(rows: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _enough_programs(device: torch.device) -> int:
-    """For a device to be busy."""
-    if device.type != "cuda":
-        return _PROGRAMS_PER_PROCESSOR
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(_PROGRAMS_PER_PROCESSOR * count)
+    """Returns with how many a device is busy."""
+    return _PROGRAMS_PER_PROCESSOR * num_processors(device)

@@ -3,61 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine.attention import sdpa
-from engine.attention.backend import AttentionOptions, slipstream_attention
+from engine.attention.backend import slipstream_attention
 from engine.batch import InputBuffers, RequestRows
-from worlds.attended import CPU, PLAIN, TOLERANCE, Part, World, chains, parts
-from worlds.lanes import examples
+from worlds.attended import CPU, PLAIN, World, chains, world_of
 
 torch.set_num_threads(1)
 
 TREE = (-1, -1, 0, 1, 1, 3, 2, 5, 5, 7, 9)
 
 
-def world(
-    *shape: int,
-    dtype: torch.dtype = torch.float32,
-    size: int = 16,
-    kv_dtype: torch.dtype | None = None,
-) -> World:
-    heads, kv_heads, key_dim, value_dim = shape
-    return World(heads, kv_heads, key_dim, value_dim, dtype, size, kv_dtype, "sdpa", "fast")
-
-
-@settings(deadline=None, max_examples=examples(25))
-@given(
-    asked=parts(),
-    shape=st.sampled_from([(4, 2, 8, 4), (5, 1, 40, 20), (3, 3, 16, 24)]),
-    dtype=st.sampled_from([*TOLERANCE, torch.float64]),
-    kv_dtype=st.sampled_from([None, None, torch.float8_e4m3fn]),
-    window=st.sampled_from([None, None, 1, 7, 40]),
-    softcap=st.sampled_from([None, None, 3.0]),
-    has_sinks=st.booleans(),
-    size=st.sampled_from([16, 5]),
-)
-def test_every_row_gets_what_a_plain_sum_over_its_text_gives(
-    asked: list[Part],
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
-    window: int | None,
-    softcap: float | None,
-    has_sinks: bool,
-    size: int,
-) -> None:
-    mine = world(*shape, dtype=dtype, size=size, kv_dtype=kv_dtype)
-    sinks = torch.linspace(-1, 2, shape[0]).to(dtype) if has_sinks else None
-    options = AttentionOptions(0.2, window, softcap, sinks)
-    most = TOLERANCE.get(dtype, 5e-5)
-    for got, part in zip(mine.step(asked, options), asked, strict=True):
-        expected = mine.expected(part, options)
-        torch.testing.assert_close(got.double(), expected, atol=most, rtol=most)
+world = partial(world_of, "sdpa")
 
 
 def test_long_prompts_go_through_in_pieces_that_change_nothing(
@@ -67,14 +28,6 @@ def test_long_prompts_go_through_in_pieces_that_change_nothing(
     whole = torch.cat(world(4, 2, 16, 16).step(asked))
     monkeypatch.setattr(sdpa, "_MOST_SCORES", 4 * 70 * 9)
     torch.testing.assert_close(torch.cat(world(4, 2, 16, 16).step(asked)), whole)
-
-
-@pytest.mark.parametrize("stored", [1, 4])
-def test_nodes_that_steps_before_have_stored_are_seen(stored: int) -> None:
-    mine, options = world(4, 2, 16, 16), replace(PLAIN, window=6)
-    (whole,) = mine.step([(0, 37, 0, TREE)], options)
-    (rest,) = mine.step([(0, 37, 0, TREE)], options, stored=stored)
-    torch.testing.assert_close(rest, whole[stored:])
 
 
 def test_rows_of_padding_get_numbers_and_reach_nobody() -> None:

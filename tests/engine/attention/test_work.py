@@ -19,13 +19,14 @@ from worlds.tiny_models import path_to, scattered_table
 
 SIZE, CHUNK = 16, 64
 MOST_ROWS, MOST_REQUESTS, MOST_KEYS, MOST_NODES = 200, 4, 900, 40
-Keys = list[tuple[int, int]]
-"""Slot and position of each."""
+Slots = list[int]
+"""Where the keys of a row are."""
 
 
-def cut(in_text_order: bool, num_programs: int = 8, max_partials: int = 4096) -> Cut:
-    pairs = (64,) if in_text_order else (16, 32, 64)
-    return Cut(SIZE, CHUNK, pairs, 4, 2, num_programs, max_partials, in_text_order)
+def cut(
+    num_programs: int = 8, max_partials: int = 4096, pairs: Sequence[int] = (16, 32, 64)
+) -> Cut:
+    return Cut(SIZE, CHUNK, pairs, 4, 2, num_programs, max_partials)
 
 
 @st.composite
@@ -53,24 +54,20 @@ def batches(draw: Any) -> list[RequestRows]:
     return found
 
 
-def expected(request: RequestRows) -> Iterator[Keys]:
+def expected(request: RequestRows) -> Iterator[Slots]:
     """Of each row, in the order of its text."""
     root_end = request.base + request.num_known
     for index in range(request.num_rows):
         node = index - request.num_known + request.num_stored
         path = path_to(node, request.parents) if index >= request.num_known else []
         places = [*range(min(request.base + index + 1, root_end)), *(root_end + n for n in path)]
-        yield [
-            (slot_of(request.block_table, place, SIZE), position)
-            for position, place in enumerate(places)
-        ]
+        yield [slot_of(request.block_table, place, SIZE) for place in places]
 
 
-def read(work: Work, ints: Ints) -> tuple[dict[int, dict[int, Keys]], dict[int, int]]:
-    """Of each row: its keys by chunk, and its position. Chunks of one row come from one item each, and
-    are joined if they come from several."""
-    rows: dict[int, dict[int, Keys]] = {}
-    positions: dict[int, int] = {}
+def read(work: Work, ints: Ints) -> dict[int, dict[int, Slots]]:
+    """Of each row its keys by chunk. Chunks of one row come from one item each, and are joined if they
+    come from several."""
+    rows: dict[int, dict[int, Slots]] = {}
     partials: dict[int, tuple[int, int]] = {}
     used: set[int] = set()
     for record in ints[work.joins_at :][: work.num_joins * JOIN_INTS].reshape(-1, JOIN_INTS):
@@ -81,13 +78,10 @@ def read(work: Work, ints: Ints) -> tuple[dict[int, dict[int, Keys]], dict[int, 
             partials[row] = (first, count)
     assert len(used) <= work.num_partials
     for record in ints[: work.num_items * ITEM_INTS].reshape(-1, ITEM_INTS):
-        (at, num_rows, table, first_chunk, num_chunks, num_keys, tail, tail_start, draft_start,
-         node_positions, is_divided) = record.tolist()  # fmt: skip
+        (at, num_rows, table, first_chunk, num_chunks, num_keys, tail, tail_start,
+         is_divided) = record.tolist()  # fmt: skip
         assert num_rows <= work.tile_rows
-        for row, end, position, partial, words in (
-            ints[at : at + num_rows * ROW_INTS].reshape(-1, ROW_INTS).tolist()
-        ):
-            positions[row] = position
+        for row, end, partial in ints[at : at + num_rows * ROW_INTS].reshape(-1, ROW_INTS).tolist():
             mine = rows.setdefault(row, {})
             assert (row in partials) == bool(is_divided)
             if is_divided:
@@ -95,59 +89,47 @@ def read(work: Work, ints: Ints) -> tuple[dict[int, dict[int, Keys]], dict[int, 
             for chunk in range(first_chunk, first_chunk + num_chunks):
                 assert chunk not in mine
                 assert not is_divided or chunk < partials[row][1]
-                mine[chunk] = []
-                for key in range(chunk * CHUNK, min((chunk + 1) * CHUNK, num_keys)):
-                    node = key - draft_start
-                    is_node = node >= 0 and words >= 0
-                    bit = is_node and ints[words + node // 32] >> node % 32 & 1
-                    if key < end or bit:
-                        slot = (
-                            int(ints[tail + key - tail_start])
-                            if key >= tail_start
-                            else slot_of(ints[table:].tolist()[: key // SIZE + 1], key, SIZE)
-                        )
-                        where = int(ints[node_positions + node]) if node >= 0 else key
-                        mine[chunk].append((slot, where))
+                mine[chunk] = [
+                    int(ints[tail + key - tail_start])
+                    if key >= tail_start
+                    else slot_of(ints[table:].tolist()[: key // SIZE + 1], key, SIZE)
+                    for key in range(chunk * CHUNK, min((chunk + 1) * CHUNK, num_keys, end))
+                ]
             # A row is one item's altogether, or each of its chunks is somebody's.
             assert is_divided or (first_chunk == 0 and sorted(mine) == [*range(num_chunks)])
     for row, (_, count) in partials.items():
         assert sorted(rows[row]) == [*range(count)], "a sum that is joined is nobody's"
-    return rows, positions
+    return rows
 
 
 def check(work: Work, requests: Sequence[RequestRows]) -> None:
     ints = np.full(work.num_ints, 7, dtype=np.int32)
     work.write(ints)
-    rows, positions = read(work, ints)
+    rows = read(work, ints)
     assert sorted(rows) == list(range(sum(each.num_rows for each in requests)))
     for request in requests:
         for row, wanted in enumerate(expected(request), request.first_row):
-            got = [key for chunk in sorted(rows[row]) for key in rows[row][chunk]]
-            assert positions[row] == wanted[-1][1]
-            if not work._cut.in_text_order and not request.is_chain():
-                got.sort(key=lambda key: key[1])
-            else:
-                for chunk, keys in rows[row].items():
-                    assert keys == wanted[chunk * CHUNK : (chunk + 1) * CHUNK]
-            assert got == wanted
+            for chunk, keys in rows[row].items():
+                assert keys == wanted[chunk * CHUNK : (chunk + 1) * CHUNK]
+            assert [key for chunk in sorted(rows[row]) for key in rows[row][chunk]] == wanted
 
 
 @settings(deadline=None, max_examples=examples(100))
 @given(
     requests=batches(),
-    in_text_order=st.booleans(),
+    pairs=st.sampled_from([(64,), (16, 32, 64)]),
     num_programs=st.sampled_from([1, 8, 100]),
     max_partials=st.sampled_from([0, 40, 4096]),
     has_room=st.booleans(),
 )
 def test_every_row_gets_the_keys_of_its_text_each_once(
     requests: list[RequestRows],
-    in_text_order: bool,
+    pairs: Sequence[int],
     num_programs: int,
     max_partials: int,
     has_room: bool,
 ) -> None:
-    made = cut(in_text_order, num_programs, max_partials)
+    made = cut(num_programs, max_partials, pairs)
     room = Room.for_steps(made, 400, MOST_REQUESTS, MOST_KEYS, MOST_NODES) if has_room else None
     work = Work(requests, made, room)
     assert work.num_partials <= max_partials
@@ -157,12 +139,12 @@ def test_every_row_gets_the_keys_of_its_text_each_once(
 
 
 @settings(deadline=None, max_examples=examples(10))
-@given(data=st.data(), in_text_order=st.booleans())
-def test_a_step_reads_the_blocks_that_requests_hold_now(data: Any, in_text_order: bool) -> None:
+@given(data=st.data())
+def test_a_step_reads_the_blocks_that_requests_hold_now(data: Any) -> None:
     """Whatever became of them since the step before: grown, leased for drafts and given back, taken over
     by accepted drafts, freed and begun anew, shared."""
     pool = BlockPool(96, SIZE)
-    made, buffer = cut(in_text_order), np.zeros(1 << 14, dtype=np.int32)
+    made, buffer = cut(), np.zeros(1 << 14, dtype=np.int32)
     lengths: dict[str, int] = {}
     for _ in range(data.draw(st.integers(2, 5))):
         for name in "ab":
@@ -184,11 +166,11 @@ def test_a_step_reads_the_blocks_that_requests_hold_now(data: Any, in_text_order
         requests = build_batch(parts, SIZE).requests
         work = Work(requests, made)
         work.write(buffer[: work.num_ints])
-        rows_of, _ = read(work, buffer[: work.num_ints])
+        rows_of = read(work, buffer[: work.num_ints])
         for request in requests:
             for row, wanted in enumerate(expected(request), request.first_row):
-                got = [slot for chunk in rows_of[row].values() for slot, _ in chunk]
-                assert sorted(got) == sorted(slot for slot, _ in wanted)
+                got = [slot for chunk in rows_of[row].values() for slot in chunk]
+                assert sorted(got) == sorted(wanted)
         for name, request in zip(lengths, requests, strict=True):
             lengths[name] += request.num_known + data.draw(st.integers(0, 1))
             lengths[name] = min(lengths[name], request.end)
@@ -206,32 +188,29 @@ def text(base: int, known: int = 1, parents: Sequence[int] = ()) -> RequestRows:
 def test_an_idle_device_gets_a_long_text_in_pieces_and_a_busy_one_whole() -> None:
     long, short = text(64 * 20 - 1), text(30)
     requests = build_batch([long, short], SIZE).requests
-    assert Work(requests, cut(False, num_programs=84)).num_items == 20 + 1
-    assert Work(requests, cut(False, num_programs=14)).num_items == 7 + 1  # of three chunks each
-    assert Work(requests, cut(False, num_programs=2)).num_items == 2
-    assert Work(requests, cut(False, num_programs=84, max_partials=19)).num_items == 2
+    assert Work(requests, cut(num_programs=84)).num_items == 20 + 1
+    assert Work(requests, cut(num_programs=14)).num_items == 7 + 1  # of three chunks each
+    assert Work(requests, cut(num_programs=2)).num_items == 2
+    assert Work(requests, cut(num_programs=84, max_partials=19)).num_items == 2
 
 
 def test_tiles_are_as_small_as_a_step_s_requests_allow() -> None:
     for known, rows in ((1, 4), (4, 4), (5, 8), (9, 16), (40, 16)):
         requests = build_batch([text(7), text(3, known)], SIZE).requests
-        assert Work(requests, cut(False)).tile_rows == rows
-        assert Work(requests, cut(True)).tile_rows == 16
+        assert Work(requests, cut()).tile_rows == rows
+        assert Work(requests, cut(pairs=(64,))).tile_rows == 16
 
 
-@pytest.mark.parametrize("in_text_order", [False, True])
-def test_branches_share_the_chunks_before_their_tree(in_text_order: bool) -> None:
+def test_branches_share_the_chunks_before_their_tree() -> None:
     parents = (-1, -1, -1, 0, 1)
     requests = build_batch([text(64 * 5 + 3, 1, parents)], SIZE).requests
-    work = Work(requests, cut(in_text_order, num_programs=1))
+    work = Work(requests, cut(num_programs=1))
     ints = np.zeros(work.num_ints, dtype=np.int32)
     work.write(ints)
     items = ints[: work.num_items * ITEM_INTS].reshape(-1, ITEM_INTS)
     read_chunks = sorted(items[:, [1, 3, 4]].tolist())
-    assert read_chunks == (
-        # Rows, first chunk, chunks: the known row; three branches' ends; their text.
-        [[1, 0, 6], [1, 5, 1], [2, 5, 1], [2, 5, 1], [5, 0, 5]] if in_text_order else [[6, 0, 6]]
-    )
+    # Rows, first chunk, chunks: the known row; three branches' ends; their text.
+    assert read_chunks == [[1, 0, 6], [1, 5, 1], [2, 5, 1], [2, 5, 1], [5, 0, 5]]
 
 
 @pytest.mark.parametrize("parents", [(), (-1, 0, 1, 2)])
@@ -248,7 +227,7 @@ def test_a_step_moves_hardly_more_than_each_key_and_value_once(
         RequestRows([0] * count, 1, num_keys - 1, parents, table, count)
         for _ in range(num_requests)
     ]
-    whole = Cut(SIZE, 512, (16, 32, 64), 4, 8, 4 * 132, 4096, False)
+    whole = Cut(SIZE, 512, (16, 32, 64), 4, 8, 4 * 132, 4096)
     work = Work(build_batch(rows, SIZE).requests, whole)
     ints = np.zeros(work.num_ints, dtype=np.int32)
     work.write(ints)

@@ -51,13 +51,17 @@ def check(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.
 def test_bits_are_those_of_operations_one_by_one(
     heads: tuple[int, int], dim: int, rows: int, dtype: torch.dtype
 ) -> None:
-    check(*parts(heads, rows, dim, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_halves_need_not_turn_by_the_same_angles(dtype: torch.dtype) -> None:
-    query, key, *_ = parts((4, 2), 5, 64, dtype)
-    check(query, key, drawn(1, 5, 64, seed=3).to(dtype), drawn(1, 5, 64, seed=4).to(dtype))
+    """In any number of threads, also where halves turn by different angles."""
+    query, key, cos, sin = parts(heads, rows, dim, dtype)
+    before = query.clone(), key.clone()
+    for num_threads in (1, 3):
+        with threads(num_threads):
+            check(query, key, cos, sin)
+    check(query, key, *(drawn(1, rows, dim, seed=seed).to(dtype) for seed in (3, 4)))
+    assert torch.equal(query, before[0])
+    assert torch.equal(key, before[1])
+    # Attention wants a row's heads side by side.
+    assert rotate(query, key, cos, sin)[0].transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -75,33 +79,9 @@ def test_they_are_read_wherever_they_lie(laid: Callable[[torch.Tensor], torch.Te
     query, key, cos, sin = parts((4, 2), 9, 64)
     check(laid(query), laid(key), cos, sin)
     check(query, laid(key), cos, sin)
-
-
-def test_so_are_cosines_and_sines() -> None:
-    query, key, cos, sin = parts((4, 2), 9, 64)
     wide = torch.cat([cos, sin], -1)
     check(query, key, wide[..., :64], wide[..., 64:])
     check(query, key, cos[:, :1].expand(1, 9, 64), sin)
-
-
-def test_results_are_read_as_rows_without_a_copy() -> None:
-    """Attention wants a row's heads side by side."""
-    query, _ = rotate(*parts((4, 2), 9, 64))
-    assert query.transpose(1, 2).is_contiguous()
-
-
-def test_inputs_stay_what_they_are() -> None:
-    given = parts((4, 2), 9, 64)
-    before = [each.clone() for each in given]
-    rotate(*given)
-    assert all(torch.equal(*pair) for pair in zip(given, before, strict=True))
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_threads_do_not_change_bits(num_threads: int) -> None:
-    with threads(num_threads):
-        for _ in range(10):
-            check(*parts((8, 2), 150, 64, torch.bfloat16))
 
 
 def test_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice() -> None:
