@@ -18,7 +18,7 @@ from openai import OpenAI
 from engine.process.launch import child_environment
 from worlds.engine_apart import has_gone
 
-HANG = 300.0
+HANG = 900.0
 """Seconds; a busy machine is no fault."""
 
 

@@ -48,7 +48,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ngram": [{"ngram_min": 1}],
     "nasd": [{}, {"filler_top_k": 2}, {"stop_if_unknown": False}],
     "lookahead": [{"window": 2, "ngram": 3, "guesses": 2}],  # fits into eight nodes
-    "small_model": [{"min_confidence": 0.02}],
+    # Small draft models are unsure of much.
+    **dict.fromkeys(
+        ("small_model", "quantized", "prefix_layers", "eagle"), [{"min_confidence": 0.02}]
+    ),
 }
 
 
@@ -294,4 +297,4 @@ def test_a_real_models_texts_survive_any_schedule(tmp_path: Path) -> None:
     search(schedules(target, texts, drafter_names(), plain, totals), examples(40))
     # What so few random schedules hold varies much. That there are some is enough.
     assert min(totals.num_accepted, totals.num_rejected, totals.num_preemptions) > 0
-    assert len(totals.drafters) > 10
+    assert len(totals.drafters) > 8
