@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 
 from bench.contenders import SAMPLINGS
 from bench.workloads import DATA, workload_names
-from engine.config import Determinism, Quantization
+from engine.config import Quantization
+from engine.request.info import Determinism
 
 _DESCRIPTION = """\
 Measure transformers' generate, transformers with prompt look-up (batch 1, all it allows), and the

@@ -26,7 +26,7 @@ from engine.attention.backend import (
     stored_dtype,
 )
 from engine.capture.replays import graph_sizes
-from engine.config import Determinism, EngineConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore, ModelLimits
 from engine.drafting.eagle import eagle_bytes_per_block, load_eagle
 from engine.drafting.heads import DraftHeads, prepare_heads
@@ -54,10 +54,10 @@ from engine.model.selfcheck import (
     reference_logits,
     verify_exact,
 )
-from engine.process.async_engine import AsyncEngine
+from engine.process.runtime import AsyncEngine
 from engine.ranks.group import LeadingRunner, Ranks, follow_steps, join_ranks
 from engine.request.errors import UnsupportedModelError
-from engine.request.info import EngineInfo, QuantizationInfo
+from engine.request.info import Determinism, EngineInfo, QuantizationInfo
 from engine.sampling.sampler import warm_up
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from drafters.options import check_ranges, described
 from engine.names import BUNDLED_MODEL
+from engine.request.info import Determinism
 
-Determinism = Literal["exact", "fast"]
 ShedSpeculation = Literal["never", "unpaid", "all"]
 Quantization = Literal["int8", "int4", "fp8"]
 USUAL_GRAPH_ROWS = 256

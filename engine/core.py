@@ -25,8 +25,8 @@ from engine.request.events import ErrorEvent, StepResult, TokenEvent
 from engine.request.params import GenerationRequest
 from engine.request.stats import SpeculativeStats, StepClock, StepStats
 from engine.sampling.state import SamplingState
-from engine.schedule.request import Request, ScheduledRequest
-from engine.schedule.scheduler import Plan, Scheduler
+from engine.schedule.request import Plan, Request, ScheduledRequest
+from engine.schedule.scheduler import Scheduler
 from engine.speculation.baseline import Baseline, EarlyFinishers, estimate_baseline
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation

@@ -12,22 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.kernels import find_kernel
-
 _Result = TypeVar("_Result")
-
-HOSTS = frozenset({"cpu"})
-"""Types of devices whose memory the host reads as it is. There a step may look at numbers when it likes,
-and compiled kernels do; on others it is made of operations whose shapes the host knows."""
-
-
-def is_host(device: torch.device) -> bool:
-    return device.type in HOSTS
-
-
-def host_kernel(name: str, device: torch.device) -> Any:
-    """Returns the compiled kernel for tensors on ``device``; None: torch's operations do it there."""
-    return find_kernel(name) if is_host(device) else None
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

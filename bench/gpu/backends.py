@@ -18,11 +18,11 @@ from engine.attention.backend import (
     choose_backend,
 )
 from engine.batch import RequestRows, build_batch
-from engine.config import Determinism
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, logit_errors, reference_logits
+from engine.request.info import Determinism
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 64

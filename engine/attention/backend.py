@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from engine import attention
 from engine.batch import Bucket, InputBatch, InputTensors
-from engine.config import Determinism
+from engine.request.info import Determinism
 from kvpool.store import KVStore
 
 IMPLEMENTATION = "slipstream"
@@ -104,14 +104,6 @@ class AttentionPlan(Protocol):
         """Returns ``[num_rows, num_heads, value_dim]``, in the order of the batch's rows."""
 
 
-class CapturablePlan(AttentionPlan, Protocol):
-    """The plans of backends that ``can_capture``."""
-
-    def renewed(self, key: Any) -> tuple[int, int]:
-        """Returns the number that this step puts in a recorded kernel's arguments, and in how many
-        threads it runs. ``key``: of the kernel's ``Renewal``."""
-
-
 class AttentionBackend(ABC):
     """Attention over one store, for one model. A subclass says in class attributes what it serves:
 
@@ -121,7 +113,7 @@ class AttentionBackend(ABC):
     and values that it reads, ``dim_multiple``: what a row's dimensions are padded to there.
     ``can_capture``: steps of equal shape may be recorded on a CPU and run again: plans read nothing but
     the input tensors, which keep their addresses, and memory that the backend keeps, and they renew
-    what kernels are told (``CapturablePlan``). ``can_graph``: steps padded to one bucket may be
+    what kernels are told (``engine.kernels.Renews``). ``can_graph``: steps padded to one bucket may be
     captured in a device's graph: their kernels are launched alike, with memory that keeps its place,
     whatever they hold.
     """

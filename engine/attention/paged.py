@@ -26,8 +26,8 @@ from engine.attention.backend import (
 )
 from engine.attention.branches import branches_of
 from engine.batch import InputBatch, InputTensors, RequestRows, slot_of
-from engine.config import Determinism
 from engine.kernels import KINDS, LANES, STORED_KINDS, Renewal, find_kernel
+from engine.request.info import Determinism
 from kvpool.store import KVStore
 
 _WORTH_A_TEAM = 1 << 20

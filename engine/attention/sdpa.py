@@ -18,7 +18,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend, AttentionOptions, attention_backend
 from engine.batch import InputBatch, InputTensors, RequestRows
-from engine.config import Determinism
+from engine.request.info import Determinism
 from kvpool.store import KVStore
 
 _MOST_SCORES = 1 << 24

@@ -26,10 +26,10 @@ from engine.attention.backend import (
 )
 from engine.attention.work import Cut, Room, Work
 from engine.batch import Bucket, InputBatch, InputTensors
-from engine.config import Determinism
 from engine.kernels import KINDS, STORED_KINDS
 from engine.kernels.triton import missing_for, num_processors
 from engine.kernels.triton.ops import ragged_attention
+from engine.request.info import Determinism
 from kvpool.store import KVStore
 
 _MOST_DIMENSIONS = 256

@@ -10,9 +10,10 @@ from typing import NamedTuple, cast
 
 import torch
 
-from engine.attention.backend import AttentionPlan, CapturablePlan
+from engine.attention.backend import AttentionPlan
 from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
 from engine.capture.recording import CapturedForward, Recorder
+from engine.kernels import Renews
 
 logger = logging.getLogger(__name__)
 
@@ -185,14 +186,12 @@ class Captures(Replays):
         if capture.graph is None:
             capture.num_seen += 1
             return run() if capture.num_seen < _OFTEN else self._record(capture, run)
-        renewing = cast(CapturablePlan, plan)
+        renewing = cast(Renews, plan)
         if not capture.is_trusted:
             return self._compare(capture, capture.graph, renewing, run)
         return self._replay(capture.threads, capture.graph, renewing)
 
-    def _replay(
-        self, threads: _Threads, graph: CapturedForward, plan: CapturablePlan
-    ) -> ForwardOutput:
+    def _replay(self, threads: _Threads, graph: CapturedForward, plan: Renews) -> ForwardOutput:
         num_threads = threads.next()
         if threads.chosen is not None:
             # What was tried may have been one short text's rows, and these be rows of many long texts.
@@ -223,7 +222,7 @@ class Captures(Replays):
         return output.copy()
 
     def _compare(
-        self, capture: _Capture, graph: CapturedForward, plan: CapturablePlan, run: Run
+        self, capture: _Capture, graph: CapturedForward, plan: Renews, run: Run
     ) -> ForwardOutput:
         expected = run()
         got = graph.replay(plan, torch.get_num_threads())

@@ -16,9 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from engine.attention.backend import CapturablePlan
 from engine.batch import ForwardOutput
-from engine.kernels import Renewal, find_kernel, watch_kernels
+from engine.kernels import Renewal, Renews, find_kernel, watch_kernels
 
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _ALIGNMENT = 64
@@ -201,13 +200,13 @@ class CapturedForward:
             for are_kernels, calls in groups
         ]
 
-    def wants_team(self, plan: CapturablePlan) -> bool:
+    def wants_team(self, plan: Renews) -> bool:
         """Whether what differs from step to step, which is attention, has work for several threads."""
         kernels = (part for part in self._parts if isinstance(part, _Kernels))
         keys = (key for part in kernels for key, *_ in part.renewed)
         return any(plan.renewed(key)[1] > 1 for key in keys)
 
-    def replay(self, plan: CapturablePlan, most_threads: int) -> ForwardOutput:
+    def replay(self, plan: Renews, most_threads: int) -> ForwardOutput:
         """For inputs that lie where those of the recorded forward lay. Bits do not depend on threads."""
         for part in self._parts:
             if isinstance(part, _Kernels):
@@ -239,7 +238,7 @@ class _Kernels:
                 renewals.setdefault(key, []).append(index)
         self.renewed = [(*key, np.array(rows)) for key, rows in renewals.items()]
 
-    def run(self, plan: CapturablePlan, most_threads: int) -> None:
+    def run(self, plan: Renews, most_threads: int) -> None:
         np.copyto(self._told, self._arguments)
         for key, place, rows in self.renewed:
             number, num_threads = plan.renewed(key)

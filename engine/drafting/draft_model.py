@@ -26,10 +26,11 @@ from drafters.base import DraftSampling
 from drafters.model.protocol import Candidates, DraftRows, Levels
 from engine.attention.backend import AttentionBackend
 from engine.batch import InputBatch, RequestRows, build_batch
+from engine.kernels import is_host
 from engine.model.runner import ModelRunner
 from engine.sampling.noise_torch import gumbel
 from engine.sampling.sampler import truncated
-from engine.transfer import Readback, Stopwatch, is_host, read_now, upload
+from engine.transfer import Readback, Stopwatch, read_now, upload
 
 _Result = TypeVar("_Result")
 

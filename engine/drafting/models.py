@@ -8,9 +8,12 @@ the start-up check that the target passes: our forward writes transformers' logi
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -27,15 +30,15 @@ from engine.attention.backend import (
     stored_dtype,
 )
 from engine.capture.replays import graph_sizes
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.drafting.draft_model import DraftLimits, EngineDraftModel
 from engine.drafting.layer_subset import layer_subset, parse_layers
-from engine.drafting.quantized import quantized_copy
 from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.layers import Int8Linear
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, load_model, load_tokenizer, max_position
+from engine.model.quantization import quantize_model, refusal
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
 from engine.names import BUNDLED, BUNDLED_MODEL
@@ -47,6 +50,8 @@ logger = logging.getLogger(__name__)
 _SHARED_CATCH_UP_ROWS = 32
 """A draft model on the target's rows waits a step rather than run a prompt chunk that the target is
 about to run."""
+_GROUP_SIZE = 32
+"""Weights of a 4-bit copy that share a scale."""
 
 
 @dataclass(slots=True)
@@ -280,3 +285,63 @@ def _prepared(model: PreTrainedModel, owns_rows: bool) -> _Prepared:
     shapes = attach_attention(model)
     fuse(model)
     return _Prepared(model, reference, shapes if owns_rows else None)
+
+
+# --- quantised copies ---
+
+
+def quantized_copy(model: PreTrainedModel, kind: Quantization) -> PreTrainedModel:
+    """Returns a copy of ``model`` with quantised linear weights, still on transformers' own attention.
+    Everything else is shared; the log says how much memory is new. On CPUs with the instructions ``int8``
+    is what ``--quantization int8`` makes of a target; the rest is torchao's.
+
+    Raises ValueError where the machine lacks what ``kind`` needs, DrafterUnavailableError without
+    torchao.
+    """
+    device = model.device
+    shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    if kind == "int8" and refusal(device) is None:
+        twin = copy.deepcopy(model, shared)
+        quantize_model(twin)
+        return twin
+    if kind == "fp8" and device.type != "cuda":
+        raise ValueError("quantized: fp8 needs a CUDA device")
+    try:
+        from torchao import quantization
+    except ImportError as error:
+        raise DrafterUnavailableError(
+            "quantized: torchao is not installed (pip install 'slipstream-llm[quantized]')"
+        ) from error
+    twin = copy.deepcopy(model, shared)
+    quantization.quantize_(twin, _torchao_config(quantization, kind, device))
+    num_bytes = _new_bytes(twin, model)
+    logger.info("%s copy of the model: %.1f MiB more memory", kind, num_bytes / 2**20)
+    return twin
+
+
+def _torchao_config(quantization: Any, kind: Quantization, device: torch.device) -> Any:
+    if kind == "int8":
+        return quantization.Int8WeightOnlyConfig()
+    if kind == "fp8":
+        return quantization.Float8WeightOnlyConfig()
+    if device.type == "cuda":
+        return quantization.Int4WeightOnlyConfig(
+            group_size=_GROUP_SIZE, int4_packing_format="tile_packed_to_4d"
+        )
+    dtypes: Any = torch
+    # torchao has no packed 4-bit product for CPUs: these are unpacked at every call.
+    return quantization.IntxWeightOnlyConfig(
+        weight_dtype=dtypes.int4, granularity=quantization.PerGroup(_GROUP_SIZE)
+    )
+
+
+def _new_bytes(twin: PreTrainedModel, model: PreTrainedModel) -> int:
+    known = {id(parameter) for parameter in model.parameters()}
+    return sum(_num_bytes(each) for each in twin.parameters() if id(each) not in known)
+
+
+def _num_bytes(tensor: Any) -> int:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return int(tensor.numel() * tensor.element_size())
+    return sum(_num_bytes(getattr(tensor, name)) for name in flatten()[0])

@@ -23,12 +23,24 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of rows' floats in memory."""
 STORED_KINDS = (*KINDS, torch.float8_e4m3fn)
 """Types that keys and values may lie in."""
+HOSTS = frozenset({"cpu"})
+"""Types of devices whose memory the host reads as it is. There a step may look at numbers when it likes,
+and compiled kernels do; on others it is made of operations whose shapes the host knows."""
 
 
 @cache
 def find_kernel(name: str) -> Any:
     """Returns the module of this folder."""
     return import_module(f"{__name__}.{name}")
+
+
+def is_host(device: torch.device) -> bool:
+    return device.type in HOSTS
+
+
+def host_kernel(name: str, device: torch.device) -> Any:
+    """Returns the compiled kernel for tensors on ``device``; None: torch's operations do it there."""
+    return find_kernel(name) if is_host(device) else None
 
 
 # --- for those who write down which kernels run, to run them again ---
@@ -42,6 +54,14 @@ class Renewal(NamedTuple):
     key: Hashable
     place: int
     held: object = None
+
+
+class Renews(Protocol):
+    """Renews what recorded kernels are told: the plan of a step whose backend ``can_capture``."""
+
+    def renewed(self, key: Hashable) -> tuple[int, int]:
+        """Returns the number that this step puts in a kernel's arguments, and in how many threads it
+        runs. ``key``: of the kernel's ``Renewal``."""
 
 
 class Watcher(Protocol):

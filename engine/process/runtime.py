@@ -6,6 +6,8 @@ main thread of a process of its own.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import queue
 import threading
@@ -17,6 +19,7 @@ from engine.core import EngineCore
 from engine.machine import device_memory
 from engine.process.backlog import Backlog
 from engine.process.pulse import Pulse
+from engine.process.streams import EventStreams
 from engine.request.errors import QueueFullError, RequestError
 from engine.request.events import StepResult
 from engine.request.info import EngineInfo
@@ -24,6 +27,8 @@ from engine.request.params import GenerationRequest, Tenant
 from engine.schedule.limits import TenantLimits
 from engine.schedule.request import Request
 from engine.speculation.gamma import gamma_policy_names
+
+logger = logging.getLogger(__name__)
 
 # A client that is turned away is told to come back when what is ahead of it is done, within these.
 _RETRY_SECONDS = (1.0, 60.0)
@@ -171,3 +176,60 @@ class EngineRuntime:
                 return False
             command()
             block = False
+
+
+class AsyncEngine(EventStreams):
+    """An engine in this process: one thread that steps it, and one call into the event loop per step.
+
+    ``core`` belongs to that thread; where it is never started, any one thread may step the core, or run
+    ``runtime``.
+    """
+
+    def __init__(self, core: EngineCore, info: EngineInfo, max_num_open: int) -> None:
+        super().__init__(info)
+        self.core = core
+        self.runtime = EngineRuntime(core, info, max_num_open)
+        self.pulse = self.runtime.pulse
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> None:
+        await super().start()
+        self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
+        self._thread.start()
+
+    async def charge(self, tenant: Tenant) -> None:
+        self._refuse_when_ended()
+        self.runtime.charge(tenant)
+
+    def abort(self, request_id: str) -> None:
+        self.runtime.abort(request_id)
+
+    def _submit(self, request: GenerationRequest) -> None:
+        self.runtime.submit(self.runtime.admit(request))
+
+    def _release(self, request_id: str) -> None:
+        self.runtime.release(request_id)
+
+    async def _end(self) -> None:
+        if self._thread is not None:
+            self.runtime.stop()
+            await asyncio.to_thread(self._thread.join)
+            await asyncio.sleep(0)  # lets the thread's last delivery run
+
+    # --- engine thread ---
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        try:
+            self.runtime.run(self._post)
+        except BaseException as error:
+            logger.exception("the engine died")
+            message = f"the engine died: {type(error).__name__}: {error}"
+            # From here on nothing is admitted; then every open stream is told on the loop.
+            self._dead = message
+            self._loop.call_soon_threadsafe(self._fail_open, message)
+
+    def _post(self, result: StepResult) -> None:
+        assert self._loop is not None
+        if result.events or result.stats is not None:
+            self._loop.call_soon_threadsafe(self._deliver, result)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from drafters.base import DrafterInfo
+
+Determinism = Literal["exact", "fast"]
+"""Whether a row's bits depend on what is computed beside it: under "exact" they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,9 @@ class QuantizationInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """``max_model_len`` counts prompt plus output tokens. ``determinism`` is "exact" or "fast";
-    ``exact_verified`` says whether the start-up probe found equal bits (None: not probed, or no room to
-    do so to the end); ``exact_probed`` names what it compared, ``exact_failed`` what differed."""
+    """``max_model_len`` counts prompt plus output tokens. ``exact_verified`` says whether the start-up
+    probe found equal bits (None: not probed, or no room to do so to the end); ``exact_probed`` names what
+    it compared, ``exact_failed`` what differed."""
 
     model: str
     vocab_size: int
@@ -45,7 +49,7 @@ class EngineInfo:
     num_blocks: int
     block_size: int
     num_parameters: int
-    determinism: str
+    determinism: Determinism
     attention_backend: str
     exact_verified: bool | None
     exact_probed: tuple[str, ...] = ()

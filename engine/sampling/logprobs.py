@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.kernels import host_kernel
 from engine.request.events import TokenLogprobs
-from engine.transfer import Arrival, Readback, host_kernel, upload
+from engine.transfer import Arrival, Readback, upload
 
 _KERNEL = "top_tokens"
 _CACHED_NUMEL = 1 << 19

@@ -29,11 +29,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from drafters.base import DraftSampling
+from engine.kernels import host_kernel
 from engine.request.params import SamplingParams
 from engine.sampling.logprobs import begin_top_tokens
 from engine.sampling.noise_torch import vocabulary_noise
 from engine.sampling.state import SampledRequest, paths, rows_of
-from engine.transfer import host_kernel, read_now, upload
+from engine.transfer import read_now, upload
 
 Truncation: TypeAlias = SamplingParams | DraftSampling
 """Greedy rows count as of temperature 1."""

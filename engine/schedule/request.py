@@ -204,3 +204,29 @@ class ScheduledRequest:
     def accepted_rows(self) -> tuple[int, ...]:
         """Rows after the anchor whose nodes are kept, counted from it."""
         return self.outcome.path[1:] if self.outcome else ()
+
+
+@dataclass(slots=True)
+class Plan:
+    """The requests of a step, and what the scheduler did for it."""
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    num_rows: int = 0
+    spare_rows: int = 0
+    """Rows of the budget left for draft nodes."""
+    admitted: list[Request] = field(default_factory=list)
+    """Started for the first time; they may have been preempted at once."""
+    num_waiting: int = 0
+    """Requests for which there was no place."""
+    draft_seconds: dict[str, float] = field(default_factory=dict)
+    """Spent on drafting, by drafter."""
+
+    @property
+    def num_sampling(self) -> int:
+        return sum(each.samples for each in self.scheduled)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Computed in steps before."""
+        return sum(each.base for each in self.scheduled)

@@ -3,45 +3,17 @@
 There are no phases. Every request has known tokens whose keys and values are not computed; each step
 gives it rows until they are. A decoding request is one that lacks a single token. Plain Python, no clock,
 no tensors; blocks come from the pool, and on shortage the lowest-ranked request is preempted and later
-recomputed. ``fair_queue`` says which request starts next.
+recomputed. ``FairQueue`` says which request starts next.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 
-from engine.schedule.fair_queue import FairQueue
-from engine.schedule.request import Request, ScheduledRequest
+from engine.schedule.request import Plan, Request, ScheduledRequest
 from kvpool.block_pool import BlockPool
-
-
-@dataclass(slots=True)
-class Plan:
-    """The requests of a step, and what the scheduler did for it."""
-
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    num_rows: int = 0
-    spare_rows: int = 0
-    """Rows of the budget left for draft nodes."""
-    admitted: list[Request] = field(default_factory=list)
-    """Started for the first time; they may have been preempted at once."""
-    num_waiting: int = 0
-    """Requests for which there was no place."""
-    draft_seconds: dict[str, float] = field(default_factory=dict)
-    """Spent on drafting, by drafter."""
-
-    @property
-    def num_sampling(self) -> int:
-        return sum(each.samples for each in self.scheduled)
-
-    @property
-    def num_context_tokens(self) -> int:
-        """Computed in steps before."""
-        return sum(each.base for each in self.scheduled)
 
 
 class Scheduler:
@@ -165,3 +137,73 @@ class Scheduler:
         return (
             len(self.running) < self.max_num_seqs and needed + promised <= self.pool.num_available
         ) or not self.running
+
+
+class FairQueue:
+    """The queue of waiting requests: priorities first, then tenants by what they were served.
+
+    Each tenant has a counter of tokens served, prompts and what was written, over its weight; of those
+    that wait in the best priority, the one with the smallest goes first (virtual token counters, arXiv
+    2401.00588). Within a tenant and a priority, first come is first served.
+
+    Between two tenants that wait all along, tokens over weight differ by no more than what one tenant can
+    have running at a time, over its weight: the one that was started last had the smallest counter then.
+    A tenant that comes back is put level with those that wait, so that no tenant saves up time.
+
+    ``charge`` keeps the counters; the queue itself looks at no clock and no blocks.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Request] = []
+        self._served: dict[str, float] = {}
+        self._last_started = ""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Goes by priority and tenant; the first request is the one whose turn it is."""
+        return iter(sorted(self._waiting, key=self._turn))
+
+    def push(self, request: Request) -> None:
+        """A request that came in, or lost its blocks."""
+        self._level_with_others(request.params.tenant.name)
+        self._waiting.append(request)
+
+    def first(self) -> Request | None:
+        return min(self._waiting, key=self._turn, default=None)
+
+    def start(self, request: Request) -> None:
+        """The request waits no more, since it runs."""
+        self.remove(request)
+        self._last_started = request.params.tenant.name
+        self.charge(request)
+
+    def remove(self, request: Request) -> None:
+        self._waiting.remove(request)
+
+    def charge(self, request: Request) -> None:
+        """The tenant pays for those of the request's tokens that it did not pay for yet: its prompt once
+        it starts, then what is written. Recomputing costs no tenant anything."""
+        num_new = len(request.token_ids) - request.num_charged_tokens
+        if num_new:
+            tenant = request.params.tenant
+            self._served[tenant.name] = self._of(tenant.name) + num_new / tenant.weight
+            request.num_charged_tokens += num_new
+
+    def forget(self) -> None:
+        """Nobody waits or runs: all begin anew as equals."""
+        self._served.clear()
+
+    def _of(self, tenant: str) -> float:
+        return self._served.get(tenant, 0.0)
+
+    def _turn(self, request: Request) -> tuple[int, float, int]:
+        priority, order = request.rank
+        return priority, self._of(request.params.tenant.name), order
+
+    def _level_with_others(self, tenant: str) -> None:
+        waiting = {each.params.tenant.name for each in self._waiting}
+        if tenant not in waiting:
+            least = min(map(self._of, waiting), default=self._of(self._last_started))
+            self._served[tenant] = max(self._of(tenant), least)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from drafters.base import Drafter, DraftRequest, Observation
 from drafters.checks import count_of, is_interrupt
 from drafters.tree import DraftTree, chain
-from engine.schedule.request import Request, ScheduledRequest
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.gamma.policy import GammaPolicy
 
@@ -47,21 +46,21 @@ class Drafting:
     def is_asked(self) -> bool:
         return self.is_open and self.num_failures < _FAILURES_BEFORE_SILENCE
 
-    def is_told(self, each: ScheduledRequest) -> bool:
+    def is_told(self, num_asked: int) -> bool:
         """Returns whether the drafter hears of this step at once, not when it is asked again: it was
         asked, or keeps the target's states or a window of its own."""
         needs = self.drafter.info.needs
         keeps_more = needs.hidden_rows or needs.draft_slots or needs.all_or_nothing
-        return each.num_asked > 0 or keeps_more or bool(needs.draft_model)
+        return num_asked > 0 or keeps_more or bool(needs.draft_model)
 
-    def catch_up(self, request: Request) -> None:
-        """Tell the drafter what it has missed, as one long draft that was accepted."""
+    def catch_up(self, request_id: str, text: Sequence[int]) -> None:
+        """Tells the drafter what it has missed, as one long draft that was accepted."""
         num_missed, self.num_missed = self.num_missed, 0
         if not num_missed or not self.is_asked:
             return
-        text, missed = request.token_ids, request.token_ids[-num_missed:]
+        missed = text[-num_missed:]
         draft, path = chain(missed[:-1]), range(num_missed)
-        seen = Observation(request.request_id, text, draft, missed, path, missed)
+        seen = Observation(request_id, text, draft, missed, path, missed)
         guarded([self], self.drafter.observe, [seen])
 
     def counted(self, most: int | None, call: Callable[..., object], *args: Any) -> int:

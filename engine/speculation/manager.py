@@ -23,8 +23,7 @@ from drafters.base import Drafter, DraftRequest, DraftShape, HiddenRows, Observa
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree
 from engine.config import ShedSpeculation
-from engine.schedule.request import Request, ScheduledRequest
-from engine.schedule.scheduler import Plan
+from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.acceptance import new_acceptance
 from engine.speculation.constrained import constrained, num_forced
 from engine.speculation.contained import Drafting, check_trees, guarded
@@ -91,7 +90,7 @@ class Speculation:
             self._estimator, wanted.draft_strategy, request.sampling.verification
         )
         drafting = self._drafting[request_id] = Drafting(drafter, policy, acceptance)
-        policy.open(request_id, Traffic.of(request))
+        policy.open(request_id, Traffic.of(params, request.sampling.verification))
 
         def start() -> bool:
             drafter.open(request_id, request.token_ids, wanted.options, params.cache_salt)
@@ -111,7 +110,7 @@ class Speculation:
         if drafting is None:
             return 0
         drafting.policy.forget(request.request_id)
-        drafting.catch_up(request)
+        drafting.catch_up(request.request_id, request.token_ids)
         guarded([drafting], drafting.drafter.close, request.request_id)
         self._num_closed_failures += drafting.num_failures
         return drafting.num_failures
@@ -183,7 +182,7 @@ class Speculation:
     def _want(self, each: ScheduledRequest) -> None:
         """Say what the drafter wants to see of the step, if it is told of it at once."""
         drafting = self._drafting.get(each.request.request_id)
-        if drafting is None or not drafting.is_asked or not drafting.is_told(each):
+        if drafting is None or not drafting.is_asked or not drafting.is_told(each.num_asked):
             return
         needs = drafting.drafter.info.needs
         each.wants_hidden, each.wants_top_probs = needs.hidden_rows, needs.top_probs
@@ -211,7 +210,9 @@ class Speculation:
         begun, waiting = [], []
         for name, group in by_drafter.items():
             for each in group:
-                self._drafting[each.request.request_id].catch_up(each.request)
+                self._drafting[each.request.request_id].catch_up(
+                    each.request.request_id, each.request.token_ids
+                )
             num_before = readback.num_added
             with _timed(plan, name):
                 asks = [self._ask(each, self.drafters[name], rate) for each in group]
@@ -338,7 +339,7 @@ class Speculation:
             seen = _observation(each)
             drafting.acceptance.observe(each.proposal, seen)
             drafting.policy.observe(seen.request_id, *_counts(each))
-            if drafting.is_told(each):
+            if drafting.is_told(each.num_asked):
                 by_drafter.setdefault(drafting.name, []).append((each, seen))
             else:
                 drafting.num_missed += len(seen.emitted_token_ids)

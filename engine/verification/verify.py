@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import HiddenRows
+from engine.kernels import is_host
 from engine.request.outcome import Outcome
 from engine.request.params import VerificationName
 from engine.request.stats import StepClock
@@ -31,7 +32,7 @@ from engine.sampling.noise import ACCEPT_STREAM, RESIDUAL_STREAM, step_key, unif
 from engine.sampling.sampler import choose_tokens, target_probs
 from engine.sampling.state import SampledRequest, SamplingState, rows_of
 from engine.schedule.request import ScheduledRequest
-from engine.transfer import Readback, is_host, read_now, upload
+from engine.transfer import Readback, read_now, upload
 from engine.verification.match import trimmed, verify
 from engine.verification.probs import (
     Questions,

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.process.async_engine import AsyncEngine
+from engine.process.runtime import AsyncEngine
 from server.app import build_app
 from server.settings import Settings
 from slipstream.cli import main

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.machine import can_pack
 from engine.model.layers import PackedLinear
 from engine.model.linear import OneDnnWeight
-from engine.process.async_engine import AsyncEngine
+from engine.process.runtime import AsyncEngine
 from engine.request.errors import UnsupportedModelError
 from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all

@@ -19,7 +19,7 @@ from engine.request.params import (
     SamplingParams,
     VerificationName,
 )
-from engine.schedule.scheduler import Plan
+from engine.schedule.request import Plan
 from engine.transfer import Readback
 from worlds.device_world import Looks, WatchedDriver
 from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request

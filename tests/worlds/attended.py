@@ -18,8 +18,8 @@ from engine.attention.backend import (
     choose_backend,
 )
 from engine.batch import InputBatch, InputBuffers, RequestRows, build_batch, slot_of
-from engine.config import Determinism
 from engine.kernels.paged_attention import attended
+from engine.request.info import Determinism
 from kvpool.store import KVStore
 from worlds.interpreted import DEVICE
 from worlds.tiny_models import path_to, scattered_table

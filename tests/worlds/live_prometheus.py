@@ -21,7 +21,7 @@ import yaml
 from deploy.ray.exchange import Forwarded, Whole
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.process.async_engine import AsyncEngine
+from engine.process.runtime import AsyncEngine
 from server.app import build_app
 from server.settings import Settings
 from worlds.client_servers import listening

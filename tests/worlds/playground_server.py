@@ -14,7 +14,7 @@ from engine.batch import ForwardOutput, InputBatch
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import Runner
-from engine.process.async_engine import AsyncEngine
+from engine.process.runtime import AsyncEngine
 from server.app import build_app
 from server.settings import Settings
 from worlds.client_servers import WAIT_SECONDS, listening, wait_for

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from drafters.tree import DraftTree
-from engine.request.params import SpeculativeParams
+from engine.request.params import GenerationRequest, SpeculativeParams
 from engine.request.stats import Reason
-from engine.schedule.request import Request
 
 
 class Traffic(NamedTuple):
@@ -25,15 +24,15 @@ class Traffic(NamedTuple):
     length: int = 0
 
     @classmethod
-    def of(cls, request: Request) -> Traffic:
-        """Buckets: greedy, up to 0.5, up to 0.85, above; lengths by powers of four."""
-        params = request.params
+    def of(cls, params: GenerationRequest, verification: str) -> Traffic:
+        """Buckets: greedy, up to 0.5, up to 0.85, above; lengths by powers of four. ``verification``: of
+        what is sampled (a greedy request is always matched)."""
         return cls(
             params.speculative.draft_strategy,
             params.cache_salt,
-            request.sampling.verification,
+            verification,
             sum(params.sampling.temperature > edge for edge in (0.0, 0.5, 0.85)),
-            request.num_prompt_tokens.bit_length() // 2,
+            len(params.prompt_token_ids).bit_length() // 2,
         )
 
 

@@ -14,8 +14,8 @@ from drafters.registry import build_drafters
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams, Tenant
 from engine.sampling.state import SamplingState
-from engine.schedule.request import Request, ScheduledRequest
-from engine.schedule.scheduler import Plan, Scheduler
+from engine.schedule.request import Plan, Request, ScheduledRequest
+from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import NO_DRAFTER, Speculation
 from engine.transfer import Readback

@@ -19,7 +19,7 @@ from engine.attention.backend import (
 from engine.attention.triton import TritonAttention
 from engine.attention.work import Room, Work
 from engine.batch import Bucket, InputBuffers, InputTensors, RequestRows, build_batch
-from engine.config import Determinism
+from engine.request.info import Determinism
 from worlds.attended import PLAIN, chains, world_of
 from worlds.interpreted import DEVICE, counting_loads, patching_once
 

@@ -334,7 +334,7 @@ def test_a_target_in_8_bits_is_not_copied_in_8_bits() -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_a_quantised_copy_shares_what_is_not_quantised(kind: Any) -> None:
-    from engine.drafting.quantized import quantized_copy
+    from engine.drafting.models import quantized_copy
 
     model = prepare_model(target(), CPU)
     before = own_logits(model, PROMPTS[1])

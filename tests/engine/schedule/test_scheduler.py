@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from engine.request.params import GenerationRequest, SamplingParams, Tenant
 from engine.sampling.state import SamplingState
-from engine.schedule.fair_queue import FairQueue
-from engine.schedule.request import Request
-from engine.schedule.scheduler import Plan, Scheduler
+from engine.schedule.request import Plan, Request
+from engine.schedule.scheduler import FairQueue, Scheduler
 from kvpool.block_pool import BlockPool
 from worlds.lanes import examples
 

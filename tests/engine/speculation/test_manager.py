@@ -15,8 +15,7 @@ from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
-from engine.schedule.request import Request, ScheduledRequest
-from engine.schedule.scheduler import Plan
+from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.transfer import Readback

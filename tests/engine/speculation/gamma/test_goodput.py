@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
-from engine.schedule.request import Request
 from engine.speculation.gamma.goodput import GoodputPolicy
 from engine.speculation.gamma.policy import DraftCandidate, Grant, Traffic
 from worlds.gamma_cases import (
@@ -277,7 +276,7 @@ def test_other_temperatures_and_lengths_are_other_kinds() -> None:
             SamplingParams(temperature=temperature),
             SpeculativeParams(verification=verification),  # type: ignore[arg-type]
         )
-        return Traffic.of(Request(params, SamplingState(params, (), 9, 9999)))
+        return Traffic.of(params, SamplingState(params, (), 9, 9999).verification)
 
     kinds = {
         traffic(verification, temperature, length)
