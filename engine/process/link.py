@@ -140,7 +140,8 @@ class Link:
         except (EOFError, OSError) as error:
             raise PeerGoneError from error
         except Exception as error:
-            logger.exception("a message of another process cannot be read")
+            if self._is_open:  # and was not closed meanwhile, by another thread
+                logger.exception("a message of another process cannot be read")
             raise PeerGoneError from error
         return message
 

@@ -21,6 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar, get_type_hints
 
 from fastapi import Request
@@ -102,11 +103,11 @@ class BodyReader:
         self._num_processes = num_processes
         self._logs = logs or LogOptions()
         self._pool: ProcessPoolExecutor | None = None
+        self._processes: list[BaseProcess] = []
 
     def warm(self) -> None:
-        """Begin now, so that the first large body need not wait for it."""
-        if pool := self._get_pool():
-            pool.submit(os.getpid)
+        """Begins now, so that the first large body need not wait for it."""
+        self._get_pool()
 
     async def read(self, body: Body | LargeBody, work: Work[Result]) -> Result:
         """Returns the result of ``work`` on the body. Raises ApiError."""
@@ -130,9 +131,14 @@ class BodyReader:
         return found
 
     def close(self) -> None:
+        """Ends the pool. Its processes are killed: the interpreter would wait at its end for one that is
+        still starting, which takes minutes beside work that comes before it."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
+        for each in self._processes:
+            each.kill()
+        self._processes = []
 
     def _get_pool(self) -> ProcessPoolExecutor | None:
         if self._pool is None and self._num_processes > 0:
@@ -150,6 +156,9 @@ class BodyReader:
                 _begin,
                 (translator, self._logs),
             )
+            before = multiprocessing.active_children()
+            self._pool.submit(os.getpid)  # starts all its processes
+            self._processes = [p for p in multiprocessing.active_children() if p not in before]
         return self._pool
 
 

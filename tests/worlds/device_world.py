@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine.transfer
+import engine.kernels
 from engine.capture import captures
 from engine.core import EngineCore
 from engine.drafting.eagle import EagleModel
@@ -46,7 +46,7 @@ _FORWARDS = ((ModelRunner, "forward"), (EagleModel, "_forward"))
 def no_host() -> Iterator[None]:
     """No kernels of the host's: sampling goes the way that it goes on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.transfer, "HOSTS", frozenset())
+        patch.setattr(engine.kernels, "HOSTS", frozenset())
         yield
 
 

@@ -86,7 +86,7 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
 def engine_info(**changes: Any) -> EngineInfo:
     heat, match = (
         DrafterOption("heat", 1.0, "heat"),
-        DrafterOption("max_match", 4, "longest", 1, 16),
+        DrafterOption("max_match", 4, "longest match", 1, 16),
     )
     fill, decay = DrafterOption("fill", True, "fill up"), DrafterOption("decay", 0.5, "old", 0, 1)
     drafters = (

@@ -146,6 +146,33 @@ async def test_a_server_that_is_killed_leaves_nothing_and_nobody_says_otherwise(
     assert not any(Path(f"/dev/shm/sem.{name.lstrip('/')}").exists() for name in names)
 
 
+STOPPED = """
+import multiprocessing, os, signal
+from server.request.large_bodies import BodyReader
+
+def nothing(): ...
+
+if __name__ == "__main__":
+    reader = BodyReader(nothing, 1)
+    reader.warm()
+    (starting,) = multiprocessing.active_children()
+    os.kill(starting.pid, signal.SIGSTOP)
+    reader.close()
+"""
+
+
+async def test_a_server_that_ends_waits_for_no_process_that_is_still_starting(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "stopped.py"
+    script.write_text(STOPPED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 async def test_without_a_pool_the_server_reads_them_itself(connect: Connect) -> None:
     content = json.dumps(COMPLETION) + PADDING
     headers = {"content-type": "application/json"}
