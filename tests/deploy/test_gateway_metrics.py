@@ -25,11 +25,6 @@ VLLM = {
 }
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def engines() -> dict[str, dict[str, str]]:
     plugins = yaml.safe_load(PICKER.read_text())["plugins"]
     (extractor,) = (each for each in plugins if each["type"] == "core-metrics-extractor")

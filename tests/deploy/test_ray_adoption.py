@@ -20,11 +20,6 @@ ADMIN = {"authorization": "Bearer secret"}
 URL = "http://test/admin/speculative"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @asynccontextmanager
 async def replica(
     name: str, settings: str = "same", **more: Any

@@ -20,11 +20,6 @@ pytestmark = pytest.mark.anyio
 ADMIN = {"authorization": "Bearer secret"}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def body(prompt: str = "once", **more: Any) -> dict[str, Any]:
     return {"model": "test/scripted", "prompt": prompt, "max_tokens": 64, "seed": 1} | more
 

@@ -22,11 +22,6 @@ PATH = "/v1/chat/completions"
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "ray"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def test_the_configuration_names_what_there_is() -> None:
     config = yaml.safe_load((FOLDER / "serve.yaml").read_text(encoding="utf-8"))
     (application,) = config["applications"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -20,6 +22,7 @@ from engine.request.errors import UnsupportedModelError
 from engine.request.info import EngineInfo
 from worlds.gated_engine import HANG, Engine, GatedRunner
 
+ROOT = Path(__file__).resolve().parents[2]
 STEP_SECONDS = 0.003
 CHECKED = "ngram"
 """The drafter whose check of options does not pickle."""
@@ -97,6 +100,19 @@ def wait_until_gone(pid: int) -> None:
     while not has_gone(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def assert_ends_with_its_parent(code: str) -> None:
+    """``code`` prints the id of a process that it has begun, and waits; then its own is killed."""
+    command = [sys.executable, "-c", f"import sys, time; sys.path.insert(0, 'tests')\n{code}"]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert not has_gone(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until_gone(pid)
 
 
 def num_handles() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import wraps
@@ -136,6 +136,14 @@ def tokens_of(events: list[TokenEvent]) -> list[int]:
 
 def reasons_of(events: list[TokenEvent]) -> list[str]:
     return [event.finish.reason for event in events if event.finish is not None]
+
+
+def outcomes(engine: Any, names: Iterable[str], *how: Any) -> list[asyncio.Task[str]]:
+    """Tasks that read requests which are asked ``how`` to their ends."""
+    return [
+        asyncio.create_task(outcome_of(collect(engine.generate(asking(name, *how)))))
+        for name in names
+    ]
 
 
 async def outcome_of(events: Awaitable[list[TokenEvent]]) -> str:

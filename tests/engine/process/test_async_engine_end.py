@@ -16,6 +16,7 @@ from worlds.gated_engine import (
     asking,
     collect,
     outcome_of,
+    outcomes,
     reasons_of,
     running,
     text_of,
@@ -182,10 +183,7 @@ async def test_an_engine_never_started_is_dead() -> None:
 async def test_stop_aborts_what_the_drain_time_leaves(drain_seconds: float) -> None:
     engine = Engine(gated=True, max_num_seqs=2)
     async with running(engine):
-        readers = [
-            asyncio.create_task(outcome_of(collect(engine.generate(asking(name, LONG)))))
-            for name in "abcd"
-        ]
+        readers = outcomes(engine, "abcd", LONG)
         await until(lambda: engine.core.has_work and engine.num_open == 4)
         stopping = asyncio.create_task(engine.stop(drain_seconds))
         await asyncio.sleep(2 * drain_seconds)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import queue
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,20 +16,19 @@ from engine.logs import LogOptions
 from engine.process.follower import Followers
 from engine.process.launch import EngineProcess, Launch
 from engine.request.errors import EngineError
-from worlds.engine_apart import connected, has_gone, num_handles, wait_until_gone
+from worlds.engine_apart import assert_ends_with_its_parent, connected, has_gone, num_handles
 from worlds.gated_engine import (
     HANG,
     LONG,
     asking,
     collect,
-    outcome_of,
+    outcomes,
     text_of,
     tokens_of,
     until,
     within,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
 ENGINE = "worlds.engine_apart:build"
 
 
@@ -84,9 +80,7 @@ async def test_an_engine_ends_with_any_of_its_ranks_and_comes_back_with_all() ->
     try:
         async with connected(process) as engine:
             process.watch(lambda info: engine.replace(info, process.connect()))
-            reading = asyncio.create_task(
-                outcome_of(collect(engine.generate(asking("r", LONG, "none"))))
-            )
+            (reading,) = outcomes(engine, "r", LONG, "none")
             await until(lambda: engine.num_open == 1)
             assert process.pid is not None
             (follower,) = children_of(process.pid)
@@ -118,7 +112,6 @@ def test_what_a_rank_refuses_the_engine_refuses() -> None:
 
 def test_no_rank_outlives_the_first_however_that_ends() -> None:
     code = (
-        "import sys, time; sys.path.insert(0, 'tests')\n"
         "from engine.config import EngineConfig\n"
         "from engine.logs import LogOptions\n"
         "from engine.process.follower import Followers\n"
@@ -127,13 +120,4 @@ def test_no_rank_outlives_the_first_however_that_ends() -> None:
         "followers = Followers(Launch('', config, LogOptions(), 'worlds.lone_rank:wait'))\n"
         "print(followers.pids[0], flush=True); time.sleep(600)\n"
     )
-    first = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert first.stdout is not None
-    follower = int(first.stdout.readline())
-    assert not has_gone(follower)
-    first.kill()
-    first.wait()
-    first.stdout.close()
-    wait_until_gone(follower)
+    assert_ends_with_its_parent(code)

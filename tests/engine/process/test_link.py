@@ -16,8 +16,7 @@ import pytest
 
 from engine.process.link import Link, PeerGoneError
 from engine.request.errors import RequestError
-
-HANG = 60.0
+from worlds.gated_engine import HANG
 
 
 def links() -> tuple[Link, Link]:

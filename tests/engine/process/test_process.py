@@ -26,7 +26,14 @@ from engine.request.errors import (
 from engine.request.info import EngineInfo
 from engine.request.params import SpeculativeParams, Tenant
 from engine.request.stats import StepStats
-from worlds.engine_apart import CHECKED, connected, has_gone, launched, num_handles, wait_until_gone
+from worlds.engine_apart import (
+    CHECKED,
+    assert_ends_with_its_parent,
+    connected,
+    has_gone,
+    launched,
+    num_handles,
+)
 from worlds.gated_engine import (
     GREEDY,
     HANG,
@@ -34,6 +41,7 @@ from worlds.gated_engine import (
     asking,
     collect,
     outcome_of,
+    outcomes,
     reasons_of,
     text_of,
     tokens_of,
@@ -168,12 +176,7 @@ async def test_a_killed_engine_is_told_to_everybody_and_comes_back() -> None:
         async with connected(process) as engine:
             process.watch(lambda info: engine.replace(info, process.connect()))
             before = num_handles()
-            readers = [
-                asyncio.create_task(
-                    outcome_of(collect(engine.generate(asking(name, LONG, "none"))))
-                )
-                for name in "abcdef"
-            ]
+            readers = outcomes(engine, "abcdef", LONG, "none")
             await until(lambda: engine.num_open == 6)
             await asyncio.sleep(0.02)
             assert process.pid is not None
@@ -209,9 +212,7 @@ async def test_an_engine_whose_step_hangs_is_seen_ended_and_brought_back() -> No
     with launched("hang:3") as process:
         async with connected(process) as engine:
             assert engine.step_seconds == 0
-            reading = asyncio.create_task(
-                outcome_of(collect(engine.generate(asking("r", LONG, "none"))))
-            )
+            (reading,) = outcomes(engine, "r", LONG, "none")
             await until(lambda: engine.step_seconds > 0.5)
             assert engine.is_alive
             assert not reading.done()
@@ -237,10 +238,7 @@ def test_what_cannot_be_built_says_why() -> None:
 @within(PATIENCE)
 async def test_stopping_drains_or_aborts(apart: Apart, seconds: float) -> None:
     async with connected(*apart) as engine:
-        readers = [
-            asyncio.create_task(outcome_of(collect(engine.generate(asking(name, LONG)))))
-            for name in "abcdef"
-        ]
+        readers = outcomes(engine, "abcdef", LONG)
         await until(lambda: engine.num_open == 6)
         stopping = asyncio.create_task(engine.stop(seconds))
         await asyncio.sleep(0)
@@ -266,7 +264,6 @@ async def test_nothing_is_left_open() -> None:
 @pytest.mark.parametrize("moment", ["loading", "serving"])
 def test_an_engine_does_not_outlive_a_server_that_is_killed(moment: str) -> None:
     code = (
-        "import sys, time; sys.path.insert(0, 'tests')\n"
         "from engine.config import EngineConfig\n"
         "from engine.process.launch import EngineProcess\n"
         "import threading\n"
@@ -276,16 +273,7 @@ def test_an_engine_does_not_outlive_a_server_that_is_killed(moment: str) -> None
         "while p.pid is None: time.sleep(0.01)\n"
         "print(p.pid, flush=True); time.sleep(600)\n"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert not has_gone(pid)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    wait_until_gone(pid)
+    assert_ends_with_its_parent(code)
 
 
 @within(PATIENCE)

@@ -107,28 +107,38 @@ def test_every_format_has_cases() -> None:
     assert CASES.keys() == tool_call_formats().keys()
 
 
-@pytest.mark.parametrize("form", CASES)
-def test_calls_are_read(form: str) -> None:
-    one, two = CASES[form]
-    assert read(form, one) == ("", [WEATHER])
-    assert read(form, two) == ("I look.", [WEATHER, ADD])
+OTHER_SPELLINGS = [
+    ("mistral", "[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]$weather"),
+    ("mistral", "[TOOL_CALLS]get_weather$weather"),
+    ("mistral", '[TOOL_CALLS][{"arguments": $weather, "name": "get_weather"}]'),
+    ("hermes", '<tool_call>{"arguments": $weather, "name": "get_weather"}</tool_call>'),
+    # The end of the text closes what is open.
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": $weather}'),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": $weather'),
+    ("llama3", '<|python_tag|>{"parameters": $weather, "name": "get_weather"}'),
+]
+EMPTY, NOTHING = '<tool_call>{"name": "add", "arguments": {}}</tool_call>', ("add", {})
+IN_JSON = json.dumps({"name": "add", "arguments": json.dumps(ADD[1])})
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
+    ("form", "text", "content", "calls"),
     [
-        ("mistral", "[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]$weather"),
-        ("mistral", "[TOOL_CALLS]get_weather$weather"),
-        ("mistral", '[TOOL_CALLS][{"arguments": $weather, "name": "get_weather"}]'),
-        ("hermes", '<tool_call>{"arguments": $weather, "name": "get_weather"}</tool_call>'),
-        # The end of the text closes what is open.
-        ("hermes", '<tool_call>{"name": "get_weather", "arguments": $weather}'),
-        ("hermes", '<tool_call>{"name": "get_weather", "arguments": $weather'),
-        ("llama3", '<|python_tag|>{"parameters": $weather, "name": "get_weather"}'),
+        *((form, one, "", [WEATHER]) for form, (one, _) in CASES.items()),
+        *((form, two, "I look.", [WEATHER, ADD]) for form, (_, two) in CASES.items()),
+        *((form, told(form, text), "", [WEATHER]) for form, text in OTHER_SPELLINGS),
+        ("hermes", f"{EMPTY}\n\nDone.", "Done.", [NOTHING]),
+        ("hermes", f"A\n{EMPTY}\nB ", "A\n\nB", [NOTHING]),
+        ("hermes", f"<tool_call>oh {EMPTY}", "<tool_call>oh", [NOTHING]),
+        ("hermes", EMPTY.replace("}}", '}, "x": 1}'), ', "x": 1}</tool_call>', [NOTHING]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+        ("hermes", f"<tool_call>{IN_JSON}</tool_call>", "", [ADD]),
     ],
 )
-def test_other_spellings_are_read(form: str, text: str) -> None:
-    assert read(form, told(form, text)) == ("", [WEATHER])
+def test_calls_are_read_and_what_is_around_them_is_content(
+    form: str, text: str, content: str, calls: list[Any]
+) -> None:
+    assert read(form, text) == (content, calls)
 
 
 @pytest.mark.parametrize(
@@ -171,25 +181,6 @@ def test_other_spellings_are_read(form: str, text: str) -> None:
 )
 def test_what_is_no_call_is_content_to_the_letter(form: str, text: str) -> None:
     assert read(form, text) == (text, [])
-
-
-EMPTY, NOTHING = '<tool_call>{"name": "add", "arguments": {}}</tool_call>', ("add", {})
-IN_JSON = json.dumps({"name": "add", "arguments": json.dumps(ADD[1])})
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (f"{EMPTY}\n\nDone.", "Done.", [NOTHING]),
-        (f"A\n{EMPTY}\nB ", "A\n\nB", [NOTHING]),
-        (f"<tool_call>oh {EMPTY}", "<tool_call>oh", [NOTHING]),
-        (EMPTY.replace("}}", '}, "x": 1}'), ', "x": 1}</tool_call>', [NOTHING]),
-        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
-        (f"<tool_call>{IN_JSON}</tool_call>", "", [ADD]),
-    ],
-)
-def test_what_is_around_a_call_is_content(text: str, content: str, calls: list[Any]) -> None:
-    assert read("hermes", text) == (content, calls)
 
 
 FRAGMENTS = [

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from server.http.listener import bind
-from worlds.live_server import live
+from worlds.live_server import HANG, live
 from worlds.serving import endless, events, until
 
 pytestmark = pytest.mark.anyio
@@ -20,7 +20,7 @@ BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 400}
 
 async def test_requests_that_outlast_the_drain_end_in_an_event_or_a_503() -> None:
     engine = endless()
-    async with live(engine, drain_seconds=0.2) as found, httpx.AsyncClient(timeout=30) as client:
+    async with live(engine, drain_seconds=0.2) as found, httpx.AsyncClient(timeout=HANG) as client:
         engine.gate.clear()
         url = f"{found.url}/v1/completions"
         asked = [client.build_request("POST", url, json=BODY | {"stream": True})] * 4
@@ -39,11 +39,14 @@ async def test_requests_that_outlast_the_drain_end_in_an_event_or_a_503() -> Non
             assert reply.status_code == 503
             assert reply.json()["error"]["code"] == "shutting_down"
             assert int(reply.headers["retry-after"]) >= 1
-        await asyncio.wait_for(found.running, 30)
+        await asyncio.wait_for(found.running, HANG)
 
 
 async def test_connections_that_the_kernel_remembers_keep_no_successor_from_the_port() -> None:
-    async with live(endless()) as found, httpx.AsyncClient(base_url=found.url) as client:
+    async with (
+        live(endless()) as found,
+        httpx.AsyncClient(base_url=found.url, timeout=HANG) as client,
+    ):
         # The server closes first, and so its side waits for what may still be on its way.
         reply = await client.get("/health", headers={"connection": "close"})
         assert reply.headers["connection"] == "close"
@@ -55,7 +58,7 @@ async def test_connections_that_the_kernel_remembers_keep_no_successor_from_the_
 
 async def test_the_port_answers_until_the_last_request_has_finished() -> None:
     engine = endless()
-    async with live(engine, drain_seconds=60) as found, httpx.AsyncClient(timeout=30) as client:
+    async with live(engine, drain_seconds=60) as found, httpx.AsyncClient(timeout=HANG) as client:
         url = f"{found.url}/v1/completions"
         engine.gate.clear()
         open_ = asyncio.ensure_future(client.post(url, json=BODY))
@@ -64,7 +67,7 @@ async def test_the_port_answers_until_the_last_request_has_finished() -> None:
         await until(lambda: engine.stopping)
         for _ in range(3):
             # A client each: new connections are taken, too.
-            async with httpx.AsyncClient(base_url=found.url) as other:
+            async with httpx.AsyncClient(base_url=found.url, timeout=HANG) as other:
                 assert (await other.get("/health")).status_code == 200
                 ready = await other.get("/ready")
                 assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
@@ -81,14 +84,14 @@ async def test_the_port_answers_until_the_last_request_has_finished() -> None:
         reply = await open_
         assert reply.status_code == 200
         assert reply.json()["choices"][0]["finish_reason"] == "length"
-        await asyncio.wait_for(found.running, 30)
+        await asyncio.wait_for(found.running, HANG)
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{found.url}/health")
 
 
 async def test_a_second_signal_ends_at_once() -> None:
     engine = endless()
-    async with live(engine, drain_seconds=3600) as found, httpx.AsyncClient(timeout=30) as client:
+    async with live(engine, drain_seconds=3600) as found, httpx.AsyncClient(timeout=HANG) as client:
         engine.gate.clear()
         url = f"{found.url}/v1/completions"
         open_ = asyncio.ensure_future(client.post(url, json=BODY | {"stream": True}))
@@ -97,7 +100,7 @@ async def test_a_second_signal_ends_at_once() -> None:
         await until(lambda: engine.stopping)
         assert not found.running.done()
         signal.raise_signal(signal.SIGTERM)
-        await asyncio.wait_for(found.running, 30)
+        await asyncio.wait_for(found.running, HANG)
         with pytest.raises(httpx.TransportError):
             await open_
         await until(lambda: engine.open == set())
@@ -110,7 +113,7 @@ async def test_a_request_that_is_being_sent_is_refused_by_name() -> None:
         await until(lambda: found.num_connections == 1)
         await until(lambda: len(found.server.server_state.tasks) == 1)
         signal.raise_signal(signal.SIGTERM)
-        reply = await asyncio.wait_for(reading.read(), 30)
+        reply = await asyncio.wait_for(reading.read(), HANG)
         assert reply.startswith(b"HTTP/1.1 503 ")
         assert b"shutting_down" in reply
         writing.close()

@@ -26,7 +26,7 @@ HALF = HEAD + b"content-length: 9\r\n\r\n{"
 
 
 async def figure(found: Live, name: str) -> float:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=HANG) as client:
         text = (await client.get(f"{found.url}/metrics")).text
     (line,) = (line for line in text.splitlines() if line.startswith(name + " "))
     return float(line.rsplit(" ", 1)[1])
@@ -274,7 +274,7 @@ async def test_chunks_arrive_while_the_request_runs() -> None:
     engine = endless()
     async with (
         live(engine) as found,
-        httpx.AsyncClient(base_url=found.url) as client,
+        httpx.AsyncClient(base_url=found.url, timeout=HANG) as client,
         client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as reply,
     ):
         assert (await anext(reply.aiter_lines())).startswith("data: {")

@@ -35,30 +35,20 @@ async def test_leaving_a_stream_aborts_its_choices(connect: Connect, n: int) -> 
     assert f'slipstream_requests_total{{finish_reason="abort"}} {n}.0' in metrics
 
 
-@pytest.mark.parametrize("n", [1, 3])
-async def test_leaving_before_a_whole_reply_aborts_its_choices(connect: Connect, n: int) -> None:
+@pytest.mark.parametrize(("stream", "n"), [(False, 1), (False, 3), (True, 1)])
+async def test_leaving_before_the_first_token_aborts_all_choices(
+    connect: Connect, stream: bool, n: int
+) -> None:
     engine = endless()
     engine.gate.clear()
-    async with (
-        connect(engine) as client,
-        AsgiCall(client.app, "/v1/completions", ENDLESS | {"n": n}) as call,
-    ):
+    body = ENDLESS | {"stream": stream, "n": n}
+    async with connect(engine) as client, AsgiCall(client.app, "/v1/completions", body) as call:
         await until(lambda: len(engine.open) == n)
         await call.hang_up()
         assert engine.open == set()
-        assert (await call.messages.get())["status"] == 499
+        if not stream:
+            assert (await call.messages.get())["status"] == 499
     assert len(engine.closed_early) == n
-
-
-async def test_leaving_before_the_first_token_of_a_stream_aborts_it(connect: Connect) -> None:
-    engine = endless()
-    engine.gate.clear()
-    async with connect(engine) as client:
-        body = ENDLESS | {"stream": True}
-        async with AsgiCall(client.app, "/v1/completions", body) as call:
-            await until(lambda: engine.open)
-            await call.hang_up()
-            assert engine.open == set()
 
 
 async def test_a_stream_starts_even_if_no_token_comes(

@@ -48,44 +48,45 @@ async def test_a_broken_template_is_the_servers_fault(
     assert "chat template is broken" in caplog.text
 
 
-async def test_values_that_break_a_template_are_named(connect: Connect) -> None:
-    shout, continued = (
-        {"shout": 5},
-        {"continue_final_message": True, "add_generation_prompt": False},
-    )
-    status, error = await ask(connect, "{{ 'x' + (shout or '') }}a", chat_template_kwargs=shout)
-    assert (status, error["param"]) == (400, "chat_template_kwargs")
-    fine = {"chat_template_kwargs": {"shout": "5"}}
-    assert await ask(connect, CHAT_TEMPLATE + "{{ 'x' + shout }}", **fine) == (200, None)
-    # A final message that is not in the text cannot be continued.
-    status, error = await ask(connect, "no messages here", **continued)
-    assert (status, error["param"]) == (400, "continue_final_message")
+KWARGS = "chat_template_kwargs"
+SHOUT = {KWARGS: {"shout": True}}
+IN_TAGS = (
+    "{% for m in messages %}{%- generation -%}{% if shout is defined %}{{ m.content }}{% endif %}"
+    "{% endgeneration %}{% break %}{% endfor %}<|user|>"
+)
 
 
 @pytest.mark.parametrize(
-    ("template", "name"),
+    ("template", "fields", "param"),
     [
-        ("{# shout #}a", "shout"),
-        ("{{ 'shout' }}", "shout"),
-        ("shout", "shout"),
-        ("{% set shout = 1 %}{{ shout }}", "shout"),
-        ("{{ messages[0].shout }}", "shout"),
-        ("{{ bos_token }}", "bos_token"),
-        ("{{ raise_exception('x') }}", "raise_exception"),
-        ("{% for i in range(3) %}{% endfor %}", "range"),
-        ("{{ messages }}", "messages"),
+        # Values that break a template, and some that do not.
+        ("{{ 'x' + (shout or '') }}a", {KWARGS: {"shout": 5}}, KWARGS),
+        (CHAT_TEMPLATE + "{{ 'x' + shout }}", {KWARGS: {"shout": "5"}}, None),
+        # A final message that is not in the text cannot be continued.
+        (
+            "no messages here",
+            {"continue_final_message": True, "add_generation_prompt": False},
+            "continue_final_message",
+        ),
+        # Variables are found in the tags that transformers adds; what is no variable is refused.
+        (IN_TAGS, SHOUT, None),
+        ("{# shout #}a", SHOUT, f"{KWARGS}.shout"),
+        ("{{ 'shout' }}", SHOUT, f"{KWARGS}.shout"),
+        ("shout", SHOUT, f"{KWARGS}.shout"),
+        ("{% set shout = 1 %}{{ shout }}", SHOUT, f"{KWARGS}.shout"),
+        ("{{ messages[0].shout }}", SHOUT, f"{KWARGS}.shout"),
+        ("{{ bos_token }}", {KWARGS: {"bos_token": True}}, f"{KWARGS}.bos_token"),
+        (
+            "{{ raise_exception('x') }}",
+            {KWARGS: {"raise_exception": True}},
+            f"{KWARGS}.raise_exception",
+        ),
+        ("{% for i in range(3) %}{% endfor %}", {KWARGS: {"range": True}}, f"{KWARGS}.range"),
+        ("{{ messages }}", {KWARGS: {"messages": True}}, f"{KWARGS}.messages"),
     ],
 )
-async def test_a_name_that_is_no_variable_of_the_clients_is_refused(
-    connect: Connect, template: str, name: str
+async def test_what_a_request_says_to_a_template_is_taken_or_refused_by_name(
+    connect: Connect, template: str, fields: dict[str, Any], param: str | None
 ) -> None:
-    status, error = await ask(connect, template, chat_template_kwargs={name: True})
-    assert (status, error["param"]) == (400, f"chat_template_kwargs.{name}")
-
-
-async def test_variables_are_found_in_the_tags_that_transformers_adds(connect: Connect) -> None:
-    template = (
-        "{% for m in messages %}{%- generation -%}{% if shout is defined %}{{ m.content }}{% endif %}"
-        "{% endgeneration %}{% break %}{% endfor %}<|user|>"
-    )
-    assert (await ask(connect, template, chat_template_kwargs={"shout": True}))[0] == 200
+    status, error = await ask(connect, template, **fields)
+    assert (status, error and error["param"]) == (400 if param else 200, param)

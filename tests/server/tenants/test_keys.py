@@ -82,42 +82,30 @@ REFUSED: list[tuple[list[Any], str]] = [
     ([{"name": "a", "key": KEY}, {"name": "a", "key": "k"}], "tenants.1.name: "),
     ([{"name": "a", "key": KEY}, {"name": "b", "key_sha256": DIGEST}], "tenants.1.key: "),
 ]
+NO_LISTS = [
+    *(f"tenants: [{{name: a, key: {KEY}", f"tenants:\n\t- {KEY}", f"- {KEY}", KEY, ""),
+    *(f"tenants: *{KEY}", f"tenants: !{KEY} x"),
+]
 
 
-@pytest.mark.parametrize(("tenants", "message"), REFUSED)
-def test_what_is_not_sound_is_refused_in_a_line_with_its_field(
-    tmp_path: Path, tenants: list[Any], message: str
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((json.dumps({"tenants": tenants}), message) for tenants, message in REFUSED),
+        *((content, "") for content in NO_LISTS),
+    ],
+)
+def test_what_is_not_sound_is_refused_in_a_line_with_its_field_and_no_key(
+    tmp_path: Path, content: str, message: str
 ) -> None:
-    file = written(tmp_path, *tenants)
+    file = tmp_path / "keys.yaml"
+    file.write_text(content)
     with pytest.raises(ValueError, match="api-keys-file") as error:
         read_tenants(file)
     text = str(error.value)
     assert text.startswith(f"api-keys-file {file}: {message}")
     assert "\n" not in text
     assert KEY not in text
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        f"tenants: [{{name: a, key: {KEY}",
-        f"tenants:\n\t- {KEY}",
-        f"- {KEY}",
-        KEY,
-        "",
-        f"tenants: *{KEY}",
-        f"tenants: !{KEY} x",
-    ],
-)
-def test_what_is_no_list_of_tenants_is_refused_without_being_quoted(
-    tmp_path: Path, content: str
-) -> None:
-    file = tmp_path / "keys.yaml"
-    file.write_text(content)
-    with pytest.raises(ValueError, match="api-keys-file") as error:
-        read_tenants(file)
-    assert "\n" not in str(error.value)
-    assert KEY not in str(error.value)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from server.metrics.record import MAX_STEPS
 from server.metrics.telemetry import pipeline
 from server.metrics.telemetry.begin import endpoint_of
+from worlds.live_server import HANG
 from worlds.otlp_collector import Collector, otlp_collector, values
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
 from worlds.serving import Connect, endless
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).resolve().parents[4]
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 OK, ERROR, UNSET = 1, 2, 0
-HANG = 60.0
 
 
 @pytest.fixture

@@ -314,31 +314,6 @@ def test_step_costs_lie_on_lines_between_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "not JSON"),
-        ("{}", "must be a list"),
-        ("[[1, 2.0]]", "at least two"),
-        ("[[2, 1.0], [2, 1.0]]", "entry 1: rows must ascend"),
-        ("[[1, 2, 3]]", r"entry 0 is not \[rows, seconds\]"),
-        ("[[0, 2], [1, 2]]", "entry 0: rows"),
-        ("[[1, -2], [2, 2]]", "entry 0: seconds"),
-        ("[[1, true]]", "entry 0: seconds"),
-    ],
-)
-def test_a_step_cost_that_does_not_fit_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
-) -> None:
-    cost = tmp_path / "cost.json"
-    cost.write_text(content)
-    log = write_log(tmp_path, {"prompt": [1], "completion": [2]})
-    assert main(["replay", str(log), "--step-cost", str(cost)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("slipstream: --step-cost")
-    assert re.search(message, err)
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--drafters", "sufix"], "unknown drafter 'sufix'; known: none"),
@@ -360,29 +335,42 @@ def test_bad_flags_are_refused_by_name(
     assert message in err
 
 
+STEP_COSTS = [
+    ("{", "not JSON"),
+    ("{}", "must be a list"),
+    ("[[1, 2.0]]", "at least two"),
+    ("[[2, 1.0], [2, 1.0]]", "entry 1: rows must ascend"),
+    ("[[1, 2, 3]]", r"entry 0 is not \[rows, seconds\]"),
+    ("[[0, 2], [1, 2]]", "entry 0: rows"),
+    ("[[1, -2], [2, 2]]", "entry 0: seconds"),
+    ("[[1, true]]", "entry 0: seconds"),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("cost", "arguments", "message"),
     [
-        (["--drafters", "jacobi"], "drafter 'jacobi' cannot be replayed"),
-        (["--drafters", "medusa"], "drafter 'medusa' cannot be used"),
-        (["--drafters", "none", "--shapes", "tree"], "no trees"),
-        (["--ignore-fields", "other"], "line 1: unknown field 'note'"),
+        *((cost, ["--step-cost", "COST"], f"--step-cost.*{told}") for cost, told in STEP_COSTS),
+        ("", ["--drafters", "jacobi"], "drafter 'jacobi' cannot be replayed"),
+        ("", ["--drafters", "medusa"], "drafter 'medusa' cannot be used"),
+        ("", ["--drafters", "none", "--shapes", "tree"], ".*no trees"),
+        ("", ["--ignore-fields", "other"], ".*line 1: unknown field 'note'"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_with_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    cost: str,
+    arguments: list[str],
+    message: str,
 ) -> None:
+    (tmp_path / "cost.json").write_text(cost)
     log = write_log(tmp_path, {"prompt": [1], "completion": [2], "note": 3})
-    assert main(["replay", str(log), *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("slipstream: ")
-    assert message in captured.err
-
-
-def test_a_log_that_is_not_there_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    given = [str(tmp_path / "cost.json") if each == "COST" else each for each in arguments]
+    assert main(["replay", str(log), *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.match(f"slipstream: {message}", err)
     assert main(["replay", str(tmp_path / "no.jsonl")]) == 2
     assert "no.jsonl" in capsys.readouterr().err
 
