@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import exp
 from operator import attrgetter
@@ -29,6 +30,7 @@ from drafters.base import (
     DrafterContext,
     DrafterInfo,
     DrafterNeeds,
+    DrafterUnavailableError,
     DraftRequest,
     NewRequest,
     Observation,
@@ -136,16 +138,14 @@ class AutoDrafter(Drafter):
 
     @classmethod
     def build(cls, context: DrafterContext) -> AutoDrafter:
-        """Over drafters of its own, of all kinds of the core that can be members; of two of which one
-        does all that the other does, that one."""
-        return cls(
-            {
-                name: kind.build(context)
-                for name, kind in REGISTERED.items()
-                if can_join(kind.info) and not kind.part_of
-            },
-            context.vocab_size,
-        )
+        """Returns it over drafters of its own, of all kinds of the core that can be members and work
+        here; of two of which one does all that the other does, that one."""
+        members: dict[str, Drafter] = {}
+        for name, kind in REGISTERED.items():
+            if can_join(kind.info) and not kind.part_of:
+                with suppress(DrafterUnavailableError):  # the registry says which and why
+                    members[name] = kind.build(context)
+        return cls(members, context.vocab_size)
 
     def meet(self, drafters: Mapping[str, Drafter]) -> None:
         """Those of other distributions become members as they are."""

@@ -93,6 +93,7 @@ def build_drafters(
     factories: dict[str, Factory] = {name: REGISTERED[name].build for name in _NAMES}
     factories |= plugins or {}
     built: dict[str, Drafter] = {}
+    left_out: list[str] = []
     for name in factories if names is None else names:
         if name not in factories:
             raise ValueError(f"unknown drafter {name!r}; known: {', '.join(factories)}")
@@ -103,6 +104,9 @@ def build_drafters(
                 raise DrafterUnavailableError(
                     f"drafter {name!r} cannot be used: {error}"
                 ) from error
+            left_out.append(f"{name} ({error})")
+    if left_out:
+        logger.info("drafters left out: %s", "; ".join(left_out))
     for each in built.values():
         each.meet(built)
     return built

@@ -85,7 +85,10 @@ def _tolerance(runner: ModelRunner) -> tuple[float, str]:
     """Returns how far logits may lie from the reference, and what it says of a model beyond that."""
     if any(isinstance(module, Int8Linear) for module in runner.model.modules()):
         return _SANE_IN_8_BITS, "it does not survive rounding to 8 bits"
-    keeps_state = "it must keep state that the engine does not carry"
+    keeps_state = (
+        "it must keep state that the engine does not carry, or the attention backend "
+        f"{runner.attention.name} computes something else"
+    )
     if runner.store.dtype.itemsize == 1:
         return _TOLERANCE_OF_STORES_IN_8_BITS, keeps_state
     return _TOLERANCE.get(runner.model.dtype, _TOLERANCE[torch.bfloat16]), keeps_state

@@ -39,10 +39,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The vocabulary that values are checked against. ``encode`` adds no special tokens."""
+    """The vocabulary that values are checked against. ``encode`` adds no special tokens; ``decode``
+    returns the text of tokens."""
 
     size: int
     encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)

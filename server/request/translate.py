@@ -61,7 +61,7 @@ class Translator:
         self._formats = formats
         self._max_seconds = max_seconds
         self._vocabulary = Vocabulary(
-            info.vocab_size, partial(tokenizer.encode, add_special_tokens=False)
+            info.vocab_size, partial(tokenizer.encode, add_special_tokens=False), tokenizer.decode
         )
 
     def plan(

@@ -15,6 +15,7 @@ from drafters.base import (
     DrafterContext,
     DrafterInfo,
     DrafterNeeds,
+    DrafterUnavailableError,
     DraftRequest,
     DraftShape,
     NewRequest,
@@ -52,6 +53,10 @@ class _Guesses(RequestState):
     def propose(self, request: DraftRequest) -> DraftTree:
         self._owner.num_asked += 1
         return chain(self._owner.guess(request.token_ids)[: request.max_nodes])
+
+
+def cannot_work(context: DrafterContext) -> Drafter:  # noqa: ARG001
+    raise DrafterUnavailableError("needs what is not here")
 
 
 def target(text: Sequence[int]) -> int:
@@ -244,6 +249,8 @@ def test_members_are_those_of_the_registry_that_need_no_model(
     further("further")
     further("window", DrafterNeeds(all_or_nothing=True))
     further("less", part_of="further")
+    further("absent")
+    monkeypatch.setattr(REGISTERED["absent"], "build", cannot_work)
     auto = AutoDrafter.build(DrafterContext())
     plain = {"ngram", "prediction", "suffix", "nasd", "stand", "recycling"}
     assert set(auto._members) == plain | {"further"}

@@ -154,7 +154,11 @@ _Kind = TypeVar("_Kind", bound=type[GammaPolicy])
 def gamma_policy(
     name: str, description: str, settings: Sequence[str], weighs_cost: bool = False
 ) -> Callable[[_Kind], _Kind]:
-    """Registers a policy under the name that requests use. Raises ValueError if it is taken."""
+    """Registers a policy under the name that requests use. ``settings``: the fields of
+    ``SpeculativeParams`` that it reads. Raises ValueError if the name is taken or a field unknown."""
+    unknown = set(settings) - SpeculativeParams.__dataclass_fields__.keys()
+    if unknown:
+        raise ValueError(f"gamma policy {name!r} reads {sorted(unknown)}, which no request has")
 
     def register(kind: _Kind) -> _Kind:
         if name in _POLICIES:

@@ -17,7 +17,7 @@ from engine.sampling.sampler import edited_logits
 from worlds.sampled_rows import RowGroup
 from worlds.sampling_oracle import new_state
 
-VOCABULARY = Vocabulary(50, lambda text: [*text.encode()])
+VOCABULARY = Vocabulary(50, lambda text: [*text.encode()], lambda ids: bytes(ids).decode())
 
 
 def allowed(*token_ids: int, **others: Any) -> SamplingParams:

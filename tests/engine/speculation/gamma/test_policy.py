@@ -41,6 +41,8 @@ def test_a_new_policy_needs_only_its_registration(half: type[GammaPolicy]) -> No
     assert not half.weighs_cost
     with pytest.raises(ValueError, match="two gamma policies named 'half'"):
         gamma_policy("half", "again", [])(GammaPolicy)
+    with pytest.raises(ValueError, match=r"'quarter' reads \['num_spec'\], which no request has"):
+        gamma_policy("quarter", "reads a field that is none", ["num_spec"])
 
 
 def test_policies_that_weigh_cost_come_after_those_that_do_not(half: type[GammaPolicy]) -> None:
