@@ -44,7 +44,7 @@ class DraftShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeParams:
-    """Who drafts, how deep, in what shape, under the names that users write.
+    """Speculation of one request, under the names that users write: drafter, depth, shape.
 
     In a request that is resolved, ``adaptive_depth`` is the name of a gamma policy
     (``engine.speculation.gamma``), the fields agree with each other, and ``options`` are complete.

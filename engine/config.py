@@ -14,7 +14,7 @@ from engine.request.info import Determinism
 ShedSpeculation = Literal["never", "unpaid", "all"]
 Quantization = Literal["int8", "int4", "fp8"]
 USUAL_GRAPH_ROWS = 256
-"""Of the largest step that is captured as a CUDA graph where nothing else is asked for."""
+"""Rows of the largest step that is captured as a CUDA graph where nothing else is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 log_fields: ContextVar[Mapping[str, Any]] = ContextVar("log_fields", default={})  # noqa: B039
-"""What every line says besides its message. Replaced, never changed: tasks inherit it."""
+"""The fields of every line besides its message. Replaced, never changed: tasks inherit it."""
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 logger = logging.getLogger("slipstream")

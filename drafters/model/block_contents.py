@@ -53,7 +53,7 @@ class BlockContents:
         self._size = block_size
         self._blocks: dict[int, _Block] = {}
         self._digests: dict[int, bytes] = {}
-        """By full block, the digest of its text and everything before it."""
+        """The digests of full blocks: of a block's text and everything before it."""
 
     def num_valid(
         self, block_table: Sequence[int], text: TextDigests, token_ids: Sequence[int], most: int

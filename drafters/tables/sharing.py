@@ -35,9 +35,9 @@ class SharingDrafter(Drafter, ABC, Generic[Table]):
         super().__init__()
         self._make_own, self._make_shared = make_own, make_shared
         self._tables: dict[str, Table] = {}
-        """By tenant, the one that drafted last at the end."""
+        """Tables by tenant; the tenant that drafted last is at the end."""
         self._borrowers: dict[str, str] = {}
-        """By request, the tenant whose table it learns into."""
+        """The tenant into whose table each request learns."""
 
     @abstractmethod
     def state_over(self, request: NewRequest, table: Table) -> RequestState:

@@ -36,7 +36,7 @@ _MOST_DIMENSIONS = 256
 _MOST_SHARED = 128
 _PROGRAMS_PER_PROCESSOR = 4
 _BYTES_OF_SUMS = 64 << 20
-"""Of a layer, that wait to be joined."""
+"""Partial sums of a layer that wait to be joined."""
 
 
 @attention_backend("triton")

@@ -53,8 +53,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What launches of fixed size and memory of fixed layout hold: of a captured step. ``num_ints``: of
-    rows, block tables and tails."""
+    """Bounds of a captured step, whose launches have a fixed size and whose memory a fixed layout.
+    ``num_ints``: of rows, block tables and tails."""
 
     tile_rows: int
     num_items: int

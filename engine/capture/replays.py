@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 CAPTURE_SECONDS = 60.0
 """No further graph is begun after so long; what is not captured runs eagerly."""
 LEAST_FREE_SHARE = 0.05
-"""Of the device's memory, below which none is begun either: what else the engine needs finds room."""
+"""No graph is begun below this free share of the device's memory, so that what else the engine needs
+finds room."""
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _FEW_REQUESTS = (1, 4, 16)
 

@@ -156,7 +156,7 @@ def _remove_unused(folder: Path) -> None:
 
 
 _NUMBERS_FOR_A_TEAM = 1 << 16
-"""What less than so many numbers take is over sooner than a team has begun."""
+"""Work on fewer numbers is over sooner than a team has begun."""
 
 
 def threads_for(count: int) -> int:

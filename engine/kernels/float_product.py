@@ -38,7 +38,7 @@ def reference(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 _ZERO = np.float32(0.0)
 _FEATURES_AT_ONCE = 256
-"""Of a block: so much of it stays in the nearest cache while rows are multiplied with it."""
+"""The part of a block that stays in the nearest cache while rows are multiplied with it."""
 _LINES_OF_A_STEP = 4
 _ROWS_OF_AN_ITEM = 64
 """Rows that a thread takes on at a time: layers with few blocks are shared out by rows, too."""
@@ -122,8 +122,8 @@ def _rounded_sum(sums: Any, bias: Any, at: int, target: Any) -> Any:
 
 @njit
 def _finish_block(a: Arguments, block: int, first: int, end: int, sums: Any) -> None:
-    """Of rows from ``first`` to before ``end``. The last block ends with the last channel; those that
-    the one before has, too, are equal."""
+    """Multiplies rows from ``first`` to before ``end``. The last block ends with the last channel;
+    channels that the one before has, too, are equal."""
     channel = min(a.width * block, a.out_features - a.width)
     bias = a.bias if v.is_none(a.bias) else a.bias + CHANNELS * block
     for row in range(first, end):
@@ -205,8 +205,8 @@ def pack(
 
 
 def pack_gated(first: PackedFloats, second: PackedFloats, activation: str) -> PackedFloats:
-    """What multiplies rows with both, and returns the activation (of ``v.ACTIVATIONS``) of the first
-    product times the second. Both have the same sizes and type, which ``can_gate`` takes."""
+    """Returns what multiplies rows with both, and gives the activation (of ``v.ACTIVATIONS``) of the
+    first product times the second. Both have the same sizes and type, which ``can_gate`` takes."""
     weights = torch.cat([_halves(each.weights, 2) for each in (first, second)], 2)
     bias = None
     if first.bias is not None and second.bias is not None:

@@ -226,8 +226,8 @@ def _write(a: Arguments, block: int, first: int, end: int, totals: Any) -> None:
 
 @njit
 def _ahead(a: Arguments, block: int, tile: int) -> Any:
-    """What is fetched while a tile is multiplied: halves of the block that this thread is likely to take
-    next, which then need not be waited for. Further tiles fetch what is there already."""
+    """Returns what is fetched while a tile is multiplied: halves of the block that this thread is likely
+    to take next, which then need not be waited for. Further tiles fetch what is there already."""
     next_block = block + v.read_shared(a.num_workers)
     if tile >= 2 or next_block >= a.num_blocks:
         return a.weights + block * a.block
@@ -265,7 +265,7 @@ multiply = Loop(_multiply, Arguments, is_long=True)
 
 
 class PackedWeights:
-    """What rows are multiplied with.
+    """Weights in 8 bits, packed for products with rows.
 
     ``values``: ``[out_features, in_features]`` int8. ``scales``: ``[out_features]`` float32.
     ``group_scales``: ``[out_features, groups]`` float16, by which a group's weights are smaller, or None.

@@ -1,4 +1,4 @@
-"""What loops over 8 bits are written in: bytes from floats, and sums of products of bytes.
+"""Operations of loops over 8 bits: bytes from floats, and sums of products of bytes.
 
 A product of an unsigned by a signed byte is added to 32 bits, four at a time, by one instruction (VNNI):
 ``vpdpbusd``, of sixteen sums with AVX-512, of eight with AVX alone.
@@ -18,7 +18,7 @@ from engine.kernels import instructions as asm
 CHANNELS = 2 * LANES
 """Output channels of a block of packed weights: of each so many are multiplied with a row at once."""
 HEADER_BYTES = 8
-"""Of a group in a record, before its values: its scale and its correction."""
+"""The bytes of a group in a record before its values: its scale and its correction."""
 WIDE, NARROW = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
 GROUP_STEP = 32
 """Features of a group are a multiple of it."""
@@ -64,13 +64,13 @@ larger_bits = asm.operation("lanes lanes -> lanes", _larger_bits)
 """The larger of two magnitudes, lane by lane, by their bits: infinity is larger than any number, and what
 is no number larger still."""
 largest_bits_of = asm.operation("lanes -> float", _largest_bits)
-"""Of sixteen magnitudes, likewise."""
+"""Returns the largest of sixteen magnitudes, likewise."""
 to_whole = asm.operation(
     "lanes -> lanes", lambda b, x: asm.called(b, f"llvm.roundeven.v{LANES}f32", asm.FLOATS, x)
 )
 """To the nearest whole number, ties to even."""
 store_int8 = asm.operation("int lanes -> none", _store_int8)
-"""Of whole numbers from -128 to 127; others have no use."""
+"""Stores whole numbers from -128 to 127; others have no use."""
 
 
 # --- sums of products ---

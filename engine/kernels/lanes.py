@@ -108,7 +108,7 @@ fetch_add = operation(
 read_shared = operation(
     "int -> int", lambda b, at: b.load_atomic(asm.pointer(b, at, _INT64), "acquire", 8)
 )
-"""What another thread may be writing."""
+"""Reads what another thread may be writing."""
 
 
 @njit
@@ -206,7 +206,7 @@ def _float32(value: float) -> float:
 
 
 def _exponential(builder: Any, value: Any) -> Any:
-    """Of what is not above 0; below -87 it is 0."""
+    """Returns e to the power of lanes that are not above 0; below -87 it is 0."""
     power = asm.fused(builder, value, asm.constant(_float32(_LOG2E)), asm.constant(_ROUNDER))
     whole = builder.fsub(power, asm.constant(_ROUNDER))
     rest = asm.fused(builder, whole, asm.constant(_float32(-_LN2_HIGH)), value)
@@ -328,7 +328,7 @@ only_from = operation("lanes lanes lanes -> lanes", partial(_only, ">="))
 whole_sum = operation(
     "lanes -> int", lambda b, x: _halved(b, b.fptosi(x, ir.VectorType(_INT64, LANES)), b.add)
 )
-"""Of all lanes without their fractions, in 64 bits."""
+"""Returns the sum of all lanes without their fractions, in 64 bits."""
 first_of = operation("lanes -> float", lambda b, x: b.extract_element(x, asm.INT32(0)))
 
 for _symbol, _instruction in (

@@ -76,7 +76,7 @@ floats apart, weights ``stride`` from query to query."""
 
 
 def _interleaved(builder: Any, source: Any, dim: Any, target: Any) -> None:
-    """By pairs, and pairs of pairs."""
+    """Sums are added by pairs, and pairs of pairs."""
     pairs = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
     fours = [2 * (lane // 4) + lane % 2 + LANES * (lane // 2 % 2) for lane in range(LANES)]
 

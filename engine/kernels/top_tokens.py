@@ -213,9 +213,9 @@ of a tile, then the tiles, then the lanes."""
 
 
 def top_rows(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of ``logits`` ``[num_rows, vocab_size]``, float32, contiguous: tokens and values of the ``num_top``
-    largest, at least one, ``[num_rows, num_top]``. Minus infinity, token 0, where a row has fewer
-    numbers."""
+    """Returns tokens and values of the ``num_top`` largest ``logits``, at least one, ``[num_rows,
+    num_top]``. ``logits``: ``[num_rows, vocab_size]``, float32, contiguous. Minus infinity, token 0,
+    where a row has fewer numbers."""
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, num_top, dtype=torch.int64)
     values = torch.empty(num_rows, num_top)
@@ -228,8 +228,8 @@ def top_rows(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Te
 
 
 def log_sums(logits: torch.Tensor) -> torch.Tensor:
-    """Of the exponentials of each row: ``[num_rows, vocab_size]``, float32, contiguous, to
-    ``[num_rows, 1]``."""
+    """Returns the logarithm of the sum of exponentials of each row: ``[num_rows, vocab_size]``, float32,
+    contiguous, to ``[num_rows, 1]``."""
     sums = torch.empty(len(logits), 1)
     num_threads = min(len(logits), threads_for(logits.numel()))
     sum_all.run(SumArguments(logits, sums, *logits.shape), num_threads)

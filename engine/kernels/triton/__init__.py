@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 LEAST_CAPABILITY = (8, 0)
-"""Of devices: from here on there are products of bfloat16."""
+"""The compute capability of devices from which on there are products of bfloat16."""
 
 
 class Variant(NamedTuple):
-    """What a program is compiled for, by its own names, and how it is launched."""
+    """Constants that a program is compiled for, by its own names, and how it is launched."""
 
     constants: dict[str, Any]
     launch: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What programs compute in place of operations that Triton's interpreter does otherwise than a device."""
+"""Replacements of operations that Triton's interpreter does otherwise than a device."""
 
 import triton
 import triton.language as tl

@@ -9,10 +9,10 @@ import torch
 from engine.kernels.triton import Variant, is_interpreted
 
 _LEAST_LANES = 16
-"""What products of tiles take at least, in every direction."""
+"""Products of tiles take at least so many, in every direction."""
 _LOG2_E = 1.4426950408889634
 _STORED_PAIRS = 16
-"""Of a row and a key head, that a program stores."""
+"""Numbers of a row and a key head that a program stores."""
 _INTERPRETED_PAIRS = 256
 """The same where a program's operations cost what numpy's calls do, however much they take."""
 

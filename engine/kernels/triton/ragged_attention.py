@@ -23,10 +23,11 @@ ITEM_INTS = tl.constexpr(9)
 chunks, the key after the last, where its tail's slots begin and the first key that they give, whether its
 sums are joined later."""
 ROW_INTS = tl.constexpr(3)
-"""Of a row: its number in the batch, the key after the last of the text that it sees, its first partial
-sum or -1."""
+"""The numbers of a row: its place in the batch, the key after the last of the text that it sees, its
+first partial sum or -1."""
 JOIN_INTS = tl.constexpr(3)
-"""Of a row to be joined: its number in the batch, its first partial sum, how many; 0: there is none."""
+"""The numbers of a row to be joined: its place in the batch, its first partial sum, how many; 0: there is
+none."""
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def _product(left, right, PRECISION: tl.constexpr, IS_INTERPRETED: tl.constexpr)
 
 @triton.jit
 def _finite(value):
-    """What a maximum is subtracted as: minus infinity less itself is no number."""
+    """Returns a maximum as it is subtracted: minus infinity less itself is no number."""
     return tl.where(value == float("-inf"), 0.0, value)
 
 

@@ -15,7 +15,7 @@ _PROGRAMS_PER_PROCESSOR = 2
 """Products of fewer programs are divided by chunks of inputs."""
 _LANES_PER_WARP = 512
 _INTERPRETED_ROWS = 64
-"""Of a norm, where a program's operations cost what numpy's calls do, however much they take."""
+"""Rows of a norm, where a program's operations cost what numpy's calls do, however much they take."""
 
 
 def product_tile(dtype: torch.dtype) -> Variant:

@@ -28,7 +28,7 @@ from server.metrics.telemetry.requests import OPERATIONS, WatchedRequests
 from server.version import server_version
 
 CLOSE_SECONDS = 5.0
-"""What the last batch may take when the server ends."""
+"""Seconds that the last batch may take when the server ends."""
 
 
 class Telemetry:

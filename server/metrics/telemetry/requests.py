@@ -30,7 +30,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
 }
-"""By path: the requests that are watched."""
+"""The requests that are watched, by path."""
 # Outcomes of choices, as errors are named.
 _FAULTS = {
     "error": "request_failed",
