@@ -69,7 +69,7 @@ async def test_drafters_are_listed_with_options_defaults_and_caps(connect: Conne
         {
             "name": "max_match",
             "default": 4,
-            "description": "longest",
+            "description": "longest match",
             "minimum": 1,
             "maximum": 16,
         }
