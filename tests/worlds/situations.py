@@ -91,9 +91,13 @@ def prefix_hit(target: Target, requests: Sequence[GenerationRequest]) -> Driver:
     driver = Driver(target.core(target.setup))
     driver.run(*(request(f"first-{i}", prompt) for i, prompt in enumerate(target.prompts)))
     driver.run(*requests)
+    # Long prompts may have lost blocks to each other meanwhile.
+    num_whole = 0
     for each in requests:
         num_cached = driver.finishes[each.request_id].num_cached_tokens
-        assert num_cached >= len(each.prompt_token_ids) - target.setup.block_size
+        assert num_cached > 0
+        num_whole += num_cached >= len(each.prompt_token_ids) - target.setup.block_size
+    assert num_whole > len(requests) // 2
     return driver
 
 

@@ -21,6 +21,8 @@ BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 400}
 NUM_TOKENS = 4000
 VERBOSE: dict[str, Any] = {"prompt": "x", "max_tokens": NUM_TOKENS, "stream": True, "logprobs": 5}
 SOON = 0.2
+IN_TIME = 1.5
+"""Seconds in which a request has to come that is meant to: a busy machine stands still for a while."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 HALF = HEAD + b"content-length: 9\r\n\r\n{"
 
@@ -110,7 +112,7 @@ async def test_a_long_answer_may_take_several_times_as_long_as_it_is_being_read(
 
 @pytest.mark.parametrize("sent", [b"", b"P", HEAD, HALF])
 async def test_a_request_that_does_not_come_whole_is_a_408(sent: bytes) -> None:
-    async with live(endless(), read_timeout=SOON) as found:
+    async with live(endless(), read_timeout=IN_TIME) as found:
         async with RawConnection(found) as client:
             await client.send(sent)
             reply = await client.read_to_end()
@@ -134,7 +136,7 @@ async def test_bytes_in_time_do_not_make_a_request_in_time() -> None:
 async def test_a_second_request_has_to_come_whole_too(is_behind: bool) -> None:
     first = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     async with (
-        live(ScriptedEngine("ab"), read_timeout=SOON) as found,
+        live(ScriptedEngine("ab"), read_timeout=IN_TIME) as found,
         RawConnection(found) as client,
     ):
         replies = b""
@@ -149,7 +151,7 @@ async def test_a_second_request_has_to_come_whole_too(is_behind: bool) -> None:
 
 async def test_an_answer_may_take_longer_than_a_request() -> None:
     engine = endless()
-    async with live(engine, read_timeout=SOON, keep_alive_timeout=60) as found:
+    async with live(engine, read_timeout=IN_TIME, keep_alive_timeout=60) as found:
         engine.gate.clear()
         async with RawConnection(found) as client, RawConnection(found) as late:
             await client.post("/v1/completions", BODY)
