@@ -104,6 +104,10 @@ def clip(text: str, num_chars: int) -> str:
     return text if len(text) <= num_chars else text[: num_chars - 1] + "…"
 
 
+CLIENT_GONE_STATUS = 499
+"""The status in figures of an answer that nobody waits for."""
+
+
 def bad_request(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     return ApiError(400, message, param=param, code=code)
 

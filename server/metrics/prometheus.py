@@ -173,7 +173,7 @@ class _Aliases:
         """Returns a family of ours under another name, summed over its labels."""
         if name in _COUNTERS:
             return self._add(
-                CounterMetricFamily, alias, _COUNTERS[name][0], {(): self._total(f"{name}_total")}
+                _COUNTER, alias, _COUNTERS[name][0], {(): self._total(f"{name}_total")}
             )
         if name in _GAUGES:
             return self._add(_GAUGE, alias, _GAUGES[name][0], {(): self._total(name)})
@@ -189,13 +189,13 @@ class _Aliases:
         # A draft is a request's step with a gamma above 0.
         drafts = self._total("spec_gamma_count") - gammas.get("0.0", 0.0)
         yield self._add(
-            CounterMetricFamily,
+            _COUNTER,
             "spec_decode_num_drafts",
             "Drafts that were verified.",
             {(): drafts},
         )
         yield self._add(
-            CounterMetricFamily,
+            _COUNTER,
             "spec_decode_num_accepted_tokens_per_pos",
             "Accepted, by depth from 0.",
             _keyed(self._by("spec_accepted_tokens_per_position_total", "position")),
@@ -204,15 +204,11 @@ class _Aliases:
         computed = self._total("prompt_tokens_total")
         text = "Prompt tokens computed, or found in the prefix cache."
         yield self._add(_COUNTER, "prompt_tokens", text, {(): computed + hits})
-        yield self._add(
-            CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens found in it.", {(): hits}
-        )
+        yield self._add(_COUNTER, "prompt_tokens_cached", "Prompt tokens found in it.", {(): hits})
         ends = self._by("requests_total", "finish_reason")
         ends.pop("rejected", None)  # which vLLM does not know
         text = "Choices by how they ended."
-        yield self._add(
-            CounterMetricFamily, "request_success", text, _keyed(ends), "finished_reason"
-        )
+        yield self._add(_COUNTER, "request_success", text, _keyed(ends), "finished_reason")
         # Cached blocks that nobody uses are free, as vLLM counts.
         blocks, num_blocks = self._by("kv_blocks", "state"), self._total("kv_blocks_total")
         held = blocks.get("committed", 0.0) + blocks.get("draft", 0.0)
@@ -222,7 +218,7 @@ class _Aliases:
         sizes = (f"{self._total('kv_block_size'):.0f}", f"{num_blocks:.0f}")
         text = "The size of a KV block in tokens, and how many there are."
         yield self._add(
-            GaugeMetricFamily,
+            _GAUGE,
             "cache_config_info",
             text,
             {sizes: 1.0},

@@ -22,7 +22,7 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from engine.logs import add_log_fields
-from server.errors import to_api_error
+from server.errors import CLIENT_GONE_STATUS, to_api_error
 from server.http.middleware import REQUEST_ID_KEY
 from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
 from server.plan import ChoicePlan, RequestPlan
@@ -34,7 +34,6 @@ logger = logging.getLogger("slipstream.requests")
 
 ADMISSION_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
-CLIENT_GONE_STATUS = 499
 
 T = TypeVar("T")
 Run = Callable[[ChoicePlan, Sink, ChoiceRecord | None], Awaitable[None]]

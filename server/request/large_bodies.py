@@ -30,7 +30,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from engine.logs import LogOptions
-from server.errors import ApiError
+from server.errors import CLIENT_GONE_STATUS, ApiError
 from server.request.body import Body
 from server.request.parsing import check_content_type, parse
 from server.request.speculative import SpeculativeResolver
@@ -42,7 +42,6 @@ LARGE = 16 << 10
 """Bytes. A body of no more takes the event loop a few milliseconds at worst."""
 _NICENESS = 10
 _ENVELOPE_BYTES = 1 << 20
-CLIENT_GONE_STATUS = 499
 
 
 def default_body_bytes(max_model_len: int, tokenizer: Any) -> int:

@@ -76,13 +76,13 @@ class Prompts:
         """Returns the tokens of a text, however many. Raises ApiError naming the field."""
         return self._texts.encode(field, text, add_special_tokens)
 
-    def of_prediction(self, field: str, text: str, allow_special_tokens: bool) -> tuple[int, ...]:
+    def of_prediction(self, field: str, text: Text) -> tuple[int, ...]:
         """Raises ApiError naming the field."""
         limit = self._info.max_model_len
         too_long = refused(field, f"exceeds the context of {limit}")
-        if self._at_least(text) >= limit:
+        if self._at_least(joined(text)) >= limit:
             raise too_long
-        token_ids = self.encode(field, text if allow_special_tokens else [(False, text)], False)
+        token_ids = self.encode(field, text, False)
         if not token_ids:
             raise refused(field, ": the prediction has no tokens")
         if len(token_ids) > limit:

@@ -61,7 +61,9 @@ class Translator:
         self._formats = formats
         self._max_seconds = max_seconds
         self._vocabulary = Vocabulary(
-            info.vocab_size, partial(tokenizer.encode, add_special_tokens=False), tokenizer.decode
+            info.vocab_size,
+            partial(tokenizer.encode, add_special_tokens=False),
+            self._prompts.decode,
         )
 
     def plan(
@@ -260,9 +262,8 @@ class Translator:
     def _prediction(self, body: SamplingFields) -> tuple[int, ...]:
         if body.prediction is None:
             return ()
-        return self._prompts.of_prediction(
-            "prediction.content", body.prediction.content, body.allow_special_tokens
-        )
+        text = _marked(body.prediction.content, body.allow_special_tokens)
+        return self._prompts.of_prediction("prediction.content", text)
 
     def _sampling(self, body: CompletionRequest | ChatRequest, grammar: str) -> dict[str, Any]:
         """Returns the sampling parameters that all choices share."""
