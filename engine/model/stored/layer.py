@@ -1,0 +1,62 @@
+"""Layers as a checkpoint in few bits brings them: places for its tensors, which transformers' loader
+fills, and what these tensors mean.
+
+They last from loading to packing (``engine.model.quantization``), and compute nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from engine.model.grouped import GroupedWeight
+
+_CHANNELS_AT_ONCE = 2048
+
+
+def fixed(values: torch.Tensor) -> nn.Parameter:
+    """Returns a parameter that is not trained, whatever its type."""
+    return nn.Parameter(values, requires_grad=False)
+
+
+class StoredWeight(nn.Module):
+    """A weight matrix of a checkpoint, in ``nn.Linear``'s or ``nn.Embedding``'s place.
+
+    ``scheme``: what users are told, such as "Q4_K" or "4 bits, groups of 128, zero points". ``bits``: of
+    a weight, scales included. ``order``: which input feature each column of the weights is for, None:
+    they come in the features' order.
+    """
+
+    scheme: str
+    bits: float
+    order: torch.Tensor | None = None
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+
+    def part(self, first: int, end: int) -> GroupedWeight:
+        """Returns the weights of output channels ``first`` to ``end - 1``."""
+        raise NotImplementedError
+
+    def parts(self) -> Iterator[GroupedWeight]:
+        """Yields all channels' weights, some at a time, which bounds the memory that takes."""
+        for first in range(0, self.out_features, _CHANNELS_AT_ONCE):
+            yield self.part(first, min(first + _CHANNELS_AT_ONCE, self.out_features))
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns ``[out_features, in_features]`` in the features' order."""
+        weight = torch.cat([part.dequantized().to(dtype) for part in self.parts()])
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+
+class StoredLinear(StoredWeight):
+    """A linear layer. ``bias``: ``[out_features]`` of the model's type, or None."""
+
+    def __init__(
+        self, in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__(in_features, out_features)
+        self.bias = fixed(torch.empty(out_features, dtype=dtype)) if has_bias else None
