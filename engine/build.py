@@ -45,7 +45,14 @@ from engine.model.loader import (
     load_model,
     max_position,
 )
-from engine.model.quantization import has_stored_weights, quantize_model
+from engine.model.quantization import (
+    has_packed_weights,
+    num_parameters,
+    quantization_info,
+    quantize_model,
+    round_inputs,
+    share_inputs,
+)
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import (
     Exactness,
@@ -56,7 +63,6 @@ from engine.model.selfcheck import (
 )
 from engine.process.runtime import AsyncEngine
 from engine.ranks.group import LeadingRunner, Ranks, follow_steps, join_ranks
-from engine.request.errors import UnsupportedModelError
 from engine.request.info import Determinism, EngineInfo, QuantizationInfo
 from engine.sampling.sampler import warm_up
 from engine.schedule.scheduler import Scheduler
@@ -123,6 +129,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
         config.revision,
         config.trust_remote_code,
         config.tensor_parallel_size,
+        packed=config.quantization is None,
     )
 
 
@@ -159,7 +166,7 @@ def build_engine_for(
     # Exact where it was shown to be reachable.
     usual: Determinism = "exact" if model.device.type == "cpu" and ranks is None else "fast"
     determinism = config.determinism or usual
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_weights = num_parameters(model)
     eos = eos_token_ids(model, tokenizer)
     heads = prepare_heads(model, config)
     vocab_size = heads.facts.vocab_size
@@ -200,7 +207,7 @@ def build_engine_for(
         dtype=str(model.dtype).removeprefix("torch."),
         num_blocks=num_blocks,
         block_size=config.block_size,
-        num_parameters=num_parameters,
+        num_parameters=num_weights,
         determinism=determinism,
         attention_backend=runner.attention.name,
         exact_verified=exactness.verified,
@@ -216,16 +223,19 @@ def build_engine_for(
 def _quantize(
     model: PreTrainedModel, reference: torch.Tensor, config: EngineConfig
 ) -> QuantizationInfo | None:
-    """Gives linear layers 8 bits where that is asked for, or the checkpoint's have them. Raises
-    UnsupportedModelError where it cannot be had."""
-    stored = has_stored_weights(model)
-    if stored and config.quantization == "none":
-        raise UnsupportedModelError("quantization=none: the checkpoint's weights have 8 bits")
-    if not stored and config.quantization != "int8":
+    """Gives linear layers 8 bits where that is asked for, and rounds their inputs, too, as those of
+    weights that came in few bits. Raises UnsupportedModelError where it cannot be had."""
+    is_packed = has_packed_weights(model)
+    if not is_packed and config.quantization in (None, "none"):
         return None
     # Before: afterwards rounding would hide what a model keeps besides keys and values.
     _check_unrounded(model, reference, config)
-    return quantize_model(model, config.quantize_head)
+    if is_packed:
+        share_inputs(model)
+    else:
+        quantize_model(model, config.quantize_head)
+    round_inputs(model, config.quantize_activations)
+    return quantization_info(model)
 
 
 def _check_unrounded(model: PreTrainedModel, reference: torch.Tensor, config: EngineConfig) -> None:

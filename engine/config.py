@@ -31,10 +31,15 @@ class EngineConfig:
     dtype: str = described("auto", "auto, float32, bfloat16 or float16.")
     quantization: Literal["int8", "none"] | None = described(
         None,
-        "int8: linear layers compute in 8 bits, weights and inputs, on CPUs with VNNI. "
-        "Default: the checkpoint's own; of the bundled model whatever is fastest.",
+        "int8: linear layers compute in 8 bits, weights and inputs, on CPUs; none: a checkpoint in few "
+        "bits is made floats. Default: the checkpoint's own; of the bundled model whatever is fastest.",
     )
     quantize_head: bool = described(True, "With int8: the output head, too.")
+    quantize_activations: bool = described(
+        True,
+        "Inputs of linear layers whose weights are in few bits are rounded to 8 bits, in groups of 32; "
+        "without it they keep their type, which is slower.",
+    )
     tensor_parallel_size: int = described(
         1,
         "GPUs that share the model, one process each; torchrun may launch them, too. Needs accelerate.",

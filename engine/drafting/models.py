@@ -35,10 +35,16 @@ from engine.drafting.draft_model import DraftLimits, EngineDraftModel
 from engine.drafting.layer_subset import layer_subset, parse_layers
 from engine.machine import can_pack
 from engine.model.fusing import fuse
-from engine.model.layers import Int8Linear
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, load_model, load_tokenizer, max_position
-from engine.model.quantization import quantize_model, refusal
+from engine.model.quantization import (
+    has_packed_weights,
+    num_parameters,
+    quantize_model,
+    refusal,
+    round_inputs,
+    share_inputs,
+)
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
 from engine.names import BUNDLED, BUNDLED_MODEL
@@ -97,6 +103,7 @@ class DraftModels:
             needs = self._needs(model, each.shapes or shapes)
             store = runner.store.num_blocks if owns_rows else runner.store
             self._check(name, model, needs, each.reference)
+            round_inputs(model, self._config.quantize_activations)
             drafting = self._runner(model, needs, store)
             drafting.prepare()
             most_rows = self._config.max_num_batched_tokens if owns_rows else _SHARED_CATCH_UP_ROWS
@@ -168,6 +175,7 @@ def _small_model(
     model = _load_small(target, tokenizer, config)
     if isinstance(model, str):
         return model
+    share_inputs(model)
     prepared = _prepared(model, owns_rows=True)
     if can_pack(model.device, model.dtype):
         pack_linears(model, config.max_num_batched_tokens, exact=False)
@@ -180,9 +188,10 @@ def _quantized(
     if config.quantized is None:
         return "there is no quantised copy; the setting quantized makes one"
     if config.quantized_model == "target":
-        if any(isinstance(module, Int8Linear) for module in target.modules()):
+        if has_packed_weights(target):
             raise ValueError(
-                "quantized: the target has 8 bits itself; quantized_model=draft copies the draft"
+                "quantized: the target's weights are in few bits themselves; "
+                "quantized_model=draft copies the draft"
             )
         return _prepared(quantized_copy(target, config.quantized), owns_rows=False)
     small = _load_small(target, tokenizer, config)
@@ -244,8 +253,7 @@ def _load_small(
     model = load_model(path, target.device, config.dtype, None, trusts)
     own_tokenizer = None if tokenizer is None else load_tokenizer(path, None, trusts)
     check_vocabulary(target, tokenizer, model, own_tokenizer, path)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    logger.info("draft model %s: %.1f million parameters", path, num_parameters / 1e6)
+    logger.info("draft model %s: %.1f million parameters", path, num_parameters(model) / 1e6)
     return model
 
 

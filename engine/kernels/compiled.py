@@ -91,10 +91,11 @@ class Loop:
             self._kernels[dtypes] = found
         return found
 
-    def run(self, arguments: Any, num_threads: int = 1) -> None:
-        """``arguments``: an instance of the declaration, whose tensors outlive the call."""
+    def run(self, arguments: Any, num_threads: int = 1, kind: Any = None) -> None:
+        """``arguments``: an instance of the declaration, whose tensors outlive the call; ``kind``: the
+        format of its ``Formatted``, if it has one."""
         told, dtypes = self.layout.pack(arguments)
-        self.kernel(dtypes).run(told, num_threads)
+        self.kernel(dtypes if kind is None else (*dtypes, kind)).run(told, num_threads)
 
 
 @cache

@@ -1,12 +1,13 @@
-"""Operations of loops over 8 bits: bytes from floats, and sums of products of bytes.
+"""Operations of loops over weights in few bits: bytes from floats, and sums of products.
 
 A product of an unsigned by a signed byte is added to 32 bits, four at a time, by one instruction (VNNI):
-``vpdpbusd``, of sixteen sums with AVX-512, of eight with AVX alone.
+``vpdpbusd``, of sixteen sums with AVX-512, of eight with AVX alone. CPUs that have AVX2 without it take
+some ten instructions for the same sums. Rows that keep their floats are multiplied with weights that are
+made floats on the way.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -14,19 +15,22 @@ from numba.core import cgutils
 
 from engine.kernels import LANES
 from engine.kernels import instructions as asm
+from engine.kernels.formats import CHANNELS, FOURS, GROUP, Format, GroupReader, Weighing
 
-CHANNELS = 2 * LANES
-"""Output channels of a block of packed weights: of each so many are multiplied with a row at once."""
-HEADER_BYTES = 8
-"""The bytes of a group in a record before its values: its scale and its correction."""
+HEADER_BYTES = 12
+"""The bytes of a group in a record before its values: its scale (float32), and the sums (int32) of its
+first sixteen values and of the others."""
 WIDE, NARROW = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
-GROUP_STEP = 32
-"""Features of a group are a multiple of it."""
-_FOURS_AT_ONCE = GROUP_STEP // 4
+_PAIRS = "llvm.x86.avx2.pmadd.wd"
+
+
+def can_multiply() -> bool:
+    """Whether numba compiles for a machine that multiplies integers in vectors."""
+    return is_wide() or asm.has_feature("avx2")
 
 
 def has_integer_products() -> bool:
-    """Whether numba compiles for a machine with the instruction that they are made of."""
+    """Whether it has an instruction that adds four products of bytes."""
     return is_wide() or asm.has_feature("avxvnni")
 
 
@@ -71,9 +75,30 @@ to_whole = asm.operation(
 """To the nearest whole number, ties to even."""
 store_int8 = asm.operation("int lanes -> none", _store_int8)
 """Stores whole numbers from -128 to 127; others have no use."""
+half_at = asm.operation(
+    "int -> float", lambda b, at: b.fpext(asm.read(b, at, ir.HalfType(), 2), asm.FLOAT)
+)
+"""Reads a float16."""
+multiply_add = asm.operation(
+    "float float float -> float", lambda b, *each: asm.called(b, "llvm.fma.f32", asm.FLOAT, *each)
+)
+"""``multiply_add(a, b, c)`` returns a * b + c, rounded once."""
 
 
 # --- sums of products ---
+
+
+def _parts(builder: Any, count: int, *values: Any) -> list[list[Any]]:
+    """Returns each part of ``count`` of the sixteen lanes, of every value."""
+    found = []
+    for start in range(0, LANES, count):
+        lanes = ir.Constant(ir.VectorType(asm.INT32, count), list(range(start, start + count)))
+        found.append([builder.shuffle_vector(each, each, lanes) for each in values])
+    return found
+
+
+def _joined(builder: Any, parts: list[Any]) -> Any:
+    return builder.shuffle_vector(*parts, ir.Constant(asm.INTS, list(range(LANES))))
 
 
 def _add_products(builder: Any, total: Any, weights: Any, row: Any) -> Any:
@@ -81,98 +106,237 @@ def _add_products(builder: Any, total: Any, weights: Any, row: Any) -> Any:
     if is_wide():
         return asm.called(builder, WIDE, asm.INTS, total, weights, row)
     half = ir.VectorType(asm.INT32, LANES // 2)
-    parts = []
-    for start in (0, LANES // 2):
-        lanes = ir.Constant(half, list(range(start, start + LANES // 2)))
-        values = (builder.shuffle_vector(each, each, lanes) for each in (total, weights, row))
-        parts.append(asm.called(builder, NARROW, half, *values))
-    return builder.shuffle_vector(*parts, ir.Constant(asm.INTS, list(range(LANES))))
+    parts = _parts(builder, LANES // 2, total, weights, row)
+    if has_integer_products():
+        return _joined(builder, [asm.called(builder, NARROW, half, *each) for each in parts])
+    return _joined(builder, [_add_pairs(builder, half, *each) for each in parts])
+
+
+def _add_pairs(builder: Any, kind: Any, total: Any, weights: Any, row: Any) -> Any:
+    """The same sums by products of sixteen bits, even bytes and odd ones apart, which cannot overflow."""
+    words = ir.VectorType(asm.INT16, 2 * kind.count)
+    weights, row = builder.bitcast(weights, words), builder.bitcast(row, words)
+    eight = asm.like(weights, 8)
+    even = (
+        builder.and_(weights, asm.like(weights, 255)),
+        builder.ashr(builder.shl(row, eight), eight),
+    )
+    odd = builder.lshr(weights, eight), builder.ashr(row, eight)
+    for pair in (even, odd):
+        total = builder.add(total, asm.called(builder, _PAIRS, kind, *pair))
+    return total
 
 
 class _IntegerTile(asm.Tile):
-    """Sums of a group are integers; ``totals`` of all groups are floats."""
+    """Sums of a group, or half of one, are integers; ``totals`` of all groups are floats."""
 
-    def __init__(self, builder: Any, num_rows: int) -> None:
+    def __init__(self, builder: Any, num_rows: int, kind: Format) -> None:
         super().__init__(builder, num_rows, CHANNELS)
         self.totals = self.sums(asm.constant(0.0))
+        self._kind = kind
         self._whole = self.sums(ir.Constant(asm.INTS, None))
 
-    def begin_group(self, headers: list[Any]) -> None:
+    def begin(self, headers: list[Any], halves: range) -> None:
+        """What codes are too large by, times the inputs' sum over ``halves`` of the group, is where sums
+        begin."""
         builder = self._builder
         for header, mine in zip(headers, self._whole, strict=True):
-            correction = asm.read(builder, asm.plus(builder, header, 4), asm.INT32, 1)
+            correction = asm.times(builder, self._sum_of(header, halves), -self._kind.zero)
             for total in mine:
                 builder.store(asm.splatted(builder, correction), total)
 
-    def add_four(self, rows: list[Any], weights: Any, offset: Any) -> None:
-        """Adds four features of each row and channel; ``offset``: bytes from where a row's values are."""
+    def _sum_of(self, header: Any, halves: range) -> Any:
         builder = self._builder
-        columns = self.columns(weights, 4, lambda b, at: asm.read(b, at, asm.INTS, 1))
+        sums = [
+            asm.read(builder, asm.plus(builder, header, 4 + 4 * half), asm.INT32, 1)
+            for half in halves
+        ]
+        return sums[0] if len(sums) == 1 else builder.add(*sums)
+
+    def add_four(self, rows: list[Any], columns: list[Any], offset: int) -> None:
+        """Adds four features of each row and channel; ``offset``: bytes from where ``rows`` are."""
+        builder = self._builder
         for row, mine in zip(rows, self._whole, strict=True):
-            four = asm.splatted(builder, asm.read(builder, builder.add(row, offset), asm.INT32, 1))
+            value = asm.read(builder, asm.plus(builder, row, offset), asm.INT32, 1)
+            four = asm.splatted(builder, value)
             for total, column in zip(mine, columns, strict=True):
                 builder.store(_add_products(builder, builder.load(total), column, four), total)
 
-    def end_group(self, headers: list[Any], scales: list[Any] | None) -> None:
+    def end(self, headers: list[Any], scales: list[Any] | None, minima: list[Any] | None) -> None:
         """Sums become floats, are multiplied with the channels' scales of this group, if there are such,
-        then with the row's, and added to the totals, which rounds once."""
+        get the minima times the inputs' sum, then are multiplied with the row's scale and added to the
+        totals. The last two are rounded once each time."""
         builder = self._builder
         for header, sums, totals in zip(headers, self._whole, self.totals, strict=True):
             by = asm.splatted(builder, asm.read(builder, header, asm.FLOAT, 1))
+            count = None
+            if minima is not None:
+                whole = self._sum_of(header, range(2))
+                count = asm.splatted(builder, builder.sitofp(whole, asm.FLOAT))
             for index, (whole, total) in enumerate(zip(sums, totals, strict=True)):
                 value = builder.sitofp(builder.load(whole), asm.FLOATS)
                 if scales is not None:
                     value = builder.fmul(value, scales[index])
+                if minima is not None:
+                    value = asm.fused(builder, minima[index], count, value)
                 builder.store(asm.fused(builder, value, by, builder.load(total)), total)
 
 
-def _multiplying(has_scales: bool, num_rows: int) -> asm.Emit:
-    def emit(
-        builder: Any, rows: Any, stride: Any, weights: Any, num_groups: Any, group: Any,
-        target: Any, ahead: Any,
-    ) -> None:  # fmt: skip
-        kind = rows.type
-        tile = _IntegerTile(builder, num_rows)
-        starts = tile.rows(rows, stride)
-        weight_bytes = builder.mul(group, kind(CHANNELS))
-        group_bytes = asm.plus(builder, weight_bytes, 2 * CHANNELS if has_scales else 0)
-        with cgutils.for_range(builder, num_groups) as loop:
-            offset = builder.mul(loop.index, asm.plus(builder, group, HEADER_BYTES))
+class _Walk:
+    """The groups of a block, one after another: where the codes and scales of each are, and what is
+    fetched meanwhile. ``values``: as ``multiply_tile`` takes them after the first two."""
+
+    def __init__(
+        self, builder: Any, kind: Format, num_rows: int, weights: Any, *values: Any
+    ) -> None:
+        self._builder, self._kind, self._num_rows, self._weights = builder, kind, num_rows, weights
+        (
+            _, self._stride, self.num_groups, self._first_group, self._group_stride,
+            self._first_outer, self._outer_stride, self._outer_shift, _, self._ahead,
+        ) = values  # fmt: skip
+
+    def group(self, index: Any) -> tuple[Any, GroupReader]:
+        """Returns where its codes are, and what reads it."""
+        builder = self._builder
+        start = builder.add(self._first_group, builder.mul(index, self._group_stride))
+        here = builder.add(self._weights, start)
+        which = builder.lshr(index, self._outer_shift)
+        outer = builder.add(self._first_outer, builder.mul(which, self._outer_stride))
+        return here, GroupReader(builder, self._kind, here, builder.add(self._weights, outer))
+
+    def fetch(self, here: Any, four: int) -> None:
+        """A line of what is multiplied next: half a block, since two tiles share it out."""
+        if self._num_rows <= asm.WAITING_ROWS:
+            return
+        builder = self._builder
+        at = asm.plus(builder, here, four * self._kind.code_bytes // FOURS)
+        distance = builder.lshr(builder.sub(at, self._weights), self._weights.type(1))
+        asm.fetch(builder, builder.add(self._ahead, distance))
+
+
+def _weighed(builder: Any, weighing: Weighing, kind: Format) -> tuple[list[Any], list[Any]] | Any:
+    """Returns the scales of each part of a group, and what is added for each input's unit: zero points
+    become minima, whose products with scales of float16 are not rounded."""
+    minima = weighing.minima
+    if kind.offset == "zeros":
+        assert weighing.zeros is not None
+        minima = [
+            builder.fneg(builder.fmul(scale, builder.sitofp(zero, asm.FLOATS)))
+            for scale, zero in zip(weighing.scales[0], weighing.zeros, strict=True)
+        ]
+    return weighing.scales, minima
+
+
+def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
+    def emit(builder: Any, weights: Any, rows: Any, *values: Any) -> None:
+        walk = _Walk(builder, kind, num_rows, weights, rows, *values)
+        tile = _IntegerTile(builder, num_rows, kind)
+        starts = tile.rows(rows, values[0])
+        record = GROUP + HEADER_BYTES if kind.has_scales else GROUP
+        if not kind.has_scales:
+            tile.begin(starts, range(2))
+        with cgutils.for_range(builder, walk.num_groups) as loop:
+            here, reader = walk.group(loop.index)
+            offset = asm.times(builder, loop.index, record)
             headers = [builder.add(start, offset) for start in starts]
-            values = [asm.plus(builder, header, HEADER_BYTES) for header in headers]
-            here = builder.add(weights, builder.mul(loop.index, group_bytes))
-            tile.begin_group(headers)
-            rounds = builder.udiv(group, kind(4 * _FOURS_AT_ONCE))
-            with cgutils.for_range(builder, rounds) as inner:
-                first = builder.mul(inner.index, kind(_FOURS_AT_ONCE))
-                for which in range(_FOURS_AT_ONCE):
-                    index = asm.plus(builder, first, which)
-                    at = builder.add(here, builder.mul(index, kind(4 * CHANNELS)))
-                    if num_rows > asm.WAITING_ROWS:
-                        distance = builder.lshr(builder.sub(at, weights), kind(1))
-                        asm.fetch(builder, builder.add(ahead, distance))
-                    tile.add_four(values, at, builder.mul(index, kind(4)))
-            scales = None
-            if has_scales:
-                scales = tile.columns(builder.add(here, weight_bytes), 2, asm.load_float16)
-            tile.end_group(headers, scales)
-        tile.write(tile.totals, tile.rows(target, kind(4 * CHANNELS)))
+            inputs = [asm.plus(builder, header, HEADER_BYTES) for header in headers]
+            scales: list[Any] = []
+            minima = None
+            num_parts = 2 if kind.inner == 16 else 1
+            for part in range(num_parts):
+                if kind.has_scales:
+                    tile.begin(headers, range(2) if num_parts == 1 else range(part, part + 1))
+                each = FOURS // num_parts
+                for four in range(part * each, (part + 1) * each):
+                    walk.fetch(here, four)
+                    tile.add_four(inputs, reader.codes(four), 4 * four)
+                if kind.has_scales:
+                    if part == 0:
+                        scales, minima = _weighed(builder, reader.weighing(), kind)
+                    tile.end(headers, scales[part], minima)
+        if not kind.has_scales:
+            tile.end(starts, None, None)
+        tile.write(tile.totals, tile.rows(values[-2], rows.type(4 * CHANNELS)))
 
     return emit
 
 
-def _multiplying_any(has_scales: bool) -> Any:
-    def emit(builder: Any, num_rows: Any, *values: Any) -> None:
-        asm.by_rows(partial(_multiplying, has_scales), builder, num_rows, *values)
+class _FloatTile(asm.Tile):
+    """Sums of products of floats, one feature after another."""
 
-    return asm.operation("int " * 8 + "-> none", emit)
+    def __init__(self, builder: Any, num_rows: int) -> None:
+        super().__init__(builder, num_rows, CHANNELS)
+        self.totals = self.sums(asm.constant(0.0))
+
+    def add_feature(self, rows: list[Any], weights: list[Any], offset: int) -> None:
+        """Adds a feature; ``offset``: bytes from where ``rows`` are."""
+        builder = self._builder
+        for row, mine in zip(rows, self.totals, strict=True):
+            value = asm.read(builder, asm.plus(builder, row, offset), asm.FLOAT, 4)
+            spread = asm.splatted(builder, value)
+            for total, weight in zip(mine, weights, strict=True):
+                builder.store(asm.fused(builder, weight, spread, builder.load(total)), total)
 
 
-multiply_by_group = _multiplying_any(True)
-"""(number of rows, records, bytes from one to the next, weights, groups, features in a group, target,
-ahead). Records as in ``int8_product``; weights ``[groups]`` of ``[fours of features, CHANNELS, 4]``
-uint8, which are 128 too large, and ``[CHANNELS]`` float16 scales; target ``[rows, CHANNELS]`` float32.
-Meanwhile half as many bytes as there are of weights are fetched from ``ahead`` on, a line at a time: all
-at once they would be in the way of what is read now."""
-multiply_by_channel = _multiplying_any(False)
-"""The same where weights have no scales of their groups."""
+def _float_weight(
+    builder: Any, kind: Format, code: Any, half: int, scale: Any, weighing: Weighing
+) -> Any:
+    """Returns the weights that sixteen codes (int32) mean, rounded once where a minimum is added."""
+    if kind.zero:
+        code = builder.sub(code, asm.whole_numbers(kind.zero))
+    if weighing.zeros is not None:
+        code = builder.sub(code, weighing.zeros[half])
+    value = builder.sitofp(code, asm.FLOATS)
+    if weighing.minima is not None:
+        return asm.fused(builder, value, scale, weighing.minima[half])
+    return builder.fmul(value, scale) if kind.has_scales else value
+
+
+def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
+    def emit(builder: Any, weights: Any, rows: Any, *values: Any) -> None:
+        walk = _Walk(builder, kind, num_rows, weights, rows, *values)
+        tile = _FloatTile(builder, num_rows)
+        starts = tile.rows(rows, values[0])
+        none = [[asm.constant(1.0)] * 2]
+        with cgutils.for_range(builder, walk.num_groups) as loop:
+            here, reader = walk.group(loop.index)
+            offset = asm.times(builder, loop.index, 4 * GROUP)
+            inputs = [builder.add(start, offset) for start in starts]
+            weighing = reader.weighing() if kind.has_scales else Weighing(none, None, None)
+            for four in range(FOURS):
+                walk.fetch(here, four)
+                columns = reader.codes(four)
+                scales = weighing.scales[four * len(weighing.scales) // FOURS]
+                for which in range(4):
+                    found = []
+                    for half, column in enumerate(columns):
+                        code = builder.lshr(column, asm.whole_numbers(8 * which))
+                        code = builder.and_(code, asm.whole_numbers(255))
+                        found.append(
+                            _float_weight(builder, kind, code, half, scales[half], weighing)
+                        )
+                    tile.add_feature(inputs, found, 16 * four + 4 * which)
+        tile.write(tile.totals, tile.rows(values[-2], rows.type(4 * CHANNELS)))
+
+    return emit
+
+
+class _ByFormat(dict[Format, Any]):
+    """Writes the loop for a format when it is first wanted."""
+
+    def __missing__(self, kind: Format) -> Any:
+        emit_for = _multiply_integers if kind.inputs == "int8" else _multiply_floats
+
+        def emit(builder: Any, weights: Any, num_rows: Any, *values: Any) -> None:
+            asm.by_rows(lambda count: emit_for(kind, count), builder, num_rows, weights, *values)
+
+        self[kind] = emit
+        return emit
+
+
+multiply_tile = asm.operation("int " * 12 + "-> none", _ByFormat())
+"""(a block of packed weights, number of rows, rows, bytes from one to the next, the five numbers of
+``packing.Places`` but for the first, target, ahead). Rows are records as in ``grouped_product``, or
+float32; target ``[rows, CHANNELS]`` float32. Meanwhile half as many bytes as
+there are of weights are fetched from ``ahead`` on, a line at a time: all at once they would be in the way
+of what is read now."""

@@ -27,6 +27,7 @@ _INT64 = ir.IntType(64)
 _SCALARS = {
     torch.float32: types.float32,
     torch.float64: types.float64,
+    torch.uint8: types.uint8,
     torch.int32: types.int32,
     torch.int64: types.int64,
 }
@@ -41,15 +42,17 @@ class Pointer(types.Type):
     def __init__(self, element: Any) -> None:
         super().__init__(name=f"Pointer({element})")
         self.element = element
-        is_number = isinstance(element, torch.dtype)
-        self.itemsize = element.itemsize if is_number else 8 * len(element._fields)
-        self.scalar = _SCALARS.get(element) if is_number else Record(element)
+        is_record = isinstance(element, type)
+        self.itemsize = 8 * len(element._fields) if is_record else element.itemsize
+        self.scalar = Record(element) if is_record else _SCALARS.get(element)
 
 
 Counter = Annotated[int, "a counter"]
 """A number that threads count with; in compiled code, a pointer to it."""
 Floats = Annotated[Any, "floats"]
 """A tensor of floats of any type: code is compiled for each."""
+Formatted = Annotated[Any, "weights of a format"]
+"""A tensor of bytes; code is compiled for each format (``formats.Format``), which is said beside it."""
 Float32s = Annotated[Any, Pointer(torch.float32)]
 Float64s = Annotated[Any, Pointer(torch.float64)]
 Int64s = Annotated[Any, Pointer(torch.int64)]
@@ -82,9 +85,11 @@ class Layout:
     def type_of(self, name: str, dtypes: Dtypes) -> types.Type:
         """The type in compiled code of the field ``name``."""
         hint = self.hints[name]
+        each = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         if hint == Floats:
-            each = dtypes if isinstance(dtypes, tuple) else (dtypes,)
             return Pointer(each[self._floats.index(name)])
+        if hint == Formatted:
+            return Pointer(each[-1])
         if hint == Counter:
             return Pointer(torch.int64)
         return _NUMBERS.get(hint) or hint.__metadata__[0]

@@ -9,10 +9,10 @@ with random rows and not by what they are called:
 - attention modules whose rotary position embedding rotates by halves: some eighteen operations, half of
   a small model's step. Modules call it by a name of their file, and to give that another meaning would
   change models that are not the engine's: so they get their class's forward over a copy of the names.
-- gated feed-forward networks, down(activation(gate(x)) * up(x)), of packed layers: two passes. In 8 bits
-  gate and up are one product already, and activation and product of the halves are done where the second
-  product's rows are quantised. Of packed floats gate and up become one product, which does both where its
-  sums are rounded.
+- gated feed-forward networks, down(activation(gate(x)) * up(x)), of packed layers: two passes. In few
+  bits gate and up are one product already, and activation and product of the halves are done where the
+  second product's rows are quantised. Of packed floats gate and up become one product, which does both
+  where its sums are rounded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import nn
 from engine.kernels import KINDS, LANES
 from engine.kernels.triton import missing_for
 from engine.kernels.triton.row_ops import row_norm
-from engine.model.layers import Int8Linear, PackedLinear
+from engine.model.layers import GroupedLinear, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -236,11 +236,11 @@ _ACTIVATION_TOLERANCE = 2e-6
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-class GatedInt8(Fused):
-    """A network in 8 bits. ``is_first``: of the two halves that ``both`` makes the first is the gate."""
+class GatedGroups(Fused):
+    """A network in few bits. ``is_first``: of the two halves that ``both`` makes the first is gated."""
 
     def __init__(self, both: Any, down: Any, is_first: bool, activation: str) -> None:
-        from engine.kernels.int8_product import Gate
+        from engine.kernels.grouped_product import Gate
 
         self._both, self._down, self._gate = both, down, Gate(activation, is_first)
 
@@ -274,15 +274,15 @@ class _Candidate(NamedTuple):
 
     first: Any
     dtype: torch.dtype
-    fused: Callable[[str], GatedInt8 | GatedFloats]
+    fused: Callable[[str], GatedGroups | GatedFloats]
 
 
 def _find_gating(network: nn.Module) -> Fused | None:
     children = list(network.children())
-    layers = [each for each in children if isinstance(each, Int8Linear | PackedLinear)]
+    layers = [each for each in children if isinstance(each, GroupedLinear | PackedLinear)]
     if len(children) != len(layers) + 1:
         return None
-    candidates = [*_in_8_bits(layers), *_of_floats(layers)]
+    candidates = [*_in_few_bits(layers), *_of_floats(layers)]
     (other,) = (each for each in children if each not in layers)
     activation = _activation_of(other) if candidates else None
     if activation is None:
@@ -299,8 +299,10 @@ def _find_gating(network: nn.Module) -> Fused | None:
     return found
 
 
-def _in_8_bits(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
-    products = {id(each.product): each.product for each in layers if isinstance(each, Int8Linear)}
+def _in_few_bits(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
+    products = {
+        id(each.product): each.product for each in layers if isinstance(each, GroupedLinear)
+    }
     if len(products) != 2:
         return
     # Products come in the order in which layers are declared, which says nothing.
@@ -308,7 +310,7 @@ def _in_8_bits(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
         fits = both.out_features == 2 * down.in_features and both.dtype in KINDS
         if fits and down.in_features % LANES == 0:
             for is_first in (True, False):
-                yield _Candidate(both, both.dtype, partial(GatedInt8, both, down, is_first))
+                yield _Candidate(both, both.dtype, partial(GatedGroups, both, down, is_first))
 
 
 def _of_floats(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
@@ -325,7 +327,7 @@ def _of_floats(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
 
 def _activation_of(module: nn.Module) -> str | None:
     """Returns the name of an activation; None: it is none that kernels know."""
-    from engine.kernels.int8_product import Gate, gate_rows
+    from engine.kernels.grouped_product import Gate, gate_rows
     from engine.kernels.lanes import ACTIVATIONS
 
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):

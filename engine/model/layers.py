@@ -1,5 +1,5 @@
 """Linear layers: which of a model's are replaced, and by what, in every form that weights are held in.
-What multiplies with them is made in ``linear`` (floats) and ``int8``.
+What multiplies with them is made in ``linear`` (floats) and ``product`` (few bits).
 """
 
 from __future__ import annotations
@@ -48,18 +48,40 @@ class PackedLinear(nn.Module):
         return product.view(*inputs.shape[:-1], self.out_features)
 
 
-class Int8Linear(nn.Module):
+class GroupedLinear(nn.Module):
     """In ``nn.Linear``'s place: ``out_features`` columns, from ``first`` on, of a product that it may
-    share with the layers that read its input (``engine.model.int8.Int8Product``)."""
+    share with the layers that read its input (``engine.model.product.GroupedProduct``). ``scheme``: what
+    users are told of its weights; ``method``: the format that they came in, or how they were rounded."""
 
-    def __init__(self, product: Any, first: int, out_features: int) -> None:
+    def __init__(
+        self, product: Any, out_features: int, scheme: str, method: str, first: int = 0
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = product.in_features, out_features
         self.product = product
-        self._first = first
+        self.scheme, self.method = scheme, method
+        self.first = first
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """``inputs`` ``[.., in_features]``; returns ``[.., out_features]``."""
         result: torch.Tensor = self.product.shared(inputs)
         if result.shape[-1] == self.out_features:
             return result
-        return result.narrow(-1, self._first, self.out_features)
+        return result.narrow(-1, self.first, self.out_features)
+
+
+class GroupedEmbedding(nn.Module):
+    """In ``nn.Embedding``'s place: rows of packed weights, which the output head may be, too. ``dtype``:
+    of what it returns."""
+
+    def __init__(self, packed: Any, dtype: torch.dtype, scheme: str, method: str) -> None:
+        from engine.kernels.grouped_product import look_up
+
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = packed.out_features, packed.in_features
+        self.packed, self._dtype, self._look_up = packed, dtype, look_up
+        self.scheme, self.method = scheme, method
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``token_ids`` ``[..]`` int64; returns ``[.., embedding_dim]``."""
+        return self._look_up(self.packed, token_ids, self._dtype)

@@ -17,8 +17,9 @@ from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
 from engine.gguf.file import find_gguf
 from engine.model.checkpoint import load_weights
 from engine.model.gguf_weights import load_gguf, parsed_once, read_config
+from engine.model.quantization import pack_stored
 from engine.model.shards import sharding_options
-from engine.model.stored_int8 import read_scheme
+from engine.model.stored.compressed_tensors import read_scheme
 from engine.names import BUNDLED as BUNDLED
 from engine.names import bundled_path as bundled_path
 from engine.names import locate
@@ -50,9 +51,11 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     num_ranks: int = 1,
+    packed: bool = True,
 ) -> PreTrainedModel:
     """Returns the model in eval mode on ``device``, still on transformers' own attention; of several
-    ranks, which load it at the same time, each gets its part.
+    ranks, which load it at the same time, each gets its part. ``packed``: weights of a checkpoint in few
+    bits stay so, where the device has kernels for it; else floats are made of them.
 
     Raises UnsupportedModelError for what the configuration already rules out and for weights that are
     not those that it asks for, OSError if there is no such folder or hub id, or no model in it.
@@ -67,7 +70,7 @@ def load_model(
             with parsed_once():
                 header, config = read_config(gguf)
                 refuse_unservable(config)
-                return prepare_model(load_gguf(gguf, header, config, wanted), device)
+                return prepare_model(load_gguf(gguf, header, config, wanted), device, packed)
         check_folder(path, "config.json")
         config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
@@ -82,17 +85,20 @@ def load_model(
             trust_remote_code=trust_remote_code,
             **sharding_options(config, num_ranks),
         )
-    return prepare_model(loaded, device)
+    return prepare_model(loaded, device, packed)
 
 
-def prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Checks an already built model and moves it to the device."""
+def prepare_model(
+    model: PreTrainedModel, device: torch.device, packed: bool = True
+) -> PreTrainedModel:
+    """Checks an already built model and moves it to the device. ``packed`` as ``load_model`` takes it."""
     refuse_unservable(model.config)
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} does not use transformers' attention interface"
         )
     model.to(device)  # type: ignore[arg-type]  # its decorator loses the signature
+    pack_stored(model, packed)
     model.eval().requires_grad_(False)
     return model
 

@@ -1,5 +1,5 @@
-"""Gives a model's linear layers 8 bits in place: to compute in, those that read one input side by side,
-or to be written to a folder.
+"""Weights in few bits in a model's layers: those that a checkpoint brings are packed as they are, floats
+are rounded.
 
 Which layers share an input is seen in a forward, not guessed from names: queries, keys and values in most
 models, gate and up projections, all that hang under one parent and read the same tensor.
@@ -8,110 +8,191 @@ models, gate and up projections, all that hang under one parent and read the sam
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.model.int8 import (
-    Int8Product,
-    Int8Weight,
-    is_exact,
-    quantize_by_channel,
-    quantize_weight,
-)
-from engine.model.layers import Int8Linear, as_linear, is_plain
-from engine.model.stored_int8 import StoredInt8Linear, written_scheme
+from engine.kernels.grouped_weight import GroupedWeight
+from engine.model.int8 import computes_whole_numbers, quantize_by_channel, quantize_weight
+from engine.model.layers import GroupedEmbedding, GroupedLinear, as_linear, is_plain
+from engine.model.product import GroupedProduct, can_join, join_products
+from engine.model.stored.layer import StoredLinear, StoredWeight
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import QuantizationInfo
 
 logger = logging.getLogger(__name__)
 
 
-def has_stored_weights(model: nn.Module) -> bool:
-    """Whether the checkpoint came in 8 bits."""
-    return any(isinstance(module, StoredInt8Linear) for module in model.modules())
+# --- weights that a checkpoint brings ---
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def quantize_model(model: PreTrainedModel, with_head: bool = True) -> QuantizationInfo:
-    """Replaces linear layers by ones of 8 bits, group by group: memory never holds more than the model
-    and its largest group twice. ``model`` still runs on transformers' own attention. ``with_head``: the
-    output head, too; weights that come in 8 bits stay what they are.
+def pack_stored(model: PreTrainedModel, packed: bool = True) -> None:
+    """Gives the places that a checkpoint in few bits has filled what multiplies with them, one by one.
+    Inputs keep their floats until ``round_inputs``. Without ``packed``, on devices without kernels and
+    for weights that no kernel takes, layers of floats are made."""
+    can_pack = packed and refusal(model.device) is None
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    stored = {module: name for module, name in names.items() if isinstance(module, StoredWeight)}
+    is_tied = head is not embedding and _share_weight(head, embedding)
+    unpacked: Counter[str] = Counter()
+    for module in [each for each in stored if not (is_tied and each is head)]:
+        pair = [module, head] if is_tied and module is embedding else [module]
+        made = _packed(module, model.dtype) if can_pack and module.packs else None
+        unpacked[module.scheme] += made is None
+        for each in pair:
+            model.set_submodule(stored.pop(each), _layer(each, made, model.dtype))
+    if is_tied and isinstance(model.get_input_embeddings(), nn.Embedding):
+        model.tie_weights()
+    said = ", ".join(f"{count} of {scheme}" for scheme, count in unpacked.items() if count)
+    if said:
+        logger.info("weights made floats: %s", said)
 
-    Raises UnsupportedModelError where the machine does not compute in 8 bits, or nothing is quantised.
+
+def _share_weight(head: Any, embedding: Any) -> bool:
+    pair = [getattr(each, "weight", None) for each in (head, embedding)]
+    return all(isinstance(each, StoredWeight) for each in (head, embedding)) and pair[0] is pair[1]
+
+
+def _packed(module: StoredWeight, dtype: torch.dtype) -> GroupedProduct | None:
+    """Returns None for weights that no kernel takes."""
+    from engine.kernels.packing import UnpackableError, pack
+
+    bias = module.bias if isinstance(module, StoredLinear) else None
+    try:
+        packed = pack(module.parts(), module.out_features, module.in_features, bias)
+    except UnpackableError as error:
+        logger.info("%s: %s", module.scheme, error)
+        return None
+    return GroupedProduct(packed, dtype, module.order, keeps_inputs=True)
+
+
+def _layer(module: StoredWeight, made: GroupedProduct | None, dtype: torch.dtype) -> nn.Module:
+    """Returns what stands in the place's place; floats where nothing is packed."""
+    if made is not None and isinstance(module, StoredLinear):
+        return GroupedLinear(made, module.out_features, module.scheme, module.method)
+    if made is not None:
+        return GroupedEmbedding(made.packed, dtype, module.scheme, module.method)
+    weight = nn.Parameter(module.dequantized(dtype), requires_grad=False)
+    if not isinstance(module, StoredLinear):
+        return nn.Embedding.from_pretrained(weight, freeze=True)
+    linear = nn.Linear(module.in_features, module.out_features, device="meta")
+    linear.weight, linear.bias = weight, module.bias
+    return linear
+
+
+def has_packed_weights(model: nn.Module) -> bool:
+    """Whether the model's weights are held in few bits."""
+    return any(isinstance(module, GroupedLinear | GroupedEmbedding) for module in model.modules())
+
+
+# --- floats that are rounded ---
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
+    """Replaces linear layers by ones of 8 bits, one by one: memory never holds more than the model and
+    its largest layer twice. ``model`` still runs on transformers' own attention. ``with_head``: the
+    output head, too.
+
+    Raises UnsupportedModelError where the machine does not multiply integers, or nothing is quantised.
     """
+    head = None if with_head else model.get_output_embeddings()
+    names = [
+        name for name, module in model.named_modules() if is_plain(module) and module is not head
+    ]
+    replace_linears(model, ((name, None) for name in names), "int8")
+
+
+def replace_linears(
+    model: PreTrainedModel, weights: Iterable[tuple[str, GroupedWeight | None]], method: str
+) -> None:
+    """Gives layers weights in few bits, by their names; None: rounded here, to 8 bits. Inputs are rounded
+    to 8 bits. Raises UnsupportedModelError where the machine does not multiply integers, or nothing is
+    replaced."""
+    from engine.kernels.packing import pack
+
     reason = refusal(model.device)
     if reason is not None:
-        raise UnsupportedModelError(f"quantization=int8: {reason}")
-    head = model.get_output_embeddings()
-    kept = None if with_head or isinstance(head, StoredInt8Linear) else head
-    num_parameters = _num_parameters(model)
-    groups = [each for each in _groups(model) if model.get_submodule(each[0]) is not kept]
-    if not groups:
+        raise UnsupportedModelError(f"quantization={method}: {reason}")
+    num_layers = 0
+    for name, given in weights:
+        linear = as_linear(model.get_submodule(name))
+        weight = quantize_weight(linear.weight) if given is None else given
+        packed = pack([weight], len(weight.codes), weight.codes.shape[1], linear.bias)
+        product = GroupedProduct(packed, model.dtype)
+        scheme = f"{weight.bits} bits, groups of {weight.span}"
+        layer = GroupedLinear(product, packed.out_features, scheme, method)
+        model.set_submodule(name, layer)
+        num_layers += 1
+        del linear, weight, given
+    if not num_layers:
         kind = type(model).__name__
-        raise UnsupportedModelError(f"quantization=int8: {kind} has no linear layers to quantise")
-    layers: list[Any] = [model.get_submodule(name) for group in groups for name in group]
-    num_layers, num_quantized = len(layers), sum(each.weight.numel() for each in layers)
-    has_head = head in layers
-    del layers, head  # a layer goes when it is replaced
-    while groups:
-        _replace(model, groups.pop())
-    info = QuantizationInfo(
-        "int8", 8, num_layers, num_quantized, num_parameters, num_bytes(model), has_head
-    )
-    logger.info(
-        "%d linear layers in 8 bits, %.0f %% of the parameters: %.0f MiB of weights",
-        num_layers,
-        100 * info.share,
-        info.num_bytes / 2**20,
-    )
-    return info
+        raise UnsupportedModelError(
+            f"quantization={method}: {kind} has no linear layers to quantise"
+        )
+    share_inputs(model)
 
 
 def refusal(device: torch.device) -> str | None:
-    """Returns why models on this device cannot be served in 8 bits; None: they can."""
+    """Returns why models on this device cannot be served in few bits; None: they can."""
     if device.type != "cpu":
         return f"it is for CPUs, not for {device.type}"
-    if not is_exact():
-        return "this CPU has no VNNI, and nothing else here multiplies in 8 bits"
+    if not computes_whole_numbers():
+        return "this CPU has no AVX2, and nothing else here multiplies integers"
     return None
 
 
-def num_bytes(model: nn.Module) -> int:
-    """Returns the bytes of all weights, as they are held."""
-    products = {each.product for each in model.modules() if isinstance(each, Int8Linear)}
-    plain = {*model.parameters(), *model.buffers()}
-    return sum(int(each.nbytes) for each in plain) + sum(int(each.num_bytes) for each in products)
+# --- products that layers share ---
 
 
-def _num_parameters(model: nn.Module) -> int:
-    """Returns how many weights there are; scales are not counted."""
-    named = model.named_parameters()
-    return sum(each.numel() for name, each in named if not name.endswith(".weight_scale"))
+@torch.inference_mode(False)
+@torch.no_grad()
+def share_inputs(model: PreTrainedModel) -> None:
+    """Makes one product of those of layers that read one input, where their weights are alike."""
+    for names in _readers(model):
+        by_kind: defaultdict[object, list[str]] = defaultdict(list)
+        for name in names:
+            layer: Any = model.get_submodule(name)
+            packed = layer.product.packed
+            by_kind[packed.format, packed.places].append(name)
+        for alike in by_kind.values():
+            _join(model, alike)
 
 
-def _groups(model: PreTrainedModel) -> list[list[str]]:
-    """Returns the names of the linear layers, those together that one product may compute: layers of one
-    kind under one parent that a forward calls with one tensor."""
+def _join(model: PreTrainedModel, names: Sequence[str]) -> None:
+    layers: list[Any] = [model.get_submodule(name) for name in names]
+    products = [layer.product for layer in layers]
+    if len(set(products)) < 2 or len(set(products)) < len(products) or not can_join(products):
+        return
+    product = join_products(products)
+    first = 0
+    for layer in layers:
+        layer.product, layer.first = product, first
+        first += layer.out_features
+
+
+def _readers(model: PreTrainedModel) -> list[list[str]]:
+    """Returns the names of layers in few bits, those together that a forward calls with one tensor under
+    one parent; each that reads alone, or not at all, is left out."""
     unread = {
-        module: name
-        for name, module in model.named_modules()
-        if is_plain(module) or isinstance(module, StoredInt8Linear)
+        module: name for name, module in model.named_modules() if isinstance(module, GroupedLinear)
     }
     groups: defaultdict[object, list[str]] = defaultdict(list)
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        name = unread.pop(module, None)
+        name = unread.pop(module, None)  # type: ignore[call-overload]
         if name is not None:
             (tensor,) = inputs
             # One that is written to in between is another input: that changes its version.
-            key = name.rpartition(".")[0], type(module), tensor, tensor._version
-            groups[key].append(name)
+            groups[name.rpartition(".")[0], tensor, tensor._version].append(name)
 
     handles = [module.register_forward_pre_hook(note) for module in unread]
     try:
@@ -120,31 +201,99 @@ def _groups(model: PreTrainedModel) -> list[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
-    # Those that this forward left out: experts that no token chose.
-    return [*groups.values(), *([name] for name in unread.values())]
+    return [names for names in groups.values() if len(names) > 1]
 
 
-def _replace(model: PreTrainedModel, group: Sequence[str]) -> None:
-    modules: list[Any] = [model.get_submodule(name) for name in group]
-    weights = [_weight(module) for module in modules]
-    product = Int8Product(weights, [module.bias for module in modules], model.dtype)
-    first = 0
-    for name, weight in zip(group, weights, strict=True):
-        out_features = len(weight.values)
-        model.set_submodule(name, Int8Linear(product, first, out_features))
-        first += out_features
+def round_inputs(model: nn.Module, rounds: bool = True) -> None:
+    """Says whether inputs of weights in few bits are rounded to 8 bits."""
+    for product in _products(model):
+        product.keeps_inputs = not rounds
 
 
-def _weight(module: nn.Module) -> Int8Weight:
-    if isinstance(module, StoredInt8Linear):
-        return Int8Weight(module.weight.detach(), module.weight_scale.detach().float().flatten())
-    return quantize_weight(as_linear(module).weight)
+def rounds_inputs(model: nn.Module) -> bool:
+    """Whether some inputs are rounded to 8 bits."""
+    return any(not product.keeps_inputs for product in _products(model))
+
+
+def _products(model: nn.Module) -> set[GroupedProduct]:
+    return {each.product for each in model.modules() if isinstance(each, GroupedLinear)}
+
+
+# --- what there is ---
+
+
+def quantization_info(model: PreTrainedModel) -> QuantizationInfo | None:
+    """Returns what is said of the weights in few bits; None: there are none."""
+    layers = [each for each in model.modules() if isinstance(each, GroupedLinear)]
+    if not layers:
+        return None
+    weights = list(_weights(model))
+    schemes: Counter[str] = Counter()
+    num_bits = 0
+    for count, bits, scheme in weights:
+        schemes[scheme] += count
+        num_bits += count * bits
+    num_quantized = schemes.total()
+    info = QuantizationInfo(
+        method=layers[0].method,
+        bits=round(num_bits / num_quantized, 2),
+        activation_bits=8 if rounds_inputs(model) else 8 * model.dtype.itemsize,
+        schemes=dict(schemes.most_common()),
+        num_layers=len(layers),
+        num_quantized=num_quantized,
+        num_parameters=num_parameters(model),
+        num_bytes=num_bytes(model),
+        head=isinstance(model.get_output_embeddings(), GroupedLinear),
+    )
+    logger.info(
+        "%d linear layers in %s bits, %.0f %% of the parameters, inputs in %d: %.0f MiB of weights (%s)",
+        info.num_layers,
+        f"{info.bits:g}",
+        100 * info.share,
+        info.activation_bits,
+        info.num_bytes / 2**20,
+        ", ".join(info.schemes),
+    )
+    return info
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[int, int, str]]:
+    """Yields how many weights, of how many bits, of which scheme: of each layer, and of an embedding that
+    is no head as well."""
+    held = set()
+    for each in model.modules():
+        if isinstance(each, GroupedLinear):
+            packed = each.product.packed
+            held.add(packed)
+            yield each.in_features * each.out_features, packed.format.bits, each.scheme
+    for each in model.modules():
+        if isinstance(each, GroupedEmbedding) and each.packed not in held:
+            yield each.num_embeddings * each.embedding_dim, each.packed.format.bits, each.scheme
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Returns how many weights there are; those that layers share count once."""
+    packed = sum(count for count, *_ in _weights(model))
+    return packed + sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Returns the bytes of all weights, as they are held."""
+    packed = {product.packed for product in _products(model)}
+    packed |= {each.packed for each in model.modules() if isinstance(each, GroupedEmbedding)}
+    plain = {*model.parameters(), *model.buffers()}
+    return sum(int(each.nbytes) for each in plain) + sum(each.num_bytes for each in packed)
+
+
+# --- folders in 8 bits ---
 
 
 @torch.no_grad()
 def store_int8(model: PreTrainedModel) -> list[str]:
     """Gives the model's linear layers 8 bits in the form that ``save_pretrained`` writes; returns their
     names. The output head keeps its type, as readers of the format expect."""
+    from engine.model.stored.compressed_tensors import StoredInt8Linear, written_scheme
+
     head = model.get_output_embeddings()
     plain = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     names = [name for name, module in plain.items() if module is not head]
@@ -152,9 +301,11 @@ def store_int8(model: PreTrainedModel) -> list[str]:
         linear = plain.pop(name)
         with torch.device("meta"):
             stored = StoredInt8Linear(linear.in_features, linear.out_features, False, model.dtype)
-        values, scales, _ = quantize_by_channel(linear.weight)
+        weight = quantize_by_channel(linear.weight)
+        values = (weight.codes.short() - weight.zero).to(torch.int8)
         stored.weight = nn.Parameter(values, requires_grad=False)
-        stored.weight_scale = nn.Parameter(scales[:, None], requires_grad=False)
+        assert weight.channel_scales is not None
+        stored.weight_scale = nn.Parameter(weight.channel_scales[:, None], requires_grad=False)
         stored.bias = linear.bias
         model.set_submodule(name, stored)
     model.config.quantization_config = written_scheme(list(plain))

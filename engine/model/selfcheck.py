@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.batch import RequestRows, build_batch
-from engine.model.layers import Int8Linear
+from engine.model.quantization import rounds_inputs
 from engine.model.runner import ModelRunner
 from engine.request.errors import UnsupportedModelError
 
@@ -83,7 +83,7 @@ def logit_errors(runner: ModelRunner, reference: torch.Tensor) -> dict[str, floa
 
 def _tolerance(runner: ModelRunner) -> tuple[float, str]:
     """Returns how far logits may lie from the reference, and what it says of a model beyond that."""
-    if any(isinstance(module, Int8Linear) for module in runner.model.modules()):
+    if rounds_inputs(runner.model):
         return _SANE_IN_8_BITS, "it does not survive rounding to 8 bits"
     keeps_state = (
         "it must keep state that the engine does not carry, or the attention backend "
@@ -149,7 +149,7 @@ def _tables(runner: ModelRunner) -> tuple[range, range] | None:
 
 def _vocab_size(model: PreTrainedModel) -> int:
     embeddings: Any = model.get_input_embeddings()
-    return int(embeddings.weight.shape[0])
+    return int(embeddings.num_embeddings)
 
 
 def _run_chunks(

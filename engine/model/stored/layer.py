@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from engine.model.grouped import GroupedWeight
+from engine.kernels.grouped_weight import GroupedWeight
 
 _CHANNELS_AT_ONCE = 2048
 
@@ -25,12 +25,15 @@ class StoredWeight(nn.Module):
     """A weight matrix of a checkpoint, in ``nn.Linear``'s or ``nn.Embedding``'s place.
 
     ``scheme``: what users are told, such as "Q4_K" or "4 bits, groups of 128, zero points". ``bits``: of
-    a weight, scales included. ``order``: which input feature each column of the weights is for, None:
+    a weight. ``method``: the format that it came in. ``packs``: it has parts; else floats are made of it.
+    ``order``: which input feature each column of the weights is for, None:
     they come in the features' order.
     """
 
     scheme: str
+    method: str
     bits: float
+    packs: bool = True
     order: torch.Tensor | None = None
 
     def __init__(self, in_features: int, out_features: int) -> None:

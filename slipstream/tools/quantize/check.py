@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.model.layers import Int8Linear
+from engine.model.layers import GroupedLinear
 
 _WINDOW = 512
 """Tokens that are read at once, each after those before it in its window."""
@@ -58,7 +58,7 @@ def layer_errors(
     layer's name, the largest first."""
     totals: dict[str, torch.Tensor] = {}
 
-    def note(name: str, layer: Int8Linear) -> Callable[..., None]:
+    def note(name: str, layer: GroupedLinear) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             del module
             error, size = (layer(inputs[0]) - output).float(), output.float()
@@ -68,7 +68,9 @@ def layer_errors(
         return hook
 
     layers = {
-        name: module for name, module in quantized.named_modules() if isinstance(module, Int8Linear)
+        name: module
+        for name, module in quantized.named_modules()
+        if isinstance(module, GroupedLinear)
     }
     handles = [
         model.get_submodule(name).register_forward_hook(note(name, layer))

@@ -66,12 +66,12 @@ def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import torch
 
     from engine.model.loader import load_model, load_tokenizer
-    from engine.model.quantization import has_stored_weights
+    from engine.model.quantization import has_packed_weights
 
     how = (arguments.revision, arguments.trust_remote_code)
     model = load_model(arguments.src, torch.device("cpu"), arguments.dtype, *how)
-    if has_stored_weights(model):
-        raise ValueError(f"{arguments.src}: its weights have 8 bits already")
+    if has_packed_weights(model):
+        raise ValueError(f"{arguments.src}: its weights are in few bits already")
     return model, load_tokenizer(arguments.src, *how)
 
 
@@ -86,7 +86,7 @@ def _write(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> dict[str, Any]:
-    from engine.model.quantization import quantize_model
+    from engine.model.quantization import quantization_info, quantize_model
     from slipstream.tools.quantize.check import compare, layer_errors
 
     text = arguments.check.read_text(encoding="utf-8")
@@ -95,7 +95,9 @@ def _check(arguments: argparse.Namespace) -> dict[str, Any]:
     if len(token_ids) < 2:
         raise ValueError(f"{arguments.check} has fewer than two tokens")
     quantized, _ = _load(arguments)
-    info = quantize_model(quantized)
+    quantize_model(quantized)
+    info = quantization_info(quantized)
+    assert info is not None
     return {
         "share_quantized": info.share,
         **compare(model, quantized, token_ids),

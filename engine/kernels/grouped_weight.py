@@ -61,6 +61,22 @@ class GroupedWeight(NamedTuple):
             values = values + least
         return values if self.channel_scales is None else self.channel_scales[:, None] * values
 
+    def weighing(self, feature: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns by what a feature's codes, less ``zero``, are multiplied, and what is added then:
+        ``[out_features]`` float32 each, or None. Zero points are added as scales times their number."""
+        if self.scales is None:
+            return None, None
+        span = feature // self.span
+        scale = self.scales[:, span].float()
+        if self.inner_scales is not None:
+            scale = scale * self.inner_scales[:, feature // self.inner_span]
+        if self.zeros is not None:
+            return scale, -scale * self.zeros[:, span]
+        least = None if self.minima is None else self.minima[:, span].float()
+        if least is not None and self.inner_minima is not None:
+            least = least * self.inner_minima[:, feature // self.inner_span]
+        return scale, least
+
     def _spread(self, numbers: torch.Tensor, span: int) -> torch.Tensor:
         """One number per feature."""
         return numbers.float().repeat_interleave(span, 1)[:, : self.codes.shape[1]]

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from engine.kernels.grouped_weight import GroupedWeight
+from engine.model.stored.layer import StoredLinear
 from engine.request.errors import UnsupportedModelError
 
 _METHOD = "slipstream-int8"
@@ -29,22 +30,23 @@ _SCHEME = {
 }
 
 
-class StoredInt8Linear(nn.Module):
+class StoredInt8Linear(StoredLinear):
     """A layer as a checkpoint in 8 bits brings it, before ``quantize_model`` gives it a product.
 
     ``weight`` ``[out_features, in_features]`` int8, ``weight_scale`` ``[out_features, 1]``.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(in_features, out_features, bias, dtype)
         self.weight = _fixed(torch.empty(out_features, in_features, dtype=torch.int8))
         self.weight_scale = _fixed(torch.empty(out_features, 1, dtype=torch.float32))
-        self.bias = _fixed(torch.empty(out_features, dtype=dtype)) if bias else None
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Computes as if the weights were of the inputs' type; for forwards before it is replaced."""
-        return F.linear(inputs, (self.weight * self.weight_scale).to(inputs.dtype), self.bias)
+    scheme, method, bits = "8 bits by channel", "compressed-tensors", 8
+
+    def part(self, first: int, end: int) -> GroupedWeight:
+        codes = (self.weight[first:end].short() + 128).to(torch.uint8)
+        scales = self.weight_scale[first:end, 0].float()
+        return GroupedWeight(codes, 8, 128, self.in_features, None, channel_scales=scales)
 
 
 def _fixed(values: torch.Tensor) -> nn.Parameter:
