@@ -21,7 +21,7 @@ HEADER_BYTES = 12
 """The bytes of a group in a record before its values: its scale (float32), and the sums (int32) of its
 first sixteen values and of the others."""
 WIDE, NARROW = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
-_PAIRS = "llvm.x86.avx2.pmadd.wd"
+PAIRS = "llvm.x86.avx2.pmadd.wd"
 
 
 def can_multiply() -> bool:
@@ -123,7 +123,7 @@ def _add_pairs(builder: Any, kind: Any, total: Any, weights: Any, row: Any) -> A
     )
     odd = builder.lshr(weights, eight), builder.ashr(row, eight)
     for pair in (even, odd):
-        total = builder.add(total, asm.called(builder, _PAIRS, kind, *pair))
+        total = builder.add(total, asm.called(builder, PAIRS, kind, *pair))
     return total
 
 

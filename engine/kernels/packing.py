@@ -74,7 +74,7 @@ def pack(
     packed: PackedGroups | None = None
     first = 0
     for part in parts:
-        part = _with_equal_spans(part)
+        part = normalized(part)
         if packed is None:
             kind, places = format_of(part), _places(part, in_features)
             blocks = torch.empty(num_blocks, places.block_bytes, dtype=torch.uint8)
@@ -144,9 +144,9 @@ def _fits(numbers: torch.Tensor, inner: int) -> bool:
     return numbers.dtype == (torch.int8 if inner == 16 else torch.uint8)
 
 
-def _with_equal_spans(weight: GroupedWeight) -> GroupedWeight:
-    """Returns weights whose scales are for a power of two of groups, or for whole channels: those are
-    channels' scales where nothing else needs float16."""
+def normalized(weight: GroupedWeight) -> GroupedWeight:
+    """Returns weights as they are packed: scales are for a power of two of groups, or for whole channels,
+    whose factors they become where nothing else is in their way. Raises UnpackableError."""
     in_features = weight.codes.shape[1]
     if weight.scales is None or weight.inner_span:
         return weight

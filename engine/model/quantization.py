@@ -81,9 +81,12 @@ def _layer(module: StoredWeight, made: GroupedProduct | None, dtype: torch.dtype
         return GroupedEmbedding(made.packed, dtype, module.scheme, module.method)
     weight = nn.Parameter(module.dequantized(dtype), requires_grad=False)
     if not isinstance(module, StoredLinear):
-        return nn.Embedding.from_pretrained(weight, freeze=True)
+        embedding = nn.Embedding(module.out_features, module.in_features, device="meta")
+        embedding.weight = weight
+        return embedding
     linear = nn.Linear(module.in_features, module.out_features, device="meta")
-    linear.weight, linear.bias = weight, module.bias
+    linear.weight = weight
+    linear.register_parameter("bias", module.bias)
     return linear
 
 

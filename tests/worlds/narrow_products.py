@@ -1,7 +1,7 @@
-"""Products in 8 bits as CPUs with VNNI and without AVX-512 compute them: a process of its own, since code
-is compiled once in a process.
+"""Products in few bits as CPUs without AVX-512 compute them, with VNNI or without: a process of its own,
+since code is compiled once in a process.
 
-    python -m worlds.narrow_products FOLDER
+    python -m worlds.narrow_products FOLDER NARROW|PAIRS
 
 Reads ``given.pt`` there, writes ``got.pt``: products, and the instructions that were compiled.
 """
@@ -15,10 +15,12 @@ import torch
 
 from engine.kernels import instructions as asm
 from engine.kernels import integers
-from engine.model.int8 import Int8Product, Int8Weight
+from engine.kernels.grouped_product import product
+from engine.kernels.grouped_weight import GroupedWeight
+from engine.kernels.packing import pack
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, instruction: str) -> None:
     instructions = set()
     called = asm.called
 
@@ -29,10 +31,12 @@ def main(folder: Path) -> None:
 
     asm.called = noted  # type: ignore[assignment]
     integers.is_wide = lambda: False
+    integers.has_integer_products = lambda: instruction == "NARROW"
     weights, rows = torch.load(folder / "given.pt")
-    products = [Int8Product([Int8Weight(*each)], [None], torch.float32)(rows) for each in weights]
+    packed = [pack([GroupedWeight(*each)], *each[0].shape) for each in weights]
+    products = [product(rows, each, torch.float32) for each in packed]
     torch.save((products, sorted(instructions)), folder / "got.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

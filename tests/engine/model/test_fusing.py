@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.kernels import rotary as kernel
+from engine.kernels.packing import pack
 from engine.kernels.triton.row_ops import row_norm
 from engine.model import fusing
 from engine.model import linear as linear_module
@@ -26,17 +27,18 @@ from engine.model.fusing import (
     FusedNorm,
     FusedRotation,
     GatedFloats,
-    GatedInt8,
+    GatedGroups,
     fuse,
     fused_forward,
     is_near,
     rotated,
     row_norm_for,
 )
-from engine.model.int8 import Int8Product, is_exact, quantize_weight
-from engine.model.layers import Int8Linear, PackedLinear
+from engine.model.int8 import is_exact, quantize_weight
+from engine.model.layers import GroupedLinear, PackedLinear
 from engine.model.linear import pack_floats, pack_linears
 from engine.model.loader import attach_attention
+from engine.model.product import GroupedProduct, join_products
 from engine.model.quantization import num_bytes, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
@@ -68,7 +70,7 @@ def forwards(model: nn.Module, *kinds: type) -> list[Any]:
 
 
 def gatings(model: nn.Module) -> list[Any]:
-    return forwards(model, GatedInt8, GatedFloats)
+    return forwards(model, GatedGroups, GatedFloats)
 
 
 def said(caplog: pytest.LogCaptureFixture, model: nn.Module) -> list[str]:
@@ -404,9 +406,13 @@ class Network(nn.Module):
 
 
 def _in_8_bits(weights: list[torch.Tensor], biases: list[Any], dtype: torch.dtype) -> list[Any]:
-    product = Int8Product([quantize_weight(each) for each in weights], biases, dtype)
     size = len(weights[0])
-    return [Int8Linear(product, size * index, size) for index in range(len(weights))]
+    packed = [
+        pack([quantize_weight(weight)], *weight.shape, bias)
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+    product = join_products([GroupedProduct(each, dtype) for each in packed])
+    return [GroupedLinear(product, size, "", "", size * at) for at in range(len(weights))]
 
 
 def _of_floats(weights: list[torch.Tensor], biases: list[Any], dtype: torch.dtype) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.model.stored_int8 import StoredInt8Config, StoredInt8Linear
 from torch import nn
 
 from engine.attention.backend import AttentionNeeds, build_attention
@@ -20,7 +21,6 @@ from engine.model.loader import attach_attention, load_model
 from engine.model.quantization import has_stored_weights, quantize_model, store_int8
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
-from engine.model.stored_int8 import StoredInt8Config, StoredInt8Linear
 from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, tiny_model
 
