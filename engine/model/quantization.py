@@ -24,7 +24,7 @@ from engine.model.int8 import (
     quantize_weight,
 )
 from engine.model.layers import Int8Linear, as_linear, is_plain
-from engine.model.stored_int8 import StoredInt8Linear, written_scheme
+from engine.model.stored.compressed_tensors import StoredInt8Linear, written_scheme
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import QuantizationInfo
 

@@ -26,16 +26,22 @@ class StoredWeight(nn.Module):
 
     ``scheme``: what users are told, such as "Q4_K" or "4 bits, groups of 128, zero points". ``bits``: of
     a weight, scales included. ``order``: which input feature each column of the weights is for, None:
-    they come in the features' order.
+    they come in the features' order. ``packs``: whether there are ``parts``; where not, ``dequantized``
+    is all there is.
     """
 
     scheme: str
     bits: float
+    packs = True
     order: torch.Tensor | None = None
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
+
+    def loaded(self, name: str) -> None:
+        """Is called once, when the tensors are there. ``name``: the module's. Raises
+        UnsupportedModelError where their values are none that the scheme has."""
 
     def part(self, first: int, end: int) -> GroupedWeight:
         """Returns the weights of output channels ``first`` to ``end - 1``."""

@@ -20,7 +20,6 @@ from engine.model.loader import attach_attention, load_model
 from engine.model.quantization import has_stored_weights, quantize_model, store_int8
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
-from engine.model.stored_int8 import StoredInt8Config, StoredInt8Linear
 from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, tiny_model
 
@@ -148,43 +147,3 @@ def test_a_checkpoint_in_8_bits_is_served_by_its_own_scheme(
     assert engine.info.quantization.head  # which is quantised when it is loaded
     with pytest.raises(UnsupportedModelError, match="quantization=none"):
         build(load_model(str(tmp_path), CPU), quantization="none")
-
-
-def test_variants_that_are_not_computed_are_refused(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    store_int8(model)
-    group = model.config.quantization_config["config_groups"]["group_0"]
-    group["input_activations"] = {**group["input_activations"], "dynamic": False}
-    model.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="input_activations have dynamic=False"):
-        load_model(str(tmp_path), CPU)
-
-
-@pytest.mark.parametrize(
-    ("targets", "name", "takes"),
-    [
-        (["re:.*mlp.*", "lm_head"], "a.mlp.up_proj", True),
-        (["re:.*mlp.*", "lm_head"], "a.mlp.down_proj", False),
-        (["re:.*mlp.*", "lm_head"], "a.self_attn.q_proj", False),
-        (["re:.*mlp.*", "lm_head"], "lm_head", True),
-        (["Linear"], "anything", True),
-    ],
-)
-def test_patterns_say_which_layers_a_checkpoint_holds_in_8_bits(
-    targets: list[str], name: str, takes: bool
-) -> None:
-    config = StoredInt8Config(targets, ["re:.*down_proj"])
-    assert config.takes(name, nn.Linear(2, 2)) is takes
-    assert not config.takes(name, nn.Embedding(2, 2))
-
-
-def test_what_a_checkpoint_stores_is_what_it_computes() -> None:
-    layer = StoredInt8Linear(24, 10, True, torch.float32)
-    values, scales, _ = quantize_by_channel(torch.randn(10, 24))
-    layer.load_state_dict(
-        {"weight": values, "weight_scale": scales[:, None], "bias": torch.randn(10)}
-    )
-    assert layer.bias is not None
-    rows = torch.randn(3, 24)
-    expected = rows @ (values * scales[:, None]).T + layer.bias
-    torch.testing.assert_close(layer(rows), expected)
