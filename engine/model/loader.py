@@ -19,7 +19,7 @@ from engine.model.checkpoint import load_weights
 from engine.model.gguf_weights import load_gguf, parsed_once, read_config
 from engine.model.quantization import pack_stored
 from engine.model.shards import sharding_options
-from engine.model.stored.compressed_tensors import read_scheme
+from engine.model.stored.formats import read_places
 from engine.names import BUNDLED as BUNDLED
 from engine.names import bundled_path as bundled_path
 from engine.names import locate
@@ -76,14 +76,15 @@ def load_model(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
         refuse_unservable(config)
-        read_scheme(config)
+        ranks = sharding_options(config, num_ranks)  # knows quantised models by their configuration
         loaded = load_weights(
             path,
             config,
             dtype=wanted,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            **sharding_options(config, num_ranks),
+            quantization_config=read_places(config),
+            **ranks,
         )
     return prepare_model(loaded, device, packed)
 

@@ -40,6 +40,10 @@ class StoredWeight(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
 
+    def loaded(self, name: str) -> None:
+        """Is called once, when the tensors are there. ``name``: the module's. Raises
+        UnsupportedModelError where their values are none that the scheme has."""
+
     def part(self, first: int, end: int) -> GroupedWeight:
         """Returns the weights of output channels ``first`` to ``end - 1``."""
         raise NotImplementedError

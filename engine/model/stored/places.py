@@ -6,46 +6,162 @@ quantizer of its own interface puts modules of ours in the place of layers; its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from engine.model.stored.layer import StoredWeight, fixed
+from engine.request.errors import UnsupportedModelError
+
 _METHOD = "slipstream-stored"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_EXPERTS = re.compile(r"\.experts\.\d+\.\w+\.(qweight|weight_packed|weight_scale(_inv)?)$")
 
 Place = Callable[[str, nn.Module], nn.Module | None]
 """Takes a module's name and the module; returns what stands in its place, or None: it stays."""
 
 
+class StoredTensor(NamedTuple):
+    """A tensor as a file's header describes it. ``dtype`` None: one that is not known here."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+
+
+class StoredTensors:
+    """What a checkpoint's headers say of its tensors. ``prefix``: of the model's names, which a file may
+    leave out."""
+
+    def __init__(self, entries: Mapping[str, StoredTensor], prefix: str = "") -> None:
+        self.entries = entries
+        self._prefix = f"{prefix}." if prefix else ""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> StoredTensors:
+        """Returns the description of these tensors."""
+        return cls({name: StoredTensor(t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+
+    @classmethod
+    def read(cls, files: Iterable[str], prefix: str) -> StoredTensors:
+        """Reads the headers alone. Raises SafetensorError for damaged files, UnsupportedModelError for
+        files of another kind."""
+        entries = {}
+        for path in files:
+            if not path.endswith(".safetensors"):
+                raise UnsupportedModelError(
+                    f"weights in few bits are read from safetensors files, not from {Path(path).name}"
+                )
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    found = file.get_slice(name)
+                    dtype = _DTYPES.get(found.get_dtype())
+                    entries[name] = StoredTensor(dtype, tuple(found.get_shape()))
+        return cls(entries, prefix)
+
+    def get(self, name: str) -> StoredTensor | None:
+        """Returns a tensor of this name in the model, or None."""
+        return self.entries.get(name) or self.entries.get(name.removeprefix(self._prefix))
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return self.get(name) is not None
+
+    def room(
+        self, name: str, shape: tuple[int, ...], dtypes: Iterable[torch.dtype]
+    ) -> nn.Parameter:
+        """Returns a parameter of the type that is stored, to be filled. Raises UnsupportedModelError
+        where the tensor is missing, of another shape, or of none of these types."""
+        found = self.get(name)
+        if found is None:
+            raise UnsupportedModelError(
+                f"1 tensors that the configuration asks for are missing: {name}"
+            )
+        if found.shape != shape:
+            raise UnsupportedModelError(
+                "1 tensors have other shapes than the configuration says: "
+                f"{name} {list(found.shape)} instead of {list(shape)}"
+            )
+        if found.dtype not in dtypes:
+            wanted = ", ".join(_said(each) for each in dtypes)
+            raise UnsupportedModelError(f"{name} is of {_said(found.dtype)} instead of {wanted}")
+        return fixed(torch.empty(shape, dtype=found.dtype))
+
+
+def _said(dtype: torch.dtype | None) -> str:
+    return "an unknown type" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+PlaceByTensors = Callable[[str, nn.Module, StoredTensors], nn.Module | None]
+"""As ``Place``, and what the checkpoint's headers say."""
+
+
 @register_quantization_config(_METHOD)
 class StoredConfig(QuantizationConfigMixin):
     """To be given to ``from_pretrained`` as its ``quantization_config``. ``place``: makes a
-    ``StoredWeight`` for each module that the checkpoint holds in few bits. It is called while modules are
-    on the device "meta"."""
+    ``StoredWeight`` for each module that the checkpoint holds in few bits, or ``place_by_tensors``, for
+    checkpoints of safetensors. They are called while modules are on the device "meta"."""
 
-    def __init__(self, place: Place | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        place: Place | None = None,
+        place_by_tensors: PlaceByTensors | None = None,
+        **_: Any,
+    ) -> None:
         self.quant_method: Any = _METHOD
         self.place = place
+        self.place_by_tensors = place_by_tensors
 
 
 @register_quantizer(_METHOD)
 class StoredQuantizer(HfQuantizer):
-    """Puts the places into a model before its weights are loaded."""
+    """Puts the places into a model before its weights are loaded, and lets them look at what came."""
 
     requires_calibration = False
     quantization_config: StoredConfig
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        place = self.quantization_config.place
-        assert place is not None, "loaded by this package alone"
-        for name, module in list(model.named_modules(remove_duplicate=False)):
-            found = place(name, module)
-            if found is not None:
-                model.set_submodule(name, found)
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Iterable[str] = (), **_: Any
+    ) -> None:
+        by_tensors = self.quantization_config.place_by_tensors
+        if by_tensors is None:
+            place = self.quantization_config.place
+            assert place is not None, "loaded by this package alone"
+            _put(model, place)
+            return
+        tensors = StoredTensors.read(checkpoint_files or (), model.base_model_prefix)
+        _refuse_experts(model, tensors)
+        _put(model, lambda name, module: by_tensors(name, module, tensors))
+        _refuse_codes(model, tensors)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, StoredWeight):
+                module.loaded(name)
+        self.remove_quantization_config(
+            model
+        )  # it is a model of ours, whose layers will be replaced
 
     def is_serializable(self) -> bool:
         return False
@@ -53,3 +169,32 @@ class StoredQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _put(model: PreTrainedModel, place: Place) -> None:
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        found = place(name, module)
+        if found is not None:
+            model.set_submodule(name, found)
+
+
+def _refuse_experts(model: PreTrainedModel, tensors: StoredTensors) -> None:
+    """Raises UnsupportedModelError where the model keeps experts in one tensor, which has no place for
+    theirs in few bits."""
+    modules = dict(model.named_modules())
+    for name in tensors.entries:
+        if _EXPERTS.search(name) and name.rpartition(".")[0] not in modules:
+            raise UnsupportedModelError(
+                f"{name}: experts in few bits are not served, where the model keeps them in one tensor"
+            )
+
+
+def _refuse_codes(model: PreTrainedModel, tensors: StoredTensors) -> None:
+    """Raises UnsupportedModelError where a layer that stayed would take codes for values."""
+    stored = {name for name, each in model.named_modules() if isinstance(each, StoredWeight)}
+    for name, _ in model.named_parameters():
+        found = tensors.get(name)
+        if found and found.dtype not in _FLOATS and name.rpartition(".")[0] not in stored:
+            raise UnsupportedModelError(
+                f"{name} is of {_said(found.dtype)}, which quantization_config does not explain"
+            )

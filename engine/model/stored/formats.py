@@ -1,0 +1,40 @@
+"""Which formats of quantised checkpoints are read here, by what their configuration calls itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.model.stored import awq, compressed_tensors, fp8, gptq
+from engine.model.stored.places import PlaceByTensors, StoredConfig
+from engine.request.errors import UnsupportedModelError
+
+_READERS: dict[str, Callable[[Any], PlaceByTensors]] = {
+    "awq": awq.read,
+    "compressed-tensors": compressed_tensors.read,
+    "fp8": fp8.read,
+    "gptq": gptq.read,
+}
+"""Another format is another file, and a line here."""
+
+
+def read_places(config: Any) -> StoredConfig | None:
+    """Returns what ``from_pretrained`` has to be given as its ``quantization_config`` for a model of
+    this configuration; None: no format of these, which transformers loads as it does. Takes what is
+    read out of ``config``: the model is none of transformers' quantised ones.
+
+    Raises UnsupportedModelError, which says the field and its value, for variants that are not served.
+    """
+    found = getattr(config, "quantization_config", None)
+    if not isinstance(found, Mapping):
+        return None
+    method = found.get("quant_method")
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        return None
+    try:
+        place = reader(found)
+    except RecursionError as error:
+        raise UnsupportedModelError("quantization_config is nested too deeply") from error
+    del config.quantization_config
+    return StoredConfig(place_by_tensors=place)

@@ -1,0 +1,180 @@
+"""Folders of tiny models whose linear layers lie in few bits, packed number by number as the formats'
+tools lay them out, from codes that are known.
+
+Nothing is shared with what reads them: words are put together by Python's whole numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.model.stored.layer import StoredLinear, StoredWeight
+from worlds.tiny_models import tiny_model
+
+Tensors = dict[str, torch.Tensor]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class Codes(NamedTuple):
+    """Weights ``(codes - zeros) * scales`` by groups: ``codes`` ``[out, in]``, the rest ``[out,
+    groups]``; ``group_of``: each feature's."""
+
+    bits: int
+    codes: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    group_of: torch.Tensor
+
+    def weight(self) -> torch.Tensor:
+        """In float32, by the formula."""
+        zeros, scales = (each[:, self.group_of] for each in (self.zeros, self.scales.float()))
+        return (self.codes - zeros).float() * scales
+
+
+def draw(
+    out_features: int,
+    in_features: int,
+    bits: int = 4,
+    group: int = 32,
+    *,
+    seed: int = 0,
+    symmetric: bool = False,
+    shuffled: bool = False,
+    scale_dtype: torch.dtype = torch.float16,
+) -> Codes:
+    """``group`` -1: a row. ``shuffled``: features belong to groups in a random order."""
+    generator = torch.Generator().manual_seed(seed)
+    group = in_features if group == -1 else group
+    num_groups = -(-in_features // group)
+    group_of = torch.arange(in_features) // group
+    if shuffled:
+        group_of = group_of[torch.randperm(in_features, generator=generator)]
+    top = 1 << bits
+    shape = out_features, num_groups
+    zeros = torch.randint(0, top, shape, generator=generator)
+    scales = (torch.rand(shape, generator=generator) + 0.5) * 0.6 / top
+    return Codes(
+        bits,
+        torch.randint(0, top, (out_features, in_features), generator=generator),
+        torch.full_like(zeros, top // 2) if symmetric else zeros,
+        scales.to(scale_dtype),
+        group_of,
+    )
+
+
+def words(rows: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Each row's codes in words of 32 bits, the first lowest. ``order``: which code of those of a word
+    comes at each place."""
+    in_word = 32 // bits
+    order = order or tuple(range(in_word))
+    made = []
+    for row in rows.tolist():
+        row += [0] * (-len(row) % in_word)
+        made.append([])
+        for start in range(0, len(row), in_word):
+            word = sum(row[start + code] << (bits * place) for place, code in enumerate(order))
+            made[-1].append(word - (1 << 32) if word >= 1 << 31 else word)
+    return torch.tensor(made, dtype=torch.int32)
+
+
+def awq(codes: Codes) -> Tensors:
+    return {
+        "qweight": words(codes.codes.T, 4, AWQ_ORDER),
+        "qzeros": words(codes.zeros.T, 4, AWQ_ORDER),
+        "scales": codes.scales.T.contiguous(),
+    }
+
+
+def gptq(codes: Codes, v2: bool = False) -> Tensors:
+    zeros = words(codes.zeros.T, codes.bits).long()
+    if not v2:  # one is subtracted at each code's place, from the word as a whole
+        zeros = zeros - sum(1 << place for place in range(0, 32, codes.bits))
+        zeros = (zeros + (1 << 31)) % (1 << 32) - (1 << 31)
+    return {
+        "qweight": words(codes.codes, codes.bits).T.contiguous(),
+        "qzeros": zeros.int(),
+        "scales": codes.scales.T.contiguous(),
+        "g_idx": codes.group_of.int(),
+    }
+
+
+def packed(codes: Codes, symmetric: bool = False) -> Tensors:
+    """compressed-tensors' "pack-quantized"."""
+    tensors = {
+        "weight_packed": words(codes.codes, codes.bits),
+        "weight_scale": codes.scales,
+        "weight_shape": torch.tensor(codes.codes.shape),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = words(codes.zeros.T, codes.bits).T.contiguous()
+    if not bool((codes.group_of.diff() >= 0).all()):
+        tensors["weight_g_idx"] = codes.group_of.int()
+    return tensors
+
+
+def signed(codes: Codes, symmetric: bool = True) -> Tensors:
+    """compressed-tensors' "int-quantized": 8 bits."""
+    tensors = {"weight": (codes.codes - 128).to(torch.int8), "weight_scale": codes.scales}
+    if not symmetric:
+        tensors["weight_zero_point"] = (codes.zeros - 128).to(torch.int8)
+    return tensors
+
+
+def write_folder(
+    folder: Path,
+    quantization: Mapping[str, Any],
+    make: Callable[[str, nn.Linear], tuple[Tensors, torch.Tensor] | None],
+    name: str = "llama",
+    dtype: torch.dtype = torch.bfloat16,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Writes a model whose linear layers are what ``make`` gives: the tensors of a layer and the weight
+    that they mean, None: it stays. Returns that model with plain layers, in float32."""
+    model: Any = tiny_model(name, dtype, **changes)
+    tensors: Tensors = {key: each.detach().clone() for key, each in model.state_dict().items()}
+    plain: Any = AutoModelForCausalLM.from_config(model.config, attn_implementation="eager")
+    plain.load_state_dict({key: each.float() for key, each in tensors.items()})
+    for key, module in model.named_modules():
+        made = make(key, module) if type(module) is nn.Linear else None
+        if made is None:
+            continue
+        del tensors[f"{key}.weight"]
+        tensors.update({f"{key}.{each}": value for each, value in made[0].items()})
+        plain.get_submodule(key).weight.data = made[1].float()
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    said = json.loads(model.config.to_json_string(use_diff=False))
+    said |= {"quantization_config": dict(quantization), "dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(said))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return plain.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with a plain layer in each place, in float32 throughout: to compare what is computed."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, StoredWeight):
+            bias = module.bias if isinstance(module, StoredLinear) else None
+            linear = nn.Linear(module.in_features, module.out_features, bias is not None)
+            linear.weight = nn.Parameter(module.dequantized(torch.float32), requires_grad=False)
+            if bias is not None:
+                linear.bias = nn.Parameter(bias.float(), requires_grad=False)
+            model.set_submodule(name, linear)
+    model.float()
+    model.config.dtype = torch.float32
+    return model
+
+
+def stored(model: PreTrainedModel) -> dict[str, StoredWeight]:
+    """The places that were filled, by name."""
+    found = model.named_modules()
+    return {name: each for name, each in found if isinstance(each, StoredWeight)}
