@@ -81,8 +81,8 @@ class GgufEmbedding(_Rows):
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Returns a float16 number of each block: ``[rows, blocks]``."""
-    return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0]
+    """Returns a float16 number of each block: ``[rows, blocks]``, a view."""
+    return blocks.view(torch.float16)[..., start // 2]
 
 
 def _fields(data: torch.Tensor, shifts: tuple[int, ...], width: int, mask: int) -> torch.Tensor:
