@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,11 +31,13 @@ _MOST_ELEMENTS = 1 << 22
 them."""
 _MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
 _MOST_DIMENSIONS = 4
-_USUAL_ALIGNMENT = 32
+_ALIGNMENT, _USUAL_ALIGNMENT = "general.alignment", 32
 _FIXED = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Types of metadata values by their numbers, as ``struct`` calls them."""
 _STRING, _ARRAY = 8, 9
 _LEAST_VALUE_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
+_MOST_OUTLINED_BYTES = 1 << 14
+"""Of a metadata value: more than any list of a number for each layer has, less than vocabularies."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -52,10 +55,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The metadata and list of tensors that a file has before its data."""
+    """The metadata and list of tensors that a file has before its data. ``spans``: where each metadata
+    value begins and ends in the file, its key and type included."""
 
     metadata: Mapping[str, Any]
     tensors: tuple[StoredTensor, ...]
+    spans: Mapping[str, tuple[int, int]]
 
     @property
     def architecture(self) -> str:
@@ -95,6 +100,26 @@ def needing_gguf() -> Iterator[None]:
         ) from error
 
 
+def write_outline(path: Path, header: GgufHeader, target: Path) -> None:
+    """Writes a GGUF file that says what ``path`` says, except for long values such as vocabularies, and
+    that has a tensor of one value for each: parsers in Python take seconds and hundreds of megabytes for
+    the rest."""
+    short = [
+        (first, end)
+        for key, (first, end) in header.spans.items()
+        if end - first <= _MOST_OUTLINED_BYTES and key != _ALIGNMENT
+    ]
+    names = [tensor.name.encode() for tensor in header.tensors]
+    with path.open("rb") as source, target.open("wb") as outline:
+        outline.write(b"GGUF" + struct.pack("<IQQ", _VERSIONS[-1], len(names), len(short)))
+        for first, end in short:
+            source.seek(first)
+            outline.write(source.read(end - first))
+        for name in names:
+            outline.write(struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 1, 0, 0))
+        outline.write(bytes(-outline.tell() % _USUAL_ALIGNMENT + 4))
+
+
 def read_header(path: Path) -> GgufHeader:
     """Returns the header of a file that holds all that it says: strings, arrays and tensors end within
     it.
@@ -113,6 +138,7 @@ class _Walk:
         self._file, self._size = file, size
         self._left = min(size, _MOST_HEADER_BYTES)
         self._num_elements = 0
+        self._spans: dict[str, tuple[int, int]] = {}
         self._part = "header"
 
     def header(self) -> GgufHeader:
@@ -130,16 +156,19 @@ class _Walk:
         if not isinstance(metadata.get("general.architecture"), str):
             raise UnsupportedModelError("its metadata names no general.architecture")
         self._part = "list of tensors"
-        return GgufHeader(metadata, self._tensors(num_tensors, _alignment(metadata)))
+        tensors = self._tensors(num_tensors, _alignment(metadata))
+        return GgufHeader(metadata, tensors, self._spans)
 
     def _metadata(self, num_values: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for _ in range(num_values):
+            first = self._file.tell()
             key = self._string()
             if key in found:
                 raise UnsupportedModelError(f"its metadata says {key!r} twice")
             kind = self._number("I")
             found[key] = self._array(key) if kind == _ARRAY else self._values(key, kind, 1)[0]
+            self._spans[key] = first, self._file.tell()
         return found
 
     def _array(self, key: str) -> list[Any]:
@@ -167,7 +196,18 @@ class _Walk:
         if len(names) < len(infos):
             raise UnsupportedModelError("its list of tensors names one twice")
         start = -(-self._file.tell() // alignment) * alignment
-        return tuple(self._stored(*info, start) for info in infos)
+        for name, _, _, offset in infos:
+            if offset % alignment:
+                raise UnsupportedModelError(
+                    f"the data of tensor {name!r} begins at {offset}, no multiple of {alignment}"
+                )
+        tensors = tuple(self._stored(*info, start) for info in infos)
+        for one, next_one in pairwise(sorted(tensors, key=lambda tensor: tensor.start)):
+            if one.start + one.num_bytes > next_one.start:
+                raise UnsupportedModelError(
+                    f"the data of tensors {one.name!r} and {next_one.name!r} overlap"
+                )
+        return tensors
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
@@ -228,9 +268,9 @@ class _Walk:
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:
-    alignment = metadata.get("general.alignment", _USUAL_ALIGNMENT)
+    alignment = metadata.get(_ALIGNMENT, _USUAL_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
-        raise UnsupportedModelError(f"its general.alignment is {alignment!r}")
+        raise UnsupportedModelError(f"its {_ALIGNMENT} is {alignment!r}")
     return alignment
 
 

@@ -31,16 +31,19 @@ _LEFT_OVER = re.compile(r"\.rotary_emb\.\w+$|\.masked_bias$|\.[qkv]_scale$")
 them is a weight of the model."""
 
 
-def load_weights(model: str, config: Any, **options: Any) -> PreTrainedModel:
+def load_weights(
+    model: str | None, config: Any, model_class: Any = AutoModelForCausalLM, **options: Any
+) -> PreTrainedModel:
     """Returns the causal LM of a folder or hub id, with exactly the weights that its configuration asks
-    for. ``options``: of ``from_pretrained``.
+    for. ``model_class``, ``options``: whose ``from_pretrained`` is called and with what; where ``model``
+    is None, the model's own class, and a ``state_dict`` among the options.
 
     Raises UnsupportedModelError naming the tensors that are missing, of another shape, left over or not
     finite, or the file that cannot be read; whatever else transformers raises.
     """
     try:
         with _quiet():
-            answer: Any = AutoModelForCausalLM.from_pretrained(
+            answer: Any = model_class.from_pretrained(
                 model,
                 config=config,
                 ignore_mismatched_sizes=True,  # they are named below, all of them
@@ -123,8 +126,8 @@ def _prediction_layers(config: Any) -> list[str]:
     return [f"layers.{number}" for number in range(first, first + more)]
 
 
-def _damaged_file(model: str) -> str:
-    for path in sorted(Path(model).glob("*.safetensors")):
+def _damaged_file(model: str | None) -> str:
+    for path in sorted(Path(model or "").glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
                 pass

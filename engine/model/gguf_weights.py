@@ -1,33 +1,40 @@
-"""Models whose weights lie in GGUF files, dequantised by transformers.
+"""Models whose weights lie in GGUF files, in the file's own bits or dequantised.
 
-transformers leaves out what it finds no place for in a file, and believes its sizes: both are looked at
-here, before it loads anything.
+transformers says which configuration a file's metadata means, which of a model's parameters each tensor
+is, and what llama.cpp's conversion did to it. The file is read here, tensor by tensor: transformers
+would hold it in floats, leave out what it finds no place for, and believe its sizes.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    modeling_gguf_pytorch_utils,
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
 )
 
-from engine.gguf.file import GgufHeader, StoredTensor, needing_gguf, read_header
+from engine.gguf.file import GgufHeader, StoredTensor, needing_gguf, read_header, write_outline
 from engine.gguf.tokenizer import end_token_ids
-from engine.model.checkpoint import load_weights
+from engine.model.checkpoint import load_weights, not_finite
+from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
+from engine.model.stored.places import Place, StoredConfig
 from engine.request.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 _F32, _F16, _BF16 = 0, 1, 30
 _FLOATS = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
@@ -37,69 +44,281 @@ _ROPE_FACTORS = "rope_freqs.weight"
 it."""
 
 
-@contextmanager
-def parsed_once() -> Iterator[None]:
-    """Lets transformers parse a file once within it, not anew for its configuration and its weights, and
-    make its table of names once, not for every module: that is two thirds of the time that loading takes,
-    and transformers has no seam for it. Its progress is shown on terminals alone.
-
-    Raises UnsupportedModelError where a package of the extra is missing.
-    """
-    with needing_gguf():
-        # transformers asks for both, and names neither as a line can.
-        gguf, _ = (import_module(name) for name in ("gguf", "accelerate"))
-    progress = getattr(modeling_gguf_pytorch_utils, "tqdm")  # noqa: B009 - it is no export
-    replaced = {
-        (gguf, "GGUFReader"): cache(gguf.GGUFReader),
-        (gguf, "get_tensor_name_map"): cache(gguf.get_tensor_name_map),
-        (modeling_gguf_pytorch_utils, "tqdm"): partial(progress, disable=None),
-    }
-    kept = {place: getattr(*place) for place in replaced}
-    try:
-        for place, value in replaced.items():
-            setattr(*place, value)
-        yield
-    finally:
-        for place, value in kept.items():
-            setattr(*place, value)
-
-
 def read_config(path: Path) -> tuple[GgufHeader, Any]:
     """Returns a file's header and configuration. Raises UnsupportedModelError for what rules it out,
     whatever transformers raises for an architecture that it does not know."""
     header = read_header(path)
     _check_sizes(header)
-    config = AutoConfig.from_pretrained(str(path.parent), gguf_file=str(path.absolute()))
+    config = _described(path, header)
     _check_rope(header, config)
     return header, config
 
 
 def load_gguf(
-    path: Path, header: GgufHeader, config: Any, dtype: torch.dtype | str
+    path: Path,
+    header: GgufHeader,
+    config: Any,
+    dtype: torch.dtype | str,
+    packed: bool = True,
 ) -> PreTrainedModel:
     """Returns the causal LM of a file. ``dtype`` "auto": its values' own, bf16 where they are blocks.
+    ``packed``: linear layers and embeddings of the types in ``BLOCK_TYPES`` are ``StoredWeight``s, which
+    hold the file's blocks; else everything is dequantised, and wherever transformers alone knows what a
+    tensor becomes.
 
     Raises UnsupportedModelError where the file's tensors are not those of its configuration, and as
     ``load_weights``.
     """
-    with needing_gguf():
-        # Of newer versions than everything else needs.
-        from transformers.utils.quantization_config import GgufConfig
-
-    _check_values(header, config)
-    loaded = load_weights(
-        str(path.parent),
-        config,
-        gguf_file=str(path.absolute()),
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=stored_dtype(header) if dtype == "auto" else dtype,
-    )
+    wanted = stored_dtype(header) if dtype == "auto" else dtype
+    assert isinstance(wanted, torch.dtype), "other names are resolved by the loader"
+    skeleton = _skeleton(header, config)
+    if _is_converted(header):
+        loaded = _load_converted(path, config, wanted)
+    else:
+        reading = _Reading(header, config, skeleton, wanted, packed)
+        with path.open("rb") as file:
+            tensors = reading.tensors(file)
+        places = StoredConfig(reading.placing())
+        loaded = load_weights(
+            None,
+            config,
+            type(skeleton),
+            state_dict=tensors,
+            quantization_config=places,
+            dtype=wanted,
+        )
     _forget_quantization(loaded)
+    _check_blocks(loaded)
     _divide_frequencies(loaded, path, header)
     generation = loaded.generation_config or GenerationConfig()
     generation.eos_token_id = list(end_token_ids(header)) or None
     loaded.generation_config = generation
     return loaded
+
+
+def _is_converted(header: GgufHeader) -> bool:
+    """Whether transformers has rules for an architecture that its loader applies, not names and a
+    processor."""
+    with needing_gguf():
+        # Of newer versions than everything else needs.
+        from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+    return header.architecture in GGUF_ARCHS
+
+
+def _load_converted(path: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    with needing_gguf():
+        import_module("accelerate")  # transformers asks for it here alone
+        from transformers.utils.quantization_config import GgufConfig
+    return load_weights(
+        str(path.parent),
+        config,
+        gguf_file=str(path.absolute()),
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=dtype,
+    )
+
+
+class _Reading:
+    """What each tensor of a file becomes. ``skeleton``: the model, on the device "meta"."""
+
+    def __init__(
+        self,
+        header: GgufHeader,
+        config: Any,
+        skeleton: PreTrainedModel,
+        dtype: torch.dtype,
+        packed: bool,
+    ) -> None:
+        self._header, self._dtype = header, dtype
+        kind = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
+        self._processor = kind(config=config.to_dict())
+        self._names = get_gguf_hf_weights_map(_Outermost(skeleton), self._processor)
+        self._modules = dict(skeleton.named_modules(remove_duplicate=False))
+        self._read: dict[str, Any] = {"tensors": {}}
+        self._num_dequantised: Counter[int] = Counter()
+        self._kinds: dict[str, int] = {}
+        """The types of modules that keep their blocks, by names of modules."""
+        self._orders: dict[str, np.ndarray[Any, Any]] = {}
+        """Which row of the file each row of a module is, by names of tensors."""
+        if packed:
+            self._plan(getattr(skeleton, "all_tied_weights_keys", None) or {})
+
+    def placing(self) -> Place:
+        """Returns what makes a place for the blocks of a module, if it keeps them. It holds no tensors:
+        transformers copies configurations, with all that they refer to, several times."""
+        kinds, dtype = self._kinds, self._dtype
+
+        def place(name: str, module: nn.Module) -> nn.Module | None:
+            kind = kinds.get(name)
+            if kind is None:
+                return None
+            if isinstance(module, nn.Embedding):
+                return GgufEmbedding(kind, module.num_embeddings, module.embedding_dim)
+            assert isinstance(module, nn.Linear)
+            has_bias = module.bias is not None
+            return GgufWeight(kind, module.in_features, module.out_features, has_bias, dtype)
+
+        return place
+
+    def tensors(self, file: BinaryIO) -> dict[str, torch.Tensor]:
+        """Returns the model's parameters by name: blocks as they are, everything else in its type."""
+        found: dict[str, torch.Tensor] = self._read["tensors"]
+        for tensor in self._header.tensors:
+            data = _bytes_of(tensor, file)
+            if tensor.name in self._orders:
+                found[self._names[tensor.name]] = self._ordered(tensor, data)
+            else:
+                self._dequantise(tensor, data)
+        if self._num_dequantised:
+            logger.info("dequantised: %s", _counted(self._num_dequantised))
+        return found
+
+    def _plan(self, tied: Mapping[str, str]) -> None:
+        """Decides which modules keep their blocks. ``tied``: parameters that are others, by names; a
+        module keeps blocks with all that share them or not at all."""
+        for tensor in self._header.tensors:
+            name = self._names.get(tensor.name, "")
+            order = self._row_order(tensor) if tensor.kind in BLOCK_TYPES else None
+            if order is not None and self._takes_blocks(name, tensor):
+                self._orders[tensor.name] = order
+                self._kinds[_module_of(name)] = tensor.kind
+        stored = {name: tensor for tensor, name in self._names.items()}
+        own = {stored.get(name) for name in tied} & {each.name for each in self._header.tensors}
+        for name, source in tied.items():
+            kind = self._kinds.get(_module_of(source))
+            if kind is None or stored.get(name) in own:
+                continue
+            if _is_plain(self._modules.get(_module_of(name))):
+                self._kinds[_module_of(name)] = kind
+            else:
+                del self._kinds[_module_of(source)], self._orders[stored[source]]
+
+    def _takes_blocks(self, name: str, tensor: StoredTensor) -> bool:
+        module = self._modules.get(_module_of(name))
+        return (
+            name.endswith(".weight")
+            and _is_plain(module)
+            and tuple(module.weight.shape) == tensor.shape[::-1]  # type: ignore[union-attr]
+        )
+
+    def _row_order(self, tensor: StoredTensor) -> np.ndarray[Any, Any] | None:
+        """Returns which row of the file each row of a matrix is, None where it is made in another way. It
+        is found out: transformers is given rows that hold their own numbers."""
+        rows = np.arange(tensor.shape[-1])[:, None]
+        others: dict[str, Any] = {"tensors": {}}
+        try:
+            found = self._processor.process(
+                weights=rows,
+                name=tensor.name,
+                tensor_key_mapping=self._names,
+                parsed_parameters=others,
+            )
+        except (ValueError, IndexError, KeyError):  # it takes matrices of other sizes
+            return None
+        order = found.weights
+        if found.name != tensor.name or others["tensors"] or order.shape != rows.shape:
+            return None
+        return order[:, 0] if np.array_equal(np.sort(order, 0), rows) else None
+
+    def _ordered(self, tensor: StoredTensor, data: np.ndarray[Any, Any]) -> torch.Tensor:
+        order = self._orders[tensor.name]
+        rows = data.reshape(len(order), -1)
+        is_moved = bool((order[1:] < order[:-1]).any())
+        return torch.from_numpy(rows[order] if is_moved else rows)
+
+    def _dequantise(self, tensor: StoredTensor, data: np.ndarray[Any, Any]) -> None:
+        """Makes a tensor the parameter that transformers makes of it, or its part of one."""
+        if tensor.kind not in _FLOATS:
+            self._num_dequantised[tensor.kind] += 1
+        found = self._processor.process(
+            weights=_values(tensor, data),
+            name=tensor.name,
+            tensor_key_mapping=self._names,
+            parsed_parameters=self._read,
+        )
+        made = self._read["tensors"]
+        if found.name in self._names:
+            made[self._names[found.name]] = torch.from_numpy(np.ascontiguousarray(found.weights))
+        for name, values in made.items():
+            if values.is_floating_point() and values.dtype != self._dtype:
+                made[name] = values.to(self._dtype)
+
+
+class _Outermost:
+    """A model without the modules within its decoder: transformers looks for names in each module anew,
+    which takes seconds, and finds those of the model and of its decoder."""
+
+    def __init__(self, model: Any, depth: int = 1) -> None:
+        self._model, self._depth = model, depth
+        self.config = getattr(model, "config", None)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._model.state_dict()
+        return found
+
+    def named_children(self) -> Iterator[tuple[str, _Outermost]]:
+        for name, child in self._model.named_children() if self._depth else ():
+            yield name, _Outermost(child, self._depth - 1)
+
+
+def _is_plain(module: nn.Module | None) -> bool:
+    """Whether its weight is all that it is: subclasses may scale what they look up."""
+    return type(module) in (nn.Linear, nn.Embedding)
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _bytes_of(tensor: StoredTensor, file: BinaryIO) -> np.ndarray[Any, Any]:
+    data = np.empty(tensor.num_bytes, dtype=np.uint8)
+    file.seek(tensor.start)
+    if file.readinto(data) != tensor.num_bytes:  # type: ignore[attr-defined]  # BinaryIO lacks it
+        raise UnsupportedModelError(
+            f"the file ends in tensor {tensor.name!r}: it was cut meanwhile"
+        )
+    return data
+
+
+def _values(tensor: StoredTensor, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns a tensor in float32, the fastest moving dimension last."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    rows = data.reshape(prod(tensor.shape[1:]), -1)
+    kind = GGMLQuantizationType(tensor.kind)
+    try:
+        values: np.ndarray[Any, Any] = dequantize(rows, kind)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            f"tensor {tensor.name!r} is of the type {kind.name}, which is not read"
+        ) from error
+    return values.reshape(tensor.shape[::-1])
+
+
+def _counted(kinds: Counter[int]) -> str:
+    """Says how many tensors there are of each type."""
+    from gguf.constants import GGMLQuantizationType
+
+    named = ((GGMLQuantizationType(kind).name, count) for kind, count in kinds.most_common())
+    return ", ".join(f"{count} tensors of type {name}" for name, count in named)
+
+
+def _described(path: Path, header: GgufHeader) -> Any:
+    """Returns the configuration that transformers makes of a file's metadata."""
+    with needing_gguf():
+        import_module("gguf")  # transformers asks for it, and does not name it as a line can
+    said = header.metadata.get(f"{header.architecture}.vocab_size")
+    num_tokens = said or len(header.metadata.get("tokenizer.ggml.tokens", ()))
+    options: dict[str, Any] = {"vocab_size": num_tokens} if num_tokens else {}
+    if _is_converted(header):
+        return AutoConfig.from_pretrained(str(path.parent), gguf_file=str(path.absolute()))
+    with TemporaryDirectory() as folder:
+        outline = Path(folder) / "outline.gguf"
+        write_outline(path, header, outline)
+        return AutoConfig.from_pretrained(
+            folder, gguf_file=str(outline), name_or_path=str(path.parent), **options
+        )
 
 
 def stored_dtype(header: GgufHeader) -> torch.dtype:
@@ -139,11 +358,12 @@ def _check_rope(header: GgufHeader, config: Any) -> None:
         )
 
 
-def _check_values(header: GgufHeader, config: Any) -> None:
-    """Raises UnsupportedModelError unless the file holds as many values as the model has that its
-    configuration makes: transformers would drop the rest, or ask for memory for what is not there."""
+def _skeleton(header: GgufHeader, config: Any) -> PreTrainedModel:
+    """Returns the model that the configuration makes, on the device "meta". Raises UnsupportedModelError
+    unless the file holds as many values: transformers would drop the rest, or ask for memory for what is
+    not there."""
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     wanted = sum(parameter.numel() for parameter in skeleton.parameters())
     left_out = {_ROPE_FACTORS} | ({"output.weight"} if config.tie_word_embeddings else set())
     held = sum(prod(tensor.shape) for tensor in header.tensors if tensor.name not in left_out)
@@ -152,6 +372,19 @@ def _check_values(header: GgufHeader, config: Any) -> None:
             f"its tensors hold {held} values, and a model of its configuration has {wanted}: "
             "transformers reads another model than the file describes"
         )
+    return skeleton
+
+
+def _check_blocks(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError for blocks with scales that are no finite numbers."""
+    places = (
+        (f"{name}.weight", each.block_scales())
+        for name, each in model.named_modules()
+        if isinstance(each, GgufWeight | GgufEmbedding)
+    )
+    faults = not_finite(places)
+    if faults:
+        raise UnsupportedModelError(faults[0])
 
 
 def _forget_quantization(model: Any) -> None:
@@ -183,5 +416,4 @@ def _read_floats(path: Path, tensor: StoredTensor) -> torch.Tensor:
     if tensor.kind != _F32:
         raise UnsupportedModelError(f"{tensor.name} is not stored in float32")
     with path.open("rb") as file:
-        file.seek(tensor.start)
-        return torch.frombuffer(bytearray(file.read(tensor.num_bytes)), dtype=torch.float32)
+        return torch.from_numpy(_bytes_of(tensor, file).view(np.float32))

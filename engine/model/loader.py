@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
 from engine.gguf.file import find_gguf
 from engine.model.checkpoint import load_weights
-from engine.model.gguf_weights import load_gguf, parsed_once, read_config
+from engine.model.gguf_weights import load_gguf, read_config
 from engine.model.quantization import pack_stored
 from engine.model.shards import sharding_options
 from engine.model.stored.formats import read_places
@@ -67,10 +67,10 @@ def load_model(
         if gguf is not None:
             if num_ranks > 1:
                 raise UnsupportedModelError("the weights of GGUF files are not divided among ranks")
-            with parsed_once():
-                header, config = read_config(gguf)
-                refuse_unservable(config)
-                return prepare_model(load_gguf(gguf, header, config, wanted), device, packed)
+            header, config = read_config(gguf)
+            refuse_unservable(config)
+            loaded = load_gguf(gguf, header, config, wanted, packed)
+            return prepare_model(loaded, device, packed)
         check_folder(path, "config.json")
         config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code

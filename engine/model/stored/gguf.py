@@ -1,0 +1,189 @@
+"""Weights as GGUF files have them: rows of blocks, each with its scales.
+
+Blocks: ggml-common.h and ggml-quants.c of https://github.com/ggml-org/llama.cpp. Q4_K and Q5_K subtract
+minima that are products of two numbers, where ``GroupedWeight`` adds the product with one of them
+negated, which is the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from engine.kernels.grouped_weight import GroupedWeight
+from engine.model.stored.layer import StoredLinear, StoredWeight, fixed
+
+_EVEN_AND_ODD = (0, 4)
+"""Shifts of the two codes in a byte."""
+
+
+class BlockType(NamedTuple):
+    """A type of blocks. ``num_values``, ``num_bytes``: of a block. ``halves``: where in it its float16
+    numbers begin. ``read``: takes blocks ``[rows, blocks, num_bytes]``."""
+
+    name: str
+    num_values: int
+    num_bytes: int
+    halves: tuple[int, ...]
+    read: Callable[[torch.Tensor], GroupedWeight]
+
+    def row_bytes(self, in_features: int) -> int:
+        return in_features // self.num_values * self.num_bytes
+
+    @property
+    def bits(self) -> float:
+        """Of a weight, scales included."""
+        return self.num_bytes * 8 / self.num_values
+
+
+class _Rows(StoredWeight):
+    """``weight``: ``[out_features, bytes of a row]`` uint8."""
+
+    method = "gguf"
+    weight: torch.nn.Parameter
+
+    def _hold(self, kind: int) -> None:
+        self._type = BLOCK_TYPES[kind]
+        self.scheme, self.bits = self._type.name, self._type.bits
+        num_bytes = self._type.row_bytes(self.in_features)
+        self.weight = fixed(torch.empty(self.out_features, num_bytes, dtype=torch.uint8))
+
+    def part(self, first: int, end: int) -> GroupedWeight:
+        return self._type.read(self._blocks(self.weight[first:end]))
+
+    def block_scales(self) -> torch.Tensor:
+        """Returns the float16 numbers of all blocks: weights are finite where these are."""
+        blocks = self._blocks(self.weight)
+        return torch.stack([_half(blocks, start) for start in self._type.halves])
+
+    def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.detach().unflatten(1, (-1, self._type.num_bytes))
+
+
+class GgufWeight(_Rows, StoredLinear):
+    """A linear layer. ``kind``: number of its type in ggml, one of ``BLOCK_TYPES``."""
+
+    def __init__(
+        self, kind: int, in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__(in_features, out_features, has_bias, dtype)
+        self._hold(kind)
+
+
+class GgufEmbedding(_Rows):
+    """An embedding, whose rows are its vectors. ``kind``: as for ``GgufWeight``."""
+
+    def __init__(self, kind: int, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__(embedding_dim, num_embeddings)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self._hold(kind)
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Returns a float16 number of each block: ``[rows, blocks]``, a view."""
+    return blocks.view(torch.float16)[..., start // 2]
+
+
+def _fields(data: torch.Tensor, shifts: tuple[int, ...], width: int, mask: int) -> torch.Tensor:
+    """Returns the fields of bytes: of each ``width`` bytes all at the first shift, then all at the next.
+    ``data``: ``[rows, blocks, bytes]``; the answer has ``len(shifts)`` times as many."""
+    runs = data.unflatten(2, (-1, 1, width))
+    found = (runs >> torch.tensor(shifts, dtype=torch.uint8)[:, None]) & mask
+    return found.flatten(2)
+
+
+def _fifth_bits(data: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns the high bits of codes of 5 bits, in their place."""
+    return _fields(data, tuple(range(8)), width, 1) << 4
+
+
+def _codes(blocks: torch.Tensor) -> torch.Tensor:
+    """Puts the codes of a row's blocks side by side."""
+    return blocks.flatten(1)
+
+
+def _read_q4_0(blocks: torch.Tensor) -> GroupedWeight:
+    low = _fields(blocks[..., 2:], _EVEN_AND_ODD, 16, 15)
+    return GroupedWeight(_codes(low), 4, 8, 32, _half(blocks, 0))
+
+
+def _read_q4_1(blocks: torch.Tensor) -> GroupedWeight:
+    low = _fields(blocks[..., 4:], _EVEN_AND_ODD, 16, 15)
+    return GroupedWeight(_codes(low), 4, 0, 32, _half(blocks, 0), minima=_half(blocks, 2))
+
+
+def _read_q5_0(blocks: torch.Tensor) -> GroupedWeight:
+    low = _fields(blocks[..., 6:], _EVEN_AND_ODD, 16, 15)
+    # The bits of four bytes are those of 32 codes in turn.
+    codes = low | _fifth_bits(blocks[..., 2:6], 1)
+    return GroupedWeight(_codes(codes), 5, 16, 32, _half(blocks, 0))
+
+
+def _read_q5_1(blocks: torch.Tensor) -> GroupedWeight:
+    low = _fields(blocks[..., 8:], _EVEN_AND_ODD, 16, 15)
+    codes = low | _fifth_bits(blocks[..., 4:8], 1)
+    return GroupedWeight(_codes(codes), 5, 0, 32, _half(blocks, 0), minima=_half(blocks, 2))
+
+
+def _read_q8_0(blocks: torch.Tensor) -> GroupedWeight:
+    # A flipped sign bit is 128 added.
+    return GroupedWeight(_codes(blocks[..., 2:] ^ 128), 8, 128, 32, _half(blocks, 0))
+
+
+def _read_q4_k(blocks: torch.Tensor) -> GroupedWeight:
+    low = _fields(blocks[..., 16:], _EVEN_AND_ODD, 32, 15)
+    return _with_inner_minima(blocks, low, 4)
+
+
+def _read_q5_k(blocks: torch.Tensor) -> GroupedWeight:
+    low = _fields(blocks[..., 48:], _EVEN_AND_ODD, 32, 15)
+    return _with_inner_minima(blocks, low | _fifth_bits(blocks[..., 16:48], 32), 5)
+
+
+def _with_inner_minima(blocks: torch.Tensor, codes: torch.Tensor, bits: int) -> GroupedWeight:
+    """Of a block of 256 the 8 scales and 8 minima of 6 bits lie in 12 bytes: the first four of each in
+    the low bits of 4 bytes, the others' low halves in the last 4, with 2 bits above the former."""
+    first, second, halves = blocks[..., 4:16].split(4, 2)
+    scales = torch.cat([first & 63, (halves & 15) | ((first >> 6) << 4)], 2)
+    minima = torch.cat([second & 63, (halves >> 4) | ((second >> 6) << 4)], 2)
+    return GroupedWeight(
+        _codes(codes),
+        bits,
+        0,
+        256,
+        _half(blocks, 0),
+        minima=-_half(blocks, 2),
+        inner_span=32,
+        inner_scales=scales.flatten(1),
+        inner_minima=minima.flatten(1),
+    )
+
+
+def _read_q6_k(blocks: torch.Tensor) -> GroupedWeight:
+    low = _fields(blocks[..., :128], _EVEN_AND_ODD, 64, 15)
+    high = _fields(blocks[..., 128:192], (0, 2, 4, 6), 32, 3)
+    scales = blocks[..., 192:208].contiguous().view(torch.int8)
+    return GroupedWeight(
+        _codes(low | (high << 4)),
+        6,
+        32,
+        256,
+        _half(blocks, 208),
+        inner_span=16,
+        inner_scales=scales.flatten(1),
+    )
+
+
+BLOCK_TYPES = {
+    2: BlockType("Q4_0", 32, 18, (0,), _read_q4_0),
+    3: BlockType("Q4_1", 32, 20, (0, 2), _read_q4_1),
+    6: BlockType("Q5_0", 32, 22, (0,), _read_q5_0),
+    7: BlockType("Q5_1", 32, 24, (0, 2), _read_q5_1),
+    8: BlockType("Q8_0", 32, 34, (0,), _read_q8_0),
+    12: BlockType("Q4_K", 256, 144, (0, 2), _read_q4_k),
+    13: BlockType("Q5_K", 256, 176, (0, 2), _read_q5_k),
+    14: BlockType("Q6_K", 256, 210, (208,), _read_q6_k),
+}
+"""The types that stay as they are, by ggml's numbers."""
