@@ -31,16 +31,18 @@ _LEFT_OVER = re.compile(r"\.rotary_emb\.\w+$|\.masked_bias$|\.[qkv]_scale$")
 them is a weight of the model."""
 
 
-def load_weights(model: str, config: Any, **options: Any) -> PreTrainedModel:
+def load_weights(
+    model: str, config: Any, kind: Any = AutoModelForCausalLM, **options: Any
+) -> PreTrainedModel:
     """Returns the causal LM of a folder or hub id, with exactly the weights that its configuration asks
-    for. ``options``: of ``from_pretrained``.
+    for. ``kind``: the class; ``options``: of its ``from_pretrained``.
 
     Raises UnsupportedModelError naming the tensors that are missing, of another shape, left over or not
     finite, or the file that cannot be read; whatever else transformers raises.
     """
     try:
         with _quiet():
-            answer: Any = AutoModelForCausalLM.from_pretrained(
+            answer: Any = kind.from_pretrained(
                 model,
                 config=config,
                 ignore_mismatched_sizes=True,  # they are named below, all of them
