@@ -44,6 +44,7 @@ from engine.model.loader import (
     eos_token_ids,
     load_model,
     max_position,
+    unserved_parts,
 )
 from engine.model.quantization import (
     has_packed_weights,
@@ -215,6 +216,7 @@ def build_engine_for(
         exact_failed=exactness.failed,
         quantization=quantization,
         tensor_parallel_size=config.tensor_parallel_size,
+        unserved=unserved_parts(model),
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting)

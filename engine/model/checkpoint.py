@@ -32,18 +32,18 @@ them is a weight of the model."""
 
 
 def load_weights(
-    model: str | None, config: Any, model_class: Any = AutoModelForCausalLM, **options: Any
+    model: str | None, config: Any, kind: Any = AutoModelForCausalLM, **options: Any
 ) -> PreTrainedModel:
     """Returns the causal LM of a folder or hub id, with exactly the weights that its configuration asks
-    for. ``model_class``, ``options``: whose ``from_pretrained`` is called and with what; where ``model``
-    is None, the model's own class, and a ``state_dict`` among the options.
+    for. ``kind``: the class; ``options``: of its ``from_pretrained``, with a ``state_dict`` among them
+    where ``model`` is None.
 
     Raises UnsupportedModelError naming the tensors that are missing, of another shape, left over or not
     finite, or the file that cannot be read; whatever else transformers raises.
     """
     try:
         with _quiet():
-            answer: Any = model_class.from_pretrained(
+            answer: Any = kind.from_pretrained(
                 model,
                 config=config,
                 ignore_mismatched_sizes=True,  # they are named below, all of them

@@ -8,6 +8,7 @@ and under a tree mask, does not write the logits that transformers' own forward 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ from engine.model.gguf_weights import load_gguf, read_config
 from engine.model.quantization import pack_stored
 from engine.model.shards import sharding_options
 from engine.model.stored.formats import read_places
+from engine.model.text_half import TextHalf, find_text_half, has_text_half, text_of
 from engine.names import BUNDLED as BUNDLED
 from engine.names import bundled_path as bundled_path
 from engine.names import locate
 from engine.request.errors import UnsupportedModelError
 from engine.tokenizer import check_folder, naming
 from engine.tokenizer import load_tokenizer as load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Layer kinds whose memory of the past is keys and values, the only kind the pool holds.
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
@@ -75,18 +79,39 @@ def load_model(
         config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-        refuse_unservable(config)
+        refuse_unservable(text_of(config))
+        half = find_text_half(path, config, revision)
+        options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        if half is not None:
+            config = half.config
+            options |= {"kind": half.kind, "key_mapping": half.key_mapping}
         ranks = sharding_options(config, num_ranks)  # knows quantised models by their configuration
         loaded = load_weights(
             path,
             config,
             dtype=wanted,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
             quantization_config=read_places(config),
+            **options,
             **ranks,
         )
-    return prepare_model(loaded, device, packed)
+    prepared = prepare_model(loaded, device, packed)
+    if half is not None:
+        _adopt(half, prepared)
+    return prepared
+
+
+def _adopt(half: TextHalf, model: PreTrainedModel) -> None:
+    """Checks a loaded text half, and says what is not served."""
+    half.check(model)
+    vars(model)["unserved_parts"] = half.unserved
+    unread = ", ".join(half.unserved) or "nothing"
+    logger.info("%s: its text half is served; not read: %s", half.whole.model_type, unread)
+
+
+def unserved_parts(model: PreTrainedModel) -> tuple[str, ...]:
+    """Returns the parts that a model's checkpoint has besides the text half, and that are not served."""
+    found: tuple[str, ...] = getattr(model, "unserved_parts", ())
+    return found
 
 
 def prepare_model(
@@ -109,8 +134,10 @@ def refuse_unservable(config: Any) -> None:
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{kind} is an encoder-decoder; only causal LMs are served")
-    if hasattr(config, "text_config") and hasattr(config, "vision_config"):
-        raise UnsupportedModelError(f"{kind} takes images; only text models are served")
+    if has_text_half(config):
+        raise UnsupportedModelError(
+            f"{kind} has more parts than text; its text half is served alone"
+        )
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
     if odd:
         raise UnsupportedModelError(

@@ -41,7 +41,8 @@ class QuantizationInfo:
 class EngineInfo:
     """``max_model_len`` counts prompt plus output tokens. ``exact_verified`` says whether the start-up
     probe found equal bits (None: not probed, or no room to do so to the end); ``exact_probed`` names what
-    it compared, ``exact_failed`` what differed."""
+    it compared, ``exact_failed`` what differed. ``unserved``: parts that the checkpoint has besides text,
+    as "vision"."""
 
     model: str
     vocab_size: int
@@ -61,3 +62,4 @@ class EngineInfo:
     exact_failed: tuple[str, ...] = ()
     quantization: QuantizationInfo | None = None
     tensor_parallel_size: int = 1
+    unserved: tuple[str, ...] = ()

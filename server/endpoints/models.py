@@ -45,5 +45,7 @@ def _card(served: Services) -> dict[str, Any]:
         "attention_backend": info.attention_backend,
         "tensor_parallel_size": info.tensor_parallel_size,
         "quantization": None if info.quantization is None else asdict(info.quantization),
+        "modalities": ["text"],
+        "unserved": info.unserved,
         "has_chat_template": served.has_chat_template,
     }

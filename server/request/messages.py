@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 
 from server.errors import refused
 from server.request.body import Body, in_case, optional, refusal
+from server.request.foreign_parts import ForeignPart, find_foreign_part
 
 TEXT_ONLY = "text only"
 MAX_TOOLS = 128
@@ -164,10 +165,12 @@ class MessageToolCall(Body):
     function: _CalledFunction
 
 
-def _parse_content(value: object) -> str:
-    """Text, or text parts joined with line breaks."""
+def _parse_content(value: object) -> str | ForeignPart:
+    """Text, or text parts joined with line breaks; other parts are refused by those who know the model."""
     if isinstance(value, str):
         return value
+    if (foreign := find_foreign_part(value)) is not None:
+        return foreign
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string or a non-empty list of text parts")
     texts = []
@@ -262,6 +265,14 @@ class ChatMessage(Body):
         if name == "content":
             return self.content is not None
         return bool(self.thoughts if name == "reasoning_content" else getattr(self, name))
+
+
+def refuse_foreign_parts(messages: Sequence[ChatMessage], unserved: Collection[str]) -> None:
+    """Raises ApiError 400 for the first content that is not text alone. ``unserved``: the model's parts
+    besides text."""
+    for index, message in enumerate(messages):
+        if isinstance(message.content, ForeignPart):
+            raise message.content.refusal(f"messages.{index}.content", unserved)
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:

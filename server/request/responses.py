@@ -6,7 +6,7 @@ it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -17,6 +17,8 @@ from pydantic import (
     JsonValue,
     PlainValidator,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 from pydantic.config import JsonDict
@@ -24,6 +26,7 @@ from pydantic.config import JsonDict
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
 from server.request.body import Body, in_case, optional, refusal
+from server.request.foreign_parts import ForeignPart, find_foreign_part
 from server.request.grammars import Schema
 from server.request.messages import MAX_TOOLS, NAME_PATTERN, FunctionDefinition
 from server.request.parsing import check
@@ -41,6 +44,14 @@ class InputTextPart(Body):
     text: str
     annotations: list[JsonValue] | None = Field(default=None, max_length=0)
     logprobs: list[JsonValue] | None = Field(default=None, max_length=0)
+
+
+def _parse_parts(value: object, parse: ValidatorFunctionWrapHandler) -> Any:
+    """Parts that are no text are refused by those who know the model."""
+    return find_foreign_part(value) or parse(value)
+
+
+_Content = Annotated[str | list[InputTextPart], WrapValidator(_parse_parts)]
 
 
 class InputReasoningPart(Body):
@@ -63,7 +74,7 @@ class _Item(Body):
 class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputTextPart]
+    content: _Content
 
     def for_chat(self) -> dict[str, Any]:
         return {"role": self.role, "content": _text(self.content)}
@@ -84,7 +95,7 @@ class InputCall(_Item):
 class InputCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
-    output: str | list[InputTextPart]
+    output: _Content
 
     def for_chat(self) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
@@ -340,11 +351,20 @@ def plan_response(
 ) -> RequestPlan:
     """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
     one."""
+    _refuse_foreign_parts(body.input, translator.unserved)
     try:
         plan = translator.plan(body.for_chat(), arrival_time, drafters)
     except ApiError as error:
         raise _in_own_words(error) from error
     return replace(plan, repeated=body.repeated())
+
+
+def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> None:
+    for index, item in enumerate(items):
+        for name in ("content", "output"):
+            found = getattr(item, name, None)
+            if isinstance(found, ForeignPart):
+                raise found.refusal(f"input.{index}.{name}", unserved)
 
 
 def _in_own_words(error: ApiError) -> ApiError:

@@ -21,7 +21,12 @@ from server.plan import ChoicePlan, RequestPlan, TextOptions
 from server.request.body import MAX_SEED
 from server.request.grammars import grammar_of
 from server.request.message_formats import MessageFormats
-from server.request.messages import Tool, template_messages, template_tools
+from server.request.messages import (
+    Tool,
+    refuse_foreign_parts,
+    template_messages,
+    template_tools,
+)
 from server.request.prompts import Prompts
 from server.request.protocol import (
     ChatRequest,
@@ -65,6 +70,11 @@ class Translator:
             partial(tokenizer.encode, add_special_tokens=False),
             self._prompts.decode,
         )
+
+    @property
+    def unserved(self) -> tuple[str, ...]:
+        """Returns the parts of the model besides text."""
+        return self._info.unserved
 
     def plan(
         self,
@@ -112,6 +122,7 @@ class Translator:
         adds = is_prompt if body.add_special_tokens is None else body.add_special_tokens
         allows = is_prompt if body.allow_special_tokens is None else body.allow_special_tokens
         if not is_prompt:
+            refuse_foreign_parts(body.messages or (), self.unserved)
             text = self._render(body, body.tools or (), allows)
             return self._prompts.encode("messages", text, adds)
         for name in (*TemplateFields.model_fields, "tools"):
@@ -149,6 +160,7 @@ class Translator:
         if body.echo and body.messages[-1].role != "assistant":
             raise refused("echo", "needs a last message that is the assistant's")
         self._check(body, num_prompts=1)
+        refuse_foreign_parts(body.messages, self.unserved)
         kept = self._kept(body)
         self._formats.check(body)
         text = self._render(body, body.shown_tools, body.allow_special_tokens)

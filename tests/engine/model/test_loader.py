@@ -43,7 +43,7 @@ from worlds.tiny_models import (
     ("config", "reason"),
     [
         (hf.T5Config(), "t5 is an encoder-decoder; only causal LMs are served"),
-        (hf.LlavaConfig(), "llava takes images; only text models are served"),
+        (hf.LlavaConfig(), "llava has more parts than text; its text half is served alone"),
         (hf.Qwen3NextConfig(), "layers of kind linear_attention"),
         (hf.MambaConfig(), "layers of kind linear_attention"),
         (hf.Lfm2Config(layer_types=["conv", "full_attention"] * 16), "layers of kind conv"),

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from server.errors import ApiError
+from server.request.large_bodies import LARGE
 from server.request.messages import ChatMessage
 from server.request.parsing import parse
 from server.request.protocol import MAX_MESSAGES, StreamOptions
 from server.request.responses import MAX_ITEMS
 from worlds.request_bodies import ENDPOINTS, TEXT, TOOLS
-from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer
+from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect
 
 pytestmark = pytest.mark.anyio
@@ -73,6 +74,7 @@ COMPLETIONS: list[Row] = [
         ]
     ),
 ]
+TEXT_PART = {"type": "text", "text": "a"}
 MESSAGES: list[Row] = [
     ({"role": "user"}, "content"),
     ({"role": "tool", "content": "x"}, "tool_call_id"),
@@ -80,7 +82,9 @@ MESSAGES: list[Row] = [
     ({"role": "function", "content": "x"}, "role"),
     ({"role": "user", "content": 5}, "content"),
     ({"role": "user", "content": []}, "content"),
-    ({"role": "user", "content": [{"type": "image_url"}]}, "content"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "content.0"),
+    ({"role": "user", "content": [TEXT_PART, {"type": "input_audio"}]}, "content.1"),
+    ({"role": "user", "content": [{"type": "colour"}]}, "content"),
     ({"role": "user", "content": [{"type": "text"}]}, "content"),
     ({"role": "assistant", "reasoning": "x", "reasoning_content": "y"}, "reasoning"),
     *(({**USER, name: "y"}, name) for name in ["colour", "name", *ChatMessage.unsupported]),
@@ -157,7 +161,11 @@ RESPONSES: list[Row] = [
     ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input.0.colour"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
     ({"input": [{"role": "user", "content": 7}]}, "input.0.content"),
-    ({"input": [{"role": "user", "content": [{"type": "image"}]}]}, "input.0.content.0.type"),
+    ({"input": [{"role": "user", "content": [{"type": "colour"}]}]}, "input.0.content.0.type"),
+    (
+        {"input": [USER, {"role": "user", "content": [{"type": "input_image"}]}]},
+        "input.1.content.0",
+    ),
     ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
     ({"max_output_tokens": 513}, "max_output_tokens"),
     ({"input": "x" * 600}, "input"),
@@ -184,6 +192,7 @@ TOKENS: list[Row] = [
     ({"prompt": "a", "tools": []}, "tools"),
     ({"prompt": "a", "tools": TOOLS}, "tools"),
     ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
 ]
 
 
@@ -278,3 +287,45 @@ async def test_a_prompt_too_long_is_not_looked_into(connect: Connect) -> None:
         ):
             reply = await client.post("/completions", json={"prompt": prompt})
             assert part in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "unserved", "reason"),
+    [
+        ("image_url", ("vision",), "this model's vision part is not served here"),
+        ("image_url", (), "this model takes text only; it has no vision part"),
+        ("input_audio", ("vision",), "it has no audio part"),
+        ("input_audio", ("vision", "audio"), "this model's audio part is not served here"),
+        ("file", ("vision",), "files are not read here; send their text"),
+    ],
+)
+async def test_a_part_that_is_no_text_is_refused_with_what_of_the_model_it_lacks(
+    connect: Connect, part: str, unserved: tuple[str, ...], reason: str
+) -> None:
+    """In small bodies and in those that other processes read: images are long."""
+    engine = ScriptedEngine(info=engine_info(unserved=unserved))
+    name = part if part.startswith("input_") else f"input_{part.removesuffix('_url')}"
+    async with connect(engine, body_processes=1) as client:
+        (card,) = (await client.get("/models")).json()["data"]
+        assert (card["modalities"], card["unserved"]) == (["text"], list(unserved))
+        for kind, path, field in (
+            (part, "/chat/completions", "messages"),
+            (name, "/responses", "input"),
+        ):
+            for data in ("AA==", "A" * (LARGE + 1)):
+                content = [{"type": kind, kind: {"url": f"data:image/png;base64,{data}"}}]
+                body = {field: [USER, {"role": "user", "content": content}]}
+                refused = await client.post(path, json=body)
+                error = refused.json()["error"]
+                assert (refused.status_code, error["code"]) == (400, "unsupported_content")
+                assert error["param"] == f"{field}.1.content.0"
+                assert reason in error["message"]
+                assert "base64" not in error["message"]
+    assert engine.requests == []
+
+
+async def test_an_output_of_a_call_is_no_image(connect: Connect) -> None:
+    output = {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]}
+    async with connect(ScriptedEngine()) as client:
+        refused = await client.post("/responses", json={"input": [output]})
+    assert refused.json()["error"]["param"] == "input.0.output.0"
