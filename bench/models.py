@@ -97,7 +97,7 @@ def _scaled(name: str, path: str, device: torch.device) -> PreTrainedModel:
 
 def _what(name: str, info: EngineInfo, num_layers: int) -> str:
     weights = (
-        info.dtype if info.quantization is None else f"weights in {info.quantization.bits} bits"
+        info.dtype if info.quantization is None else f"weights in {info.quantization.bits:g} bits"
     )
     size = f"{info.num_parameters / 1e6:.1f} M parameters, {num_layers} layers, {weights}"
     if name == BUNDLED:

@@ -47,12 +47,12 @@ from engine.model.loader import (
     unserved_parts,
 )
 from engine.model.quantization import (
+    complete_packed,
     has_packed_weights,
     num_parameters,
     quantization_info,
     quantize_model,
     round_inputs,
-    share_inputs,
 )
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import (
@@ -64,6 +64,7 @@ from engine.model.selfcheck import (
 )
 from engine.process.runtime import AsyncEngine
 from engine.ranks.group import LeadingRunner, Ranks, follow_steps, join_ranks
+from engine.request.errors import UnsupportedModelError
 from engine.request.info import Determinism, EngineInfo, QuantizationInfo
 from engine.sampling.sampler import warm_up
 from engine.schedule.scheduler import Scheduler
@@ -228,12 +229,16 @@ def _quantize(
     """Gives linear layers 8 bits where that is asked for, and rounds their inputs, too, as those of
     weights that came in few bits. Raises UnsupportedModelError where it cannot be had."""
     is_packed = has_packed_weights(model)
+    if is_packed and config.quantization is not None:
+        raise UnsupportedModelError(
+            f"quantization={config.quantization}: the model's weights are in few bits already"
+        )
     if not is_packed and config.quantization in (None, "none"):
         return None
     # Before: afterwards rounding would hide what a model keeps besides keys and values.
     _check_unrounded(model, reference, config)
     if is_packed:
-        share_inputs(model)
+        complete_packed(model, config.quantize_head)
     else:
         quantize_model(model, config.quantize_head)
     round_inputs(model, config.quantize_activations)

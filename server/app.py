@@ -177,7 +177,8 @@ def _fingerprint(info: EngineInfo, model_name: str) -> str:
     """Equal for servers that write the same tokens for the same seed."""
     parts = [server_version(), model_name, info.device, info.dtype, info.determinism]
     if info.quantization is not None:
-        parts.append(f"{info.quantization.method}, {info.quantization.num_quantized} weights")
+        parts += [info.quantization.method, str(info.quantization.activation_bits)]
+        parts += [f"{scheme}, {count}" for scheme, count in info.quantization.schemes.items()]
     return "fp_" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:10]
 
 

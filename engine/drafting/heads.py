@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from drafters.base import DrafterUnavailableError
 from engine.config import EngineConfig
 from engine.model.checkpoint import not_finite
+from engine.model.quantization import packed_weights
 from engine.model.runner import ModelRunner
 from engine.model.shards import whole, whole_layer
 from engine.names import BUNDLED
@@ -73,6 +74,10 @@ def weights_fingerprint(model: nn.Module) -> str:
         sample = flat[:: max(1, flat.numel() // _SAMPLES)].to(torch.bfloat16).cpu()
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
+    for name, packed in packed_weights(model):
+        flat = packed.blocks.flatten()
+        digest.update(f"{name}{packed.format}{tuple(packed.blocks.shape)}".encode())
+        digest.update(flat[:: max(1, flat.numel() // _SAMPLES)].numpy().tobytes())
     return digest.hexdigest()[:32]
 
 

@@ -38,12 +38,12 @@ from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, load_model, load_tokenizer, max_position
 from engine.model.quantization import (
+    complete_packed,
     has_packed_weights,
     num_parameters,
     quantize_model,
     refusal,
     round_inputs,
-    share_inputs,
 )
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
@@ -175,7 +175,8 @@ def _small_model(
     model = _load_small(target, tokenizer, config)
     if isinstance(model, str):
         return model
-    share_inputs(model)
+    if has_packed_weights(model):
+        complete_packed(model, config.quantize_head)
     prepared = _prepared(model, owns_rows=True)
     if can_pack(model.device, model.dtype):
         pack_linears(model, config.max_num_batched_tokens, exact=False)

@@ -130,7 +130,7 @@ class _Reading:
         packed: bool,
     ) -> None:
         self._header, self._dtype = header, dtype
-        kind = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
+        kind: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
         self._processor = kind(config=config.to_dict())
         self._names = get_gguf_hf_weights_map(_Outermost(skeleton), self._processor)
         self._modules = dict(skeleton.named_modules(remove_duplicate=False))

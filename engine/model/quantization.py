@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from engine.model.product import GroupedProduct, can_join, join_products
 from engine.model.stored.layer import StoredLinear, StoredWeight
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import QuantizationInfo
+
+if TYPE_CHECKING:
+    from engine.kernels.packing import PackedGroups
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,16 @@ def _layer(module: StoredWeight, made: GroupedProduct | None, dtype: torch.dtype
     return linear
 
 
+def complete_packed(model: PreTrainedModel, with_head: bool = True) -> None:
+    """Makes a model with packed weights ready to be served: layers that read one input share a product.
+    ``with_head``: an output head that the checkpoint has in floats is rounded to 8 bits."""
+    head = model.get_output_embeddings()
+    if with_head and is_plain(head):
+        names = [name for name, module in model.named_modules() if module is head]
+        _replace(model, names[0], None, "int8")
+    share_inputs(model)
+
+
 def has_packed_weights(model: nn.Module) -> bool:
     """Whether the model's weights are held in few bits."""
     return any(isinstance(module, GroupedLinear | GroupedEmbedding) for module in model.modules())
@@ -120,28 +133,30 @@ def replace_linears(
     """Gives layers weights in few bits, by their names; None: rounded here, to 8 bits. Inputs are rounded
     to 8 bits. Raises UnsupportedModelError where the machine does not multiply integers, or nothing is
     replaced."""
-    from engine.kernels.packing import pack
-
     reason = refusal(model.device)
     if reason is not None:
         raise UnsupportedModelError(f"quantization={method}: {reason}")
     num_layers = 0
-    for name, given in weights:
-        linear = as_linear(model.get_submodule(name))
-        weight = quantize_weight(linear.weight) if given is None else given
-        packed = pack([weight], len(weight.codes), weight.codes.shape[1], linear.bias)
-        product = GroupedProduct(packed, model.dtype)
-        scheme = f"{weight.bits} bits, groups of {weight.span}"
-        layer = GroupedLinear(product, packed.out_features, scheme, method)
-        model.set_submodule(name, layer)
+    for name, weight in weights:
+        _replace(model, name, weight, method)
         num_layers += 1
-        del linear, weight, given
     if not num_layers:
         kind = type(model).__name__
         raise UnsupportedModelError(
             f"quantization={method}: {kind} has no linear layers to quantise"
         )
     share_inputs(model)
+
+
+def _replace(model: PreTrainedModel, name: str, given: GroupedWeight | None, method: str) -> None:
+    from engine.kernels.packing import pack
+
+    linear = as_linear(model.get_submodule(name))
+    weight = quantize_weight(linear.weight) if given is None else given
+    packed = pack([weight], len(weight.codes), weight.codes.shape[1], linear.bias)
+    scheme = f"{weight.bits} bits, groups of {weight.span}"
+    product = GroupedProduct(packed, model.dtype)
+    model.set_submodule(name, GroupedLinear(product, packed.out_features, scheme, method))
 
 
 def refusal(device: torch.device) -> str | None:
@@ -239,6 +254,7 @@ def quantization_info(model: PreTrainedModel) -> QuantizationInfo | None:
     num_quantized = schemes.total()
     info = QuantizationInfo(
         method=layers[0].method,
+        source="start" if layers[0].method in ("int8", "int4") else "checkpoint",
         bits=round(num_bits / num_quantized, 2),
         activation_bits=8 if rounds_inputs(model) else 8 * model.dtype.itemsize,
         schemes=dict(schemes.most_common()),
@@ -274,6 +290,15 @@ def _weights(model: nn.Module) -> Iterator[tuple[int, int, str]]:
             yield each.num_embeddings * each.embedding_dim, each.packed.format.bits, each.scheme
 
 
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedGroups]]:
+    """Yields the packed weights of a model's layers and embeddings, with the names of modules."""
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear):
+            yield name, module.product.packed
+        elif isinstance(module, GroupedEmbedding):
+            yield name, module.packed
+
+
 def num_parameters(model: nn.Module) -> int:
     """Returns how many weights there are; those that layers share count once."""
     packed = sum(count for count, *_ in _weights(model))
@@ -282,8 +307,7 @@ def num_parameters(model: nn.Module) -> int:
 
 def num_bytes(model: nn.Module) -> int:
     """Returns the bytes of all weights, as they are held."""
-    packed = {product.packed for product in _products(model)}
-    packed |= {each.packed for each in model.modules() if isinstance(each, GroupedEmbedding)}
+    packed = {each for _, each in packed_weights(model)}
     plain = {*model.parameters(), *model.buffers()}
     return sum(int(each.nbytes) for each in plain) + sum(each.num_bytes for each in packed)
 

@@ -15,13 +15,15 @@ Determinism = Literal["exact", "fast"]
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
     """The part of a model whose weights are held in few bits. ``method``: the format they came in, or
-    "int8" or "int4" where they were rounded at start. ``bits``: of a weight, on average, without scales;
+    "int8" or "int4" where they were rounded. ``source``: "checkpoint", or "start": they were rounded
+    when the model was loaded. ``bits``: of a weight, on average, without scales;
     ``activation_bits``: of the inputs that they are multiplied with. ``schemes``: weights by what is
     said of their codes and scales. ``num_quantized`` of ``num_parameters`` weights, in ``num_layers``
     linear layers; ``num_bytes``: of all weights as they are held. ``head``: whether the output head is
     among them."""
 
     method: str
+    source: Literal["checkpoint", "start"]
     bits: float
     activation_bits: int
     schemes: Mapping[str, int]

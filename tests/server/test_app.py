@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -43,9 +44,12 @@ async def test_a_served_name_replaces_the_models(connect: Connect) -> None:
 
 
 async def test_the_card_and_the_fingerprint_tell_8_bits_from_16(connect: Connect) -> None:
-    in_8_bits = QuantizationInfo("int8", 8, 7, 600, 1000, 1400, head=False)
+    in_8_bits = QuantizationInfo(
+        "int8", "start", 8, 8, {"8 bits": 600}, 7, 600, 1000, 1400, head=False
+    )
+    keeping_inputs = replace(in_8_bits, activation_bits=16)
     cards, fingerprints = [], set()
-    for quantization in (None, in_8_bits):
+    for quantization in (None, in_8_bits, keeping_inputs):
         info = engine_info(quantization=quantization)
         async with connect(ScriptedEngine(info=info)) as client:
             cards.append((await client.get("/models")).json()["data"][0]["quantization"])
@@ -54,7 +58,7 @@ async def test_the_card_and_the_fingerprint_tell_8_bits_from_16(connect: Connect
     assert cards[0] is None
     assert cards[1]["bits"] == 8
     assert cards[1]["num_quantized"] == 600
-    assert len(fingerprints) == 2
+    assert len(fingerprints) == 3
 
 
 async def test_drafters_are_listed_with_options_defaults_and_caps(connect: Connect) -> None:

@@ -103,7 +103,7 @@ class StoredTensors:
                 "1 tensors have other shapes than the configuration says: "
                 f"{name} {list(found.shape)} instead of {list(shape)}"
             )
-        if found.dtype not in dtypes:
+        if found.dtype is None or found.dtype not in dtypes:
             wanted = ", ".join(_said(each) for each in dtypes)
             raise UnsupportedModelError(f"{name} is of {_said(found.dtype)} instead of {wanted}")
         return fixed(torch.empty(shape, dtype=found.dtype))
@@ -159,9 +159,8 @@ class StoredQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, StoredWeight):
                 module.loaded(name)
-        self.remove_quantization_config(
-            model
-        )  # it is a model of ours, whose layers will be replaced
+        # It is a model of ours, whose layers will be replaced.
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
 
     def is_serializable(self) -> bool:
         return False

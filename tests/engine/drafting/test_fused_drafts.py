@@ -19,7 +19,7 @@ from engine.drafting.draft_model import EngineDraftModel
 from engine.drafting.eagle import FeatureLayer, eagle_config, load_layer
 from engine.drafting.heads import read_heads, target_facts, write_heads
 from engine.drafting.models import DraftModels, prepare_drafts
-from engine.model.fusing import FusedNorm, FusedRotation, GatedInt8, fuse, fused_forward
+from engine.model.fusing import FusedNorm, FusedRotation, GatedGroups, fuse, fused_forward
 from engine.model.loader import attach_attention
 from engine.model.quantization import refusal
 from engine.model.runner import ModelRunner
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> str:
 def counts(model: nn.Module) -> tuple[int, int, int]:
     """Norms, rotary embeddings, gated networks."""
     every = [fused_forward(each) for each in model.modules()]
-    kinds = (FusedNorm, FusedRotation, GatedInt8)
+    kinds = (FusedNorm, FusedRotation, GatedGroups)
     first, second, third = (sum(isinstance(each, kind) for each in every) for kind in kinds)
     return first, second, third
 

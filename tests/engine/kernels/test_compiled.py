@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import KINDS, LANES, compiled, int8_product, sequence
+from engine.kernels import KINDS, LANES, compiled, grouped_product, sequence
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop
 from engine.kernels.records import NOWHERE, Counter, Float32s, Float64s, Floats, Int64s, layout_of
@@ -107,7 +107,7 @@ def spin(a: Spinning) -> None:
         pass
 
 
-@pytest.mark.parametrize("loop", [int8_product.multiply, sequence.run_all])
+@pytest.mark.parametrize("loop", [grouped_product.multiply, sequence.run_all])
 def test_long_kernels_let_other_threads_go_on(loop: Loop) -> None:
     assert loop.kernel(())._kind is ctypes.CFUNCTYPE
     flags = torch.zeros(2, dtype=torch.int64)

@@ -16,8 +16,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from engine.batch import ForwardOutput
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
+from engine.kernels.grouped_weight import GroupedWeight
 from engine.model import quantization, selfcheck
-from engine.model.int8 import Int8Weight, is_exact, quantize_weight
+from engine.model.int8 import is_exact, quantize_weight
 from engine.model.loader import (
     attach_attention,
     eos_token_ids,
@@ -166,9 +167,9 @@ def rough(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
 
 @pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
 def test_what_does_not_survive_rounding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoilt(weight: torch.Tensor) -> Int8Weight:
-        values, scales, groups = quantize_weight(weight)
-        return Int8Weight(values.roll(1, 0), scales, groups)
+    def spoilt(weight: torch.Tensor) -> GroupedWeight:
+        found = quantize_weight(weight)
+        return found._replace(codes=found.codes.roll(1, 0))
 
     monkeypatch.setattr(quantization, "quantize_weight", spoilt)
     with pytest.raises(UnsupportedModelError, match="does not survive rounding to 8 bits"):

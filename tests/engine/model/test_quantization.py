@@ -7,42 +7,57 @@ from typing import Any
 
 import pytest
 import torch
-from engine.model.stored_int8 import StoredInt8Config, StoredInt8Linear
 from torch import nn
 
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.build import build_engine_for
 from engine.config import EngineConfig
+from engine.kernels.integers import can_multiply
 from engine.model import quantization
-from engine.model.int8 import GROUP, Int8Product, is_exact, quantize_by_channel
-from engine.model.layers import Int8Linear
+from engine.model.int8 import GROUP, quantize_by_channel
+from engine.model.layers import GroupedLinear
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, load_model
-from engine.model.quantization import has_stored_weights, quantize_model, store_int8
+from engine.model.product import GroupedProduct
+from engine.model.quantization import (
+    has_packed_weights,
+    quantization_info,
+    quantize_model,
+    round_inputs,
+    store_int8,
+)
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
 from engine.request.errors import UnsupportedModelError
+from engine.request.info import QuantizationInfo
 from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, tiny_model
 
-pytestmark = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
+pytestmark = pytest.mark.skipif(not can_multiply(), reason="this CPU has no AVX2")
 
 
-def int8_layers(model: nn.Module) -> dict[str, Int8Linear]:
+def grouped_layers(model: nn.Module) -> dict[str, GroupedLinear]:
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)
+        name: module for name, module in model.named_modules() if isinstance(module, GroupedLinear)
     }
 
 
-def products(model: nn.Module) -> set[Int8Product]:
-    return {layer.product for layer in int8_layers(model).values()}
+def quantized(model: Any, with_head: bool = True) -> QuantizationInfo:
+    quantize_model(model, with_head)
+    info = quantization_info(model)
+    assert info is not None
+    return info
+
+
+def products(model: nn.Module) -> set[GroupedProduct]:
+    return {layer.product for layer in grouped_layers(model).values()}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_runs_in_8_bits(name: str) -> None:
     model = tiny_model(name)
     before = reference_logits(model)
-    info = quantize_model(model)
-    assert info.num_layers == len(int8_layers(model)) > 0
+    info = quantized(model)
+    assert info.num_layers == len(grouped_layers(model)) > 0
     assert 0 < info.share <= 1
     assert not any(type(module) is nn.Linear for module in model.modules())
     after = reference_logits(model)
@@ -58,11 +73,11 @@ def test_every_architecture_runs_in_8_bits(name: str) -> None:
 
 def test_layers_that_read_one_tensor_are_computed_together() -> None:
     model = tiny_model("llama")
-    info = quantize_model(model)
+    info = quantized(model)
     # Of each of two layers: queries, keys and values; output; gate and up; down. And the head.
     assert len(products(model)) == 2 * 4 + 1
     assert info.num_layers == 2 * 7 + 1
-    layers = int8_layers(model)
+    layers = grouped_layers(model)
     attention = "model.layers.0.self_attn"
     together = {layers[f"{attention}.{each}_proj"].product for each in "qkv"}
     assert len(together) == 1
@@ -75,7 +90,7 @@ def test_what_is_said_of_it_is_what_is_held() -> None:
     linears = [m for m in model.modules() if type(m) is nn.Linear]
     num_quantized = sum(each.weight.numel() for each in linears)
     rest = num_parameters - num_quantized
-    info = quantize_model(model)
+    info = quantized(model)
     assert (info.method, info.bits, info.head) == ("int8", 8, True)
     assert (info.num_quantized, info.num_parameters) == (num_quantized, num_parameters)
     buffers = sum(each.numel() * each.element_size() for each in model.buffers())
@@ -89,7 +104,7 @@ def test_what_is_said_of_it_is_what_is_held() -> None:
 
 def test_the_head_can_keep_its_type() -> None:
     model = tiny_model("llama")
-    info = quantize_model(model, with_head=False)
+    info = quantized(model, with_head=False)
     assert not info.head
     assert type(model.get_output_embeddings()) is nn.Linear
 
@@ -97,14 +112,14 @@ def test_the_head_can_keep_its_type() -> None:
 def test_a_tied_head_leaves_the_embeddings_as_they_are() -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     embeddings = model.get_input_embeddings().weight.clone()
-    info = quantize_model(model)
+    info = quantized(model)
     assert info.head
     assert torch.equal(model.get_input_embeddings().weight, embeddings)
 
 
 def test_machines_without_such_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "is_exact", lambda *_: False)
-    with pytest.raises(UnsupportedModelError, match="quantization=int8: .* no VNNI"):
+    monkeypatch.setattr(quantization, "computes_whole_numbers", lambda *_: False)
+    with pytest.raises(UnsupportedModelError, match="quantization=int8: .* no AVX2"):
         quantize_model(tiny_model("llama"))
     assert "for CPUs, not for cuda" in str(quantization.refusal(torch.device("cuda")))
 
@@ -129,22 +144,44 @@ def test_a_checkpoint_in_8_bits_is_served_by_its_own_scheme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("qwen2")  # its queries, keys and values have biases
-    quantized = tiny_model("qwen2")
+    ours = tiny_model("qwen2")
     with monkeypatch.context() as patch:
         patch.setattr(quantization, "quantize_weight", quantize_by_channel)
-        quantize_model(quantized, with_head=False)
-    expected = reference_logits(quantized)
+        quantize_model(ours, with_head=False)
+    expected = reference_logits(ours)
     names = store_int8(model)
     assert "lm_head" not in names
     model.save_pretrained(tmp_path)
     stored = load_model(str(tmp_path), CPU)
-    assert has_stored_weights(stored)
-    info = quantize_model(stored, with_head=False)
-    assert (info.num_layers, info.head) == (len(names), False)
+    assert has_packed_weights(stored)
+    round_inputs(stored)
+    info = quantization_info(stored)
+    assert info is not None
+    assert (info.num_layers, info.head, info.source) == (len(names), False, "checkpoint")
     torch.testing.assert_close(reference_logits(stored), expected, rtol=1e-4, atol=1e-4)
 
-    engine = build(load_model(str(tmp_path), CPU))
+    served = build(load_model(str(tmp_path), CPU)).info.quantization
+    assert served is not None
+    assert served.head  # which is rounded when it is loaded
+    assert set(served.schemes) == {"8 bits, a scale per channel", "8 bits, groups of 32"}
+    for kind in ("none", "int8"):
+        with pytest.raises(UnsupportedModelError, match=f"quantization={kind}: .* already"):
+            build(load_model(str(tmp_path), CPU), quantization=kind)
+    plain = load_model(str(tmp_path), CPU, packed=False)
+    assert not has_packed_weights(plain)
+    assert build(plain, quantization="none").info.quantization is None
+
+
+def test_inputs_may_keep_their_floats() -> None:
+    model = tiny_model("llama")
+    before = reference_logits(model)
+    engine = build(model, quantization="int8", quantize_activations=False)
     assert engine.info.quantization is not None
-    assert engine.info.quantization.head  # which is quantised when it is loaded
-    with pytest.raises(UnsupportedModelError, match="quantization=none"):
-        build(load_model(str(tmp_path), CPU), quantization="none")
+    assert engine.info.quantization.activation_bits == 32
+    assert engine.info.exact_verified
+    kept, rounded = tiny_model("llama"), tiny_model("llama")
+    for each in (kept, rounded):
+        quantize_model(each)
+    round_inputs(kept, False)
+    near, far = ((reference_logits(each) - before).norm() for each in (kept, rounded))
+    assert near < far
