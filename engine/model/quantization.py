@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ROUNDED = ("int8", "int4")
+"""Methods of weights that were floats when the model was loaded."""
+
 
 # --- weights that a checkpoint brings ---
 
@@ -233,6 +236,12 @@ def rounds_inputs(model: nn.Module) -> bool:
     return any(not product.keeps_inputs for product in _products(model))
 
 
+def is_rounded(model: nn.Module) -> bool:
+    """Whether inputs are rounded, or weights were when the model was loaded."""
+    layers = (each for each in model.modules() if isinstance(each, GroupedLinear))
+    return rounds_inputs(model) or any(each.method in ROUNDED for each in layers)
+
+
 def _products(model: nn.Module) -> set[GroupedProduct]:
     return {each.product for each in model.modules() if isinstance(each, GroupedLinear)}
 
@@ -254,7 +263,7 @@ def quantization_info(model: PreTrainedModel) -> QuantizationInfo | None:
     num_quantized = schemes.total()
     info = QuantizationInfo(
         method=layers[0].method,
-        source="start" if layers[0].method in ("int8", "int4") else "checkpoint",
+        source="start" if layers[0].method in ROUNDED else "checkpoint",
         bits=round(num_bits / num_quantized, 2),
         activation_bits=8 if rounds_inputs(model) else 8 * model.dtype.itemsize,
         schemes=dict(schemes.most_common()),

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.batch import RequestRows, build_batch
-from engine.model.quantization import rounds_inputs
+from engine.model.quantization import is_rounded
 from engine.model.runner import ModelRunner
 from engine.request.errors import UnsupportedModelError
 
@@ -83,7 +83,7 @@ def logit_errors(runner: ModelRunner, reference: torch.Tensor) -> dict[str, floa
 
 def _tolerance(runner: ModelRunner) -> tuple[float, str]:
     """Returns how far logits may lie from the reference, and what it says of a model beyond that."""
-    if rounds_inputs(runner.model):
+    if is_rounded(runner.model):
         return _SANE_IN_8_BITS, "it does not survive rounding to 8 bits"
     keeps_state = (
         "it must keep state that the engine does not carry, or the attention backend "
