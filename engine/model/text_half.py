@@ -93,7 +93,7 @@ class TextHalf:
     def check(self, model: PreTrainedModel) -> None:
         """Raises UnsupportedModelError unless the loaded half alone writes what transformers' own model
         of all parts writes after a text, with this half in it. The others get no memory."""
-        name, text = type(model).__name__, self._text(model)
+        name, text = type(model).__name__, self._text()
         try:
             theirs = self._logits(_whole_around(self.whole, model), model, text)
         except UnsupportedModelError:
@@ -117,16 +117,15 @@ class TextHalf:
         ids = torch.tensor([token_ids], device=model.device)
         return reader(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
-    def _text(self, model: PreTrainedModel) -> list[int]:
+    def _text(self) -> list[int]:
         """Returns a text without the tokens that stand for images and the like."""
-        embedding: Any = model.get_input_embeddings()
         marks = {
             value
             for name, value in vars(self.whole).items()
             if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
         }
         generator = torch.Generator().manual_seed(2)
-        ids = torch.randperm(embedding.weight.shape[0], generator=generator).tolist()
+        ids = torch.randperm(self.config.vocab_size, generator=generator).tolist()
         return [each for each in ids if each not in marks][:_NUM_TOKENS]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-from worlds.tiny_models import WINDOW, enlarge, tiny_config
+from worlds.tiny_models import VOCAB_SIZE, WINDOW, enlarge, tiny_config
 
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -98,10 +98,12 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
 SERVED = ("gemma3", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 
 
-def tiny_whole(name: str) -> hf.PreTrainedModel:
+def tiny_whole(name: str, vocab_size: int = VOCAB_SIZE) -> hf.PreTrainedModel:
     """A fresh model of all parts; the same weights at every call."""
+    config = _CONFIGS[name]()
+    config.text_config.vocab_size = vocab_size
     torch.manual_seed(11)
-    model: Any = hf.AutoModelForImageTextToText.from_config(_CONFIGS[name]())
+    model: Any = hf.AutoModelForImageTextToText.from_config(config)
     enlarge(model)
     model.eval().requires_grad_(False)
     return model  # type: ignore[no-any-return]
