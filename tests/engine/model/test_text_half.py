@@ -118,6 +118,13 @@ def test_several_files_are_found_by_their_index(tmp_path: Path) -> None:
         assert "\n" not in str(refused.value)
 
 
+def test_weights_in_torchs_own_format_are_found(tmp_path: Path) -> None:
+    whole = saved("llava", tmp_path)
+    torch.save(load_file(tmp_path / WEIGHTS), tmp_path / "pytorch_model.bin")
+    (tmp_path / WEIGHTS).unlink()
+    torch.testing.assert_close(own_logits(load(tmp_path), TEXT), own_logits(whole, TEXT))
+
+
 def test_names_as_the_modules_have_them_are_found_too(tmp_path: Path) -> None:
     """Checkpoints come with the names of several versions of transformers."""
     whole = saved("llava", tmp_path)
