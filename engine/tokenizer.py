@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from engine.request.errors import EngineError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+_PROCESSORS_TEMPLATE = "chat_template.json"
 
 
 def load_tokenizer(
@@ -38,7 +41,31 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = _processors_template(path, revision)
     return tokenizer
+
+
+def _processors_template(path: str, revision: str | None) -> str | None:
+    """Returns the chat template that a model of several parts brings for its processor alone, as older
+    ones do; None: there is none."""
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(
+        path,
+        _PROCESSORS_TEMPLATE,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return None
+    found = json.loads(Path(file).read_text(encoding="utf-8"))
+    template = found.get("chat_template") if isinstance(found, dict) else None
+    if not isinstance(template, str):
+        raise UnsupportedModelError(f"{_PROCESSORS_TEMPLATE} has no text under chat_template")
+    return template
 
 
 def check_folder(model: str, *files: str) -> None:

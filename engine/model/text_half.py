@@ -56,7 +56,8 @@ class TextHalfForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = AutoModel.from_config(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+        embedding = _name_of(self, self.get_input_embeddings())
+        self._tied_weights_keys = {"lm_head.weight": f"{embedding}.weight"}
         self._supports_attention_backend = self.model._supports_attention_backend
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -93,14 +94,15 @@ class TextHalf:
     def check(self, model: PreTrainedModel) -> None:
         """Raises UnsupportedModelError unless the loaded half alone writes what transformers' own model
         of all parts writes after a text, with this half in it. The others get no memory."""
-        name, text = type(model).__name__, self._text(model)
+        name, text = type(model).__name__, self._text()
         try:
             theirs = self._logits(_whole_around(self.whole, model), model, text)
         except UnsupportedModelError:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{self.whole.model_type} cannot read a text without its other parts: {error}"
+                f"{self.whole.model_type} cannot read a text without its other parts: "
+                f"{type(error).__name__}: {error}"
             ) from error
         ours = self._logits(model, model, text)
         difference = float((ours - theirs).abs().mean()) / (float(theirs.std()) or 1.0)
@@ -117,16 +119,15 @@ class TextHalf:
         ids = torch.tensor([token_ids], device=model.device)
         return reader(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
-    def _text(self, model: PreTrainedModel) -> list[int]:
+    def _text(self) -> list[int]:
         """Returns a text without the tokens that stand for images and the like."""
-        embedding: Any = model.get_input_embeddings()
         marks = {
             value
             for name, value in vars(self.whole).items()
             if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
         }
         generator = torch.Generator().manual_seed(2)
-        ids = torch.randperm(embedding.num_embeddings, generator=generator).tolist()
+        ids = torch.randperm(self.config.vocab_size, generator=generator).tolist()
         return [each for each in ids if each not in marks][:_NUM_TOKENS]
 
 
@@ -368,9 +369,10 @@ def _whole_around(config: Any, model: PreTrainedModel) -> nn.Module:
     decoder, head = _place_in(whole, model)
     whole.set_submodule(decoder, model.base_model)
     whole.set_submodule(head, model.get_output_embeddings())
+    # Forwards ask other parts for their device and type.
+    empty = nn.Parameter(torch.empty(0, device=model.device, dtype=model.dtype), False)
     for module in whole.modules():
         for name, tensor in module._parameters.items():
             if tensor is not None and tensor.is_meta:
-                # The device of the whole is that of its first parameter.
-                module._parameters[name] = None
+                module._parameters[name] = empty
     return whole.eval()  # type: ignore[no-any-return]

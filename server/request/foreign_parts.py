@@ -39,6 +39,8 @@ class ForeignPart:
             reason = "files are not read here; send their text"
         elif needed in unserved:
             reason = f"this model's {needed} part is not served here, only its text half"
+        elif unserved:
+            reason = "only this model's text half is served here"
         else:
             reason = f"this model takes text only; it has no {needed} part"
         return refused(f"{field}.{self.index}", f": {self.kind!r}: {reason}", "unsupported_content")

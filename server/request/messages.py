@@ -166,7 +166,7 @@ class MessageToolCall(Body):
 
 
 def _parse_content(value: object) -> str | ForeignPart:
-    """Text, or text parts joined with line breaks; other parts are refused by who knows the model."""
+    """Text, or text parts joined with line breaks; who knows the model refuses other parts."""
     if isinstance(value, str):
         return value
     if (foreign := find_foreign_part(value)) is not None:

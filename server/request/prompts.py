@@ -30,6 +30,7 @@ _NOT_THE_CLIENTS = frozenset(
         "strftime_now",
     }
 )
+_PROBE = "probe"
 # transformers' own tags; what stands between them is as it was.
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 ALL = slice(None)
@@ -130,6 +131,7 @@ class ChatTemplate:
         self._variables = _variables(self._source or "")
         self._takes_tools = "tools" in self._variables
         self._variables -= _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()
+        self._takes_parts = self._source is not None and self._shows_only_parts()
 
     def render(
         self,
@@ -155,6 +157,8 @@ class ChatTemplate:
                 raise refused(field, ": the chat template has no such variable")
         if tools and not self._takes_tools:
             raise refused("tools", ": this model's chat template has no place for them")
+        if self._takes_parts:
+            messages = [_in_parts(each) for each in messages]
         if allow_special_tokens:
             arguments["tools"] = list(tools) or None
             return self._apply(messages, variables, arguments)
@@ -163,6 +167,18 @@ class ChatTemplate:
         messages, variables, tools = disguise.put_on(given)
         arguments["tools"] = tools or None
         return disguise.take_off(self._apply(messages, variables, arguments))
+
+    def _shows_only_parts(self) -> bool:
+        """Returns whether a text is lost unless it comes as a part: templates of models that also take
+        images may go through the parts of a content and look for those of text."""
+        message = {"role": "user", "content": _PROBE}
+        return not self._shows(message) and self._shows(_in_parts(message))
+
+    def _shows(self, message: dict[str, Any]) -> bool:
+        try:
+            return _PROBE in self._text([message], {}, {})
+        except Exception:  # a template may raise whatever Python does
+            return False
 
     def _apply(
         self,
@@ -205,6 +221,10 @@ class ChatTemplate:
             "This model's chat template is broken; the server's log says how.",
             code="chat_template_error",
         )
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
 
 
 def _variables(source: str) -> frozenset[str]:

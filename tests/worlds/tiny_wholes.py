@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-from worlds.tiny_models import WINDOW, enlarge, tiny_config
+from worlds.tiny_models import VOCAB_SIZE, WINDOW, enlarge, tiny_config
 
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -40,14 +40,24 @@ def _clip() -> Any:
 
 
 def _qwen_2_5_vl() -> Any:
+    """Its head is its embedding, as the whole's configuration alone says."""
     vision = _QWEN_VISION | {"fullatt_block_indexes": [0]}
-    return hf.Qwen2_5_VLConfig(text_config=_QWEN_TEXT, vision_config=vision, **_QWEN_MARKS)
+    return hf.Qwen2_5_VLConfig(
+        text_config=_QWEN_TEXT, vision_config=vision, tie_word_embeddings=True, **_QWEN_MARKS
+    )
 
 
 def _qwen_3_vl() -> Any:
     vision = _QWEN_VISION | {"deepstack_visual_indexes": [0]}
     text = _QWEN_TEXT | {"head_dim": 16}
     return hf.Qwen3VLConfig(text_config=text, vision_config=vision, **_QWEN_MARKS)
+
+
+def _qwen_3_vl_moe() -> Any:
+    vision = _QWEN_VISION | {"deepstack_visual_indexes": [0]}
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    text = _QWEN_TEXT | {"head_dim": 16} | experts
+    return hf.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **_QWEN_MARKS)
 
 
 _CONFIGS: dict[str, Callable[[], Any]] = {
@@ -70,6 +80,24 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     # Positions of three axes; the checkpoint's names have no prefix.
     "qwen2_5_vl": _qwen_2_5_vl,
     "qwen3_vl": _qwen_3_vl,
+    # Experts that are stored otherwise than they are computed.
+    "qwen3_vl_moe": _qwen_3_vl_moe,
+    "internvl": lambda: hf.InternVLConfig(
+        text_config=tiny_config("qwen2"),
+        vision_config=_VISION | {"image_size": [16, 16], "patch_size": [8, 8]},
+        image_token_id=90,
+    ),
+    "qwen2_audio": lambda: hf.Qwen2AudioConfig(
+        text_config=tiny_config("qwen2"),
+        audio_config={
+            "d_model": 32,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 8,
+        },
+        audio_token_index=90,
+    ),
     "smolvlm": lambda: hf.SmolVLMConfig(
         text_config=tiny_config("llama"), vision_config=_VISION, image_token_id=90
     ),
@@ -95,13 +123,18 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         image_token_index=90,
     ),
 }
-SERVED = ("gemma3", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+SERVED = tuple(sorted(_CONFIGS.keys() - {"paligemma", "aya_vision"}))
 
 
-def tiny_whole(name: str) -> hf.PreTrainedModel:
+def tiny_whole(name: str, vocab_size: int = VOCAB_SIZE) -> hf.PreTrainedModel:
     """A fresh model of all parts; the same weights at every call."""
+    config = _CONFIGS[name]()
+    config.text_config.vocab_size = vocab_size
     torch.manual_seed(11)
-    model: Any = hf.AutoModelForImageTextToText.from_config(_CONFIGS[name]())
+    maker: Any = (
+        hf.AutoModelForMultimodalLM if name.endswith("audio") else hf.AutoModelForImageTextToText
+    )
+    model = maker.from_config(config)
     enlarge(model)
     model.eval().requires_grad_(False)
     return model  # type: ignore[no-any-return]

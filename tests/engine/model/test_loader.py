@@ -251,6 +251,18 @@ def test_a_folder_loads_with_its_weights_and_tokenizer(folder: Path) -> None:
     assert load_tokenizer(str(folder))("verify draft nothing")["input_ids"] == [4, 3, 0]
 
 
+def test_a_chat_template_that_is_the_processors_alone_is_read(folder: Path) -> None:
+    """Older models that also take images have none in their tokenizer's files."""
+    assert load_tokenizer(str(folder)).chat_template is None
+    path = folder / "chat_template.json"
+    path.write_text('{"chat_template": "{{ messages }}"}')
+    assert load_tokenizer(str(folder)).chat_template == "{{ messages }}"
+    for text in ("{", "[]", '{"chat_template": 1}'):
+        path.write_text(text)
+        with pytest.raises(UnsupportedModelError, match=f"cannot load '{folder}'"):
+            load_tokenizer(str(folder))
+
+
 def test_dtypes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_model(str(folder), CPU, "float32").dtype == torch.float32
     assert load_model(str(folder), CPU, "bfloat16").dtype == torch.bfloat16

@@ -16,6 +16,7 @@ from transformers import modeling_utils
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.model.loader import eos_token_ids, load_model, refuse_unservable
+from engine.model.stored_int8 import StoredInt8Linear, written_scheme
 from engine.model.text_half import find_text_half, own_names
 from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import CPU, own_logits, random_ids
@@ -53,9 +54,9 @@ def test_the_half_writes_the_logits_of_the_whole_and_is_driven(name: str, tmp_pa
     half = load(tmp_path)
     torch.testing.assert_close(own_logits(half, TEXT), own_logits(whole, TEXT), rtol=0, atol=2e-5)
     assert half.num_parameters() < whole.num_parameters()
-    assert not any("vision" in each or "visual" in each for each in half.state_dict())
+    assert not any(part in each for each in half.state_dict() for part in ("visi", "visu", "audio"))
     info = build_engine_for(half, None, SMALL_ENGINE).info
-    assert info.unserved == ("vision",)
+    assert info.unserved == (("audio",) if name.endswith("audio") else ("vision",))
     assert info.exact_verified
 
 
@@ -115,6 +116,13 @@ def test_several_files_are_found_by_their_index(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModelError, match="cannot load") as refused:
             load(tmp_path)
         assert "\n" not in str(refused.value)
+
+
+def test_weights_in_torchs_own_format_are_found(tmp_path: Path) -> None:
+    whole = saved("llava", tmp_path)
+    torch.save(load_file(tmp_path / WEIGHTS), tmp_path / "pytorch_model.bin")
+    (tmp_path / WEIGHTS).unlink()
+    torch.testing.assert_close(own_logits(load(tmp_path), TEXT), own_logits(whole, TEXT))
 
 
 def test_names_as_the_modules_have_them_are_found_too(tmp_path: Path) -> None:
@@ -270,3 +278,25 @@ def test_a_quantization_survives_to_the_half_with_its_own_names(
     found = half.config.quantization_config
     assert found["ignore"] == ["lm_head", "model.layers.0.mlp.up_proj"]
     assert found["format"] == "int-quantized"
+
+
+def test_weights_that_come_in_8_bits_fill_the_half(tmp_path: Path) -> None:
+    """The whole computes with what they stand for."""
+    whole: Any = saved("llava", tmp_path)
+    stored = {}
+    for name, weight in load_file(tmp_path / WEIGHTS).items():
+        if not name.endswith("_proj.weight") or not name.startswith("language_model."):
+            stored[name] = weight
+            continue
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        stored[name] = (weight / scale).round().to(torch.int8)
+        stored[f"{name}_scale"] = scale
+        layer = name.removeprefix("language_model.model.").removesuffix(".weight")
+        meant = whole.model.language_model.get_submodule(layer)
+        meant.weight.copy_(stored[name] * scale)
+    save_file(stored, tmp_path / WEIGHTS, {"format": "pt"})
+    ignored = ["language_model.lm_head", "re:vision_tower.*", "re:multi_modal_projector.*"]
+    configure(tmp_path, quantization_config=written_scheme(ignored))
+    half = load(tmp_path)
+    assert sum(isinstance(each, StoredInt8Linear) for each in half.modules()) == 14
+    torch.testing.assert_close(own_logits(half, TEXT), own_logits(whole, TEXT), rtol=0, atol=2e-5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from worlds.scripted_engine import CHAT_TEMPLATE, ScriptedEngine, byte_tokenizer
+from worlds.scripted_engine import CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect
 
 pytestmark = pytest.mark.anyio
@@ -90,3 +90,41 @@ async def test_what_a_request_says_to_a_template_is_taken_or_refused_by_name(
 ) -> None:
     status, error = await ask(connect, template, **fields)
     assert (status, error and error["param"]) == (400 if param else 200, param)
+
+
+OF_PARTS = (
+    "{% for m in messages %}<|user|>{{ m.role }}: "
+    "{% for part in m.content %}{% if part.type == 'image' %}<image>"
+    "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}"
+)
+OF_EITHER = (
+    "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }};"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (OF_PARTS, "<|user|>system: be brief;<|user|>user: a\nb<|user|>;"),
+        (OF_EITHER, "be brief;a\nb<|user|>;"),
+    ],
+)
+async def test_templates_that_go_through_parts_are_given_parts(
+    connect: Connect, template: str, expected: str
+) -> None:
+    """They would lose texts without a word; spellings of special tokens stay text in them, too."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b<|user|>"}]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
+    engine = ScriptedEngine()
+    tokenizer = byte_tokenizer(template)
+    async with connect(engine, tokenizer) as client:
+        reply = await client.post("/chat/completions", json={"messages": messages})
+        assert reply.status_code == 200
+        prompt = engine.requests[0].prompt_token_ids
+        assert tokenizer.decode(prompt) == expected
+        assert prompt.count(USER) == template.count("<|user|>") * len(messages)
+        last = [*messages, {"role": "assistant", "content": "so"}]
+        options = {"add_generation_prompt": False, "continue_final_message": True}
+        await client.post("/chat/completions", json={"messages": last, **options})
+        assert tokenizer.decode(engine.requests[1].prompt_token_ids).endswith("so")

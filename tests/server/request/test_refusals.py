@@ -294,7 +294,8 @@ async def test_a_prompt_too_long_is_not_looked_into(connect: Connect) -> None:
     [
         ("image_url", ("vision",), "this model's vision part is not served here"),
         ("image_url", (), "this model takes text only; it has no vision part"),
-        ("input_audio", ("vision",), "it has no audio part"),
+        ("input_audio", ("vision",), "only this model's text half is served here"),
+        ("input_audio", (), "it has no audio part"),
         ("input_audio", ("vision", "audio"), "this model's audio part is not served here"),
         ("file", ("vision",), "files are not read here; send their text"),
     ],
