@@ -195,7 +195,7 @@ def _quantized(
                 "quantized_model=draft copies the draft"
             )
         return _prepared(quantized_copy(target, config.quantized), owns_rows=False)
-    small = _load_small(target, tokenizer, config)
+    small = _load_small(target, tokenizer, config, packed=False)
     if isinstance(small, str):
         raise ValueError(f"quantized_model: {small}")
     return _prepared(quantized_copy(small, config.quantized), owns_rows=True)
@@ -246,12 +246,15 @@ def with_bundled_draft(config: EngineConfig) -> EngineConfig:
 
 
 def _load_small(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: EngineConfig,
+    packed: bool = True,
 ) -> PreTrainedModel | str:
     path, trusts = config.draft_model, config.trust_remote_code
     if path is None:
         return "there is no draft model; the setting draft_model names one"
-    model = load_model(path, target.device, config.dtype, None, trusts)
+    model = load_model(path, target.device, config.dtype, None, trusts, packed=packed)
     own_tokenizer = None if tokenizer is None else load_tokenizer(path, None, trusts)
     check_vocabulary(target, tokenizer, model, own_tokenizer, path)
     logger.info("draft model %s: %.1f million parameters", path, num_parameters(model) / 1e6)

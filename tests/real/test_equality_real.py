@@ -1,4 +1,4 @@
-"""Promise 1 on weights that others trained: SmolLM2 in exact mode, in bf16 and in 8 bits, writes the bits
+"""Promise 1 on weights that others trained: SmolLM2 in exact mode, in bf16, in 8 bits and in the file's own, writes the bits
 that gamma 0 writes alone, whoever drafts, in whatever shape, with whatever sampling, and beside whom.
 
 The draft models are SmolLM2 itself, copies of it in fewer bits, and some of its layers. Some samplings

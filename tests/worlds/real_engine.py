@@ -42,6 +42,8 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "bf16": {"quantization": "none", "quantized": "int8"},
     # A target in 8 bits is not copied once more: this copy is of the draft model.
     "int8": {"quantization": "int8", "quantized": "int4", "quantized_model": "draft"},
+    # The file's own bits.
+    "q4_1": {"quantized": "int8", "quantized_model": "draft"},
 }
 """What an engine is built with beside the usual."""
 _LICENCE = Path(__file__).resolve().parents[2] / "LICENSE"
