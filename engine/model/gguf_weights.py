@@ -288,7 +288,10 @@ def _values(tensor: StoredTensor, data: np.ndarray[Any, Any]) -> np.ndarray[Any,
     rows = data.reshape(prod(tensor.shape[1:]), -1)
     kind = GGMLQuantizationType(tensor.kind)
     try:
-        values: np.ndarray[Any, Any] = dequantize(rows, kind)
+        with np.errstate(
+            all="ignore"
+        ):  # scales that are no numbers are named with all others, later
+            values: np.ndarray[Any, Any] = dequantize(rows, kind)
     except NotImplementedError as error:
         raise UnsupportedModelError(
             f"tensor {tensor.name!r} is of the type {kind.name}, which is not read"

@@ -11,9 +11,10 @@ import gguf
 import numpy as np
 import torch
 from gguf.constants import MODEL_ARCH, GGMLQuantizationType, TokenType
-from gguf.quants import quantize
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from bench.gguf_types import fitting, pack
 
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
@@ -103,8 +104,10 @@ def write_gguf(
     model: LlamaForCausalLM | None = None,
     values: Mapping[str, Any] | None = None,
     change_tensors: Callable[[Tensors], object] = lambda _: None,
+    kinds: Mapping[str, GGMLQuantizationType] | None = None,
 ) -> Path:
-    """``kind``: of the matrices. ``values``: said besides, or otherwise; None leaves one out."""
+    """``kind``: of the matrices whose rows it fits, else the one that llama.cpp takes instead.
+    ``kinds``: of some of them by name. ``values``: said besides, or otherwise; None leaves one out."""
     model = model or tiny_llama()
     said = {**values_of(model), **(values or {})}
     tensors = tensors_of(model)
@@ -114,10 +117,12 @@ def write_gguf(
         if value is not None:
             _ADD[type(value)](writer, key, value)
     for name, weight in tensors.items():
-        if weight.ndim == 1 or kind == GGMLQuantizationType.F32:
+        wanted = (kinds or {}).get(name, kind)
+        if weight.ndim == 1 or wanted == GGMLQuantizationType.F32:
             writer.add_tensor(name, weight)
         else:
-            writer.add_tensor(name, quantize(weight, kind), raw_dtype=kind)
+            own = fitting(wanted, weight.shape[1])
+            writer.add_tensor(name, pack(weight, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

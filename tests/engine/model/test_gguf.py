@@ -17,12 +17,17 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.utils.quantization_config import GgufConfig
 
+from bench.gguf_types import fitting
 from engine.gguf.file import find_gguf, read_header
 from engine.gguf.tokenizer import gguf_tokenizer
-from engine.model.gguf_weights import stored_dtype
+from engine.model.gguf_weights import load_gguf, read_config, stored_dtype
 from engine.model.loader import eos_token_ids, load_model, load_tokenizer
+from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.request.errors import UnsupportedModelError
 from slipstream.cli import main
 from worlds.gguf_files import CONTROL, NUM_LAYERS, TEMPLATE, TOKENS, Tensors, tiny_llama, write_gguf
@@ -63,6 +68,112 @@ def test_blocks_are_dequantised_into_bf16(tmp_path: Path) -> None:
     expected = torch.from_numpy(dequantize(quantize(own, kind), kind)).bfloat16()
     assert torch.equal(loaded.model.layers[1].mlp.down_proj.weight, expected)
     assert {each.dtype for each in loaded.parameters()} == {torch.bfloat16}
+
+
+BLOCKS = [GGMLQuantizationType[each.name] for each in BLOCK_TYPES.values()]
+
+
+def wide_llama(tied: bool) -> LlamaForCausalLM:
+    """Rows of 256 values, and down projections of 288, which types with blocks of 256 do not fit."""
+    model = tiny_llama(hidden_size=256, intermediate_size=288, tie_word_embeddings=tied)
+    for each in model.modules():
+        if isinstance(each, LlamaRMSNorm):
+            each.weight.data.uniform_(0.5, 1.5)
+    return model
+
+
+def load_packed(path: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    return load_gguf(path, *read_config(path), dtype)
+
+
+def places_of(model: nn.Module) -> dict[str, GgufWeight | GgufEmbedding]:
+    named = model.named_modules(remove_duplicate=False)
+    return {name: each for name, each in named if isinstance(each, GgufWeight | GgufEmbedding)}
+
+
+def unpack(model: PreTrainedModel) -> PreTrainedModel:
+    """Gives it plain layers of what its places mean."""
+    made: nn.Module
+    for name, place in places_of(model).items():
+        weight = nn.Parameter(place.dequantized(model.dtype))
+        if isinstance(place, GgufEmbedding):
+            made = nn.Embedding(place.num_embeddings, place.embedding_dim, _weight=weight)
+        else:
+            made = nn.Linear(place.in_features, place.out_features, bias=False)
+            made.weight = weight
+        model.set_submodule(name, made)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_blocks_stay_packed_and_mean_what_transformers_reads(
+    tmp_path: Path, kind: GGMLQuantizationType, tied: bool
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", kind, model=wide_llama(tied))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        gguf_file=path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    loaded = load_packed(path)
+    places = places_of(loaded)
+    assert loaded.dtype == torch.bfloat16
+    assert len(places) == 7 * NUM_LAYERS + 2
+    assert {each.weight.dtype for each in places.values()} == {torch.uint8}
+    for place in places.values():
+        assert place.scheme == fitting(kind, place.in_features).name
+    shares = places["lm_head"].weight is places["model.embed_tokens"].weight
+    assert shares == loaded.config.tie_word_embeddings == tied
+    expected = theirs.state_dict()
+    found = unpack(loaded).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert torch.equal(logits(loaded), logits(theirs))
+    whole = load_model(str(path), CPU).state_dict()
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+
+
+def test_other_types_are_dequantised_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = GGMLQuantizationType.TQ1_0
+    path = write_gguf(
+        tmp_path / "tiny.gguf",
+        GGMLQuantizationType.Q4_0,
+        model=wide_llama(True),
+        kinds={f"blk.{layer}.ffn_up.weight": kind for layer in range(NUM_LAYERS)},
+    )
+    with caplog.at_level("INFO", "engine.model.gguf_weights"):
+        loaded = load_packed(path)
+    assert caplog.messages == ["dequantised: 2 tensors of type TQ1_0"]
+    assert len(places_of(loaded)) == 7 * NUM_LAYERS
+    up = loaded.get_submodule("model.layers.1.mlp.up_proj")
+    assert type(up) is nn.Linear
+    own = wide_llama(True).model.layers[1].mlp.up_proj.weight.detach().numpy()
+    assert torch.equal(
+        up.weight, torch.from_numpy(dequantize(quantize(own, kind), kind)).bfloat16()
+    )
+
+
+def test_blocks_with_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
+    header = read_header(path)
+    broken = bytearray(path.read_bytes())
+    for name in ("blk.1.ffn_up.weight", "token_embd.weight"):
+        (start,) = (each.start for each in header.tensors if each.name == name)
+        broken[start + 34 : start + 36] = b"\x00\x7c"
+    path.write_bytes(broken)
+    with pytest.raises(UnsupportedModelError, match="not finite: ") as caught:
+        load_packed(path)
+    assert "model.embed_tokens.weight, model.layers.1.mlp.up_proj.weight" in str(caught.value)
+    assert "weights that are not finite: " in refusal(path, lambda name: load_model(name, CPU))
+
+
+def test_a_vocabulary_that_is_not_said_is_the_tokenizers(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", values={"llama.vocab_size": None})
+    assert torch.equal(logits(load_model(str(path), CPU)), logits(tiny_llama()))
 
 
 def test_the_type_is_the_files_where_it_holds_values(tmp_path: Path) -> None:
