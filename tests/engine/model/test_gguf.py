@@ -32,7 +32,17 @@ from engine.model.loader import eos_token_ids, load_model, load_tokenizer
 from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.request.errors import UnsupportedModelError
 from slipstream.cli import main
-from worlds.gguf_files import CONTROL, NUM_LAYERS, TEMPLATE, TOKENS, Tensors, tiny_llama, write_gguf
+from worlds.gguf_files import (
+    CONTROL,
+    NUM_LAYERS,
+    TEMPLATE,
+    TOKENS,
+    Tensors,
+    any_model,
+    tiny_llama,
+    write_any,
+    write_gguf,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -102,9 +112,19 @@ def unpack(model: PreTrainedModel) -> PreTrainedModel:
             made = nn.Embedding(place.num_embeddings, place.embedding_dim, _weight=weight)
         else:
             made = nn.Linear(place.in_features, place.out_features, bias=False)
-            made.weight = weight
+            made.weight, made.bias = weight, place.bias
         model.set_submodule(name, made)
     return model
+
+
+def as_transformers_reads(path: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    return loaded
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -113,12 +133,7 @@ def test_blocks_stay_packed_and_mean_what_transformers_reads(
     tmp_path: Path, kind: GGMLQuantizationType, tied: bool
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", kind, model=wide_llama(tied))
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        gguf_file=path.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-    )
+    theirs = as_transformers_reads(path)
     loaded = load_packed(path)
     places = places_of(loaded)
     assert loaded.dtype == torch.bfloat16
@@ -135,6 +150,40 @@ def test_blocks_stay_packed_and_mean_what_transformers_reads(
     assert torch.equal(logits(loaded), logits(theirs))
     whole = load_model(str(path), CPU).state_dict()
     assert all(torch.equal(whole[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "sizes", "num_packed"),
+    [
+        ("llama", "llama", {}, 7 * NUM_LAYERS + 2),
+        ("qwen2", "qwen2", {}, 7 * NUM_LAYERS + 2),  # with biases
+        ("qwen3", "qwen3", {"head_dim": 128}, 7 * NUM_LAYERS + 2),
+        ("nemotron", "nemotron", {}, 6 * NUM_LAYERS + 2),  # norms are stored less one
+        # Experts are made of several tensors.
+        ("qwen3moe", "qwen3_moe", {"num_experts": 4}, 4 * NUM_LAYERS + 2),
+        # Its embedding scales what it looks up, and has no place; nor has a head that shares it.
+        ("gemma3", "gemma3_text", {}, 7 * NUM_LAYERS + 1),
+    ],
+)
+def test_architectures_are_read_as_transformers_reads_them(
+    tmp_path: Path,
+    architecture: str,
+    model_type: str,
+    sizes: dict[str, Any],
+    num_packed: int,
+    tied: bool,
+) -> None:
+    model = any_model(model_type, tie_word_embeddings=tied, **sizes)
+    path = write_any(tmp_path / "any.gguf", architecture, model, GGMLQuantizationType.Q8_0)
+    expected = as_transformers_reads(path).state_dict()
+    for packed in (True, False):
+        loaded = load_gguf(path, *read_config(path), "auto", packed)
+        no_head = architecture == "gemma3" and tied
+        assert len(places_of(loaded)) == (num_packed - no_head if packed else 0)
+        found = unpack(loaded).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_other_types_are_dequantised_and_said_once(
