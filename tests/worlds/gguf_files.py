@@ -163,20 +163,26 @@ def any_model(model_type: str, **changes: Any) -> PreTrainedModel:
 
 
 def write_any(
-    path: Path, architecture: str, model: PreTrainedModel, kind: GGMLQuantizationType
+    path: Path,
+    architecture: str,
+    model: PreTrainedModel,
+    kind: GGMLQuantizationType,
+    values: Mapping[str, Any] | None = None,
 ) -> Path:
     """A file with a model's parameters under the names, and its sizes under the keys, that transformers
     reads. Parameters are not turned about as llama.cpp's conversion does: readers are compared on it, and
-    what they make of it is another model."""
+    what they make of it is another model. ``values``: said besides, or otherwise."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
+    said: Values = {}
     for key, name in GGUF_CONFIG_MAPPING[config.model_type.removesuffix("_text")].items():
         value = 10000.0 if name == "rope_theta" else getattr(config, str(name), None)
         if value is not None:
-            _ADD[type(value)](writer, f"{architecture}.{key}", value)
-    for key, value in values_of(tiny_llama()).items():
-        if key.startswith("tokenizer."):
-            _ADD[type(value)](writer, key, value)
+            said[f"{architecture}.{key}"] = value
+    own_values = values_of(tiny_llama()).items()
+    said |= {key: value for key, value in own_values if key.startswith("tokenizer.")}
+    for key, value in (said | {**(values or {})}).items():
+        _ADD[type(value)](writer, key, value)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     own = model.state_dict()
     left_out = "lm_head.weight" if config.tie_word_embeddings else ""

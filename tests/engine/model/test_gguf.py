@@ -186,6 +186,31 @@ def test_architectures_are_read_as_transformers_reads_them(
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_what_transformers_converts_while_it_loads_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some architectures it has rules in place of names; their blocks are dequantised."""
+    sizes = {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}
+    model = any_model("lfm2", layer_types=["full_attention"] * NUM_LAYERS, **sizes)
+    values = {
+        "lfm2.attention.head_count_kv": [2] * NUM_LAYERS,
+        "lfm2.attention.layer_norm_rms_epsilon": 1e-5,
+        "lfm2.shortconv.l_cache": 3,
+    }
+    kind = GGMLQuantizationType.Q8_0
+    path = write_any(tmp_path / "any.gguf", "lfm2", model, kind, values)
+    expected = as_transformers_reads(path).state_dict()
+    loaded = load_packed(path)
+    assert not places_of(loaded)
+    assert loaded.dtype == torch.bfloat16
+    found = loaded.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UnsupportedModelError, match=r"GGUF files need accelerate: pip install"):
+        load_packed(path)
+
+
 def test_other_types_are_dequantised_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
