@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _F32, _F16, _BF16 = 0, 1, 30
 _FLOATS = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 """Types of tensors that are values, not blocks, by ggml's numbers."""
+_MOST_QUOTED = 40
 _ROPE_FACTORS = "rope_freqs.weight"
 """The tensor of what each frequency of the rotary embedding is divided by; transformers does not read
 it."""
@@ -288,7 +289,10 @@ def _values(tensor: StoredTensor, data: np.ndarray[Any, Any]) -> np.ndarray[Any,
     rows = data.reshape(prod(tensor.shape[1:]), -1)
     kind = GGMLQuantizationType(tensor.kind)
     try:
-        values: np.ndarray[Any, Any] = dequantize(rows, kind)
+        with np.errstate(
+            all="ignore"
+        ):  # scales that are no numbers are named with all others, later
+            values: np.ndarray[Any, Any] = dequantize(rows, kind)
     except NotImplementedError as error:
         raise UnsupportedModelError(
             f"tensor {tensor.name!r} is of the type {kind.name}, which is not read"
@@ -308,8 +312,7 @@ def _described(path: Path, header: GgufHeader) -> Any:
     """Returns the configuration that transformers makes of a file's metadata."""
     with needing_gguf():
         import_module("gguf")  # transformers asks for it, and does not name it as a line can
-    said = header.metadata.get(f"{header.architecture}.vocab_size")
-    num_tokens = said or len(header.metadata.get("tokenizer.ggml.tokens", ()))
+    num_tokens = _said_count(header, "vocab_size") or _num_tokens(header)
     options: dict[str, Any] = {"vocab_size": num_tokens} if num_tokens else {}
     if _is_converted(header):
         return AutoConfig.from_pretrained(str(path.parent), gguf_file=str(path.absolute()))
@@ -335,17 +338,32 @@ def _check_sizes(header: GgufHeader) -> None:
     one by one: so many have to be there."""
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     layers = {int(found[1]) for name in shapes if (found := re.match(r"blk\.(\d+)\.", name))}
-    num_layers = header.metadata.get(f"{header.architecture}.block_count")
+    num_layers = _said_count(header, "block_count")
     if num_layers is not None and layers != set(range(min(num_layers, len(layers) + 1))):
         raise UnsupportedModelError(
             f"its configuration says {num_layers} layers, and it has tensors of {len(layers)}"
         )
-    num_tokens = len(header.metadata.get("tokenizer.ggml.tokens", ()))
+    num_tokens = _num_tokens(header)
     embedding = shapes.get("token_embd.weight")
     if embedding is not None and num_tokens > embedding[-1]:
         raise UnsupportedModelError(
             f"its tokenizer has {num_tokens} tokens, and its embedding {embedding[-1]}"
         )
+
+
+def _said_count(header: GgufHeader, name: str) -> int | None:
+    """Returns a number that the architecture has, if it is said. Raises UnsupportedModelError where it is
+    none of things."""
+    key = f"{header.architecture}.{name}"
+    number = header.metadata.get(key)
+    if number is not None and (not isinstance(number, int) or number < 0):
+        raise UnsupportedModelError(f"its {key} is {str(number)[:_MOST_QUOTED]!r}")
+    return number
+
+
+def _num_tokens(header: GgufHeader) -> int:
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    return len(tokens) if isinstance(tokens, list) else 0
 
 
 def _check_rope(header: GgufHeader, config: Any) -> None:

@@ -1,5 +1,6 @@
-"""Promise 1 on weights that others trained: SmolLM2 in exact mode, in bf16, in 8 bits and in the file's own, writes the bits
-that gamma 0 writes alone, whoever drafts, in whatever shape, with whatever sampling, and beside whom.
+"""Promise 1 on weights that others trained: SmolLM2 in exact mode, in bf16, in 8 bits and in the bits of
+its file, writes the bits that gamma 0 writes alone, whoever drafts, in whatever shape, with whatever
+sampling, and beside whom.
 
 The draft models are SmolLM2 itself, copies of it in fewer bits, and some of its layers. Some samplings
 hold the model to a schema: what is written is valid then.

@@ -11,9 +11,22 @@ import gguf
 import numpy as np
 import torch
 from gguf.constants import MODEL_ARCH, GGMLQuantizationType, TokenType
-from gguf.quants import quantize
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.integrations import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+from bench.gguf_types import fitting, pack
 
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
@@ -103,8 +116,10 @@ def write_gguf(
     model: LlamaForCausalLM | None = None,
     values: Mapping[str, Any] | None = None,
     change_tensors: Callable[[Tensors], object] = lambda _: None,
+    kinds: Mapping[str, GGMLQuantizationType] | None = None,
 ) -> Path:
-    """``kind``: of the matrices. ``values``: said besides, or otherwise; None leaves one out."""
+    """``kind``: of the matrices whose rows it fits, else the one that llama.cpp takes instead.
+    ``kinds``: of some of them by name. ``values``: said besides, or otherwise; None leaves one out."""
     model = model or tiny_llama()
     said = {**values_of(model), **(values or {})}
     tensors = tensors_of(model)
@@ -114,10 +129,75 @@ def write_gguf(
         if value is not None:
             _ADD[type(value)](writer, key, value)
     for name, weight in tensors.items():
-        if weight.ndim == 1 or kind == GGMLQuantizationType.F32:
+        wanted = (kinds or {}).get(name, kind)
+        if weight.ndim == 1 or wanted == GGMLQuantizationType.F32:
             writer.add_tensor(name, weight)
         else:
-            writer.add_tensor(name, quantize(weight, kind), raw_dtype=kind)
+            own = fitting(wanted, weight.shape[1])
+            writer.add_tensor(name, pack(weight, own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def any_model(model_type: str, **changes: Any) -> PreTrainedModel:
+    """A tiny model of any architecture. Sizes that its files do not say have to be those of its class."""
+    sizes: dict[str, Any] = {
+        "vocab_size": len(TOKENS),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **sizes | changes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+def write_any(
+    path: Path,
+    architecture: str,
+    model: PreTrainedModel,
+    kind: GGMLQuantizationType,
+    values: Mapping[str, Any] | None = None,
+) -> Path:
+    """A file with a model's parameters under the names, and its sizes under the keys, that transformers
+    reads. Parameters are not turned about as llama.cpp's conversion does: readers are compared on it, and
+    what they make of it is another model. ``values``: said besides, or otherwise."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    said: Values = {}
+    for key, name in GGUF_CONFIG_MAPPING[config.model_type.removesuffix("_text")].items():
+        value = 10000.0 if name == "rope_theta" else getattr(config, str(name), None)
+        if value is not None:
+            said[f"{architecture}.{key}"] = value
+    own_values = values_of(tiny_llama()).items()
+    said |= {key: value for key, value in own_values if key.startswith("tokenizer.")}
+    for key, value in (said | {**(values or {})}).items():
+        _ADD[type(value)](writer, key, value)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    own = model.state_dict()
+    left_out = "lm_head.weight" if config.tie_word_embeddings else ""
+    for stored, name in get_gguf_hf_weights_map(model, processor).items():
+        if name == left_out:
+            continue
+        weight = own[name].numpy()
+        if stored.endswith(("gate_exps", "up_exps")):
+            weight = np.ascontiguousarray(weight[:, : config.moe_intermediate_size])
+        full_name = stored if "." in stored[-7:] else f"{stored}.weight"
+        if weight.ndim == 1:
+            writer.add_tensor(full_name, weight)
+        else:
+            rows = pack(weight.reshape(-1, weight.shape[-1]), kind)
+            writer.add_tensor(full_name, rows.reshape(*weight.shape[:-1], -1), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -59,8 +59,7 @@ class _Rows(StoredWeight):
         return torch.stack([_half(blocks, start) for start in self._type.halves])
 
     def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
-        blocks: torch.Tensor = rows.detach().unflatten(1, (-1, self._type.num_bytes))
-        return blocks
+        return rows.detach().view(len(rows), -1, self._type.num_bytes)
 
 
 class GgufWeight(_Rows, StoredLinear):
@@ -90,7 +89,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 def _fields(data: torch.Tensor, shifts: tuple[int, ...], width: int, mask: int) -> torch.Tensor:
     """Returns the fields of bytes: of each ``width`` bytes all at the first shift, then all at the next.
     ``data``: ``[rows, blocks, bytes]``; the answer has ``len(shifts)`` times as many."""
-    runs: torch.Tensor = data.unflatten(2, (-1, 1, width))
+    runs = data.reshape(*data.shape[:2], -1, 1, width)
     found = (runs >> torch.tensor(shifts, dtype=torch.uint8)[:, None]) & mask
     return found.flatten(2)
 

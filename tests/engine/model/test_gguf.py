@@ -5,8 +5,10 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,32 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.utils.quantization_config import GgufConfig
 
+from bench.gguf_types import fitting
 from engine.gguf.file import find_gguf, read_header
 from engine.gguf.tokenizer import gguf_tokenizer
-from engine.model.gguf_weights import stored_dtype
+from engine.model.gguf_weights import load_gguf, read_config, stored_dtype
 from engine.model.loader import eos_token_ids, load_model, load_tokenizer
+from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.request.errors import UnsupportedModelError
 from slipstream.cli import main
-from worlds.gguf_files import CONTROL, NUM_LAYERS, TEMPLATE, TOKENS, Tensors, tiny_llama, write_gguf
+from worlds.gguf_files import (
+    CONTROL,
+    NUM_LAYERS,
+    TEMPLATE,
+    TOKENS,
+    Tensors,
+    any_model,
+    tiny_llama,
+    write_any,
+    write_gguf,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -63,6 +80,176 @@ def test_blocks_are_dequantised_into_bf16(tmp_path: Path) -> None:
     expected = torch.from_numpy(dequantize(quantize(own, kind), kind)).bfloat16()
     assert torch.equal(loaded.model.layers[1].mlp.down_proj.weight, expected)
     assert {each.dtype for each in loaded.parameters()} == {torch.bfloat16}
+
+
+BLOCKS = [GGMLQuantizationType[each.name] for each in BLOCK_TYPES.values()]
+
+
+def wide_llama(tied: bool) -> LlamaForCausalLM:
+    """Rows of 256 values, and down projections of 288, which types with blocks of 256 do not fit."""
+    model = tiny_llama(hidden_size=256, intermediate_size=288, tie_word_embeddings=tied)
+    for each in model.modules():
+        if isinstance(each, LlamaRMSNorm):
+            each.weight.data.uniform_(0.5, 1.5)
+    return model
+
+
+def load_packed(path: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    return load_gguf(path, *read_config(path), dtype)
+
+
+def places_of(model: nn.Module) -> dict[str, GgufWeight | GgufEmbedding]:
+    named = model.named_modules(remove_duplicate=False)
+    return {name: each for name, each in named if isinstance(each, GgufWeight | GgufEmbedding)}
+
+
+def unpack(model: PreTrainedModel) -> PreTrainedModel:
+    """Gives it plain layers of what its places mean."""
+    made: nn.Module
+    for name, place in places_of(model).items():
+        weight = nn.Parameter(place.dequantized(model.dtype))
+        if isinstance(place, GgufEmbedding):
+            made = nn.Embedding(place.num_embeddings, place.embedding_dim, _weight=weight)
+        else:
+            made = nn.Linear(place.in_features, place.out_features, bias=False)
+            made.weight, made.bias = weight, place.bias
+        model.set_submodule(name, made)
+    return model
+
+
+def as_transformers_reads(path: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    return loaded
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_blocks_stay_packed_and_mean_what_transformers_reads(
+    tmp_path: Path, kind: GGMLQuantizationType, tied: bool
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", kind, model=wide_llama(tied))
+    theirs = as_transformers_reads(path)
+    loaded = load_packed(path)
+    places = places_of(loaded)
+    assert loaded.dtype == torch.bfloat16
+    assert len(places) == 7 * NUM_LAYERS + 2
+    assert {each.weight.dtype for each in places.values()} == {torch.uint8}
+    for place in places.values():
+        assert place.scheme == fitting(kind, place.in_features).name
+    shares = places["lm_head"].weight is places["model.embed_tokens"].weight
+    assert shares == loaded.config.tie_word_embeddings == tied
+    expected = theirs.state_dict()
+    found = unpack(loaded).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert torch.equal(logits(loaded), logits(theirs))
+    whole = load_model(str(path), CPU).state_dict()
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "sizes", "num_packed"),
+    [
+        ("llama", "llama", {}, 7 * NUM_LAYERS + 2),
+        ("qwen2", "qwen2", {}, 7 * NUM_LAYERS + 2),  # with biases
+        ("qwen3", "qwen3", {"head_dim": 128}, 7 * NUM_LAYERS + 2),
+        ("nemotron", "nemotron", {}, 6 * NUM_LAYERS + 2),  # norms are stored less one
+        # Experts are made of several tensors.
+        ("qwen3moe", "qwen3_moe", {"num_experts": 4}, 4 * NUM_LAYERS + 2),
+        # Its embedding scales what it looks up, and has no place; nor has a head that shares it.
+        ("gemma3", "gemma3_text", {}, 7 * NUM_LAYERS + 1),
+    ],
+)
+def test_architectures_are_read_as_transformers_reads_them(
+    tmp_path: Path,
+    architecture: str,
+    model_type: str,
+    sizes: dict[str, Any],
+    num_packed: int,
+    tied: bool,
+) -> None:
+    model = any_model(model_type, tie_word_embeddings=tied, **sizes)
+    path = write_any(tmp_path / "any.gguf", architecture, model, GGMLQuantizationType.Q8_0)
+    expected = as_transformers_reads(path).state_dict()
+    for packed in (True, False):
+        loaded = load_gguf(path, *read_config(path), "auto", packed)
+        no_head = architecture == "gemma3" and tied
+        assert len(places_of(loaded)) == (num_packed - no_head if packed else 0)
+        found = unpack(loaded).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_transformers_converts_while_it_loads_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some architectures it has rules in place of names; their blocks are dequantised."""
+    sizes = {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}
+    model = any_model("lfm2", layer_types=["full_attention"] * NUM_LAYERS, **sizes)
+    values = {
+        "lfm2.attention.head_count_kv": [2] * NUM_LAYERS,
+        "lfm2.attention.layer_norm_rms_epsilon": 1e-5,
+        "lfm2.shortconv.l_cache": 3,
+    }
+    kind = GGMLQuantizationType.Q8_0
+    path = write_any(tmp_path / "any.gguf", "lfm2", model, kind, values)
+    expected = as_transformers_reads(path).state_dict()
+    loaded = load_packed(path)
+    assert not places_of(loaded)
+    assert loaded.dtype == torch.bfloat16
+    found = loaded.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UnsupportedModelError, match=r"GGUF files need accelerate: pip install"):
+        load_packed(path)
+
+
+def test_other_types_are_dequantised_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = GGMLQuantizationType.TQ1_0
+    path = write_gguf(
+        tmp_path / "tiny.gguf",
+        GGMLQuantizationType.Q4_0,
+        model=wide_llama(True),
+        kinds={f"blk.{layer}.ffn_up.weight": kind for layer in range(NUM_LAYERS)},
+    )
+    with caplog.at_level("INFO", "engine.model.gguf_weights"):
+        loaded = load_packed(path)
+    assert caplog.messages == ["dequantised: 2 tensors of type TQ1_0"]
+    assert len(places_of(loaded)) == 7 * NUM_LAYERS
+    up = loaded.get_submodule("model.layers.1.mlp.up_proj")
+    assert type(up) is nn.Linear
+    own = wide_llama(True).model.layers[1].mlp.up_proj.weight.detach().numpy()
+    assert torch.equal(
+        up.weight, torch.from_numpy(dequantize(quantize(own, kind), kind)).bfloat16()
+    )
+
+
+def test_blocks_with_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
+    header = read_header(path)
+    broken = bytearray(path.read_bytes())
+    for name in ("blk.1.ffn_up.weight", "token_embd.weight"):
+        (start,) = (each.start for each in header.tensors if each.name == name)
+        broken[start + 34 : start + 36] = b"\x00\x7c"
+    path.write_bytes(broken)
+    with pytest.raises(UnsupportedModelError, match="not finite: ") as caught:
+        load_packed(path)
+    assert "model.embed_tokens.weight, model.layers.1.mlp.up_proj.weight" in str(caught.value)
+    assert "weights that are not finite: " in refusal(path, lambda name: load_model(name, CPU))
+
+
+def test_a_vocabulary_that_is_not_said_is_the_tokenizers(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", values={"llama.vocab_size": None})
+    assert torch.equal(logits(load_model(str(path), CPU)), logits(tiny_llama()))
 
 
 def test_the_type_is_the_files_where_it_holds_values(tmp_path: Path) -> None:
@@ -223,17 +410,92 @@ def test_no_cut_file_passes(written: Path, data: st.DataObject) -> None:
         read_header(cut)
 
 
+@cache
+def fields_of(path: Path) -> list[int]:
+    """Where the numbers of 8 bytes are that a header is read by: counts, lengths, sizes and offsets."""
+    header, data = read_header(path), path.read_bytes()
+    found = [8, 16]
+    for key, (first, _) in header.spans.items():
+        kind_at = first + 8 + len(key.encode())
+        (kind,) = struct.unpack_from("<I", data, kind_at)
+        found += [first, kind_at + (8 if kind == 9 else 4)]
+    at = max(end for _, end in header.spans.values())
+    for tensor in header.tensors:
+        found.append(at)
+        at += 8 + len(tensor.name.encode()) + 4
+        found += [at + 8 * each for each in range(len(tensor.shape))]
+        at += 8 * len(tensor.shape) + 4
+        found.append(at)
+        at += 8
+    return found
+
+
+EXTREMES = [
+    0,
+    1,
+    7,
+    31,
+    33,
+    *((1 << bits) - less for bits in (31, 32, 62, 63, 64) for less in (1, 32)),
+]
+
+
+@st.composite
+def damaged(draw: st.DrawFn, written: Path) -> bytes:
+    """The file with up to four faults: any bytes, extremes for numbers that it is read by, or cut."""
+    data = bytearray(written.read_bytes())
+    fields, end = fields_of(written), max(fields_of(written)) + 8
+    for _ in range(draw(st.integers(1, 4))):
+        fault = draw(st.sampled_from(["bytes", "number", "kind", "cut"]))
+        if fault == "bytes":
+            at = draw(st.integers(0, end - 8))
+            some = draw(st.binary(min_size=1, max_size=8))
+            data[at : at + len(some)] = some
+        elif fault == "cut":
+            del data[draw(st.integers(end // 2, len(data))) :]
+            data.extend(bytes(max(0, end - len(data))) if draw(st.booleans()) else b"")
+        else:
+            width = 8 if fault == "number" else 4
+            at = draw(st.sampled_from(fields)) - 8 + width
+            value = draw(st.sampled_from(EXTREMES) | st.integers(0, (1 << 64) - 1))
+            some = struct.pack("<Q", value)[:width]
+            if at + width <= len(data):
+                data[at : at + width] = some
+    return bytes(data)
+
+
+@settings(max_examples=1200)
 @given(st.data())
-def test_damage_is_refused_or_harmless(written: Path, data: st.DataObject) -> None:
-    """Any eight bytes of what stands before the data."""
-    broken = bytearray(written.read_bytes())
-    at = data.draw(st.integers(0, parts_of(written)["data"] - 8))
-    broken[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
+def test_damage_is_refused_or_harmless_and_takes_no_memory(
+    written: Path, data: st.DataObject
+) -> None:
     path = written.with_name("broken.gguf")
+    broken = data.draw(damaged(written))
     path.write_bytes(broken)
-    with suppress(UnsupportedModelError):
-        header = read_header(path)
-        assert all(each.start + each.num_bytes <= len(broken) for each in header.tensors)
+    tracemalloc.start()
+    try:
+        with suppress(UnsupportedModelError):
+            header = read_header(path)
+            ends = [each.start + each.num_bytes for each in header.tensors]
+            assert max(ends, default=0) <= len(broken)
+            assert sum(each.num_bytes for each in header.tensors) <= len(broken)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Its values as Python holds them, and what hypothesis notes meanwhile.
+    assert peak < 4 << 20
+
+
+@given(st.data())
+def test_a_damaged_file_is_a_model_or_one_line(written: Path, data: st.DataObject) -> None:
+    path = written.with_name("broken.gguf")
+    path.write_bytes(data.draw(damaged(written)))
+    said = ""
+    try:
+        load_model(str(path), CPU)
+    except UnsupportedModelError as error:
+        said = str(error)
+    assert "\n" not in said
 
 
 def overwritten(written: Path, target: Path, before: bytes, skip: int, value: int) -> Path:
@@ -256,6 +518,8 @@ def overwritten(written: Path, target: Path, before: bytes, skip: int, value: in
         (b"token_embd.weight", 4, 1 << 63, "the file ends in its data"),
         (b"token_embd.weight", 4, 0, "has the shape [0, "),
         (b"token_embd.weight", 24, 1 << 62, "the file ends in its data"),
+        (b"token_embd.weight", 24, 33, "begins at 33, no multiple of 32"),
+        (b"blk.1.ffn_up.weight", 24, 64, "overlap"),
         (
             b"blk.0.attn_q.weight",
             20,
@@ -304,6 +568,8 @@ def add_bias(tensors: Tensors) -> None:
             None,
             f"{1 << 30} layers, and it has tensors of {NUM_LAYERS}",
         ),
+        ({"llama.block_count": "2"}, None, "its llama.block_count is '2'"),
+        ({"llama.vocab_size": 0.5}, None, "its llama.vocab_size is '0.5'"),
         ({"llama.block_count": 1}, None, f"1 layers, and it has tensors of {NUM_LAYERS}"),
         ({"llama.feed_forward_length": 1 << 31}, None, "a model of its configuration has"),
         ({"llama.vocab_size": 1 << 31}, None, "a model of its configuration has"),
