@@ -44,7 +44,9 @@ class Fp8Linear(StoredLinear):
         self.weight = tensors.room(f"{name}.weight", sizes, FLOATS)
         self._scale = next((key for key in _SCALES if tensors.has(f"{name}.{key}")), _SCALES[1])
         found = tensors.get(f"{name}.{self._scale}")
-        self.block = block or _block_of(found.shape if found else (), sizes)
+        block_size = block or _block_of(found.shape if found else (), sizes)
+        # What a configuration claims takes no memory beyond the layer.
+        self.block = min(block_size[0], sizes[0]), min(block_size[1], sizes[1])
         grid = tuple(-(-size // side) for size, side in zip(sizes, self.block, strict=True))
         shape = found.shape if found and block is None else grid
         scale = tensors.room(f"{name}.{self._scale}", shape, (*SCALES, torch.float8_e8m0fnu))

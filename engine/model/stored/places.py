@@ -7,7 +7,7 @@ quantizer of its own interface puts modules of ours in the place of layers; its 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ class StoredTensors:
         return self.get(name) is not None
 
     def room(
-        self, name: str, shape: tuple[int, ...], dtypes: Iterable[torch.dtype]
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]
     ) -> nn.Parameter:
         """Returns a parameter of the type that is stored, to be filled. Raises UnsupportedModelError
         where the tensor is missing, of another shape, or of none of these types."""
@@ -159,9 +159,8 @@ class StoredQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, StoredWeight):
                 module.loaded(name)
-        self.remove_quantization_config(
-            model
-        )  # it is a model of ours, whose layers will be replaced
+        # It is a model of ours, whose layers will be replaced.
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
 
     def is_serializable(self) -> bool:
         return False
@@ -172,10 +171,13 @@ class StoredQuantizer(HfQuantizer):
 
 
 def _put(model: PreTrainedModel, place: Place) -> None:
+    """Puts the places into the model. One with codes of its own is not tied to another weight."""
+    tied = model.all_tied_weights_keys
     for name, module in list(model.named_modules(remove_duplicate=False)):
         found = place(name, module)
         if found is not None:
             model.set_submodule(name, found)
+            tied.pop(f"{name}.weight", None)
 
 
 def _refuse_experts(model: PreTrainedModel, tensors: StoredTensors) -> None:
