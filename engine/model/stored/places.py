@@ -64,8 +64,11 @@ class StoredTensors:
         return cls({name: StoredTensor(t.dtype, tuple(t.shape)) for name, t in tensors.items()})
 
     @classmethod
-    def read(cls, files: Iterable[str], prefix: str) -> StoredTensors:
-        """Reads the headers alone. Raises SafetensorError for damaged files, UnsupportedModelError for
+    def read(
+        cls, files: Iterable[str], prefix: str, key_mapping: Mapping[str, str]
+    ) -> StoredTensors:
+        """Reads the headers alone. ``key_mapping``: patterns in names, and what stands there in the
+        model's. Raises SafetensorError for damaged files, UnsupportedModelError for
         files of another kind."""
         entries = {}
         for path in files:
@@ -77,6 +80,8 @@ class StoredTensors:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     found = file.get_slice(name)
                     dtype = _DTYPES.get(found.get_dtype())
+                    for pattern, new in key_mapping.items():
+                        name = re.sub(pattern, new, name, count=1)
                     entries[name] = StoredTensor(dtype, tuple(found.get_shape()))
         return cls(entries, prefix)
 
@@ -121,17 +126,20 @@ PlaceByTensors = Callable[[str, nn.Module, StoredTensors], nn.Module | None]
 class StoredConfig(QuantizationConfigMixin):
     """To be given to ``from_pretrained`` as its ``quantization_config``. ``place``: makes a
     ``StoredWeight`` for each module that the checkpoint holds in few bits, or ``place_by_tensors``, for
-    checkpoints of safetensors. They are called while modules are on the device "meta"."""
+    checkpoints of safetensors, whose names are changed by ``key_mapping``. They are called while
+    modules are on the device "meta"."""
 
     def __init__(
         self,
         place: Place | None = None,
         place_by_tensors: PlaceByTensors | None = None,
+        key_mapping: Mapping[str, str] | None = None,
         **_: Any,
     ) -> None:
         self.quant_method: Any = _METHOD
         self.place = place
         self.place_by_tensors = place_by_tensors
+        self.key_mapping = key_mapping or {}
 
 
 @register_quantizer(_METHOD)
@@ -150,7 +158,9 @@ class StoredQuantizer(HfQuantizer):
             assert place is not None, "loaded by this package alone"
             _put(model, place)
             return
-        tensors = StoredTensors.read(checkpoint_files or (), model.base_model_prefix)
+        tensors = StoredTensors.read(
+            checkpoint_files, model.base_model_prefix, self.quantization_config.key_mapping
+        )
         _refuse_experts(model, tensors)
         _put(model, lambda name, module: by_tensors(name, module, tensors))
         _refuse_codes(model, tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig
 
+from engine.model.checkpoint import load_weights
 from engine.model.loader import load_model
 from engine.model.stored.formats import read_places
 from engine.model.stored.layer import StoredWeight
@@ -195,6 +198,32 @@ def test_names_may_lack_the_models_prefix(tmp_path: Path) -> None:
     tensors = {name.removeprefix("model."): each for name, each in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})
     assert len(stored(load_model(str(tmp_path), CPU))) == 15
+
+
+def test_names_may_be_those_of_a_larger_model(tmp_path: Path) -> None:
+    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
+        codes = draw(linear.out_features, linear.in_features)
+        return None if name == "lm_head" else (awq(codes), codes.weight())
+
+    write_folder(tmp_path, BASES[0], make)
+    path = tmp_path / "model.safetensors"
+    tensors = {re.sub(r"^model\.", "whole.text.", name): v for name, v in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    config = AutoConfig.from_pretrained(tmp_path)
+    mapping = {r"^whole\.text\.": "model."}
+    places = read_places(config, mapping)
+    model = load_weights(
+        str(tmp_path), config, quantization_config=places, key_mapping=mapping, dtype="auto"
+    )
+    assert len(stored(model)) == 14
+
+
+def test_experts_in_fp8_are_left_to_transformers() -> None:
+    found = copy.deepcopy(BASES[2])
+    assert read_places(SimpleNamespace(quantization_config=found, num_experts=None)) is not None
+    config = SimpleNamespace(quantization_config=found, num_experts=8)
+    assert read_places(config) is None
+    assert config.quantization_config is found
 
 
 def test_a_file_that_is_damaged_is_named(tmp_path: Path) -> None:
