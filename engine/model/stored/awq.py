@@ -21,7 +21,7 @@ from engine.request.errors import UnsupportedModelError
 _BITS = 4
 _IN_WORD = 32 // _BITS
 _NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Which nibble of a word is each channel's."""
+"""The nibble of a word that is each channel's."""
 
 
 class AwqLinear(GroupedLinear):

@@ -1,4 +1,4 @@
-"""Which formats of quantised checkpoints are read here, by what their configuration calls itself."""
+"""The formats of quantised checkpoints that are read here, by what their configurations call them."""
 
 from __future__ import annotations
 

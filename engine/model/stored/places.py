@@ -51,8 +51,8 @@ class StoredTensor(NamedTuple):
 
 
 class StoredTensors:
-    """What a checkpoint's headers say of its tensors. ``prefix``: of the model's names, which a file may
-    leave out."""
+    """The tensors of a checkpoint, as its headers describe them. ``prefix``: of the model's names,
+    which a file may leave out."""
 
     def __init__(self, entries: Mapping[str, StoredTensor], prefix: str = "") -> None:
         self.entries = entries

@@ -158,7 +158,7 @@ def test_one_scale_for_a_whole_layer_is_each_channels() -> None:
 
 
 def filled(place: Any, name: str, linear: nn.Linear, tensors: dict[str, torch.Tensor]) -> Any:
-    """What stands in a layer's place, with its tensors."""
+    """Returns what stands in a layer's place, with its tensors."""
     layer = place(name, linear, StoredTensors.of(tensors))
     layer.load_state_dict(
         {key.removeprefix(f"{name}."): each for key, each in tensors.items()}, False

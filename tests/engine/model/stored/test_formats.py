@@ -113,7 +113,7 @@ _ODD = st.one_of(
 
 
 def paths(found: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where every value of an object stands, those inside others too."""
+    """Returns where every value of an object stands, those inside others too."""
     inside = found.items() if isinstance(found, dict) else ()
     return [place for key, each in inside for place in [(*at, key), *paths(each, (*at, key))]]
 
@@ -141,7 +141,7 @@ def configurations(draw_one: st.DrawFn) -> Any:
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """What the call returns, or how it refuses, as a text."""
+    """Returns what the call does, or how it refuses, as a text."""
     try:
         return call()
     except UnsupportedModelError as refused:
@@ -149,7 +149,7 @@ def attempt(call: Callable[[], Any]) -> Any:
 
 
 def fill(place: Any, name: str, tensors: Tensors) -> Any:
-    """What stands in a layer's place, with its tensors."""
+    """Returns what stands in a layer's place, with its tensors."""
     described = StoredTensors.of({f"{name}.{key}": each for key, each in tensors.items()})
     layer = place(name, nn.Linear(64, 16, bias=False), described)
     if layer is not None:

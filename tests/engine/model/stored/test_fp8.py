@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from engine.model.loader import load_model
@@ -15,7 +17,7 @@ from engine.model.stored.fp8 import Fp8Linear, read
 from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
 from worlds.packed_checkpoints import Tensors, plain, stored, write_folder
-from worlds.tiny_models import CPU, own_logits
+from worlds.tiny_models import CPU, own_logits, tiny_model
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 IDS = [1, 5, 9, 3, 40]
@@ -145,3 +147,25 @@ def test_scales_that_are_missing_or_do_not_fit_are_named() -> None:
         UnsupportedModelError, match=r"weight_scale_inv \[1, 2\] instead of \[2, 4\]"
     ):
         layer_of({"weight": codes, "weight_scale_inv": scales}, linear, weight_block_size=[4, 16])
+
+
+def test_experts_are_made_floats_by_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")  # transformers asks for it
+    tiny_model("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path)
+    path, described = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = load_file(path)
+    weights = {}
+    for name in [each for each in tensors if each.endswith("proj.weight")]:
+        linear = nn.Linear(*tensors[name].shape[::-1])
+        tensors[name], tensors[f"{name}_scale_inv"], weights[name] = draw(linear, (16, 16))
+    save_file(tensors, path, {"format": "pt"})
+    said = json.loads(described.read_text())
+    described.write_text(
+        json.dumps(said | {"quantization_config": FP8 | {"weight_block_size": [16, 16]}})
+    )
+    model: Any = load_model(str(tmp_path), CPU)
+    layer, name = model.model.layers[1], "model.layers.1"
+    expert = [weights[f"{name}.mlp.experts.3.{each}_proj.weight"] for each in ("gate", "up")]
+    assert torch.equal(layer.mlp.experts.gate_up_proj[3], torch.cat(expert).bfloat16())
+    query = weights[f"{name}.self_attn.q_proj.weight"].bfloat16()
+    assert torch.equal(layer.self_attn.q_proj.weight, query)

@@ -113,6 +113,18 @@ def test_a_head_with_codes_of_its_own_is_not_the_embedding(tmp_path: Path) -> No
     assert not torch.equal(head, model.get_input_embeddings().weight.float())
 
 
+def test_what_is_held_is_what_the_file_has(tmp_path: Path) -> None:
+    def make(_: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor]:
+        codes = draw(linear.out_features, linear.in_features, symmetric=True)
+        return gptq(codes), codes.weight()
+
+    write_folder(tmp_path, GPTQ, make, vocab_size=96)
+    model = load_model(str(tmp_path), CPU)
+    assert not [each for place in stored(model).values() for each in place.buffers()]
+    held = sum(each.nbytes for each in model.parameters())
+    assert held <= (tmp_path / "model.safetensors").stat().st_size
+
+
 def test_layers_may_have_fields_of_their_own(tmp_path: Path) -> None:
     def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
         if name == "lm_head" or "o_proj" in name:
