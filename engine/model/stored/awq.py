@@ -15,17 +15,19 @@ from torch import nn
 
 from engine.model.stored.fields import Fields
 from engine.model.stored.places import PlaceByTensors, StoredTensors
-from engine.model.stored.words import SCALES, GroupedLinear, unpack
+from engine.model.stored.words import SCALES, WordsLinear, unpack
 from engine.request.errors import UnsupportedModelError
 
 _BITS = 4
 _IN_WORD = 32 // _BITS
 _NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The nibble of a word that is each channel's."""
+"""Which nibble of a word is each channel's."""
 
 
-class AwqLinear(GroupedLinear):
+class AwqLinear(WordsLinear):
     """A layer's tensors as AutoAWQ writes them."""
+
+    method = "awq"
 
     def __init__(
         self, name: str, linear: nn.Linear, tensors: StoredTensors, group_size: int

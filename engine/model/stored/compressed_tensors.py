@@ -27,7 +27,7 @@ from engine.model.stored.places import PlaceByTensors, StoredTensors
 from engine.model.stored.words import (
     INDICES,
     SCALES,
-    GroupedLinear,
+    WordsLinear,
     num_words,
     unpack,
 )
@@ -41,6 +41,7 @@ _PACKED, _INTS, _FLOATS, _NAIVE = (
     "float-quantized",
     "naive-quantized",
 )
+_METHOD = "compressed-tensors"
 _MIXED = "mixed-precision"
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _SCHEME = {
@@ -57,6 +58,7 @@ class StoredInt8Linear(StoredLinear):
     """
 
     scheme = "8 bits, a scale per channel"
+    method = _METHOD
 
     def __init__(
         self,
@@ -107,8 +109,10 @@ class _Scheme(NamedTuple):
     has_ranges: bool = False
 
 
-class _Scaled(GroupedLinear):
+class _Scaled(WordsLinear):
     """A layer with ``weight_scale``: by group, by channel, or one for all."""
+
+    method = _METHOD
 
     def __init__(
         self, name: str, linear: nn.Linear, tensors: StoredTensors, scheme: _Scheme

@@ -31,6 +31,7 @@ _SIDES = range(1, 1 << 16)
 class Fp8Linear(StoredLinear):
     """A layer's tensors. ``block``: rows and columns that share a scale; a channel's are 1 and all."""
 
+    method = "fp8"
     packs = False
 
     def __init__(

@@ -19,14 +19,16 @@ from torch import nn
 
 from engine.model.stored.fields import Fields
 from engine.model.stored.places import PlaceByTensors, StoredTensors
-from engine.model.stored.words import INDICES, SCALES, GroupedLinear, num_words, unpack
+from engine.model.stored.words import INDICES, SCALES, WordsLinear, num_words, unpack
 
 _BITS = (4, 8)
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
 
-class GptqLinear(GroupedLinear):
+class GptqLinear(WordsLinear):
     """A layer's tensors as AutoGPTQ writes them. ``is_v1``: a one is missing from zero points."""
+
+    method = "gptq"
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ def describe(bits: int, span: int | None, has_zeros: bool) -> str:
     return f"{bits} bits, {scales}" + ", zero points" * has_zeros
 
 
-class GroupedLinear(StoredLinear):
+class WordsLinear(StoredLinear):
     """A linear layer of whole-number codes, with a scale and maybe a zero point for each group of
     features.
 
