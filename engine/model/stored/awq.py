@@ -62,7 +62,7 @@ class AwqLinear(WordsLinear):
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:
-    nibbles = unpack(words.detach(), _BITS).view(len(words), -1, _IN_WORD)
+    nibbles: torch.Tensor = unpack(words.detach(), _BITS).unflatten(1, (-1, _IN_WORD))
     return nibbles[:, :, _NIBBLES].flatten(1)
 
 

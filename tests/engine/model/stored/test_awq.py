@@ -14,7 +14,7 @@ from engine.model.loader import load_model
 from engine.model.stored.awq import read
 from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
-from worlds.packed_checkpoints import Tensors, awq, draw, plain, stored, write_folder
+from worlds.packed_checkpoints import Tensors, awq, draw, load, plain, stored, write_folder
 from worlds.tiny_models import CPU, own_logits
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
@@ -39,7 +39,7 @@ def layer_of(tensors: Tensors, linear: nn.Linear, **changes: Any) -> Any:
 @pytest.mark.parametrize("model_name", ["llama", "qwen2"])
 def test_a_checkpoint_means_the_weights_that_were_packed(tmp_path: Path, model_name: str) -> None:
     expected = write_folder(tmp_path, AWQ, make, model_name)
-    model = load_model(str(tmp_path), CPU)
+    model = load(tmp_path)
     places = stored(model)
     assert len(places) == 14  # the head keeps its type
     assert {each.scheme for each in places.values()} == {"4 bits, groups of 32, zero points"}
@@ -76,7 +76,7 @@ def test_names_of_older_versions_are_read() -> None:
 def test_layers_without_codes_stay(tmp_path: Path) -> None:
     found = AWQ | {"modules_to_not_convert": ["down_proj"]}
     write_folder(tmp_path, found, lambda name, m: None if "down" in name else make(name, m))
-    model = load_model(str(tmp_path), CPU)
+    model = load(tmp_path)
     assert len(stored(model)) == 12
     assert type(model.get_submodule("model.layers.0.mlp.down_proj")) is nn.Linear
 
@@ -87,7 +87,7 @@ def test_a_bias_that_only_the_file_has_is_added(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj"
     tensors[f"{name}.bias"] = torch.randn(96).bfloat16()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    place: Any = stored(load_model(str(tmp_path), CPU))[name]
+    place: Any = stored(load(tmp_path))[name]
     assert torch.equal(place.bias, tensors[f"{name}.bias"])
 
 

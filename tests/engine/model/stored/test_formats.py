@@ -23,7 +23,17 @@ from engine.model.stored.formats import read_places
 from engine.model.stored.layer import StoredWeight
 from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
-from worlds.packed_checkpoints import Tensors, awq, draw, gptq, packed, signed, stored, write_folder
+from worlds.packed_checkpoints import (
+    Tensors,
+    awq,
+    draw,
+    gptq,
+    load,
+    packed,
+    signed,
+    stored,
+    write_folder,
+)
 from worlds.tiny_models import CPU
 
 CODES = draw(16, 64)
@@ -197,7 +207,7 @@ def test_names_may_lack_the_models_prefix(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {name.removeprefix("model."): each for name, each in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})
-    assert len(stored(load_model(str(tmp_path), CPU))) == 15
+    assert len(stored(load(tmp_path))) == 15
 
 
 def test_names_may_be_those_of_a_larger_model(tmp_path: Path) -> None:

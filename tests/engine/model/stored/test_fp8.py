@@ -16,7 +16,7 @@ from engine.model.loader import load_model
 from engine.model.stored.fp8 import Fp8Linear, read
 from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
-from worlds.packed_checkpoints import Tensors, plain, stored, write_folder
+from worlds.packed_checkpoints import Tensors, load, plain, stored, write_folder
 from worlds.tiny_models import CPU, own_logits, tiny_model
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -60,7 +60,7 @@ def test_a_checkpoint_of_blocks_means_its_products(
     found = FP8 | {"weight_block_size": [32, 48], "modules_to_not_convert": ["lm_head"]}
     expected = write_folder(tmp_path, found, make)
     with caplog.at_level(logging.INFO, "engine.model.stored"):
-        model = load_model(str(tmp_path), CPU)
+        model = load(tmp_path)
     assert caplog.text.count("FP8 weights are given the model's type as they are loaded") == 1
     places = stored(model)
     assert len(places) == 14
@@ -84,7 +84,7 @@ def test_ranges_of_inputs_are_left_aside(tmp_path: Path, caplog: pytest.LogCaptu
     found = FP8 | {"activation_scheme": "static", "ignored_layers": ["lm_head"]}
     expected = write_folder(tmp_path, found, make)
     with caplog.at_level(logging.INFO, "engine.model.stored"):
-        model = load_model(str(tmp_path), CPU)
+        model = load(tmp_path)
     assert "the ranges that it has for inputs are left aside" in caplog.text
     assert not [name for name, _ in model.named_parameters() if "input_scale" in name]
     assert {each.scheme for each in stored(model).values()} == {"FP8, a scale per tensor"}

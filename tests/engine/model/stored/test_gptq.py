@@ -16,7 +16,7 @@ from engine.model.loader import load_model
 from engine.model.stored.gptq import read
 from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
-from worlds.packed_checkpoints import Tensors, draw, gptq, plain, stored, write_folder
+from worlds.packed_checkpoints import Tensors, draw, gptq, load, plain, stored, write_folder
 from worlds.tiny_models import CPU, own_logits
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
@@ -44,7 +44,7 @@ def test_a_checkpoint_means_the_weights_that_were_packed(
 
     found = GPTQ | {"bits": bits, "checkpoint_format": layout, "desc_act": shuffled}
     expected = write_folder(tmp_path, found | {"lm_head": True}, make, vocab_size=96)
-    model = load_model(str(tmp_path), CPU)
+    model = load(tmp_path)
     places = stored(model)
     assert len(places) == 15  # the head among them
     assert {each.scheme for each in places.values()} == {f"{bits} bits, groups of 32, zero points"}
@@ -107,7 +107,7 @@ def test_a_head_with_codes_of_its_own_is_not_the_embedding(tmp_path: Path) -> No
 
     write_folder(tmp_path, GPTQ, make, tie_word_embeddings=True, vocab_size=96)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"]
-    model = load_model(str(tmp_path), CPU)
+    model = load(tmp_path)
     head = stored(model)["lm_head"].dequantized(torch.float32)
     assert torch.equal(head, draw(96, 64).weight())
     assert not torch.equal(head, model.get_input_embeddings().weight.float())
@@ -119,7 +119,7 @@ def test_what_is_held_is_what_the_file_has(tmp_path: Path) -> None:
         return gptq(codes), codes.weight()
 
     write_folder(tmp_path, GPTQ, make, vocab_size=96)
-    model = load_model(str(tmp_path), CPU)
+    model = load(tmp_path)
     assert not [each for place in stored(model).values() for each in place.buffers()]
     held = sum(each.nbytes for each in model.parameters())
     assert held <= (tmp_path / "model.safetensors").stat().st_size
@@ -135,7 +135,7 @@ def test_layers_may_have_fields_of_their_own(tmp_path: Path) -> None:
 
     dynamic = {r"+:.*\.1\.mlp\..*": {"bits": 8, "group_size": -1}, r"-:.*\.o_proj": {}}
     expected = write_folder(tmp_path, GPTQ | {"dynamic": dynamic}, make)
-    places = stored(load_model(str(tmp_path), CPU))
+    places = stored(load(tmp_path))
     assert len(places) == 12
     assert places["model.layers.1.mlp.up_proj"].scheme == "8 bits, a scale per channel, zero points"
     for name, place in places.items():
