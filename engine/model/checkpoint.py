@@ -26,6 +26,8 @@ _MOST_NAMED = 3
 _VALUES_AT_ONCE = 1 << 24
 """Types without a kernel for extremes are made wider in slices, which bounds the memory that takes."""
 _WITH_EXTREMES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_LARGEST_BYTES = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
+"""The bits of the largest number, without its sign, of 8-bit floats: those above are none."""
 _LEFT_OVER = re.compile(r"\.rotary_emb\.\w+$|\.masked_bias$|\.[qkv]_scale$")
 """Names that older versions wrote beside the weights, and scales for keys and values in 8 bits: none of
 them is a weight of the model."""
@@ -70,6 +72,10 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     flat = tensor.flatten()
+    largest = _LARGEST_BYTES.get(tensor.dtype)
+    if largest is not None:
+        octets = flat.view(torch.uint8).split(_VALUES_AT_ONCE)
+        return all(int((each & 0x7F).max()) <= largest for each in octets)
     parts = [flat] if tensor.dtype in _WITH_EXTREMES else flat.split(_VALUES_AT_ONCE)
     for part in parts:
         values = part if part.dtype in _WITH_EXTREMES else part.float()

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine.model.checkpoint import load_weights
+from engine.model.stored.formats import read_places
 from engine.model.stored.layer import StoredLinear, StoredWeight
 from worlds.tiny_models import tiny_model
 
@@ -156,6 +158,14 @@ def write_folder(
     (folder / "config.json").write_text(json.dumps(said))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return plain.eval().requires_grad_(False)
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """Loads a folder as far as its places are filled: nothing is packed yet."""
+    config = AutoConfig.from_pretrained(folder)
+    places = read_places(config)
+    model = load_weights(str(folder), config, quantization_config=places, dtype="auto")
+    return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()

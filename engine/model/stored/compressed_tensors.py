@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +91,7 @@ def _from_signed(values: torch.Tensor) -> torch.Tensor:
 class _Scheme(NamedTuple):
     """A group of the configuration. ``layout``: the format, ``_INTS`` or ``_FLOATS`` for a naive one.
     ``group_size``: -1: a row. ``block``: of floats, None where shapes say it. ``by_token``: inputs have
-    one scale for each token."""
+    one scale for each token. ``has_ranges``: the checkpoint has scales for inputs, too."""
 
     targets: Sequence[str]
     layout: str
@@ -101,6 +101,7 @@ class _Scheme(NamedTuple):
     block: tuple[int, int] | None
     symmetric: bool
     by_token: bool
+    has_ranges: bool = False
 
 
 class _Scaled(WordsLinear):
@@ -220,6 +221,8 @@ def read(config: Any) -> PlaceByTensors:
         _read_scheme(Fields(group, f"config group {str(name)[:40]!r}"), layout)
         for name, group in groups.items()
     ]
+    if any(each.layout == _FLOATS for each in schemes):
+        fp8.say_floats(any(each.has_ranges for each in schemes))
     ignored = fields.names("ignore")
 
     def place(name: str, module: nn.Module, tensors: StoredTensors) -> nn.Module | None:
@@ -286,9 +289,12 @@ def _read_scheme(group: Fields, layout: str) -> _Scheme:
     if layout == _FLOATS:
         if not symmetric:
             raise weights.refused("symmetric", "true for floats")
-        fp8.say_once(group.has("input_activations"))
         block = fp8.read_block(weights, "block_structure") if strategy == "block" else None
-        return _Scheme(targets, layout, bits, strategy, group_size, block, symmetric, False)
+        inputs = group.found.get("input_activations")
+        has_ranges = isinstance(inputs, Mapping) and not inputs.get("dynamic")
+        return _Scheme(
+            targets, layout, bits, strategy, group_size, block, symmetric, False, has_ranges
+        )
     by_token = _read_inputs(group, layout) and symmetric and strategy == "channel"
     return _Scheme(targets, layout, bits, strategy, group_size, None, symmetric, by_token)
 

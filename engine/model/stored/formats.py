@@ -1,4 +1,4 @@
-"""Which formats of quantised checkpoints are read here, by what their configuration calls itself."""
+"""The formats of quantised checkpoints that are read here, by what their configurations call them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ _READERS: dict[str, Callable[[Any], PlaceByTensors]] = {
 """Another format is another file, and a line here."""
 
 
-def read_places(config: Any) -> StoredConfig | None:
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def read_places(config: Any, key_mapping: Mapping[str, str] | None = None) -> StoredConfig | None:
     """Returns what ``from_pretrained`` has to be given as its ``quantization_config`` for a model of
-    this configuration; None: no format of these, which transformers loads as it does. Takes what is
-    read out of ``config``: the model is none of transformers' quantised ones.
+    this configuration; None: no format of these, which transformers loads as it does. Takes what is read
+    out of ``config``: the model is none of transformers' quantised ones. ``key_mapping``: what
+    ``from_pretrained`` is given as such.
 
     Raises UnsupportedModelError, which says the field and its value, for variants that are not served.
     """
@@ -30,11 +34,13 @@ def read_places(config: Any) -> StoredConfig | None:
         return None
     method = found.get("quant_method")
     reader = _READERS.get(method) if isinstance(method, str) else None
-    if reader is None:
+    # transformers makes one tensor of experts in FP8, of bf16 on CPUs.
+    has_experts = any(getattr(config, name, None) for name in _EXPERTS)
+    if reader is None or (method == "fp8" and has_experts):
         return None
     try:
         place = reader(found)
     except RecursionError as error:
         raise UnsupportedModelError("quantization_config is nested too deeply") from error
     del config.quantization_config
-    return StoredConfig(place_by_tensors=place)
+    return StoredConfig(place_by_tensors=place, key_mapping=key_mapping)

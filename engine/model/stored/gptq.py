@@ -20,7 +20,6 @@ from torch import nn
 from engine.model.stored.fields import Fields
 from engine.model.stored.places import PlaceByTensors, StoredTensors
 from engine.model.stored.words import INDICES, SCALES, WordsLinear, num_words, unpack
-from engine.request.errors import UnsupportedModelError
 
 _BITS = (4, 8)
 _ONES = {4: 0x11111111, 8: 0x01010101}
@@ -41,12 +40,8 @@ class GptqLinear(WordsLinear):
         is_v1: bool,
     ) -> None:
         super().__init__(name, linear, tensors, bits, group_size)
-        if self.in_features * bits % 32:
-            raise UnsupportedModelError(
-                f"{name} has {self.in_features} features, which do not fill words of 32 bits"
-            )
         self.is_v1 = is_v1
-        words = self.in_features * bits // 32
+        words = num_words(self.in_features, bits)
         self.qweight = tensors.room(f"{name}.qweight", (words, self.out_features), (torch.int32,))
         shape = self.num_groups, num_words(self.out_features, bits)
         self.qzeros = tensors.room(f"{name}.qzeros", shape, (torch.int32,))
@@ -67,8 +62,8 @@ class GptqLinear(WordsLinear):
         self._describe(self._group_size, 8 * self.scales.itemsize, self.zeros is not None)
 
     def codes(self, first: int, end: int) -> torch.Tensor:
-        words = self.qweight.detach()[:, first:end].T
-        return self._in_order(unpack(words, self.code_bits))
+        codes = unpack(self.qweight.detach()[:, first:end].T, self.code_bits)
+        return self._in_order(codes[:, : self.in_features])
 
     def group_scales(self, first: int, end: int) -> torch.Tensor:
         return self.scales[:, first:end].T.contiguous()

@@ -7,7 +7,7 @@ quantizer of its own interface puts modules of ours in the place of layers; its 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +51,8 @@ class StoredTensor(NamedTuple):
 
 
 class StoredTensors:
-    """What a checkpoint's headers say of its tensors. ``prefix``: of the model's names, which a file may
-    leave out."""
+    """The tensors of a checkpoint, as its headers describe them. ``prefix``: of the model's names,
+    which a file may leave out."""
 
     def __init__(self, entries: Mapping[str, StoredTensor], prefix: str = "") -> None:
         self.entries = entries
@@ -64,8 +64,11 @@ class StoredTensors:
         return cls({name: StoredTensor(t.dtype, tuple(t.shape)) for name, t in tensors.items()})
 
     @classmethod
-    def read(cls, files: Iterable[str], prefix: str) -> StoredTensors:
-        """Reads the headers alone. Raises SafetensorError for damaged files, UnsupportedModelError for
+    def read(
+        cls, files: Iterable[str], prefix: str, key_mapping: Mapping[str, str]
+    ) -> StoredTensors:
+        """Reads the headers alone. ``key_mapping``: patterns in names, and what stands there in the
+        model's. Raises SafetensorError for damaged files, UnsupportedModelError for
         files of another kind."""
         entries = {}
         for path in files:
@@ -77,6 +80,8 @@ class StoredTensors:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     found = file.get_slice(name)
                     dtype = _DTYPES.get(found.get_dtype())
+                    for pattern, new in key_mapping.items():
+                        name = re.sub(pattern, new, name, count=1)
                     entries[name] = StoredTensor(dtype, tuple(found.get_shape()))
         return cls(entries, prefix)
 
@@ -89,7 +94,7 @@ class StoredTensors:
         return self.get(name) is not None
 
     def room(
-        self, name: str, shape: tuple[int, ...], dtypes: Iterable[torch.dtype]
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]
     ) -> nn.Parameter:
         """Returns a parameter of the type that is stored, to be filled. Raises UnsupportedModelError
         where the tensor is missing, of another shape, or of none of these types."""
@@ -121,17 +126,20 @@ PlaceByTensors = Callable[[str, nn.Module, StoredTensors], nn.Module | None]
 class StoredConfig(QuantizationConfigMixin):
     """To be given to ``from_pretrained`` as its ``quantization_config``. ``place``: makes a
     ``StoredWeight`` for each module that the checkpoint holds in few bits, or ``place_by_tensors``, for
-    checkpoints of safetensors. They are called while modules are on the device "meta"."""
+    checkpoints of safetensors, whose names are changed by ``key_mapping``. They are called while
+    modules are on the device "meta"."""
 
     def __init__(
         self,
         place: Place | None = None,
         place_by_tensors: PlaceByTensors | None = None,
+        key_mapping: Mapping[str, str] | None = None,
         **_: Any,
     ) -> None:
         self.quant_method: Any = _METHOD
         self.place = place
         self.place_by_tensors = place_by_tensors
+        self.key_mapping = key_mapping or {}
 
 
 @register_quantizer(_METHOD)
@@ -150,7 +158,9 @@ class StoredQuantizer(HfQuantizer):
             assert place is not None, "loaded by this package alone"
             _put(model, place)
             return
-        tensors = StoredTensors.read(checkpoint_files or (), model.base_model_prefix)
+        tensors = StoredTensors.read(
+            checkpoint_files, model.base_model_prefix, self.quantization_config.key_mapping
+        )
         _refuse_experts(model, tensors)
         _put(model, lambda name, module: by_tensors(name, module, tensors))
         _refuse_codes(model, tensors)
@@ -171,10 +181,13 @@ class StoredQuantizer(HfQuantizer):
 
 
 def _put(model: PreTrainedModel, place: Place) -> None:
+    """Puts the places into the model. One with codes of its own is not tied to another weight."""
+    tied = model.all_tied_weights_keys
     for name, module in list(model.named_modules(remove_duplicate=False)):
         found = place(name, module)
         if found is not None:
             model.set_submodule(name, found)
+            tied.pop(f"{name}.weight", None)
 
 
 def _refuse_experts(model: PreTrainedModel, tensors: StoredTensors) -> None:

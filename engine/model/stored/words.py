@@ -53,7 +53,8 @@ class WordsLinear(StoredLinear):
         has_bias = linear.bias is not None or tensors.has(f"{name}.bias")
         super().__init__(linear.in_features, linear.out_features, has_bias, linear.weight.dtype)
         self.code_bits = code_bits
-        self.span = linear.in_features if group_size == -1 else group_size
+        # What a configuration claims takes no memory beyond a row.
+        self.span = linear.in_features if group_size == -1 else min(group_size, linear.in_features)
         self.num_groups = -(-linear.in_features // self.span)
         self.zero = 0
         self.register_buffer("zeros", None, persistent=False)

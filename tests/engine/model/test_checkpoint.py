@@ -214,9 +214,15 @@ def test_one_value_among_many_is_found(place: int) -> None:
     spoilt = values.clone()
     spoilt[place] = float("nan")
     assert not_finite([("empty", values[:0]), ("whole", torch.ones(3, dtype=torch.int8))]) == []
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+    floats_of_8_bits = (torch.float8_e4m3fn, torch.float8_e5m2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, *floats_of_8_bits):
         assert not_finite([("w", values.to(dtype))]) == []
         assert not_finite([("w", spoilt.to(dtype))]) == ["weights that are not finite: w"]
+    for dtype in floats_of_8_bits:  # every number that they have, and what is none
+        every = torch.arange(256, dtype=torch.uint8).view(dtype)
+        numbers = [each for each in every if each.float().isfinite()]
+        assert not_finite([("w", torch.stack(numbers))]) == []
+        assert all(not_finite([("w", each)]) for each in every if not each.float().isfinite())
 
 
 def test_weights_in_8_bits_are_checked_alike(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import modeling_utils
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.model.loader import eos_token_ids, load_model, refuse_unservable
-from engine.model.stored_int8 import StoredInt8Linear, written_scheme
+from engine.model.stored.compressed_tensors import StoredInt8Linear, written_scheme
 from engine.model.text_half import find_text_half, own_names
 from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import CPU, own_logits, random_ids
