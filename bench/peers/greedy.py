@@ -155,10 +155,10 @@ def _llama_text(url: str, prompt: list[int], num_new: int) -> Text:
     )
     with urllib.request.urlopen(request) as reply:
         found = json.load(reply)
-    return _llama_choices(found["tokens"], found["completion_probabilities"])
+    return llama_choices(found["tokens"], found["completion_probabilities"])
 
 
-def _llama_choices(tokens: Sequence[int], likely: Sequence[dict[str, Any]]) -> Text:
+def llama_choices(tokens: Sequence[int], likely: Sequence[dict[str, Any]]) -> Text:
     """Its list of probabilities leaves out tokens that end within a character."""
     text: Text = []
     left = list(reversed(likely))
