@@ -58,7 +58,10 @@ _SPECULATIONS = {
     ),
     "lookup": ("--spec-type", "ngram-cache"),
     "ngram-mod": ("--spec-default",),
-    "draft": ("--spec-draft-n-max", "6", "--spec-draft-p-min", "0.5"),
+    "draft": (
+        *("--spec-type", "draft-simple"),
+        *("--spec-draft-n-max", "6", "--spec-draft-p-min", "0.5"),
+    ),
 }
 
 
