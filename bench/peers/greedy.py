@@ -83,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, UnsupportedModelError, PeerUnavailableError) as error:
         sys.exit(str(error))
     tokenizer = load_tokenizer(str(models.target))
-    prompts = _prompts(tokenizer, args.workload, args.prompts)
+    try:
+        prompts = _prompts(tokenizer, args.workload, args.prompts)
+    except ValueError as error:  # no chat template
+        sys.exit(str(error))
     theirs = llama_texts(place, prompts, args.new_tokens)
     ours = our_texts(models.gguf, place, prompts, args.new_tokens, dict(args.engine))
     differences = compare(models.gguf, prompts, theirs, ours)
