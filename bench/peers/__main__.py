@@ -15,10 +15,10 @@ from transformers import AutoConfig
 
 from bench.peers.comparison import CellJobs, compare
 from bench.peers.llama_cpp import LlamaCpp
-from bench.peers.model_files import model_folders
+from bench.peers.model_files import model_files
 from bench.peers.openvino_genai import OpenVino
 from bench.peers.options import SAMPLINGS, Options, parse_options
-from bench.peers.place import Peer, Place
+from bench.peers.place import Peer, PeerUnavailableError, Place
 from bench.peers.report import check_picture
 from bench.peers.slipstream_engine import Slipstream
 from bench.peers.transformers_generate import Transformers
@@ -26,6 +26,7 @@ from bench.peers.vllm_cpu import VllmCpu
 from bench.runner import Cell, make_jobs
 from bench.workloads import PromptSource, load_prompts
 from engine.model.loader import load_tokenizer
+from engine.request.errors import UnsupportedModelError
 
 ALL_PEERS: tuple[Peer, ...] = (Slipstream(), OpenVino(), VllmCpu(), LlamaCpp(), Transformers())
 _DRAFT_ROOM = 64
@@ -41,17 +42,25 @@ def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = ALL_PEE
         except ImportError:
             sys.exit("--output needs matplotlib: pip install 'slipstream-llm[plot]'")
     wanted = [peer for peer in peers if peer.name in options.peers]
-    target, draft = model_folders(options.model, options.draft_model, options.cache)
+    cache = options.cache.resolve()
+    try:
+        target, draft, gguf = model_files(
+            options.model, options.draft_model, options.gguf, cache, options.num_threads
+        )
+    except (OSError, UnsupportedModelError, PeerUnavailableError) as error:
+        sys.exit(str(error))
     cells = make_cells(options, str(target))
     longest = max(len(prompt) for _, jobs in cells for job in jobs for prompt in job.prompts)
     place = Place(
-        cache=options.cache.resolve(),
+        cache=cache,
         target=target.resolve(),
         draft=None if draft is None else draft.resolve(),
         num_threads=options.num_threads,
         max_running=max(options.concurrency),
         # Whole blocks of any peer's size, with room for drafts past the end.
         max_tokens=-(-(longest + options.num_new_tokens + _DRAFT_ROOM) // 128) * 128,
+        gguf=None if gguf is None else gguf.resolve(),
+        settings=options.engine,
     )
     if options.list_only:
         for peer in wanted:

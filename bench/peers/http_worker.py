@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench.peers.protocol import Ask, Reply, end_with_parent, serve
@@ -25,14 +25,17 @@ _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.3
 _NICENESS = 19
 _LOG_TAIL = 600
+UNKNOWN = -1
+"""In place of a token that a server wrote and did not say."""
 
 
 class Dialect(NamedTuple):
-    """``fields``: a request's own part of the body. ``tokens``: the token ids in one event."""
+    """``fields``: a request's own part of the body. ``tokens``: the token ids that one event adds to so
+    many."""
 
     path: str
     fields: Callable[[list[int], Ask, int], dict[str, Any]]
-    tokens: Callable[[dict[str, Any]], list[int]]
+    tokens: Callable[[dict[str, Any], int], list[int]]
 
 
 def _openai_fields(prompt: list[int], ask: Ask, seed: int) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def _openai_fields(prompt: list[int], ask: Ask, seed: int) -> dict[str, Any]:
     }
 
 
-def _openai_tokens(event: dict[str, Any]) -> list[int]:
+def _openai_tokens(event: dict[str, Any], _: int) -> list[int]:
     return [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
 
 
@@ -66,9 +69,11 @@ def _llama_fields(prompt: list[int], ask: Ask, seed: int) -> dict[str, Any]:
     }
 
 
-def _llama_tokens(event: dict[str, Any]) -> list[int]:
-    # The last event of a stream holds nothing new.
-    return [] if event.get("stop") else list(event.get("tokens") or ())
+def _llama_tokens(event: dict[str, Any], num_before: int) -> list[int]:
+    if event.get("stop"):
+        # Tokens that end within a character are sent in no event, and counted in the last.
+        return [UNKNOWN] * (event["tokens_predicted"] - num_before)
+    return list(event.get("tokens") or ())
 
 
 DIALECTS = {
@@ -77,47 +82,36 @@ DIALECTS = {
 }
 
 
-class HttpRunner:
-    """A started server. Raises RuntimeError if it ends before it is ready."""
+class Server:
+    """A started server, ready for requests. ``command``: ``{port}`` in it is a free port; ``ready``: the
+    path that answers 200 by then. Raises RuntimeError if it ends before."""
 
-    def __init__(self, message: Mapping[str, Any]) -> None:
-        self._dialect = DIALECTS[message["dialect"]]
-        self._body: Mapping[str, Any] = message.get("body", {})
-        self._port = _free_port()
+    def __init__(
+        self, command: Sequence[str], ready: str, environ: Mapping[str, str] | None = None
+    ) -> None:
+        port = _free_port()
+        self.command = [part.format(port=port) for part in command]
+        self.url = f"http://{_HOST}:{port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # the server's, as long as it lives
-        command = [part.format(port=self._port) for part in message["command"]]
-        self._server = subprocess.Popen(
-            command,
+        self._process = subprocess.Popen(
+            self.command,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, **message.get("environ", {})},
+            env={**os.environ, **(environ or {})},
             preexec_fn=end_with_parent,
         )
-        os.nice(_NICENESS)
-        self._await_ready(message["ready"])
-        self.facts: dict[str, Any] = {"command": " ".join(command), **message.get("facts", {})}
+        self._await_ready(port, ready)
 
-    def run(self, ask: Ask) -> list[Reply]:
-        url = f"http://{_HOST}:{self._port}{self._dialect.path}"
-        bodies = [json.dumps(self._content(ask, at)).encode() for at in range(len(ask.prompts))]
-        start = time.perf_counter()
-        found = read_all([post(url, body) for body in bodies])
-        replies = []
-        for pieces in found:
-            reply = Reply()
-            for came, event in events(pieces):
-                reply.add(came - start, self._dialect.tokens(event))
-            replies.append(reply)
-        return replies
+    def close(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
 
-    def _content(self, ask: Ask, at: int) -> dict[str, Any]:
-        own = self._dialect.fields(ask.prompts[at], ask, ask.seed + at)
-        return {**self._body, **own, **ask.arm.get("body", {})}
-
-    def _await_ready(self, path: str) -> None:
-        while self._server.poll() is None:
-            connection = http.client.HTTPConnection(_HOST, self._port, timeout=5)
+    def _await_ready(self, port: int, path: str) -> None:
+        while self._process.poll() is None:
+            connection = http.client.HTTPConnection(_HOST, port, timeout=5)
             try:
                 connection.request("GET", path)
                 if connection.getresponse().status == 200:
@@ -128,13 +122,44 @@ class HttpRunner:
                 connection.close()
             time.sleep(_POLL_SECONDS)
         raise RuntimeError(
-            f"the server ended with status {self._server.returncode}: {self._tail()}"
+            f"the server ended with status {self._process.returncode}: {self._tail()}"
         )
 
     def _tail(self) -> str:
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _LOG_TAIL))
         return self._log.read().decode(errors="replace").strip()
+
+
+class HttpRunner:
+    """Streams from a server of its own."""
+
+    def __init__(self, message: Mapping[str, Any]) -> None:
+        self._dialect = DIALECTS[message["dialect"]]
+        self._body: Mapping[str, Any] = message.get("body", {})
+        self._server = Server(message["command"], message["ready"], message.get("environ"))
+        os.nice(_NICENESS)
+        self.facts: dict[str, Any] = {
+            "command": " ".join(self._server.command),
+            **message.get("facts", {}),
+        }
+
+    def run(self, ask: Ask) -> list[Reply]:
+        url = f"{self._server.url}{self._dialect.path}"
+        bodies = [json.dumps(self._content(ask, at)).encode() for at in range(len(ask.prompts))]
+        start = time.perf_counter()
+        found = read_all([post(url, body) for body in bodies])
+        replies = []
+        for pieces in found:
+            reply = Reply()
+            for came, event in events(pieces):
+                reply.add(came - start, self._dialect.tokens(event, len(reply.token_ids)))
+            replies.append(reply)
+        return replies
+
+    def _content(self, ask: Ask, at: int) -> dict[str, Any]:
+        own = self._dialect.fields(ask.prompts[at], ask, ask.seed + at)
+        return {**self._body, **own, **ask.arm.get("body", {})}
 
 
 def _free_port() -> int:

@@ -4,35 +4,98 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.models import OWN, SCALED, scaled_copy
-from bench.peers.place import once
-from engine.gguf.file import find_gguf
-from engine.model.loader import bundled_path, load_model, load_tokenizer
+from bench.peers.gguf_writer import BLOCK_TYPES, write_gguf
+from bench.peers.llama_cpp import quantize
+from bench.peers.place import Place, distinct_name, once
+from engine.gguf.file import find_gguf, needing_gguf
+from engine.model.loader import bundled_path, load_tokenizer
 from engine.names import locate
+from engine.request.errors import UnsupportedModelError
 
 
-def model_folders(model: str, draft: str | None, cache: Path) -> tuple[Path, Path | None]:
-    """Target and draft, None where there is none. ``model``: ``scaled``, ``bundled``, ``smollm2``, a
-    folder or a GGUF file, of which everybody gets the dequantised weights; ``draft``: a folder, else the
-    bundled draft model for those that it fits. Raises OSError and UnsupportedModelError as loading does.
+class Models(NamedTuple):
+    """``target``: a folder of floats. ``draft``: likewise, None where there is none. ``gguf``: the file
+    that the target was dequantised from, None where there is none."""
+
+    target: Path
+    draft: Path | None
+    gguf: Path | None
+
+
+def model_files(
+    model: str, draft: str | None, block_type: str | None, cache: Path, num_threads: int
+) -> Models:
+    """``model``: ``scaled``, ``bundled``, ``smollm2``, a folder or a GGUF file; ``draft``: a folder, else
+    the bundled draft model for those that it fits; ``block_type``: what the model is written in as a GGUF
+    file, None where it is taken as it is.
+
+    Raises OSError and UnsupportedModelError as loading does, and PeerUnavailableError where llama.cpp's
+    tool is needed and cannot be had.
     """
     own_draft = bundled_path("draft") if model in OWN else None
     wanted_draft = own_draft if draft is None else Path(draft)
     if model == SCALED:
-        return once(cache / "scaled", _save_scaled), wanted_draft
-    gguf = find_gguf(locate(model))
-    if gguf is not None:
-        return once(cache / gguf.stem, partial(_save_dequantised, model)), wanted_draft
-    return Path(locate(model)), wanted_draft
+        source, gguf = once(cache / "scaled", _save_scaled), None
+    else:
+        source = Path(locate(model)).resolve()
+        gguf = find_gguf(str(source))
+    if block_type is not None:
+        if gguf is not None:
+            raise UnsupportedModelError(f"{gguf.name} is in blocks already: leave out --gguf")
+        gguf = _write_once(source, block_type, cache, num_threads)
+        # Its own tokenizer, since a file does not say all of it.
+        model = str(source)
+    if gguf is None:
+        return Models(source, wanted_draft, None)
+    target = once(
+        cache / f"{distinct_name(gguf)}-dequantised", partial(_save_dequantised, gguf, model)
+    )
+    return Models(target, wanted_draft, gguf)
 
 
-def _save_dequantised(model: str, folder: Path) -> None:
-    """In bf16, as the engine serves it. ``model``: what is in a GGUF file."""
-    load_model(model, torch.device("cpu"), "bfloat16").save_pretrained(folder)
-    load_tokenizer(model).save_pretrained(folder)
+def _write_once(source: Path, block_type: str, cache: Path, num_threads: int) -> Path:
+    folder = cache / f"{distinct_name(source)}-{block_type}"
+    name = f"{source.name}-{block_type}.gguf"
+
+    def write(folder: Path) -> None:
+        if block_type in BLOCK_TYPES:
+            with needing_gguf():
+                write_gguf(source, block_type, folder / name)
+        else:
+            quantize(Place(cache, source, None, num_threads, 1, 128), block_type, folder, name)
+
+    return once(folder, write) / name
+
+
+def dequantised(gguf: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns a file's model by transformers alone: nothing of ours is between what a file says and what
+    others get."""
+    with needing_gguf():
+        # Of newer versions than everything else needs.
+        from transformers.utils.quantization_config import GgufConfig
+
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent),
+            gguf_file=gguf.name,
+            dtype=dtype,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    model.is_quantized = False
+    return model.eval()
+
+
+def _save_dequantised(gguf: Path, tokenizer: str, folder: Path) -> None:
+    dequantised(gguf, torch.bfloat16).save_pretrained(folder)
+    load_tokenizer(tokenizer).save_pretrained(folder)
 
 
 def _save_scaled(folder: Path) -> None:

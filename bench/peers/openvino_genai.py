@@ -20,6 +20,14 @@ _NO_TOP_K = 2**31 - 1
 _CACHE_GB = 1
 _LOOKUPS = ((6, 4), (4, 2))
 _NUM_DRAFTS = 4
+_F32 = {"INFERENCE_PRECISION_HINT": "f32"}
+_INT8, _INT4 = "int8", "int4-g128"
+_COMPRESSIONS: dict[str, dict[str, Any]] = {
+    _INT8: {"bits": 8},
+    # optimum-intel's default: zero points, groups of 128, the embedding and the head in 8 bits. Where
+    # 128 does not divide a row, the largest power of two that does, from 32.
+    _INT4: {"bits": 4, "sym": False, "group_size": 128, "group_size_fallback": "adjust"},
+}
 
 
 class OpenVino(Peer):
@@ -30,29 +38,29 @@ class OpenVino(Peer):
     unwanted = ("torchvision",)
 
     def prepare(self, place: Place) -> None:
-        for bits in (8, 4):
-            self._export(place, place.target, bits)
+        for kind in _COMPRESSIONS:
+            self._export(place, place.target, kind)
         if place.draft is not None:
-            self._export(place, place.draft, 8)
+            self._export(place, place.draft, _INT8)
 
     def plans(self, place: Place) -> list[WorkerPlan]:
         """What a CPU with bf16 units computes in as it comes is bf16, which is not always its best: both
         are measured where they may differ."""
         kinds = [
-            ("int8", 8, {}),
-            ("int8 f32", 8, {"INFERENCE_PRECISION_HINT": "f32"}),
-            ("int4 f32", 4, {"INFERENCE_PRECISION_HINT": "f32"}),
+            ("int8", _INT8, {}),
+            ("int8 f32", _INT8, _F32),
+            ("int4", _INT4, {}),
+            ("int4 f32", _INT4, _F32),
         ]
         plans = []
-        for name, bits, properties in kinds:
+        for name, kind, properties in kinds:
             for mode in ("plain", "lookup"):
-                plans.append(self._plan(place, name, bits, properties, mode))
+                plans.append(self._plan(place, name, kind, properties, mode))
         if place.draft is not None:
-            properties = {"INFERENCE_PRECISION_HINT": "f32"}
-            plans.append(self._plan(place, "int8 f32", 8, properties, "draft"))
+            plans.append(self._plan(place, "int8 f32", _INT8, _F32, "draft"))
         return plans
 
-    def _plan(self, place: Place, name: str, bits: int, properties: Any, mode: str) -> WorkerPlan:
+    def _plan(self, place: Place, name: str, kind: str, properties: Any, mode: str) -> WorkerPlan:
         title = f"{NAME} {name}"
         arms: tuple[Arm, ...]
         if mode == "lookup":
@@ -74,10 +82,10 @@ class OpenVino(Peer):
             python=place.python(NAME),
             module="bench.peers.openvino_genai",
             load={
-                "model": str(place.export(NAME, place.target, f"int{bits}")),
+                "model": str(place.export(NAME, place.target, kind)),
                 "draft": None
                 if mode != "draft" or place.draft is None
-                else str(place.export(NAME, place.draft, "int8")),
+                else str(place.export(NAME, place.draft, _INT8)),
                 "lookup": mode == "lookup",
                 "properties": {**properties, "INFERENCE_NUM_THREADS": place.num_threads},
                 "max_num_seqs": place.max_running,
@@ -85,10 +93,10 @@ class OpenVino(Peer):
             arms=arms,
         )
 
-    def _export(self, place: Place, source: Path, bits: int) -> None:
+    def _export(self, place: Place, source: Path, kind: str) -> None:
         once(
-            place.export(NAME, source, f"int{bits}"),
-            partial(_export_into, str(place.python(NAME)), source, bits),
+            place.export(NAME, source, kind),
+            partial(_export_into, str(place.python(NAME)), source, _COMPRESSIONS[kind]),
         )
 
 
@@ -103,10 +111,7 @@ OVModelForCausalLM.from_pretrained(
 """
 
 
-def _export_into(python: str, source: Path, bits: int, folder: Path) -> None:
-    how: dict[str, Any] = {"bits": 8}
-    if bits == 4:
-        how = {"bits": 4, "sym": False, "group_size": 32}
+def _export_into(python: str, source: Path, how: Any, folder: Path) -> None:
     call([python, "-c", _EXPORT, str(source), str(folder), json.dumps(how)])
     for path in source.glob("tokenizer*"):
         shutil.copy(path, folder)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.contenders import Sampling
 from bench.options import positive
+from bench.peers.gguf_writer import BLOCK_TYPES
+from bench.peers.llama_cpp import K_TYPES
 from bench.peers.place import DEFAULT
 from bench.workloads import DATA, workload_names
 
@@ -24,6 +27,8 @@ class Options:
     only: tuple[str, ...]
     model: str
     draft_model: str | None
+    gguf: str | None
+    engine: Mapping[str, Any]
     workloads: tuple[str, ...]
     samplings: tuple[str, ...]
     concurrency: tuple[int, ...]
@@ -57,6 +62,8 @@ def parse_options(arguments: Sequence[str] | None, peers: Sequence[str], about: 
         only=tuple(args.only),
         model=args.model,
         draft_model=args.draft_model,
+        gguf=args.gguf,
+        engine=dict(args.engine),
         workloads=tuple(args.workload),
         samplings=tuple(args.sampling),
         concurrency=tuple(args.concurrency or ((1, 2) if quick else (1, 4, 8, 16, 32))),
@@ -75,6 +82,31 @@ def parse_options(arguments: Sequence[str] | None, peers: Sequence[str], about: 
     )
 
 
+def setting(text: str) -> tuple[str, Any]:
+    """An argument's type: a field of ``EngineConfig`` and its value, as JSON or a bare word."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError("must be NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def add_model(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds what ``model_files`` takes."""
+    parser.add_argument(
+        "--model",
+        default=default,
+        help=f"scaled (0.4 B), bundled, smollm2, a folder or a GGUF file ({default})",
+    )
+    parser.add_argument(
+        "--gguf",
+        choices=(*BLOCK_TYPES, *K_TYPES),
+        help="make a GGUF file of the model in blocks of this type, and compare on that",
+    )
+
+
 def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=about)
     parser.add_argument("--peers", nargs="+", choices=peers, default=list(peers))
@@ -85,10 +117,14 @@ def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
         metavar="PATTERN",
         help="arms to measure, as 'openvino int8*' '*HTTP*'; --list names them all",
     )
+    add_model(parser, default="scaled")
     parser.add_argument(
-        "--model",
-        default="scaled",
-        help="scaled (0.4 B; default), bundled, smollm2, a folder or a file",
+        "--engine",
+        nargs="+",
+        type=setting,
+        default=[],
+        metavar="NAME=VALUE",
+        help="settings of this server that it is also measured with, in arms of their own",
     )
     parser.add_argument("--draft-model", help="folder; of models of ours the bundled draft")
     parser.add_argument("--workload", nargs="+", choices=workload_names(), default=["files"])

@@ -58,7 +58,8 @@ class PeerUnavailableError(Exception):
 @dataclass(frozen=True, slots=True)
 class Place:
     """``num_threads``: what every peer is told to use; ``max_running``: most requests at once;
-    ``draft``: None where there is no draft model for the target."""
+    ``draft``: None where there is no draft model for the target; ``gguf``: the file that ``target`` was
+    dequantised from, None where there is none; ``settings``: of this server, for arms of their own."""
 
     cache: Path
     target: Path
@@ -66,6 +67,8 @@ class Place:
     num_threads: int
     max_running: int
     max_tokens: int
+    gguf: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def python(self, peer: str) -> Path:
         return self.folder(peer) / "venv" / "bin" / "python"
@@ -75,8 +78,13 @@ class Place:
 
     def export(self, peer: str, checkpoint: Path, kind: str) -> Path:
         """Where a peer keeps a checkpoint in its own format, beside those of other models."""
-        digest = blake2b(str(checkpoint).encode(), digest_size=4).hexdigest()
-        return self.folder(peer) / f"{checkpoint.name}-{digest}-{kind}"
+        return self.folder(peer) / f"{distinct_name(checkpoint)}-{kind}"
+
+
+def distinct_name(path: Path) -> str:
+    """A file's or folder's name, with what tells it from others of the name elsewhere."""
+    digest = blake2b(str(path).encode(), digest_size=4).hexdigest()
+    return f"{path.name}-{digest}"
 
 
 class Peer(ABC):

@@ -1,4 +1,4 @@
-"""This server: in-process and over HTTP, bf16 and int8, plain and with drafters."""
+"""This server: in-process and over HTTP, a GGUF file as it is, bf16 and int8, plain and with drafters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bench.peers.protocol import Ask, Clock, Reply, serve
 
 NAME = "slipstream"
 WEIGHTS = {"bf16": "none", "int8": "int8"}
+FILE = "gguf"
 DRAFTERS = ("none", "ngram", "suffix", "stand", "auto")
 SMALL_MODEL = "small_model"
 PLAIN = "none"
@@ -24,40 +25,43 @@ class Slipstream(Peer):
     what = "this server"
 
     def plans(self, place: Place) -> list[WorkerPlan]:
+        served: dict[str, tuple[Path, dict[str, Any]]] = {
+            weights: (place.target, {"quantization": quantization})
+            for weights, quantization in WEIGHTS.items()
+        }
+        if place.gguf is not None:
+            served = {FILE: (place.gguf, {}), **served}
+        if place.settings:
+            said = " ".join(f"{name}={value}" for name, value in place.settings.items())
+            for weights, (model, settings) in list(served.items()):
+                served[f"{weights} {said}"] = (model, {**settings, **place.settings})
         plans = []
-        for weights, quantization in WEIGHTS.items():
-            settings: dict[str, Any] = {
-                "drafters": list(_drafters(place)),
-                "max_num_seqs": place.max_running,
-                "max_num_batched_tokens": max(_LARGEST_STEP, place.max_running),
-                "max_model_len": place.max_tokens,
-                "num_threads": place.num_threads,
-                # A repeated prompt has to cost what a new one costs.
-                "enable_prefix_cache": False,
-                "quantization": quantization,
-            }
-            if place.draft is not None:
-                settings["draft_model"] = str(place.draft)
+        for weights, (model, own) in served.items():
+            settings = {**_common_settings(place), **own}
             plans += [
-                self._in_process(place, weights, settings),
-                self._served(place, weights, settings),
+                self._in_process(place, weights, model, settings),
+                self._served(place, weights, model, settings),
             ]
         return plans
 
-    def _in_process(self, place: Place, weights: str, settings: dict[str, Any]) -> WorkerPlan:
+    def _in_process(
+        self, place: Place, weights: str, model: Path, settings: dict[str, Any]
+    ) -> WorkerPlan:
         return WorkerPlan(
             name=f"{NAME} {weights}",
             python=Path(sys.executable),
             module="bench.peers.slipstream_engine",
-            load={"model": str(place.target), **settings},
+            load={"model": str(model), **settings},
             arms=tuple(
                 Arm(_title(weights, name), {"drafter": name}, speculates=name != PLAIN)
                 for name in _drafters(place)
             ),
         )
 
-    def _served(self, place: Place, weights: str, settings: dict[str, Any]) -> WorkerPlan:
-        command = [sys.executable, "-m", "slipstream.cli", "serve", str(place.target)]
+    def _served(
+        self, place: Place, weights: str, model: Path, settings: dict[str, Any]
+    ) -> WorkerPlan:
+        command = [sys.executable, "-m", "slipstream.cli", "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", "{port}", "--served-model-name", NAME]
         for name, value in settings.items():
             flag = name.replace("_", "-")
@@ -86,6 +90,21 @@ class Slipstream(Peer):
                 for name in _drafters(place)
             ),
         )
+
+
+def _common_settings(place: Place) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "drafters": list(_drafters(place)),
+        "max_num_seqs": place.max_running,
+        "max_num_batched_tokens": max(_LARGEST_STEP, place.max_running),
+        "max_model_len": place.max_tokens,
+        "num_threads": place.num_threads,
+        # A repeated prompt has to cost what a new one costs.
+        "enable_prefix_cache": False,
+    }
+    if place.draft is not None:
+        settings["draft_model"] = str(place.draft)
+    return settings
 
 
 def _drafters(place: Place) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ import pytest
 
 from bench.contenders import ContenderFailedError, Job
 from bench.peers.__main__ import ALL_PEERS, main
-from bench.peers.options import SAMPLINGS
+from bench.peers.http_worker import DIALECTS, UNKNOWN
+from bench.peers.options import SAMPLINGS, parse_options
 from bench.peers.place import Peer, PeerUnavailableError, Place, call, once
 from bench.peers.protocol import Ask, Reply
 from bench.peers.worker import PeerContender, Worker, to_run
@@ -197,6 +198,54 @@ def test_what_is_exported_of_one_model_is_not_taken_for_another(place: Place, na
     one, other = (replace(place, target=place.target / each / "model") for each in ("a", "b"))
     assert models(one)
     assert models(one).isdisjoint(models(other))
+
+
+def test_on_a_file_llama_and_this_server_are_given_the_file_and_openvino_what_it_means(
+    place: Place,
+) -> None:
+    file = place.target / "some.gguf"
+    given = replace(place, gguf=file, draft=None)
+
+    def loaded(name: str, pattern: str) -> dict[str, str]:
+        return {
+            arm.name: repr(plan.load)
+            for plan in REAL_PEERS[name].plans(given)
+            for arm in plan.arms
+            if re.search(pattern, arm.name)
+        }
+
+    llama = loaded("llama.cpp", "")
+    assert {"llama.cpp gguf plain (HTTP)", "llama.cpp gguf lookup (HTTP)"} <= set(llama)
+    for told in (*llama.values(), *loaded("slipstream", "gguf").values()):
+        assert str(file) in told
+    exports = loaded("openvino", "int4")
+    assert exports
+    for told in exports.values():
+        assert str(given.export("openvino", given.target, "int4-g128")) in told
+
+
+def test_settings_of_this_server_make_arms_beside_those_without_them(place: Place) -> None:
+    given = replace(place, gguf=place.target / "some.gguf", settings={"quantize_head": False})
+    loads = {plan.name: plan.load for plan in REAL_PEERS["slipstream"].plans(given)}
+    assert "quantize_head" not in loads["slipstream gguf"]
+    assert loads["slipstream gguf quantize_head=False"]["quantize_head"] is False
+    served = loads["slipstream gguf quantize_head=False (HTTP)"]["command"]
+    assert "--no-quantize-head" in served
+
+
+def test_settings_are_read_as_json_or_words() -> None:
+    arguments = ["--engine", "quantize_head=false", "kv_cache_dtype=fp8", "num_blocks=64"]
+    options = parse_options(arguments, ["slipstream"], "")
+    assert options.engine == {"quantize_head": False, "kv_cache_dtype": "fp8", "num_blocks": 64}
+    with pytest.raises(SystemExit):
+        parse_options(["--engine", "quantize_head"], ["slipstream"], "")
+
+
+def test_tokens_that_a_stream_leaves_out_are_counted_at_its_end() -> None:
+    tokens = DIALECTS["llama"].tokens
+    assert tokens({"tokens": [7, 8], "stop": False}, 3) == [7, 8]
+    assert tokens({"tokens": [], "stop": True, "tokens_predicted": 7}, 5) == [UNKNOWN] * 2
+    assert tokens({"tokens": [], "stop": True, "tokens_predicted": 5}, 5) == []
 
 
 def test_half_a_folder_is_never_taken_for_a_whole(tmp_path: Path) -> None:
