@@ -90,7 +90,7 @@ def load_model(
             path,
             config,
             dtype=wanted,
-            quantization_config=read_places(config),
+            quantization_config=read_places(config, None if half is None else half.key_mapping),
             **options,
             **ranks,
         )

@@ -181,13 +181,17 @@ class StoredQuantizer(HfQuantizer):
 
 
 def _put(model: PreTrainedModel, place: Place) -> None:
-    """Puts the places into the model. One with codes of its own is not tied to another weight."""
-    tied = model.all_tied_weights_keys
+    """Puts the places into the model. One is tied to another place, or to nothing."""
+    placed = set()
     for name, module in list(model.named_modules(remove_duplicate=False)):
         found = place(name, module)
         if found is not None:
             model.set_submodule(name, found)
-            tied.pop(f"{name}.weight", None)
+            placed.add(f"{name}.weight")
+    tied = model.all_tied_weights_keys
+    for name in placed & tied.keys():
+        if tied[name] not in placed:
+            del tied[name]
 
 
 def _refuse_experts(model: PreTrainedModel, tensors: StoredTensors) -> None:

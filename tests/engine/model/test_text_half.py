@@ -15,8 +15,9 @@ from transformers import modeling_utils
 
 from engine.build import build_engine_for
 from engine.config import EngineConfig
+from engine.model.layers import GroupedLinear
 from engine.model.loader import eos_token_ids, load_model, refuse_unservable
-from engine.model.stored.compressed_tensors import StoredInt8Linear, written_scheme
+from engine.model.stored.compressed_tensors import written_scheme
 from engine.model.text_half import find_text_half, own_names
 from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import CPU, own_logits, random_ids
@@ -298,5 +299,5 @@ def test_weights_that_come_in_8_bits_fill_the_half(tmp_path: Path) -> None:
     ignored = ["language_model.lm_head", "re:vision_tower.*", "re:multi_modal_projector.*"]
     configure(tmp_path, quantization_config=written_scheme(ignored))
     half = load(tmp_path)
-    assert sum(isinstance(each, StoredInt8Linear) for each in half.modules()) == 14
+    assert sum(isinstance(each, GroupedLinear) for each in half.modules()) == 14
     torch.testing.assert_close(own_logits(half, TEXT), own_logits(whole, TEXT), rtol=0, atol=2e-5)
