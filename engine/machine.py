@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -14,6 +15,14 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return min(_available(), _cgroup_left())
+
+
+def release_memory() -> None:
+    """Gives the system what the C library keeps of freed memory: places of weights that are replaced one
+    by one leave gaps, which would add up to a third of a model."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def device_memory(device: str) -> dict[str, float]:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
+from engine.machine import release_memory
 from engine.model.int8 import computes_whole_numbers, quantize_by_channel, quantize_weight
 from engine.model.layers import GroupedEmbedding, GroupedLinear, as_linear, is_plain
 from engine.model.product import GroupedProduct, can_join, join_products
@@ -43,27 +44,37 @@ def pack_stored(model: PreTrainedModel, packed: bool = True) -> None:
     Inputs keep their floats until ``round_inputs``. Without ``packed``, on devices without kernels and
     for weights that no kernel takes, layers of floats are made."""
     can_pack = packed and refusal(model.device) is None
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    names = {module: name for name, module in model.named_modules()}
-    stored = {module: name for module, name in names.items() if isinstance(module, StoredWeight)}
-    is_tied = head is not embedding and _share_weight(head, embedding)
+    pair = _tied_places(model)
+    names = [name for name, each in model.named_modules() if isinstance(each, StoredWeight)]
     unpacked: Counter[str] = Counter()
-    for module in [each for each in stored if not (is_tied and each is head)]:
-        pair = [module, head] if is_tied and module is embedding else [module]
+    # By their names, which keep no place that is replaced.
+    for name in [each for each in names if each not in pair[1:]]:
+        module: Any = model.get_submodule(name)
         made = _packed(module, model.dtype) if can_pack and module.packs else None
         unpacked[module.scheme] += made is None
-        for each in pair:
-            model.set_submodule(stored.pop(each), _layer(each, made, model.dtype))
-    if is_tied and isinstance(model.get_input_embeddings(), nn.Embedding):
+        for each in pair if name in pair else (name,):
+            place: Any = model.get_submodule(each)
+            model.set_submodule(each, _layer(place, made, model.dtype))
+            del place
+        del module, made
+        release_memory()
+    if pair and isinstance(model.get_submodule(pair[0]), nn.Embedding):
         model.tie_weights()
     said = ", ".join(f"{count} of {scheme}" for scheme, count in unpacked.items() if count)
     if said:
         logger.info("weights made floats: %s", said)
 
 
-def _share_weight(head: Any, embedding: Any) -> bool:
-    pair = [getattr(each, "weight", None) for each in (head, embedding)]
-    return all(isinstance(each, StoredWeight) for each in (head, embedding)) and pair[0] is pair[1]
+def _tied_places(model: PreTrainedModel) -> tuple[str, ...]:
+    """Returns the names of the embedding and of the output head where they are places of one tensor."""
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if (
+        not all(isinstance(each, StoredWeight) for each in ends)
+        or ends[0].weight is not ends[1].weight
+    ):
+        return ()
+    names = {each: name for name, each in model.named_modules()}
+    return names[ends[0]], names[ends[1]]
 
 
 def _packed(module: StoredWeight, dtype: torch.dtype) -> GroupedProduct | None:
@@ -198,6 +209,8 @@ def _join(model: PreTrainedModel, names: Sequence[str]) -> None:
     for layer in layers:
         layer.product, layer.first = product, first
         first += layer.out_features
+    del products
+    release_memory()
 
 
 def _readers(model: PreTrainedModel) -> list[list[str]]:

@@ -53,7 +53,7 @@ def test_the_half_writes_the_logits_of_the_whole_and_is_driven(name: str, tmp_pa
     """The engine's own check holds its forward, in chunks and in a draft tree, to transformers'."""
     whole = saved(name, tmp_path)
     half = load(tmp_path)
-    torch.testing.assert_close(own_logits(half, TEXT), own_logits(whole, TEXT), rtol=0, atol=2e-5)
+    torch.testing.assert_close(own_logits(half, TEXT), own_logits(whole, TEXT), rtol=0, atol=2e-4)
     assert half.num_parameters() < whole.num_parameters()
     assert not any(part in each for each in half.state_dict() for part in ("visi", "visu", "audio"))
     info = build_engine_for(half, None, SMALL_ENGINE).info
@@ -300,4 +300,4 @@ def test_weights_that_come_in_8_bits_fill_the_half(tmp_path: Path) -> None:
     configure(tmp_path, quantization_config=written_scheme(ignored))
     half = load(tmp_path)
     assert sum(isinstance(each, GroupedLinear) for each in half.modules()) == 14
-    torch.testing.assert_close(own_logits(half, TEXT), own_logits(whole, TEXT), rtol=0, atol=2e-5)
+    torch.testing.assert_close(own_logits(half, TEXT), own_logits(whole, TEXT), rtol=0, atol=2e-4)
