@@ -115,9 +115,10 @@ def write_outline(path: Path, header: GgufHeader, target: Path) -> None:
         for first, end in short:
             source.seek(first)
             outline.write(source.read(end - first))
-        for name in names:
-            outline.write(struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 1, 0, 0))
-        outline.write(bytes(-outline.tell() % _USUAL_ALIGNMENT + 4))
+        for number, name in enumerate(names):
+            info = struct.pack("<IQIQ", 1, 1, 0, number * _USUAL_ALIGNMENT)
+            outline.write(struct.pack("<Q", len(name)) + name + info)
+        outline.write(bytes(-outline.tell() % _USUAL_ALIGNMENT + len(names) * _USUAL_ALIGNMENT))
 
 
 def read_header(path: Path) -> GgufHeader:

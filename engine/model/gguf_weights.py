@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _F32, _F16, _BF16 = 0, 1, 30
 _FLOATS = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 """Types of tensors that are values, not blocks, by ggml's numbers."""
+_Order = np.ndarray[Any, Any] | slice
 _MOST_QUOTED = 40
 _ROPE_FACTORS = "rope_freqs.weight"
 """The tensor of what each frequency of the rotary embedding is divided by; transformers does not read
@@ -89,6 +90,7 @@ def load_gguf(
             dtype=wanted,
         )
     _forget_quantization(loaded)
+    loaded.config.name_or_path = str(path.parent)
     _check_blocks(loaded)
     _divide_frequencies(loaded, path, header)
     generation = loaded.generation_config or GenerationConfig()
@@ -139,8 +141,9 @@ class _Reading:
         self._num_dequantised: Counter[int] = Counter()
         self._kinds: dict[str, int] = {}
         """The types of modules that keep their blocks, by names of modules."""
-        self._orders: dict[str, np.ndarray[Any, Any]] = {}
-        """Which row of the file each row of a module is, by names of tensors."""
+        self._packed: dict[str, tuple[_Order, list[str]]] = {}
+        """By names of tensors: which row of the file each row of a module is, and the parameters that
+        keep the blocks."""
         if packed:
             self._plan(getattr(skeleton, "all_tied_weights_keys", None) or {})
 
@@ -166,33 +169,37 @@ class _Reading:
         found: dict[str, torch.Tensor] = self._read["tensors"]
         for tensor in self._header.tensors:
             data = _bytes_of(tensor, file)
-            if tensor.name in self._orders:
-                found[self._names[tensor.name]] = self._ordered(tensor, data)
-            else:
+            order, names = self._packed.get(tensor.name, (None, []))
+            if order is not None:
+                rows = data.reshape(tensor.shape[1], -1)
+                found |= dict.fromkeys(names, torch.from_numpy(rows[order]))
+            if self._names.get(tensor.name) not in names:
                 self._dequantise(tensor, data)
         if self._num_dequantised:
             logger.info("dequantised: %s", _counted(self._num_dequantised))
         return found
 
     def _plan(self, tied: Mapping[str, str]) -> None:
-        """Decides which modules keep their blocks. ``tied``: parameters that are others, by names; a
-        module keeps blocks with all that share them or not at all."""
+        """Decides which modules keep their blocks. ``tied``: parameters that are others, by names. Where
+        one of those that share blocks does not take them, those that do get them apart."""
+        held = {each.name for each in self._header.tensors}
+        apart = {name for stored, name in self._names.items() if stored in held}
         for tensor in self._header.tensors:
             name = self._names.get(tensor.name, "")
-            order = self._row_order(tensor) if tensor.kind in BLOCK_TYPES else None
-            if order is not None and self._takes_blocks(name, tensor):
-                self._orders[tensor.name] = order
-                self._kinds[_module_of(name)] = tensor.kind
-        stored = {name: tensor for tensor, name in self._names.items()}
-        own = {stored.get(name) for name in tied} & {each.name for each in self._header.tensors}
-        for name, source in tied.items():
-            kind = self._kinds.get(_module_of(source))
-            if kind is None or stored.get(name) in own:
+            if tensor.kind not in BLOCK_TYPES or len(tensor.shape) != 2:
                 continue
-            if _is_plain(self._modules.get(_module_of(name))):
-                self._kinds[_module_of(name)] = kind
-            else:
-                del self._kinds[_module_of(source)], self._orders[stored[source]]
+            order = self._row_order(tensor)
+            if order is None:
+                continue
+            sharing = [
+                each for each, source in tied.items() if source == name and each not in apart
+            ]
+            taking = [each for each in (name, *sharing) if self._takes_blocks(each, tensor)]
+            has_all = len(taking) == 1 + len(sharing)
+            names = taking if has_all else [each for each in taking if each != name]
+            self._kinds |= {_module_of(each): tensor.kind for each in names}
+            if names:
+                self._packed[tensor.name] = order, [name] if has_all else names
 
     def _takes_blocks(self, name: str, tensor: StoredTensor) -> bool:
         module = self._modules.get(_module_of(name))
@@ -202,7 +209,7 @@ class _Reading:
             and tuple(module.weight.shape) == tensor.shape[::-1]  # type: ignore[union-attr]
         )
 
-    def _row_order(self, tensor: StoredTensor) -> np.ndarray[Any, Any] | None:
+    def _row_order(self, tensor: StoredTensor) -> _Order | None:
         """Returns which row of the file each row of a matrix is, None where it is made in another way. It
         is found out: transformers is given rows that hold their own numbers."""
         rows = np.arange(tensor.shape[-1])[:, None]
@@ -219,13 +226,9 @@ class _Reading:
         order = found.weights
         if found.name != tensor.name or others["tensors"] or order.shape != rows.shape:
             return None
+        if np.array_equal(order, rows):
+            return slice(None)
         return order[:, 0] if np.array_equal(np.sort(order, 0), rows) else None
-
-    def _ordered(self, tensor: StoredTensor, data: np.ndarray[Any, Any]) -> torch.Tensor:
-        order = self._orders[tensor.name]
-        rows = data.reshape(len(order), -1)
-        is_moved = bool((order[1:] < order[:-1]).any())
-        return torch.from_numpy(rows[order] if is_moved else rows)
 
     def _dequantise(self, tensor: StoredTensor, data: np.ndarray[Any, Any]) -> None:
         """Makes a tensor the parameter that transformers makes of it, or its part of one."""
