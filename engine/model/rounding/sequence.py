@@ -31,10 +31,14 @@ Rounding = Callable[[torch.Tensor, torch.Tensor], GroupedWeight]
 
 @torch.no_grad()
 def quantize_4_bits(
-    model: PreTrainedModel, windows: torch.Tensor, rounding: Rounding = round_by_inputs
+    model: PreTrainedModel,
+    texts: torch.Tensor,
+    rounding: Rounding = round_by_inputs,
+    takes: Callable[[nn.Module], bool] = is_plain,
 ) -> Iterator[dict[str, GroupedWeight]]:
     """Yields the decoder's linear layers in 4 bits by their names, those together that read one input,
-    in the order in which a forward computes them. ``windows``: ``[texts, tokens]`` ids to calibrate on.
+    in the order in which a forward computes them. ``texts``: ``[texts, tokens]`` ids to calibrate on.
+    ``takes``: which of its linear layers are rounded.
 
     When they are yielded, the model holds their dequantised weights in its own type. Who takes them may
     put other modules in their place before asking for the next ones, whose inputs then come from those.
@@ -43,10 +47,10 @@ def quantize_4_bits(
     Raises UnsupportedModelError where decoder layers hand on more than hidden states.
     """
     layers = _decoder_layers(model)
-    states, calls = _first_states(model, layers, windows)
+    states, calls = _first_states(model, layers, texts)
     for number, name in enumerate(layers):
         run = _Run(model, name, calls[name], states)
-        for group in run.groups():
+        for group in run.groups(takes):
             yield _round_group(model, group, run.hessian(group[0]), rounding)
         states = run.outputs()
         logger.info("4 bits: decoder layer %d of %d", number + 1, len(layers))
@@ -69,13 +73,13 @@ class _Run:
     ) -> None:
         self._model, self._name, self._call, self._states = model, name, call, states
 
-    def groups(self) -> list[list[str]]:
-        """Returns the names of the linear layers, in the order of a forward; those together that read
-        the same tensor. Those that no token reached (experts) come last, each alone."""
+    def groups(self, takes: Callable[[nn.Module], bool]) -> list[list[str]]:
+        """Returns the names of the linear layers to round, in the order of a forward; those together that
+        read the same tensor. Those that no token reached (experts) come last, each alone."""
         unread = {
             module: f"{self._name}.{name}"
             for name, module in self._model.get_submodule(self._name).named_modules()
-            if is_plain(module)
+            if is_plain(module) and takes(module)
         }
         groups: defaultdict[object, list[str]] = defaultdict(list)
 
@@ -139,7 +143,7 @@ def _decoder_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _first_states(
-    model: PreTrainedModel, layers: list[str], windows: torch.Tensor
+    model: PreTrainedModel, layers: list[str], texts: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, tuple[tuple[Any, ...], dict[str, Any]]]]:
     """Returns what the first layer reads, and what each is called with beside it; all texts are as
     long, so that positions and masks are the same for each."""
@@ -163,10 +167,10 @@ def _first_states(
         for name in layers
     ]
     try:
-        for window in windows:
+        for text in texts:
             calls.append({})
             try:
-                model(input_ids=window[None], use_cache=False)
+                model(input_ids=text[None], use_cache=False)
             except _Enough:
                 continue
     finally:

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.model.grouped import GroupedWeight
 from engine.model.rounding.gptq import round_to_nearest
-from engine.model.rounding.written import WrittenLinear, can_be_written, store_4_bits
+from engine.model.rounding.written import WrittenLinear, has_place, store_4_bits
 from worlds.tiny_models import tiny_model
 
 
@@ -50,15 +50,18 @@ def test_tensors_mean_what_the_codes_mean(dtype: torch.dtype, out_features: int)
         "weight_shape": torch.int64,
     }
     assert torch.equal(decoded(tensors), weight.dequantized())
+    ones = torch.eye(96)
+    assert torch.equal(written(ones), weight.dequantized().T)
 
 
 def test_a_model_is_saved_with_what_readers_have_to_know(tmp_path: Path) -> None:
     model = tiny_model("qwen2")
-    names = [name for name, module in model.named_modules() if can_be_written(module)]
+    names = [name for name, module in model.named_modules() if has_place(module)]
     names.remove("lm_head")
     weights = {name: round_to_nearest(model.get_submodule(name).weight.detach()) for name in names}
     bias = model.model.layers[1].self_attn.q_proj.bias.clone()
-    store_4_bits(model, weights)
+    groups = [{name: weight} for name, weight in weights.items()]
+    assert store_4_bits(model, groups) == 14
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name, weight in weights.items():
@@ -83,6 +86,6 @@ def test_a_model_is_saved_with_what_readers_have_to_know(tmp_path: Path) -> None
 
 
 def test_layers_whose_groups_are_not_whole_have_no_place() -> None:
-    assert can_be_written(nn.Linear(96, 5))
-    assert not can_be_written(nn.Linear(100, 5))
-    assert not can_be_written(nn.Embedding(96, 5))
+    assert has_place(nn.Linear(96, 5))
+    assert not has_place(nn.Linear(100, 5))
+    assert not has_place(nn.Embedding(96, 5))
