@@ -55,9 +55,9 @@ def layer_errors(
     token_ids: Sequence[int],
     kinds: tuple[type[nn.Module], ...],
 ) -> dict[str, float]:
-    """How far each layer of these kinds in ``quantized`` lies from the one it was made from, for the inputs that the model's
-    own layer reads on the text's first window: the norm of the difference over that of the output. By the
-    layer's name, the largest first."""
+    """How far each layer of these kinds in ``quantized`` lies from the one it was made from, for the
+    inputs that the model's own layer reads on the text's first window: the norm of the difference over
+    that of the output. By the layer's name, the largest first."""
     totals: dict[str, torch.Tensor] = {}
 
     def note(name: str, layer: Any) -> Callable[..., None]:
