@@ -81,16 +81,17 @@ def calibration_texts(
 def beginnings(tokenizer: Any) -> list[list[int]]:
     """Returns the ids of first words of texts of many kinds and, where the model has a chat template,
     of requests to it."""
-    found = [list(tokenizer.encode(text)) for text in _BEGINNINGS]
-    if getattr(tokenizer, "chat_template", None):
-        for text in _REQUESTS:
+    requests = _REQUESTS if getattr(tokenizer, "chat_template", None) else ()
+    found: list[list[int]] = []
+    # In turn, so that few texts are of both kinds.
+    for text, request in zip_longest(_BEGINNINGS, requests):
+        found.append(list(tokenizer.encode(text)))
+        if request is not None:
             said = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+                [{"role": "user", "content": request}], add_generation_prompt=True, tokenize=False
             )
             found.append(list(tokenizer.encode(said, add_special_tokens=False)))
-    # Taken in turn, so that few texts are of both kinds.
-    kinds = found[: len(_BEGINNINGS)], found[len(_BEGINNINGS) :]
-    return [ids for pair in zip_longest(*kinds, fillvalue=[]) for ids in pair if ids]
+    return [ids for ids in found if ids]
 
 
 @torch.inference_mode()
