@@ -32,35 +32,40 @@ _SMALLEST_SCALE = 2.0**-24
 
 
 class Grid(NamedTuple):
-    """What codes of a group of features mean in each channel: ``scales`` ``[channels]`` float32 that both
-    float16 and bfloat16 hold exactly, ``zeros`` ``[channels]``, whole numbers from 0 to 15."""
+    """What codes of a group of features mean in each channel: ``scales`` and ``minima``, ``[channels]``
+    float32 that are held exactly in what is kept of them."""
 
     scales: torch.Tensor
-    zeros: torch.Tensor
+    minima: torch.Tensor
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
         """``values`` ``[.., channels]``; returns the nearest codes, as float32."""
-        return (values / self.scales + self.zeros).round_().clamp_(0, _LARGEST)
+        return ((values - self.minima) / self.scales).round_().clamp_(0, _LARGEST)
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
-        return (codes - self.zeros) * self.scales
+        return codes * self.scales + self.minima
 
 
 @torch.no_grad()
-def round_to_nearest(weight: torch.Tensor) -> GroupedWeight:
+def round_to_nearest(weight: torch.Tensor, has_minima: bool = False) -> GroupedWeight:
     """Rounds each weight of ``[out_features, in_features]`` on its own, between the smallest and the
     largest of its group."""
     hessian = torch.zeros(weight.shape[1], weight.shape[1])
-    return round_by_inputs(weight, hessian, (1.0,))
+    return round_by_inputs(weight, hessian, has_minima, (1.0,))
 
 
 @torch.no_grad()
 def round_by_inputs(
-    weight: torch.Tensor, hessian: torch.Tensor, shrunk: tuple[float, ...] = _SHRUNK
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    has_minima: bool = False,
+    shrunk: tuple[float, ...] = _SHRUNK,
 ) -> GroupedWeight:
     """Rounds ``weight`` ``[out_features, in_features]`` by ``hessian`` ``[in_features, in_features]``
-    float32, the sum of ``outer(x, x)`` over the layer's inputs. ``shrunk``: shares of a group's range to
-    try at either end; the pair with the least weighted error is taken.
+    float32, the sum of ``outer(x, x)`` over the layer's inputs. ``has_minima``: groups begin at any
+    number, not at a whole multiple of their steps; a weight then takes 5 bits instead of 4.75.
+    ``shrunk``: shares of a group's range to try at either end; the pair with the least weighted error is
+    taken.
 
     Features that no input had are rounded to the nearest.
     """
@@ -76,7 +81,7 @@ def round_by_inputs(
             if feature % SPAN == 0:
                 group = slice(feature, min(feature + SPAN, end))
                 importance = factor.diagonal()[group].square().reciprocal()
-                grids.append(_best_grid(rest[group], importance, shrunk))
+                grids.append(_best_grid(rest[group], importance, has_minima, shrunk))
             row = factor[feature, feature:end]
             chosen = grids[-1].codes(rest[feature])
             codes[feature] = chosen
@@ -84,14 +89,12 @@ def round_by_inputs(
             rest[feature + 1 : end].addr_(row[1:], error, alpha=-1)
             errors[feature - first] = error
         rest[end:].addmm_(factor[first:end, end:].T, errors, alpha=-1)
-    return GroupedWeight(
-        codes=codes.T.contiguous(),
-        bits=BITS,
-        zero=0,
-        span=SPAN,
-        scales=torch.stack([grid.scales for grid in grids], 1).half(),
-        zeros=torch.stack([grid.zeros for grid in grids], 1).to(torch.uint8),
-    )
+    scales = torch.stack([grid.scales for grid in grids], 1)
+    minima = torch.stack([grid.minima for grid in grids], 1)
+    found = GroupedWeight(codes.T.contiguous(), BITS, 0, SPAN, scales.half())
+    if has_minima:
+        return found._replace(minima=minima.half())
+    return found._replace(zeros=(-minima / scales).to(torch.uint8))
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
@@ -112,14 +115,21 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _best_grid(values: torch.Tensor, importance: torch.Tensor, shrunk: tuple[float, ...]) -> Grid:
+def _best_grid(
+    values: torch.Tensor, importance: torch.Tensor, has_minima: bool, shrunk: tuple[float, ...]
+) -> Grid:
     """``values`` ``[features, channels]`` of a group, ``importance`` ``[features]`` of their squared
     errors; returns the grid with the least error."""
-    least, largest = values.amin(0).clamp_max_(0), values.amax(0).clamp_min_(0)
+    least, largest = values.amin(0), values.amax(0)
+    if not has_minima:  # zero points are codes: a range without zero has none
+        least, largest = least.clamp_max_(0), largest.clamp_min_(0)
+    middle = (least + largest) / 2 if has_minima else torch.zeros(())
     best: Grid | None = None
     for low in shrunk:
         for high in shrunk:
-            grid = _grid(least * low, largest * high)
+            grid = _grid(
+                middle + low * (least - middle), middle + high * (largest - middle), has_minima
+            )
             if best is None and len(shrunk) == 1:
                 return grid
             error = (grid.values(grid.codes(values)) - values).square_()
@@ -134,6 +144,14 @@ def _best_grid(values: torch.Tensor, importance: torch.Tensor, shrunk: tuple[flo
     return best
 
 
-def _grid(least: torch.Tensor, largest: torch.Tensor) -> Grid:
-    scales = ((largest - least) / _LARGEST).bfloat16().half().float().clamp_min_(_SMALLEST_SCALE)
-    return Grid(scales, (-least / scales).round_().clamp_(0, _LARGEST))
+def _grid(least: torch.Tensor, largest: torch.Tensor, has_minima: bool) -> Grid:
+    if has_minima:
+        minima = least.half().float()
+        return Grid(_steps((largest - minima) / _LARGEST), minima)
+    # Readers hold scales in either type of 16 bits, the model's.
+    scales = _steps(((largest - least) / _LARGEST).bfloat16())
+    return Grid(scales, (least / scales).round_().clamp_(-_LARGEST, 0) * scales)
+
+
+def _steps(exact: torch.Tensor) -> torch.Tensor:
+    return exact.half().float().clamp_min_(_SMALLEST_SCALE)

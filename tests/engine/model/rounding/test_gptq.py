@@ -33,7 +33,7 @@ def test_where_inputs_go_together_outputs_change_half_as_much(in_features: int) 
 def test_where_no_inputs_go_together_it_rounds_to_the_nearest() -> None:
     weight = drawn(0, 24, 96)
     hessian = torch.diag(drawn(1, 96).square() + 0.1)
-    found, nearest = round_by_inputs(weight, hessian, (1.0,)), round_to_nearest(weight)
+    found, nearest = round_by_inputs(weight, hessian, shrunk=(1.0,)), round_to_nearest(weight)
     assert torch.equal(found.codes, nearest.codes)
     assert torch.equal(found.dequantized(), nearest.dequantized())
     steps = nearest.scales.float().repeat_interleave(32, 1)  # type: ignore[union-attr]
@@ -56,6 +56,33 @@ def test_weights_that_lie_on_a_grid_are_found_again() -> None:
         assert torch.equal(found.zeros.long(), zeros)
 
 
+def test_minima_and_steps_of_any_size_are_found_again() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (40, 128), generator=generator)
+    codes[:, ::32], codes[:, 1::32] = 0, 15
+    scales = torch.randint(1024, 2048, (40, 4), generator=generator) * 2.0**-16
+    minima = torch.randint(-2048, 2048, (40, 4), generator=generator) * 2.0**-13
+    weight = scales.repeat_interleave(32, 1) * codes + minima.repeat_interleave(32, 1)
+    inputs = drawn(1, 300, 8) @ drawn(2, 8, 128) + 0.1 * drawn(3, 300, 128)
+    for found in (
+        round_to_nearest(weight, has_minima=True),
+        round_by_inputs(weight, inputs.T @ inputs, has_minima=True),
+    ):
+        assert torch.equal(found.codes.long(), codes)
+        torch.testing.assert_close(found.dequantized(), weight, rtol=0, atol=2e-5)
+    assert float((round_to_nearest(weight).dequantized() - weight).abs().max()) > 1e-3
+
+
+def test_minima_serve_groups_that_lie_apart_from_zero() -> None:
+    weight = 0.02 * drawn(0, 48, 320) + 0.2 * drawn(1, 48, 10).repeat_interleave(32, 1)
+    inputs = drawn(2, 1000, 24) @ drawn(3, 24, 320) + 0.3 * drawn(4, 1000, 320)
+    hessian = inputs.T @ inputs
+    found = round_by_inputs(weight, hessian, has_minima=True)
+    assert found.zeros is None
+    zeros = error(round_by_inputs(weight, hessian), weight, inputs)
+    assert error(found, weight, inputs) < zeros / 2
+
+
 def test_a_smaller_range_is_taken_where_it_loses_less() -> None:
     """A far value that no input weighs costs the others nothing."""
     weight = drawn(0, 16, 64) * 0.1
@@ -63,7 +90,7 @@ def test_a_smaller_range_is_taken_where_it_loses_less() -> None:
     inputs = drawn(1, 400, 64)
     inputs[:, [5, 40]] *= 0.01
     hessian = inputs.T @ inputs
-    whole = error(round_by_inputs(weight, hessian, (1.0,)), weight, inputs)
+    whole = error(round_by_inputs(weight, hessian, shrunk=(1.0,)), weight, inputs)
     assert error(round_by_inputs(weight, hessian), weight, inputs) < 0.85 * whole
 
 
@@ -83,7 +110,7 @@ def test_inputs_that_never_vary_or_never_come_are_survived() -> None:
     assert bool(round_by_inputs(weight, ones).dequantized().isfinite().all())
     unread = torch.zeros(64, 64)
     assert torch.equal(
-        round_by_inputs(weight, unread, (1.0,)).codes, round_to_nearest(weight).codes
+        round_by_inputs(weight, unread, shrunk=(1.0,)).codes, round_to_nearest(weight).codes
     )
 
 
