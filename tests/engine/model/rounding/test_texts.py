@@ -10,7 +10,7 @@ import torch
 from engine.model.loader import load_model, load_tokenizer
 from engine.model.rounding.texts import beginnings, calibration_texts, write_texts
 from worlds.scripted_engine import byte_tokenizer
-from worlds.tiny_models import VOCAB_SIZE, own_logits, tiny_model
+from worlds.tiny_models import ARCHITECTURES, VOCAB_SIZE, own_logits, tiny_model
 
 FIRSTS = [[5, 6, 7], [8], [9, 10]]
 
@@ -38,6 +38,11 @@ def test_a_model_goes_on_with_the_beginnings_in_turn() -> None:
     assert 0 <= int(found.min()) <= int(found.max()) < VOCAB_SIZE
     assert torch.equal(write_texts(model, FIRSTS, 20, 40), found)
     assert not torch.equal(write_texts(model, FIRSTS, 20, 40, seed=1), found)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_models_of_every_kind_write(name: str) -> None:
+    assert write_texts(tiny_model(name), FIRSTS, 2, 12).shape == (2, 12)
 
 
 def test_what_it_writes_is_likely_to_it() -> None:
