@@ -52,8 +52,11 @@ from engine.model.quantization import (
     num_parameters,
     quantization_info,
     quantize_model,
+    replace_linears,
     round_inputs,
 )
+from engine.model.rounding.sequence import quantize_4_bits
+from engine.model.rounding.texts import CALIBRATION_TOKENS, calibration_texts
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import (
     Exactness,
@@ -173,7 +176,7 @@ def build_engine_for(
     heads = prepare_heads(model, config)
     vocab_size = heads.facts.vocab_size
     reference = reference_logits(model)
-    quantization = _quantize(model, reference, config)
+    quantization = _quantize(model, tokenizer, reference, config)
     drafts = prepare_drafts(model, tokenizer, config)
     shapes = attach_attention(model)
     exact, failures = determinism == "exact", set[str]()
@@ -224,9 +227,12 @@ def build_engine_for(
 
 
 def _quantize(
-    model: PreTrainedModel, reference: torch.Tensor, config: EngineConfig
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    reference: torch.Tensor,
+    config: EngineConfig,
 ) -> QuantizationInfo | None:
-    """Gives linear layers 8 bits where that is asked for, and rounds their inputs, too, as those of
+    """Gives linear layers 8 or 4 bits where that is asked for, and rounds their inputs, too, as those of
     weights that came in few bits. Raises UnsupportedModelError where it cannot be had."""
     is_packed = has_packed_weights(model)
     if is_packed and config.quantization is not None:
@@ -239,10 +245,24 @@ def _quantize(
     _check_unrounded(model, reference, config)
     if is_packed:
         complete_packed(model, config.quantize_head)
+    elif config.quantization == "int4":
+        _calibrate(model, tokenizer)
+        complete_packed(model, config.quantize_head)
     else:
         quantize_model(model, config.quantize_head)
     round_inputs(model, config.quantize_activations)
     return quantization_info(model)
+
+
+def _calibrate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Rounds the decoder's linear layers to 4 bits by what they read in texts of the model's own."""
+    if tokenizer is None:
+        raise UnsupportedModelError(
+            "quantization=int4: a model without a tokenizer writes no texts to calibrate on"
+        )
+    logger.info("rounding to 4 bits; `slipstream quantize --bits 4` does it once for all starts")
+    texts = calibration_texts(model, tokenizer, None, CALIBRATION_TOKENS)
+    replace_linears(model, quantize_4_bits(model, texts), "int4")
 
 
 def _check_unrounded(model: PreTrainedModel, reference: torch.Tensor, config: EngineConfig) -> None:

@@ -29,12 +29,16 @@ class EngineConfig:
     model: str | None = None
     device: str = described("cpu", "cpu, cuda or cuda:N.")
     dtype: str = described("auto", "auto, float32, bfloat16 or float16.")
-    quantization: Literal["int8", "none"] | None = described(
+    quantization: Literal["int8", "int4", "none"] | None = described(
         None,
-        "int8: linear layers compute in 8 bits, weights and inputs, on CPUs; none: a checkpoint in few "
+        "int8: linear layers compute in 8 bits, weights and inputs, on CPUs; int4: weights are rounded to "
+        "4 bits by what the model's own texts need, which takes minutes to hours at each start; none: a checkpoint in few "
         "bits is made floats. Default: the checkpoint's own; of the bundled model whatever is fastest.",
     )
-    quantize_head: bool = described(True, "With int8: the output head, too.")
+    quantize_head: bool = described(
+        True,
+        "With int8 and int4, and beside weights that come in few bits: the output head in 8 bits, too.",
+    )
     quantize_activations: bool = described(
         True,
         "Inputs of linear layers whose weights are in few bits are rounded to 8 bits, in groups of 32; "
@@ -181,7 +185,7 @@ class EngineConfig:
         """Raises ValueError naming a setting that needs the whole model in one process."""
         at_odds = {
             "device": self.device not in ("cpu", "cuda"),
-            "quantization": self.quantization == "int8",
+            "quantization": self.quantization in ("int8", "int4"),
             "determinism": self.determinism == "exact",
             "quantized": self.quantized is not None and self.quantized_model == "target",
             "cuda_graph_rows": bool(self.cuda_graph_rows),
@@ -196,7 +200,7 @@ class EngineConfig:
 
 _AT_ODDS_WITH_RANKS = {
     "device": "each rank takes its own; say cpu or cuda",
-    "quantization": "products in 8 bits join layers that ranks divide",
+    "quantization": "products in few bits join layers that ranks divide",
     "determinism": "the row counts of a rank's part of a product are not held to those of equal bits",
     "quantized": "a rank has no whole model to copy; quantized_model=draft copies the draft",
     "cuda_graph_rows": "forwards that wait for other ranks are not captured",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,7 +62,7 @@ def pack_stored(model: PreTrainedModel, packed: bool = True) -> None:
         model.tie_weights()
     said = ", ".join(f"{count} of {scheme}" for scheme, count in unpacked.items() if count)
     if said:
-        logger.info("weights made floats: %s", said)
+        logger.warning("weights that came in few bits are made floats: %s", said)
 
 
 def _tied_places(model: PreTrainedModel) -> tuple[str, ...]:
@@ -138,28 +138,38 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
     names = [
         name for name, module in model.named_modules() if is_plain(module) and module is not head
     ]
-    replace_linears(model, ((name, None) for name in names), "int8")
+    _check_refusal(model, "int8")
+    if not names:
+        raise _nothing_to_quantise(model, "int8")
+    for name in names:
+        _replace(model, name, None, "int8")
+    share_inputs(model)
 
 
 def replace_linears(
-    model: PreTrainedModel, weights: Iterable[tuple[str, GroupedWeight | None]], method: str
+    model: PreTrainedModel, groups: Iterable[Mapping[str, GroupedWeight]], method: str
 ) -> None:
-    """Gives layers weights in few bits, by their names; None: rounded here, to 8 bits. Inputs are rounded
-    to 8 bits. Raises UnsupportedModelError where the machine does not multiply integers, or nothing is
-    replaced."""
+    """Gives layers weights in few bits, by their names, as soon as each group comes. Raises
+    UnsupportedModelError where the machine does not multiply integers, or nothing is replaced."""
+    _check_refusal(model, method)
+    num_layers = 0
+    for group in groups:
+        for name, weight in group.items():
+            _replace(model, name, weight, method)
+        num_layers += len(group)
+    if not num_layers:
+        raise _nothing_to_quantise(model, method)
+
+
+def _check_refusal(model: PreTrainedModel, method: str) -> None:
     reason = refusal(model.device)
     if reason is not None:
         raise UnsupportedModelError(f"quantization={method}: {reason}")
-    num_layers = 0
-    for name, weight in weights:
-        _replace(model, name, weight, method)
-        num_layers += 1
-    if not num_layers:
-        kind = type(model).__name__
-        raise UnsupportedModelError(
-            f"quantization={method}: {kind} has no linear layers to quantise"
-        )
-    share_inputs(model)
+
+
+def _nothing_to_quantise(model: PreTrainedModel, method: str) -> UnsupportedModelError:
+    kind = type(model).__name__
+    return UnsupportedModelError(f"quantization={method}: {kind} has no linear layers to quantise")
 
 
 def _replace(model: PreTrainedModel, name: str, given: GroupedWeight | None, method: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-
-from engine.model.layers import GroupedLinear
 
 _WINDOW = 512
 """Tokens that are read at once, each after those before it in its window."""
@@ -17,10 +16,10 @@ _WINDOW = 512
 
 @torch.inference_mode()
 def compare(
-    model: PreTrainedModel, quantized: PreTrainedModel, token_ids: Sequence[int]
+    model: PreTrainedModel, quantized: PreTrainedModel, token_ids: Sequence[int], bits: int
 ) -> dict[str, float]:
-    """Means over the text's tokens: ``loss`` and ``loss_int8`` in nats, ``kl`` of the quantised model's
-    distributions from the model's, ``same_argmax`` as a share."""
+    """Means over the text's tokens: ``loss`` and that of the quantised model (``loss_int8`` if it has 8
+    ``bits``) in nats, ``kl`` of its distributions from the model's, ``same_argmax`` as a share."""
     totals = torch.zeros(4, dtype=torch.float64)
     num_tokens = 0
     for start in range(0, len(token_ids) - 1, _WINDOW):
@@ -39,11 +38,11 @@ def compare(
             ]
         )
         num_tokens += len(targets)
-    loss, loss_int8, kl, same = (totals / num_tokens).tolist()
+    loss, loss_quantized, kl, same = (totals / num_tokens).tolist()
     return {
         "num_tokens": num_tokens,
         "loss": loss,
-        "loss_int8": loss_int8,
+        f"loss_int{bits}": loss_quantized,
         "kl": kl,
         "same_argmax": same,
     }
@@ -51,14 +50,17 @@ def compare(
 
 @torch.inference_mode()
 def layer_errors(
-    model: PreTrainedModel, quantized: PreTrainedModel, token_ids: Sequence[int]
+    model: PreTrainedModel,
+    quantized: PreTrainedModel,
+    token_ids: Sequence[int],
+    kinds: tuple[type[nn.Module], ...],
 ) -> dict[str, float]:
-    """How far each layer in 8 bits lies from the one it was made from, for the inputs that the model's
-    own layer reads on the text's first window: the norm of the difference over that of the output. By the
-    layer's name, the largest first."""
+    """How far each layer of these kinds in ``quantized`` lies from the one it was made from, for the
+    inputs that the model's own layer reads on the text's first window: the norm of the difference over
+    that of the output. By the layer's name, the largest first."""
     totals: dict[str, torch.Tensor] = {}
 
-    def note(name: str, layer: GroupedLinear) -> Callable[..., None]:
+    def note(name: str, layer: Any) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             del module
             error, size = (layer(inputs[0]) - output).float(), output.float()
@@ -68,9 +70,7 @@ def layer_errors(
         return hook
 
     layers = {
-        name: module
-        for name, module in quantized.named_modules()
-        if isinstance(module, GroupedLinear)
+        name: module for name, module in quantized.named_modules() if isinstance(module, kinds)
     }
     handles = [
         model.get_submodule(name).register_forward_hook(note(name, layer))

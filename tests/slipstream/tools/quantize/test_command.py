@@ -1,20 +1,24 @@
-"""The command writes a folder that is served in 8 bits, and measures what 8 bits change."""
+"""The command writes a folder that is served in 8 bits, or one in 4, and measures what they change."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.model.int8 import is_exact
 from engine.model.loader import load_model, load_tokenizer
 from engine.model.quantization import has_stored_weights, quantize_model
 from slipstream.cli import main
+from slipstream.tools.quantize import command
 
 HERE = Path(__file__).parent
 CODE = "for index in range(10):\n    print(index)\n\n\ndef add(a, b):\n    return a + b\n" * 20
+EMPTY = "/dev/null"
 needs_int8 = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
 
 
@@ -57,6 +61,61 @@ def test_the_comparison_says_how_near_they_are(
     assert said.rstrip().endswith(list(errors)[4])
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_text(CODE * 4)
+    return path
+
+
+def test_a_folder_in_4_bits_has_what_was_measured(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in-4-bits"
+    arguments = ["quantize", "bundled", str(folder), "--bits", "4", "--calibration", str(text)]
+    arguments += ["--calibration-tokens", "1024", "--tokens", "300"]
+    assert main([*arguments, "--most-kl", "1e-9"]) == 3
+    said = capsys.readouterr()
+    assert "above 1e-09: nothing is written" in said.err
+    assert "parameters in 4 bits" in said.out
+    assert not folder.exists()
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bits"] == 4
+    assert 0 < found["kl"] < 0.3
+    assert found["loss_int4"] == pytest.approx(found["loss"], abs=0.3)
+    assert len(found["layer_errors"]) == 42
+    tensors = load_file(folder / "model.safetensors")
+    assert sum(name.endswith(".weight_packed") for name in tensors) == 42
+    scheme = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert (scheme["format"], scheme["ignore"]) == ("pack-quantized", ["lm_head"])
+    assert (folder / "generation_config.json").is_file()
+    assert load_tokenizer(str(folder)).chat_template
+    assert main([*arguments, "--json"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_without_a_text_a_model_is_calibrated_on_its_own(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bundled", "--bits", "4", "--calibration-tokens", "64", "--check", str(text)]
+    assert main(["quantize", *arguments, "--tokens", "200", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["num_tokens"] == 199
+    assert ("does not survive 4 bits" in said.err) == (found["kl"] > 0.05)
+
+
+@pytest.mark.parametrize(("kl", "warns"), [(0.049, False), (0.051, True), (float("nan"), True)])
+def test_a_model_that_changes_too_much_is_not_called_good(
+    kl: float, warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = argparse.Namespace(most_kl=None, bits=4)
+    assert not command._too_far({"kl": kl}, arguments)
+    assert ("take 8 bits or a larger model" in capsys.readouterr().err) == warns
+    assert command._too_far({"kl": kl}, argparse.Namespace(most_kl=0.01, bits=4))
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -65,12 +124,28 @@ def test_the_comparison_says_how_near_they_are(
         (["bundled", "--check", str(HERE / "none.txt")], "none.txt"),
         (["bundled", "--check", __file__, "--tokens", "1"], "--tokens"),
         ([str(HERE), "--check", __file__], str(HERE)),
+        (["bundled", __file__], "is no folder"),
+        (["bundled", "new", "--calibration", __file__], "--calibration is for --bits 4"),
+        (["bundled", "new", "--bits", "4", "--calibration-tokens", "31"], "--calibration-tokens"),
+        (["bundled", "new", "--bits", "4", "--calibration", str(HERE / "none")], "none"),
+        (["bundled", "new", "--bits", "4", "--calibration", EMPTY], "text to calibrate on has 0"),
+        (["bundled", "new", "--bits", "4", "--calibration-tokens", "32"], "too short to hold"),
+        (["bundled", "new", "--most-kl", "0.1"], "needs a text"),
+        (["bundled", "--check", __file__, "--most-kl", "nan"], "--most-kl must be"),
+        (["bundled", "new", "--bits", "4", "--check", EMPTY], "fewer than two tokens"),
     ],
 )
 def test_what_cannot_be_done_is_said(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    part: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["quantize", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("slipstream quantize: ")
+    assert error.count("\n") == 1
     assert part in error
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,108 @@
+"""Layers in 4 bits as compressed-tensors writes them, in its format "pack-quantized": asymmetric, in
+groups, as vLLM and transformers read it.
+
+Eight codes lie in an int32, the first in its lowest bits: a weight's along the input, zero points' along
+the output. https://github.com/vllm-project/compressed-tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.kernels.grouped_weight import GroupedWeight
+from engine.model.rounding.gptq import BITS, SPAN
+
+_IN_A_WORD = 32 // BITS
+
+
+class WrittenLinear(nn.Module):
+    """A layer whose tensors have the names of the format. It computes with the weights that they mean,
+    unpacked at every call: enough to calibrate what follows, and to compare. ``dtype``: of the scales,
+    the model's."""
+
+    weight_packed: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_zero_point: torch.Tensor
+
+    def __init__(
+        self, weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        assert weight.scales is not None
+        assert weight.zeros is not None
+        self.out_features, self.in_features = weight.codes.shape
+        tensors = {
+            "weight_packed": _packed(weight.codes),
+            "weight_scale": weight.scales.to(dtype),
+            "weight_zero_point": _packed(weight.zeros.T).T.contiguous(),
+            "weight_shape": torch.tensor(weight.codes.shape),
+        }
+        for name, values in tensors.items():
+            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+        self.bias = bias
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        zeros = _unpacked(self.weight_zero_point.T, self.out_features).T
+        codes = _unpacked(self.weight_packed, self.in_features)
+        weight = GroupedWeight(codes, BITS, 0, SPAN, self.weight_scale, zeros).dequantized()
+        return F.linear(inputs, weight.to(inputs.dtype), self.bias)
+
+
+def has_place(module: nn.Module) -> bool:
+    """Whether the format has a place for the layer in 4 bits: its groups have to be whole."""
+    return type(module) is nn.Linear and module.in_features % SPAN == 0
+
+
+def store_4_bits(model: PreTrainedModel, groups: Iterable[Mapping[str, GroupedWeight]]) -> int:
+    """Gives the layers of each group, as soon as it comes, the form that ``save_pretrained`` writes, and
+    the configuration what readers have to know; returns how many these are. All other linear layers keep
+    their type."""
+    count = 0
+    for group in groups:
+        for name, weight in group.items():
+            module: Any = model.get_submodule(name)
+            model.set_submodule(name, WrittenLinear(weight, module.bias, model.dtype))
+        count += len(group)
+    kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    model.config.quantization_config = _scheme(kept)
+    return count
+
+
+def _packed(codes: torch.Tensor) -> torch.Tensor:
+    """``codes`` ``[rows, columns]`` below 16; returns ``[rows, words]`` int32."""
+    parts = F.pad(codes, (0, -codes.shape[1] % _IN_A_WORD)).unflatten(1, (-1, _IN_A_WORD))
+    words = torch.zeros(parts.shape[:2], dtype=torch.int32)
+    for place in range(_IN_A_WORD):
+        words |= parts[..., place].int() << BITS * place
+    return words
+
+
+def _unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
+    """``words`` ``[rows, words]``; returns ``[rows, count]`` uint8."""
+    shifts = torch.arange(0, 32, BITS, dtype=torch.int32)
+    codes = (words[..., None] >> shifts).bitwise_and_(2**BITS - 1)
+    return codes.to(torch.uint8).flatten(1)[:, :count]
+
+
+def _scheme(ignored: Sequence[str]) -> dict[str, Any]:
+    weights = {
+        "num_bits": BITS,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": SPAN,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": list(ignored),
+    }
