@@ -35,7 +35,7 @@ class Options:
     determinism: Determinism | None
     device: str
     dtype: str
-    quantization: Literal["int8", "none"] | None
+    quantization: Literal["int8", "int4", "none"] | None
     num_threads: int | None
     max_num_batched_tokens: int
     with_transformers: bool
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument(
         "--quantization",
-        choices=["int8", "none"],
+        choices=["int8", "int4", "none"],
         help="as the engine's; default: of models of ours whatever is fastest, else the checkpoint's",
     )
     parser.add_argument("--threads", type=positive, help="torch's threads, for all contenders")

@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Ends with 1 if a draft changed a text."""
     parser = argparse.ArgumentParser(prog="python -m bench.structured", description=__doc__)
     parser.add_argument("--model", help="smollm2, a folder or a file; default: the bundled model")
-    parser.add_argument("--quantization", choices=["int8", "none"], help="as the engine's")
+    parser.add_argument("--quantization", choices=["int8", "int4", "none"], help="as the engine's")
     parser.add_argument("--drafters", nargs="+", default=["grammar", "ngram", "suffix", "auto"])
     parser.add_argument("--calls", type=int, default=30)
     parser.add_argument("--max-tokens", type=int, default=160)

@@ -31,13 +31,13 @@ class EngineConfig:
     dtype: str = described("auto", "auto, float32, bfloat16 or float16.")
     quantization: Literal["int8", "int4", "none"] | None = described(
         None,
-        "int8: linear layers compute in 8 bits, weights and inputs, on CPUs; int4: weights are rounded to "
-        "4 bits by what the model's own texts need, which takes minutes to hours at each start; none: a checkpoint in few "
-        "bits is made floats. Default: the checkpoint's own; of the bundled model whatever is fastest.",
+        "int8: linear layers compute in 8 bits, weights and inputs, on CPUs; int4: weights are rounded "
+        "to 4 bits by what texts of the model's own need, which takes minutes at each start; none: a "
+        "checkpoint in few bits is made floats. Default: the checkpoint's own; of the bundled model "
+        "whatever is fastest.",
     )
     quantize_head: bool = described(
-        True,
-        "With int8 and int4, and beside weights that come in few bits: the output head in 8 bits, too.",
+        True, "With weights in few bits: an output head that has none of its own in 8 bits, too."
     )
     quantize_activations: bool = described(
         True,

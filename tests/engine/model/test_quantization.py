@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine import build as build_module
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.build import build_engine_for
 from engine.config import EngineConfig
@@ -17,7 +18,7 @@ from engine.model import quantization
 from engine.model.int8 import GROUP, quantize_by_channel
 from engine.model.layers import GroupedLinear
 from engine.model.linear import pack_linears
-from engine.model.loader import attach_attention, load_model
+from engine.model.loader import attach_attention, load_model, load_tokenizer
 from engine.model.product import GroupedProduct
 from engine.model.quantization import (
     has_packed_weights,
@@ -185,3 +186,30 @@ def test_inputs_may_keep_their_floats() -> None:
     round_inputs(kept, False)
     near, far = ((reference_logits(each) - before).norm() for each in (kept, rounded))
     assert near < far
+
+
+def test_floats_are_rounded_to_4_bits_by_texts_of_the_models_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build_module, "CALIBRATION_TOKENS", 128)
+    tokenizer = load_tokenizer("bundled")
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    engine = build_engine_for(
+        model,
+        tokenizer,
+        EngineConfig(num_blocks=16, drafters=("ngram",), quantization="int4"),
+    )
+    info = engine.info.quantization
+    assert info is not None
+    assert (info.method, info.source, info.head) == ("int4", "start", True)
+    head = len(tokenizer) * model.config.hidden_size
+    rest = info.num_quantized - head
+    assert info.schemes == {"4 bits, groups of 32": rest, "8 bits, groups of 32": head}
+    assert engine.info.exact_verified
+    # Queries, keys and values of each layer; output; gate and up; down. And the head.
+    assert len(products(model)) == 2 * 4 + 1
+
+
+def test_what_writes_no_texts_is_not_rounded_to_4_bits() -> None:
+    with pytest.raises(UnsupportedModelError, match="without a tokenizer"):
+        build(tiny_model("llama"), quantization="int4")
