@@ -26,8 +26,9 @@ _DAMPING = 0.01
 _MORE_DAMPING = 10
 _AT_ONCE = 128
 """Features whose errors reach those behind them in one product."""
-_SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-"""Shares of a group's range that are tried at either end."""
+_SHARES = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
+"""Shares of a group's range that are tried at either end; above 1, since what is made up for inside the
+group widens it."""
 _SMALLEST_SCALE = 2.0**-24
 
 
@@ -59,12 +60,12 @@ def round_by_inputs(
     weight: torch.Tensor,
     hessian: torch.Tensor,
     has_minima: bool = False,
-    shrunk: tuple[float, ...] = _SHRUNK,
+    shares: tuple[float, ...] = _SHARES,
 ) -> GroupedWeight:
     """Rounds ``weight`` ``[out_features, in_features]`` by ``hessian`` ``[in_features, in_features]``
     float32, the sum of ``outer(x, x)`` over the layer's inputs. ``has_minima``: groups begin at any
     number, not at a whole multiple of their steps; a weight then takes 5 bits instead of 4.75.
-    ``shrunk``: shares of a group's range to try at either end; the pair with the least weighted error is
+    ``shares``: shares of a group's range to try at either end; the pair with the least weighted error is
     taken.
 
     Features that no input had are rounded to the nearest.
@@ -81,7 +82,7 @@ def round_by_inputs(
             if feature % SPAN == 0:
                 group = slice(feature, min(feature + SPAN, end))
                 importance = factor.diagonal()[group].square().reciprocal()
-                grids.append(_best_grid(rest[group], importance, has_minima, shrunk))
+                grids.append(_best_grid(rest[group], importance, has_minima, shares))
             row = factor[feature, feature:end]
             chosen = grids[-1].codes(rest[feature])
             codes[feature] = chosen
@@ -116,7 +117,7 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def _best_grid(
-    values: torch.Tensor, importance: torch.Tensor, has_minima: bool, shrunk: tuple[float, ...]
+    values: torch.Tensor, importance: torch.Tensor, has_minima: bool, shares: tuple[float, ...]
 ) -> Grid:
     """``values`` ``[features, channels]`` of a group, ``importance`` ``[features]`` of their squared
     errors; returns the grid with the least error."""
@@ -125,12 +126,12 @@ def _best_grid(
         least, largest = least.clamp_max_(0), largest.clamp_min_(0)
     middle = (least + largest) / 2 if has_minima else torch.zeros(())
     best: Grid | None = None
-    for low in shrunk:
-        for high in shrunk:
+    for low in shares:
+        for high in shares:
             grid = _grid(
                 middle + low * (least - middle), middle + high * (largest - middle), has_minima
             )
-            if best is None and len(shrunk) == 1:
+            if best is None and len(shares) == 1:
                 return grid
             error = (grid.values(grid.codes(values)) - values).square_()
             found = importance @ error

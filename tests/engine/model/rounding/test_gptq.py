@@ -33,7 +33,7 @@ def test_where_inputs_go_together_outputs_change_half_as_much(in_features: int) 
 def test_where_no_inputs_go_together_it_rounds_to_the_nearest() -> None:
     weight = drawn(0, 24, 96)
     hessian = torch.diag(drawn(1, 96).square() + 0.1)
-    found, nearest = round_by_inputs(weight, hessian, shrunk=(1.0,)), round_to_nearest(weight)
+    found, nearest = round_by_inputs(weight, hessian, shares=(1.0,)), round_to_nearest(weight)
     assert torch.equal(found.codes, nearest.codes)
     assert torch.equal(found.dequantized(), nearest.dequantized())
     steps = nearest.scales.float().repeat_interleave(32, 1)  # type: ignore[union-attr]
@@ -86,11 +86,11 @@ def test_minima_serve_groups_that_lie_apart_from_zero() -> None:
 def test_a_smaller_range_is_taken_where_it_loses_less() -> None:
     """A far value that no input weighs costs the others nothing."""
     weight = drawn(0, 16, 64) * 0.1
-    weight[:, 5], weight[:, 40] = 0.6, -0.6
+    weight[:, 5], weight[:, 40] = 0.4, -0.4
     inputs = drawn(1, 400, 64)
     inputs[:, [5, 40]] *= 0.01
     hessian = inputs.T @ inputs
-    whole = error(round_by_inputs(weight, hessian, shrunk=(1.0,)), weight, inputs)
+    whole = error(round_by_inputs(weight, hessian, shares=(1.0,)), weight, inputs)
     assert error(round_by_inputs(weight, hessian), weight, inputs) < 0.85 * whole
 
 
@@ -110,7 +110,7 @@ def test_inputs_that_never_vary_or_never_come_are_survived() -> None:
     assert bool(round_by_inputs(weight, ones).dequantized().isfinite().all())
     unread = torch.zeros(64, 64)
     assert torch.equal(
-        round_by_inputs(weight, unread, shrunk=(1.0,)).codes, round_to_nearest(weight).codes
+        round_by_inputs(weight, unread, shares=(1.0,)).codes, round_to_nearest(weight).codes
     )
 
 
