@@ -216,6 +216,7 @@ class Arguments(NamedTuple):
     record: int
     group: int
     release: int
+    num_threads: int
     num_blocks: int
     block: int
     num_groups: int
@@ -226,8 +227,7 @@ class Arguments(NamedTuple):
     outer_shift: int
     next_row: Counter = 0
     num_done: Counter = 0
-    next_block: Counter = 0
-    num_workers: Counter = 0
+    next_run: Counter = 0
 
 
 @njit
@@ -259,25 +259,25 @@ def _write(a: Arguments, block: int, first: int, end: int, totals: Any) -> None:
 
 
 @njit
-def _ahead(a: Arguments, block: int, tile: int) -> Any:
-    """Returns what is fetched while a tile is multiplied: halves of the block that this thread is likely
-    to take next, which then need not be waited for. Further tiles fetch what is there already."""
-    next_block = block + v.read_shared(a.num_workers)
-    if tile >= 2 or next_block >= a.num_blocks:
+def _ahead(a: Arguments, block: int, next_block: int, tile: int, halving: int) -> Any:
+    """Returns what is fetched while a tile is multiplied: the block that is multiplied next, half of it
+    each if there are several tiles, of which further ones fetch what is there already."""
+    if tile >= 2:
         return a.weights + block * a.block
-    return a.weights + (2 * next_block + tile) * (a.block // 2)
+    return a.weights + next_block * a.block + tile * (a.block >> halving)
 
 
 @njit
-def _multiply_block(a: Arguments, block: int, totals: Any) -> None:
+def _multiply_block(a: Arguments, block: int, next_block: int, totals: Any) -> None:
     """All rows with a block of channels, about equally many at once."""
     num_tiles = (a.num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+    halving = 1 if num_tiles > 1 else 0
     for tile in range(num_tiles):
         first, end = v.share_of(a.num_rows, num_tiles, tile)
         multiply_tile(
             a.weights + block * a.block, end - first, a.records + first * a.record, a.record,
             a.num_groups, a.first_group, a.group_stride, a.first_outer, a.outer_stride,
-            a.outer_shift, totals, _ahead(a, block, tile),
+            a.outer_shift, totals, _ahead(a, block, next_block, tile, halving), halving,
         )  # fmt: skip
         _write(a, block, first, end, totals)
 
@@ -286,11 +286,11 @@ _room_for_totals = v.room_for(ROWS_AT_ONCE * CHANNELS)
 
 
 def _multiply(a: Arguments) -> None:
-    v.fetch_add(a.num_workers, 1)
     totals = _room_for_totals()
     _write_records(a)
-    for block in v.shared(a.next_block, a.num_blocks):
-        _multiply_block(a, block, totals)
+    for first, end in v.shared_runs(a.next_run, a.num_blocks, a.num_threads):
+        for block in range(first, end):
+            _multiply_block(a, block, min(block + 1, end - 1), totals)
 
 
 multiply = Loop(_multiply, Arguments, is_long=True)
@@ -317,7 +317,7 @@ def product(
         first, gated, output, records, packed.blocks, packed.scales,
         NOWHERE if packed.bias is None else packed.bias,
         num_rows, num_features, rows.stride(0), activation, other, record, group, releasing(),
-        packed.num_blocks, packed.blocks.shape[1], *packed.places,
+        torch.get_num_threads(), packed.num_blocks, packed.blocks.shape[1], *packed.places,
     )  # fmt: skip
     multiply.run(told, torch.get_num_threads(), kind)
     width = packed.out_features

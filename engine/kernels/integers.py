@@ -22,6 +22,7 @@ HEADER_BYTES = 12
 first sixteen values and of the others."""
 WIDE, NARROW = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
 PAIRS = "llvm.x86.avx2.pmadd.wd"
+_LINE = 64  # bytes of a line of a cache
 
 
 def can_multiply() -> bool:
@@ -186,13 +187,11 @@ class _Walk:
     """The groups of a block, one after another: where the codes and scales of each are, and what is
     fetched meanwhile. ``values``: as ``multiply_tile`` takes them after the first two."""
 
-    def __init__(
-        self, builder: Any, kind: Format, num_rows: int, weights: Any, *values: Any
-    ) -> None:
-        self._builder, self._kind, self._num_rows, self._weights = builder, kind, num_rows, weights
+    def __init__(self, builder: Any, kind: Format, weights: Any, *values: Any) -> None:
+        self._builder, self._kind, self._weights = builder, kind, weights
         (
             _, self._stride, self.num_groups, self._first_group, self._group_stride,
-            self._first_outer, self._outer_stride, self._outer_shift, _, self._ahead,
+            self._first_outer, self._outer_stride, self._outer_shift, _, self._ahead, self._halving,
         ) = values  # fmt: skip
 
     def group(self, index: Any) -> tuple[Any, GroupReader]:
@@ -205,13 +204,16 @@ class _Walk:
         return here, GroupReader(builder, self._kind, here, builder.add(self._weights, outer))
 
     def fetch(self, here: Any, four: int) -> None:
-        """A line of what is multiplied next: half a block, since two tiles share it out."""
-        if self._num_rows <= asm.WAITING_ROWS:
-            return
+        """Fetches as much of what is multiplied next as four features take here, or half of it."""
         builder = self._builder
-        at = asm.plus(builder, here, four * self._kind.code_bytes // FOURS)
-        distance = builder.lshr(builder.sub(at, self._weights), self._weights.type(1))
-        asm.fetch(builder, builder.add(self._ahead, distance))
+        per_four = self._kind.code_bytes // FOURS
+        starts = list(range(four * per_four, (four + 1) * per_four, _LINE))
+        if four == FOURS - 1:
+            starts.append(self._kind.code_bytes)
+        for start in starts:
+            at = asm.plus(builder, here, start)
+            distance = builder.lshr(builder.sub(at, self._weights), self._halving)
+            asm.fetch(builder, builder.add(self._ahead, distance))
 
 
 def _weighed(builder: Any, weighing: Weighing, kind: Format) -> tuple[list[Any], list[Any]] | Any:
@@ -229,7 +231,7 @@ def _weighed(builder: Any, weighing: Weighing, kind: Format) -> tuple[list[Any],
 
 def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
     def emit(builder: Any, weights: Any, rows: Any, *values: Any) -> None:
-        walk = _Walk(builder, kind, num_rows, weights, rows, *values)
+        walk = _Walk(builder, kind, weights, rows, *values)
         tile = _IntegerTile(builder, num_rows, kind)
         starts = tile.rows(rows, values[0])
         record = GROUP + HEADER_BYTES if kind.has_scales else GROUP
@@ -256,7 +258,7 @@ def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
                     tile.end(headers, scales[part], minima)
         if not kind.has_scales:
             tile.end(starts, None, None)
-        tile.write(tile.totals, tile.rows(values[-2], rows.type(4 * CHANNELS)))
+        tile.write(tile.totals, tile.rows(values[-3], rows.type(4 * CHANNELS)))
 
     return emit
 
@@ -294,7 +296,7 @@ def _float_weight(
 
 def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
     def emit(builder: Any, weights: Any, rows: Any, *values: Any) -> None:
-        walk = _Walk(builder, kind, num_rows, weights, rows, *values)
+        walk = _Walk(builder, kind, weights, rows, *values)
         tile = _FloatTile(builder, num_rows)
         starts = tile.rows(rows, values[0])
         none = [[asm.constant(1.0)] * 2]
@@ -316,7 +318,7 @@ def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
                             _float_weight(builder, kind, code, half, scales[half], weighing)
                         )
                     tile.add_feature(inputs, found, 16 * four + 4 * which)
-        tile.write(tile.totals, tile.rows(values[-2], rows.type(4 * CHANNELS)))
+        tile.write(tile.totals, tile.rows(values[-3], rows.type(4 * CHANNELS)))
 
     return emit
 
@@ -334,9 +336,9 @@ class _ByFormat(dict[Format, Any]):
         return emit
 
 
-multiply_tile = asm.operation("int " * 12 + "-> none", _ByFormat())
+multiply_tile = asm.operation("int " * 13 + "-> none", _ByFormat())
 """(a block of packed weights, number of rows, rows, bytes from one to the next, the five numbers of
-``packing.Places`` but for the first, target, ahead). Rows are records as in ``grouped_product``, or
-float32; target ``[rows, CHANNELS]`` float32. Meanwhile half as many bytes as
-there are of weights are fetched from ``ahead`` on, a line at a time: all at once they would be in the way
-of what is read now."""
+``packing.Places`` but for the first, target, ahead, halving). Rows are records as in ``grouped_product``,
+or float32; target ``[rows, CHANNELS]`` float32. Meanwhile as many bytes as there are of weights, or with
+a ``halving`` of 1 half as many, are fetched from ``ahead`` on, a line at a time: all at once they would
+be in the way of what is read now."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from engine.kernels import KINDS, LANES, STORED_KINDS, tiles
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop
-from engine.kernels.records import Floats
+from engine.kernels.records import Counter, Floats, Int64s
 
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3.3e38, -1e-8]
 FLOAT8 = torch.float8_e4m3fn
@@ -194,3 +194,42 @@ def test_the_largest_of_lanes_with_and_without_numbers_that_are_none() -> None:
     got = mapped(in_one, row, torch.empty(3))
     assert got[0] == 15
     assert got[1:].isnan().all()
+
+
+class Runs(NamedTuple):
+    times: Int64s
+    count: int
+    num_threads: int
+    next_run: Counter = 0
+
+
+def take_runs(a: Runs) -> None:
+    for first, end in v.shared_runs(a.next_run, a.count, a.num_threads):
+        for number in range(first, end):
+            v.fetch_add(a.times + number, 1)
+
+
+take_all_runs = Loop(take_runs, Runs)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 64])
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 32, 100])
+def test_runs_hold_each_number_once_whoever_comes(
+    count: int, num_threads: int, num_workers: int
+) -> None:
+    times = torch.zeros(count + 1, dtype=torch.int64)
+    take_all_runs.run(Runs(times, count, num_threads), num_workers)
+    assert times.tolist() == [1] * count + [0]
+
+
+def first_run(a: Runs) -> None:
+    for first, end in v.shared_runs(a.next_run, a.count, a.num_threads):
+        a.times[0] = end - first
+        return
+
+
+def test_the_first_run_is_long() -> None:
+    size = torch.zeros(1, dtype=torch.int64)
+    Loop(first_run, Runs).run(Runs(size, 128, 2))
+    assert size.item() == 48
