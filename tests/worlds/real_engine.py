@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.workloads import CODE_FILE, DATA, EDITS_FILE
-from drafters.base import Drafter, DrafterUnavailableError
-from drafters.registry import build_drafters, drafter_names
+from drafters.registry import drafter_names
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.names import SMOLLM2
-from worlds.engine_harness import Setup, build_core
+from worlds.built_engine import BuiltEngine
 
 DRAFTERS = tuple(name for name in drafter_names() if name not in ("none", "medusa", "eagle"))
 """Those that can be had for it."""
@@ -54,35 +51,15 @@ _QUESTIONS = (
 _NUM_EDITS = 2
 
 
-class RealEngine:
-    """The engine's runner and drafters with models, under cores of any size up to the engine's own.
-
-    ``prompts``: a conversation, code, edits of code that others wrote, and a licence to repeat."""
+class RealEngine(BuiltEngine):
+    """``prompts``: a conversation, code, edits of code that others wrote, and a licence to repeat."""
 
     def __init__(self, weights: str) -> None:
         engine, self.tokenizer = build_engine(replace(_USUAL, **WEIGHTS[weights]))
-        self._built = engine.core
-        self.info = engine.info
+        super().__init__(engine, max_num_seqs=64, max_num_batched_tokens=640, prefill_chunk=512)
         self.prompts: Sequence[Sequence[int]] = [
             self.chat(text) for text in (*_QUESTIONS, *_edits(), _repeat_licence())
         ]
-        self.setup = Setup(
-            num_blocks=_NUM_BLOCKS,
-            block_size=engine.info.block_size,
-            max_num_seqs=64,
-            max_num_batched_tokens=640,
-            prefill_chunk=512,
-            max_model_len=engine.info.max_model_len,
-        )
-
-    def core(self, setup: Setup) -> EngineCore:
-        limits = self._built.limits
-        known = setup.but(
-            eos_token_ids=limits.eos_token_ids,
-            constrain=limits.constrain,
-            drafters=self._drafters(),
-        )
-        return build_core(self._built.runner, limits.vocab_size, known)
 
     def chat(self, text: str) -> Sequence[int]:
         """The token ids of a message, up to where the reply begins."""
@@ -91,15 +68,6 @@ class RealEngine:
             message, add_generation_prompt=True, return_dict=False
         )
         return found
-
-    def _drafters(self) -> dict[str, Drafter]:
-        """Those that learn from texts are new and know none; those with models find what their stores
-        hold by its text."""
-        drafters = dict(self._built.speculation.drafters)
-        for name in drafters:
-            with suppress(DrafterUnavailableError):
-                drafters |= build_drafters([name])
-        return drafters
 
 
 def licence(num_characters: int) -> str:
