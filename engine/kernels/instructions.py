@@ -400,7 +400,9 @@ def by_rows(emit_for: Callable[[int], Emit], builder: Any, num_rows: Any, *value
 def has_feature(name: str) -> bool:
     """Whether this machine has a feature by LLVM's name, and numba compiles for it: for another machine,
     LLVM would give up on what that one lacks."""
-    return not (config.CPU_NAME or config.CPU_FEATURES) and _has(name)
+    if config.CPU_NAME or config.CPU_FEATURES:
+        return f"+{name}" in (config.CPU_FEATURES or "").split(",") and _has(name)
+    return _has(name)
 
 
 def has_wide_registers() -> bool:

@@ -17,7 +17,7 @@ from engine.kernels.integers import can_multiply
 from engine.model.loader import load_model
 from engine.request.params import SamplingParams
 from worlds.built_engine import BuiltEngine
-from worlds.engine_harness import Setup, drafting, request
+from worlds.engine_harness import drafting, request
 from worlds.packed_models import FLOATS, FORMATS
 from worlds.situations import SITUATIONS, Signature, partly_right, plain, signature
 from worlds.tiny_models import CPU, random_ids
@@ -42,8 +42,7 @@ USUAL = EngineConfig(
     num_blocks=192,
     max_num_seqs=24,
     max_num_batched_tokens=128,
-    prefix_layers="0",
-    drafters=("prediction", "ngram", "recycling", "small_model", "prefix_layers"),
+    prefix_layers="1",
 )
 
 
@@ -80,6 +79,11 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(params=[False, True], ids=["rounded", "kept"])
 def target(request: pytest.FixtureRequest, path: Path) -> PackedTarget:
     return target_of(path, request.param)
+
+
+def test_weights_keep_their_bits(target: PackedTarget, request: pytest.FixtureRequest) -> None:
+    is_packed = request.node.callspec.params["path"] not in FLOATS
+    assert (target.info.quantization is not None) == is_packed
 
 
 @pytest.mark.parametrize("situation", ["mixed_batch", "prefix_hit", "preempted"])
