@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from engine.model.int8 import is_exact
 from engine.model.loader import load_model, load_tokenizer
-from engine.model.quantization import has_stored_weights, quantize_model
+from engine.model.quantization import complete_packed, quantization_info
 from slipstream.cli import main
 from slipstream.tools.quantize import command
 
@@ -30,8 +30,11 @@ def test_a_written_folder_is_served_in_8_bits(
     assert main(["quantize", "bundled", str(folder)]) == 0
     assert "42 linear layers in 8 bits" in capsys.readouterr().out
     model = load_model(str(folder), torch.device("cpu"))
-    assert has_stored_weights(model)
-    assert quantize_model(model).share > 0.99
+    complete_packed(model)
+    info = quantization_info(model)
+    assert info is not None
+    assert info.share > 0.99
+    assert info.bits == 8
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.decode(tokenizer.encode(CODE, add_special_tokens=False)) == CODE
     assert tokenizer.chat_template
