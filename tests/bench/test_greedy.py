@@ -26,7 +26,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 @pytest.fixture(scope="module")
 def ours(place: Place) -> list[Text]:
     assert place.gguf is not None
-    return our_texts(place.gguf, place, PROMPTS, NUM_NEW, {"dtype": "float32"})
+    settings = {"dtype": "float32", "quantize_activations": False}
+    return our_texts(place.gguf, place, PROMPTS, NUM_NEW, settings)
 
 
 def test_our_texts_are_what_the_weights_write_and_margins_are_those_of_the_two_likeliest(
