@@ -36,7 +36,7 @@ CODE = '''def load_table(path, separator=","):
             rows.append([float(part) for part in parts])
     return rows
 '''
-SPECIAL = ("<|bos|>", "<|eos|>")
+SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
 EDIT = [{"role": "user", "content": f"Rename the variable `rows` to `table`.\n\n{CODE}"}]
 # Grants that know no clock: what is accepted is a function of the text, however busy the machine is.
 FIXED = {"adaptive_depth": "fixed"}
