@@ -243,13 +243,12 @@ def _quantize(
         return None
     # Before: afterwards rounding would hide what a model keeps besides keys and values.
     _check_unrounded(model, reference, config)
-    if is_packed:
-        complete_packed(model, config.quantize_head)
-    elif config.quantization == "int4":
-        _calibrate(model, tokenizer)
-        complete_packed(model, config.quantize_head)
-    else:
+    if config.quantization == "int8":
         quantize_model(model, config.quantize_head)
+    else:
+        if config.quantization == "int4":
+            _calibrate(model, tokenizer)
+        complete_packed(model, config.quantize_head)
     round_inputs(model, config.quantize_activations)
     return quantization_info(model)
 

@@ -25,7 +25,7 @@ from bench.options import positive
 from bench.peers.http_worker import Server
 from bench.peers.llama_cpp import LlamaCpp, server_command
 from bench.peers.model_files import dequantised, model_files
-from bench.peers.options import add_model, setting
+from bench.peers.options import add_engine, add_model
 from bench.peers.place import DEFAULT, PeerUnavailableError, Place, make_environment
 from bench.workloads import PromptSource, load_prompts, workload_names
 from engine.build import build_engine
@@ -106,14 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     about = (__doc__ or "").partition(": ")[2]
     parser = argparse.ArgumentParser(prog="python -m bench.peers.greedy", description=about)
     add_model(parser, default="smollm2")
-    parser.add_argument(
-        "--engine",
-        nargs="+",
-        type=setting,
-        default=[],
-        metavar="NAME=VALUE",
-        help="settings of this engine, as EngineConfig calls them",
-    )
+    add_engine(parser, "settings of this engine, as EngineConfig calls them")
     parser.add_argument("--workload", nargs="+", choices=workload_names(), default=["chat", "code"])
     parser.add_argument("--prompts", type=positive, default=20, help="of all workloads (20)")
     parser.add_argument("--new-tokens", type=positive, default=64, help="tokens of each (64)")

@@ -14,6 +14,7 @@ from bench.peers.gguf_writer import BLOCK_TYPES, write_gguf
 from bench.peers.llama_cpp import quantize
 from bench.peers.place import Place, distinct_name, once
 from engine.gguf.file import find_gguf, needing_gguf
+from engine.model.gguf_weights import forget_quantization
 from engine.model.loader import bundled_path, load_tokenizer
 from engine.names import locate
 from engine.request.errors import UnsupportedModelError
@@ -86,10 +87,7 @@ def dequantised(gguf: Path, dtype: torch.dtype) -> PreTrainedModel:
             dtype=dtype,
             quantization_config=GgufConfig(dequantize=True),
         )
-    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
-        if hasattr(owner, name):
-            delattr(owner, name)
-    model.is_quantized = False
+    forget_quantization(model)
     return model.eval()
 
 

@@ -107,6 +107,13 @@ def add_model(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
+def add_engine(parser: argparse.ArgumentParser, about: str) -> None:
+    """Adds settings of this server. ``about``: what they are for."""
+    parser.add_argument(
+        "--engine", nargs="+", type=setting, default=[], metavar="NAME=VALUE", help=about
+    )
+
+
 def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=about)
     parser.add_argument("--peers", nargs="+", choices=peers, default=list(peers))
@@ -118,13 +125,8 @@ def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
         help="arms to measure, as 'openvino int8*' '*HTTP*'; --list names them all",
     )
     add_model(parser, default="scaled")
-    parser.add_argument(
-        "--engine",
-        nargs="+",
-        type=setting,
-        default=[],
-        metavar="NAME=VALUE",
-        help="settings of this server that it is also measured with, in arms of their own",
+    add_engine(
+        parser, "settings of this server that it is also measured with, in arms of their own"
     )
     parser.add_argument("--draft-model", help="folder; of models of ours the bundled draft")
     parser.add_argument("--workload", nargs="+", choices=workload_names(), default=["files"])

@@ -114,7 +114,7 @@ class GroupReader:
         return builder.and_(bits, asm.whole_numbers(mask * 0x01010101))
 
     def weighing(self) -> Weighing:
-        builder, kind = self._builder, self._kind
+        kind = self._kind
         scales = self._halves_of_channels(0)
         minima, zeros = None, None
         if kind.offset == "minima":
@@ -131,7 +131,6 @@ class GroupReader:
         if minima is not None:
             whole = self._bytes(self._here, kind.code_bytes + CHANNELS * number, signed=False)
             minima = self._times(minima, whole)
-        del builder
         return Weighing(steps, minima, zeros)
 
     def _times(self, floats: list[Any], whole: list[Any]) -> list[Any]:

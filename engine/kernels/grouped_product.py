@@ -313,13 +313,14 @@ def product(
     kind, group, record = _record_of(packed, keeps_inputs)
     records = torch.empty(num_rows * record, dtype=torch.uint8)
     output = torch.empty((num_rows, packed.num_blocks * CHANNELS), dtype=dtype)
+    num_threads = torch.get_num_threads()
     told = Arguments(
         first, gated, output, records, packed.blocks, packed.scales,
         NOWHERE if packed.bias is None else packed.bias,
         num_rows, num_features, rows.stride(0), activation, other, record, group, releasing(),
-        torch.get_num_threads(), packed.num_blocks, packed.blocks.shape[1], *packed.places,
+        num_threads, packed.num_blocks, packed.blocks.shape[1], *packed.places,
     )  # fmt: skip
-    multiply.run(told, torch.get_num_threads(), kind)
+    multiply.run(told, num_threads, kind)
     width = packed.out_features
     return output if output.shape[1] == width else output[:, :width]
 

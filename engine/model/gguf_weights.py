@@ -89,7 +89,7 @@ def load_gguf(
             quantization_config=places,
             dtype=wanted,
         )
-    _forget_quantization(loaded)
+    forget_quantization(loaded)
     loaded.config.name_or_path = str(path.parent)
     _check_blocks(loaded)
     _divide_frequencies(loaded, path, header)
@@ -408,7 +408,7 @@ def _check_blocks(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(faults[0])
 
 
-def _forget_quantization(model: Any) -> None:
+def forget_quantization(model: Any) -> None:
     """Makes what was dequantised a model like any other."""
     for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(owner, name):

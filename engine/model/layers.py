@@ -4,6 +4,8 @@ What multiplies with them is made in ``linear`` (floats) and ``product`` (few bi
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +27,29 @@ def as_linear(module: Any) -> nn.Linear:
     linear.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)
     linear.bias = module.bias
     return linear
+
+
+def names_by_input(
+    layers: Mapping[nn.Module, str], forward: Callable[[], object]
+) -> list[list[str]]:
+    """Returns the names of linear ``layers``, those together that ``forward`` calls with one tensor, in
+    the order of first calls; those that it does not call are left out."""
+    unread = dict(layers)
+    groups: defaultdict[object, list[str]] = defaultdict(list)
+
+    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        name = unread.pop(module, None)
+        if name is not None:
+            # One that is written to in between is another input: that changes its version.
+            groups[inputs[0], inputs[0]._version].append(name)
+
+    handles = [module.register_forward_pre_hook(note) for module in layers]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(groups.values())
 
 
 class PackedWeight(Protocol):

@@ -19,7 +19,13 @@ from transformers import PreTrainedModel
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.machine import release_memory
 from engine.model.int8 import computes_whole_numbers, quantize_by_channel, quantize_weight
-from engine.model.layers import GroupedEmbedding, GroupedLinear, as_linear, is_plain
+from engine.model.layers import (
+    GroupedEmbedding,
+    GroupedLinear,
+    as_linear,
+    is_plain,
+    names_by_input,
+)
 from engine.model.product import GroupedProduct, can_join, join_products
 from engine.model.stored.layer import StoredLinear, StoredWeight
 from engine.request.errors import UnsupportedModelError
@@ -226,25 +232,16 @@ def _join(model: PreTrainedModel, names: Sequence[str]) -> None:
 def _readers(model: PreTrainedModel) -> list[list[str]]:
     """Returns the names of layers in few bits, those together that a forward calls with one tensor under
     one parent; each that reads alone, or not at all, is left out."""
-    unread = {
+    layers: dict[nn.Module, str] = {
         module: name for name, module in model.named_modules() if isinstance(module, GroupedLinear)
     }
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     groups: defaultdict[object, list[str]] = defaultdict(list)
-
-    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        name = unread.pop(module, None)  # type: ignore[call-overload]
-        if name is not None:
-            (tensor,) = inputs
-            # One that is written to in between is another input: that changes its version.
-            groups[name.rpartition(".")[0], tensor, tensor._version].append(name)
-
-    handles = [module.register_forward_pre_hook(note) for module in unread]
-    try:
-        ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-        model(input_ids=ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for number, names in enumerate(
+        names_by_input(layers, lambda: model(input_ids=ids, use_cache=False))
+    ):
+        for name in names:
+            groups[name.rpartition(".")[0], number].append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 

@@ -36,24 +36,26 @@ CONTROL = ["<|unk|>", "<|start|>", "<|end|>", "<|eot_id|>"]
 _MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2", "12 3"]
 TOKENS = [*CONTROL, *bytes_to_unicode().values(), *(each.replace(" ", "") for each in _MERGES)]
 NUM_LAYERS = 2
+_SIZES: dict[str, Any] = {
+    "vocab_size": len(TOKENS),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.3,
+}
 Values = dict[str, Any]
 Tensors = dict[str, np.ndarray[Any, Any]]
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     """Tied, with weights large enough for its scores to matter."""
-    sizes: dict[str, Any] = {
-        "vocab_size": len(TOKENS),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
+    sizes = _SIZES | {
         "max_position_embeddings": 256,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
-        "initializer_range": 0.3,
     }
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
@@ -144,18 +146,7 @@ def write_gguf(
 
 def any_model(model_type: str, **changes: Any) -> PreTrainedModel:
     """A tiny model of any architecture. Sizes that its files do not say have to be those of its class."""
-    sizes: dict[str, Any] = {
-        "vocab_size": len(TOKENS),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-    }
+    sizes = _SIZES | {"max_position_embeddings": 64, "pad_token_id": 0}
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **sizes | changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -23,6 +23,25 @@ from worlds.tiny_models import tiny_model
 
 Tensors = dict[str, torch.Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def configuration(layout: str, weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """What compressed-tensors says of a model whose inputs keep their floats."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    } | changes
+
+
+def with_inputs(found: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    found["config_groups"]["group_0"]["input_activations"] = inputs
+    return found
 
 
 class Codes(NamedTuple):

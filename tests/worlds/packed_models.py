@@ -13,19 +13,22 @@ from torch import nn
 
 from worlds.gguf_files import tiny_llama, write_gguf
 from worlds.packed_checkpoints import (
+    INT4,
+    TOKENS,
     Codes,
     Tensors,
     awq,
+    configuration,
     draw,
     gptq,
     packed,
     signed,
+    with_inputs,
     write_folder,
 )
 
 _GROUPS: dict[str, Any] = {"bits": 4, "group_size": 32}
-_INT: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
-_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_BY_CHANNEL = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
 _Q6_K = ("token_embd", "output", "blk.0.attn_v", "blk.1.attn_output")
 """What a mixture has in more bits."""
 
@@ -63,21 +66,6 @@ def _folder(
     return folder
 
 
-def _compressed(layout: str, weights: Mapping[str, Any], rounds: bool = False) -> dict[str, Any]:
-    group = {
-        "targets": ["Linear"],
-        "weights": _INT | weights,
-        "input_activations": _TOKENS if rounds else None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
 def _gptq(folder: Path, bits: int, shuffled: bool) -> Path:
     said = _GROUPS | {"quant_method": "gptq", "bits": bits, "desc_act": shuffled, "sym": False}
     return _folder(folder, said, gptq, bits=bits, shuffled=shuffled)
@@ -92,10 +80,10 @@ def _awq(folder: Path) -> Path:
 
 
 def _w4a16(folder: Path, by_channel: bool) -> Path:
-    weights = {} if by_channel else {"strategy": "group", "group_size": 32}
+    weights = _BY_CHANNEL if by_channel else INT4 | {"symmetric": True}
     return _folder(
         folder,
-        _compressed("pack-quantized", weights),
+        configuration("pack-quantized", weights),
         partial(packed, symmetric=True),
         symmetric=True,
         group=-1 if by_channel else 32,
@@ -106,7 +94,7 @@ def _w4a16(folder: Path, by_channel: bool) -> Path:
 def _w8a8(folder: Path) -> Path:
     return _folder(
         folder,
-        _compressed("int-quantized", {"num_bits": 8}, rounds=True),
+        with_inputs(configuration("int-quantized", _BY_CHANNEL | {"num_bits": 8}), TOKENS),
         signed,
         bits=8,
         group=-1,

@@ -10,7 +10,6 @@ group's Hessian, weights and factor.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
-from engine.model.layers import as_linear, is_plain
+from engine.model.layers import as_linear, is_plain, names_by_input
 from engine.model.rounding.gptq import round_by_inputs
 from engine.request.errors import UnsupportedModelError
 
@@ -76,25 +75,14 @@ class _Run:
     def groups(self, takes: Callable[[nn.Module], bool]) -> list[list[str]]:
         """Returns the names of the linear layers to round, in the order of a forward; those together that
         read the same tensor. Those that no token reached (experts) come last, each alone."""
-        unread = {
+        layers = {
             module: f"{self._name}.{name}"
             for name, module in self._model.get_submodule(self._name).named_modules()
             if is_plain(module) and takes(module)
         }
-        groups: defaultdict[object, list[str]] = defaultdict(list)
-
-        def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            name = unread.pop(module, None)
-            if name is not None:
-                groups[inputs[0], inputs[0]._version].append(name)
-
-        handles = [module.register_forward_pre_hook(note) for module in unread]
-        try:
-            self._forward(0)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [*groups.values(), *([name] for name in unread.values())]
+        groups = names_by_input(layers, lambda: self._forward(0))
+        read = {name for names in groups for name in names}
+        return [*groups, *([name] for name in layers.values() if name not in read)]
 
     def hessian(self, name: str) -> torch.Tensor:
         """Returns the sum of ``outer(x, x)`` over all inputs x of a linear layer, in float32."""

@@ -7,7 +7,7 @@ the output. https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,18 @@ from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.model.rounding.gptq import BITS, SPAN
+from engine.model.stored.compressed_tensors import written_scheme
+from engine.model.stored.words import unpack
 
 _IN_A_WORD = 32 // BITS
+_WEIGHTS = {
+    "num_bits": BITS,
+    "type": "int",
+    "symmetric": False,
+    "strategy": "group",
+    "group_size": SPAN,
+    "dynamic": False,
+}
 
 
 class WrittenLinear(nn.Module):
@@ -48,8 +58,8 @@ class WrittenLinear(nn.Module):
         self.bias = bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        zeros = _unpacked(self.weight_zero_point.T, self.out_features).T
-        codes = _unpacked(self.weight_packed, self.in_features)
+        zeros = unpack(self.weight_zero_point.T, BITS)[:, : self.out_features].T
+        codes = unpack(self.weight_packed, BITS)[:, : self.in_features]
         weight = GroupedWeight(codes, BITS, 0, SPAN, self.weight_scale, zeros).dequantized()
         return F.linear(inputs, weight.to(inputs.dtype), self.bias)
 
@@ -70,7 +80,7 @@ def store_4_bits(model: PreTrainedModel, groups: Iterable[Mapping[str, GroupedWe
             model.set_submodule(name, WrittenLinear(weight, module.bias, model.dtype))
         count += len(group)
     kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    model.config.quantization_config = _scheme(kept)
+    model.config.quantization_config = written_scheme(kept, "pack-quantized", {"weights": _WEIGHTS})
     return count
 
 
@@ -81,28 +91,3 @@ def _packed(codes: torch.Tensor) -> torch.Tensor:
     for place in range(_IN_A_WORD):
         words |= parts[..., place].int() << BITS * place
     return words
-
-
-def _unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
-    """``words`` ``[rows, words]``; returns ``[rows, count]`` uint8."""
-    shifts = torch.arange(0, 32, BITS, dtype=torch.int32)
-    codes = (words[..., None] >> shifts).bitwise_and_(2**BITS - 1)
-    return codes.to(torch.uint8).flatten(1)[:, :count]
-
-
-def _scheme(ignored: Sequence[str]) -> dict[str, Any]:
-    weights = {
-        "num_bits": BITS,
-        "type": "int",
-        "symmetric": False,
-        "strategy": "group",
-        "group_size": SPAN,
-        "dynamic": False,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": list(ignored),
-    }

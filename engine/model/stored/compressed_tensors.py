@@ -333,13 +333,15 @@ def _read_inputs(group: Fields, layout: str) -> bool:
     return True
 
 
-def written_scheme(ignored: Sequence[str]) -> dict[str, Any]:
+def written_scheme(
+    ignored: Sequence[str], layout: str = _INTS, scheme: Mapping[str, Any] = _SCHEME
+) -> dict[str, Any]:
     """Returns what a configuration says of a model whose linear layers, but for the ``ignored``, are
-    ``StoredInt8Linear``."""
+    written in the format ``layout`` by one ``scheme``: by default ``StoredInt8Linear``'s."""
     return {
-        "quant_method": "compressed-tensors",
-        "format": _INTS,
+        "quant_method": _METHOD,
+        "format": layout,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], **_SCHEME}},
+        "config_groups": {"group_0": {"targets": ["Linear"], **scheme}},
         "ignore": list(ignored),
     }

@@ -20,30 +20,25 @@ from engine.model.stored.compressed_tensors import StoredInt8Linear, read
 from engine.model.stored.fp8 import Fp8Linear
 from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
-from worlds.packed_checkpoints import Codes, draw, load, packed, plain, signed, stored, write_folder
+from worlds.packed_checkpoints import (
+    INT4,
+    TOKENS,
+    Codes,
+    configuration,
+    draw,
+    load,
+    packed,
+    plain,
+    signed,
+    stored,
+    with_inputs,
+    write_folder,
+)
 from worlds.tiny_models import CPU, own_logits, tiny_model
 
 IDS = [1, 5, 9, 3, 40]
-INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
-TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-
-
-def configuration(layout: str, weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    } | changes
-
-
-def with_inputs(found: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    found["config_groups"]["group_0"]["input_activations"] = inputs
-    return found
 
 
 def make_all(

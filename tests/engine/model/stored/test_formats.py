@@ -24,6 +24,8 @@ from engine.model.stored.layer import StoredWeight
 from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
 from worlds.packed_checkpoints import (
+    INT4,
+    TOKENS,
     Tensors,
     awq,
     draw,
@@ -44,8 +46,6 @@ FLOATS: Tensors = {
     "input_scale": torch.ones(()),
 }
 TENSORS = (awq(CODES), gptq(CODES), gptq(BYTES, True), packed(CODES), signed(BYTES, False), FLOATS)
-_INTS = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
-_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 BASES: tuple[dict[str, Any], ...] = (
     {
         "quant_method": "awq",
@@ -84,22 +84,22 @@ BASES: tuple[dict[str, Any], ...] = (
             "group_0": {
                 "targets": ["Linear"],
                 "format": "pack-quantized",
-                "weights": _INTS,
+                "weights": INT4,
                 "input_activations": None,
             },
             "group_1": {
                 "targets": ["re:.*gate", "up"],
                 "format": "int-quantized",
-                "weights": _INTS | {"num_bits": 8, "symmetric": True, "strategy": "channel"},
-                "input_activations": _TOKENS,
+                "weights": INT4 | {"num_bits": 8, "symmetric": True, "strategy": "channel"},
+                "input_activations": TOKENS,
             },
             "group_2": {
                 "targets": ["down"],
                 "format": "float-quantized",
-                "weights": _INTS
+                "weights": INT4
                 | {"num_bits": 8, "type": "float", "strategy": "block"}
                 | {"block_structure": [128, 128], "symmetric": True, "group_size": None},
-                "input_activations": _TOKENS,
+                "input_activations": TOKENS,
             },
         },
     },
