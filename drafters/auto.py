@@ -13,17 +13,26 @@ them gives it. For a tree all members propose. For a chain they are asked in the
 until one of them fills it with tokens that are as good as certain; a member that of late added nothing
 is left out. All are asked in every ``_ASKED_EVERY``-th step, so that a member whose time has come is
 noticed.
+
+Besides, it takes one head, a drafter that reads the target's hidden states. It is the very drafter that
+requests may name: ``auto`` opens its own requests in it under their ids and hands on what it is to know
+of them, asked or not. After the members it is asked, once for all requests for which it is expected to
+pay (``asking.py``), and its drafts are laid over theirs as one more member's.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import exp
 from operator import attrgetter
+from typing import Any, TypeAlias
 
+from drafters.asking import Asking, HeadGain, Hope, expected_tokens
 from drafters.base import (
     REGISTERED,
     Drafter,
@@ -32,6 +41,7 @@ from drafters.base import (
     DrafterNeeds,
     DrafterUnavailableError,
     DraftRequest,
+    HiddenRows,
     NewRequest,
     Observation,
     RequestState,
@@ -40,7 +50,8 @@ from drafters.base import (
 from drafters.checks import count_of, is_interrupt
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
 from drafters.last_top import LastTopDrafter
-from drafters.tree import EMPTY, ROOT, DraftTree, TreeBuilder, chain
+from drafters.overlay import Overlay, alone
+from drafters.tree import EMPTY, DraftTree
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +73,23 @@ _LEAST_WEIGHT = 0.05
 """Nobody counts less: what it says of its own nodes is calibrated."""
 _NEARLY_SAID = 0.1
 """The first belief in tokens that the target nearly said."""
-_NUM_VALUES = 16
-_MOST_AGREEING = 4
+_NO_HEAD = "none"
+
+_Begin: TypeAlias = Callable[[Sequence[DraftRequest]], Callable[[], list[DraftTree]]]
+"""``Drafter.begin``, as far as its readback is known already."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutoSettings:
+    """The operator's settings."""
+
+    head: str | None = field(
+        default=None,
+        metadata={
+            "description": "The drafter with a trained head that auto asks where that pays: its name, or "
+            "none; default: the first one that draft names, if any."
+        },
+    )
 
 
 @dataclass(slots=True)
@@ -90,6 +116,44 @@ class _Member:
     def is_asked(self) -> bool:
         return self.num_failures < _FAILURES_BEFORE_SILENCE
 
+    def count(self, num_added: int) -> None:
+        """It was asked, and got so many tokens right that those asked before it did not."""
+        self.gain += _GAIN_WEIGHT * (num_added - self.gain)
+
+    def view(self, seen: Observation) -> Observation:
+        """Returns what its drafter is told of a step."""
+        return seen
+
+
+@dataclass(slots=True)
+class _Head(_Member):
+    """The head's part in one request. ``num_free``: the tokens that free drafts were expected to bring
+    in this step."""
+
+    added: HeadGain = field(kw_only=True)
+    num_free: float = 0.0
+
+    def count(self, num_added: int) -> None:
+        """Drafts that it could not make say nothing of those that it can."""
+        if self.tree.token_ids:
+            self.added.observe(self.num_free, num_added)
+
+    def view(self, seen: Observation) -> Observation:
+        """Of its own draft what the text has reached, as if that had been verified: it learns by features
+        of its own."""
+        emitted = seen.emitted_token_ids
+        depths = self.tree.depths()
+        tree = self.tree.subtree([at for at, depth in enumerate(depths) if depth <= len(emitted)])
+        path = [0, *(node + 1 for node in tree.follow(emitted))]
+        said = [-1] * (len(tree) + 1)
+        for row, token_id in zip(path, emitted, strict=False):
+            said[row] = token_id
+        return Observation(seen.request_id, seen.token_ids, tree, said, path, emitted)
+
+
+_Found: TypeAlias = list[tuple[_Member, list[float]]]
+"""Those that have drafted for a request, with the survivals of their nodes."""
+
 
 @dataclass(slots=True)
 class _Members(RequestState):
@@ -97,8 +161,18 @@ class _Members(RequestState):
     asked for last."""
 
     members: list[_Member]
+    head: _Head | None = None
     num_steps: int = 0
     depth: int = 1
+
+    @property
+    def everyone(self) -> Sequence[_Member]:
+        return self.members if self.head is None else [*self.members, self.head]
+
+    @property
+    def asked(self) -> Sequence[_Member]:
+        """The members, and the head where it was asked in this step."""
+        return self.everyone if self.head is not None and self.head.was_asked else self.members
 
 
 @drafter
@@ -111,10 +185,18 @@ class AutoDrafter(Drafter):
         "other and takes what is likeliest, by how often each of them has been right about this text.",
         cost="The CPU time of its members together; no model.",
     )
+    settings = AutoSettings
 
-    def __init__(self, members: Mapping[str, Drafter], vocab_size: int = 0) -> None:
-        """``vocab_size`` as in ``DraftTree.validate``. Raises ValueError without members, or with one
-        that needs more than token ids and top tokens."""
+    def __init__(
+        self,
+        members: Mapping[str, Drafter],
+        vocab_size: int = 0,
+        head: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``vocab_size`` as in ``DraftTree.validate``, ``head`` as in the settings; ``clock`` gives
+        seconds. Raises ValueError without members, or with one that needs more than token ids and top
+        tokens."""
         super().__init__()
         if not members:
             raise ValueError("auto needs at least one drafter to choose from")
@@ -122,6 +204,9 @@ class AutoDrafter(Drafter):
             raise ValueError("auto chooses among drafters that need no model and no window")
         self._members = dict(members)
         self._vocab_size = vocab_size
+        self._wanted_head, self._clock = head, clock
+        self._head: Drafter | None = None
+        self._asking = Asking()
         self._last_top = LastTopDrafter()
         # Counts of hits and misses, no texts: they serve all requests and tenants.
         self.estimator = AcceptanceEstimator()
@@ -135,6 +220,18 @@ class AutoDrafter(Drafter):
             needs=DrafterNeeds(top_probs=any(each.needs.top_probs for each in infos)),
             takes_prediction=any(each.takes_prediction for each in infos),
         )
+        if self._head is not None:
+            own = self._head.info
+            needs = replace(
+                self.info.needs,
+                hidden_rows=own.needs.hidden_rows,
+                draft_slots=own.needs.draft_slots,
+            )
+            cost = (
+                f"The CPU time of its members together, and where that pays a draft of {own.name}."
+            )
+            self.info = replace(self.info, needs=needs, cost=cost)
+            self.hidden_layers, self.num_slots = self._head.hidden_layers, self._head.num_slots
 
     @classmethod
     def build(cls, context: DrafterContext) -> AutoDrafter:
@@ -145,16 +242,32 @@ class AutoDrafter(Drafter):
             if can_join(kind.info) and not kind.part_of:
                 with suppress(DrafterUnavailableError):  # the registry says which and why
                     members[name] = kind.build(context)
-        return cls(members, context.vocab_size)
+        return cls(members, context.vocab_size, cls.settings_in(context).head)
 
     def meet(self, drafters: Mapping[str, Drafter]) -> None:
-        """Those of other distributions become members as they are."""
+        """Those of other distributions become members as they are, and one head is taken. Raises
+        DrafterUnavailableError where the head that is set is none of these."""
         self._members |= {
             name: each
             for name, each in drafters.items()
             if name not in REGISTERED and can_join(each.info)
         }
+        self._head = self._head_of(drafters)
         self._describe()
+
+    def _head_of(self, drafters: Mapping[str, Drafter]) -> Drafter | None:
+        heads = {name: each for name, each in drafters.items() if is_head(each.info)}
+        wanted = self._wanted_head
+        if not wanted:
+            return next(iter(heads.values()), None)
+        if wanted == _NO_HEAD:
+            return None
+        if wanted not in heads:
+            have = ", ".join(heads) or "none"
+            raise DrafterUnavailableError(
+                f"auto: the head {wanted!r} is not loaded; loaded heads: {have}"
+            )
+        return heads[wanted]
 
     def start(self, request: NewRequest) -> _Members:
         request_id, token_ids = request.request_id, request.token_ids
@@ -162,109 +275,246 @@ class AutoDrafter(Drafter):
         members = [_Member(each, prior(name)) for name, each in self._members.items()]
         nearly_said = self._nearly_said.for_request(self._last_top.info.name)
         members.append(_Member(self._last_top, nearly_said))
-        for member in members:
+        state = _Members(members)
+        if self._head is not None:
+            its = prior(self._head.info.name)
+            state.head = _Head(self._head, its, added=self._asking.gain())
+        for member in state.everyone:
             options, begin = member.drafter.info.defaults(), member.drafter.open
-            if not self._tried(member, begin, request_id, token_ids, options, request.cache_salt):
+            if not _tried((member,), begin, request_id, token_ids, options, request.cache_salt):
                 member.num_failures = _FAILURES_BEFORE_SILENCE
-        return _Members(members)
+        return state
 
     def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
         """Raises KeyError for a request that is not open."""
         for member in self._states[request_id].members:
             if member.drafter.info.takes_prediction:
-                self._tried(member, member.drafter.predict, request_id, prediction_token_ids)
+                _tried((member,), member.drafter.predict, request_id, prediction_token_ids)
 
     def read_prompt(self, request_id: str, num_tokens: int) -> int:
         """One member after the other; those that have read all are asked already."""
         num_read = 0
-        for member in self._states[request_id].members:
+        for member in self._states[request_id].everyone:
             if member.is_asked and (num_read < num_tokens or not num_tokens):
                 left, read = num_tokens - num_read, member.drafter.read_prompt
-                num_read += self._counted(member, left, read, request_id, left)
+                num_read += _counted((member,), left, read, request_id, left)
         return num_read
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Raises KeyError for a request that is not open."""
-        return [self._propose(request) for request in requests]
 
-    def _propose(self, request: DraftRequest) -> DraftTree:
-        state, shape = self._states[request.request_id], request.shape
-        depth = request.depth
-        is_chain = shape.width == 1
+        def begin(asks: Sequence[DraftRequest]) -> Callable[[], list[DraftTree]]:
+            assert self._head is not None
+            return partial(self._head.propose, asks)
+
+        return self._begin(requests, begin)()
+
+    def begin(
+        self, requests: Sequence[DraftRequest], readback: Any
+    ) -> Callable[[], list[DraftTree]]:
+        """See ``Drafter``. Raises KeyError for a request that is not open."""
+
+        def begin(asks: Sequence[DraftRequest]) -> Callable[[], list[DraftTree]]:
+            assert self._head is not None
+            return self._head.begin(asks, readback)
+
+        return self._begin(requests, begin)
+
+    def _begin(
+        self, requests: Sequence[DraftRequest], begin: _Begin
+    ) -> Callable[[], list[DraftTree]]:
+        """Lets the members draft and begins the head's drafts, by ``begin``, where they are expected to
+        pay; returns what makes the trees of all."""
+        found = [self._ask_members(request) for request in requests]
+        wanted = self._choose(requests, found) if self._head is not None else {}
+        asks = [requests[at] for at in wanted]
+        take = self._ask_head(asks, [*wanted.values()], begin) if asks else None
+
+        def finish() -> list[DraftTree]:
+            if take is not None:
+                take()
+            for at, head in wanted.items():
+                if head.tree.token_ids:
+                    found[at].append((head, head.acceptance.survivals(head.tree)))
+            return [self._lay(*each) for each in zip(requests, found, strict=True)]
+
+        return finish
+
+    def _ask_members(self, request: DraftRequest) -> _Found:
+        state, depth = self._states[request.request_id], request.depth
+        is_chain = request.shape.width == 1
         asks_all = not is_chain or state.num_steps % _ASKED_EVERY == 0
         state.num_steps += 1
         state.depth = depth
-        found: list[tuple[_Member, list[float]]] = []
+        found: _Found = []
         is_certain = False
         for member in state.members:
             member.tree = EMPTY
             wanted = asks_all or (not is_certain and member.gain >= _LEAST_GAIN)
             member.was_asked = wanted and member.is_asked
             if member.was_asked:
-                self._tried(member, self._ask, member, request)
+                _tried((member,), self._ask, member, request)
             if member.tree.token_ids:
                 survivals = member.acceptance.survivals(member.tree)
                 found.append((member, survivals))
                 is_certain |= is_chain and sum(survivals) >= _CERTAIN * depth
-        if is_chain and len(found) == 1 and found[0][0].tree.is_chain():
+        return found
+
+    def _lay(self, request: DraftRequest, found: _Found) -> DraftTree:
+        """Returns the draft of all that were found."""
+        depth, width = request.depth, request.shape.width
+        if width == 1 and len(found) == 1 and found[0][0].tree.is_chain():
             return alone(found[0][0].tree, found[0][1], depth)
         overlay = Overlay()
         most = max((member.weight for member, _ in found), default=1.0)
         for member, survivals in found:
             weight = member.weight / most
             overlay.lay(member.tree, [weight * each for each in survivals])
-        if is_chain:
+        if width == 1:
             return overlay.chain(depth)
-        return overlay.tree(request.max_nodes, shape.width, depth)
+        return overlay.tree(request.max_nodes, width, depth)
 
     def _ask(self, member: _Member, request: DraftRequest) -> None:
-        (tree,) = member.drafter.propose([request])
+        self._take((member,), member.drafter.propose([request]))
+
+    def _take(self, members: Sequence[_Member], trees: Sequence[DraftTree]) -> None:
+        taken = list(zip(members, trees, strict=True))
         # Here it costs this member's draft; found in what all have drafted it would cost everybody's.
-        tree.validate(self._vocab_size)
-        member.tree = tree
+        for _, tree in taken:
+            tree.validate(self._vocab_size)
+        for member, tree in taken:
+            member.tree = tree
+
+    # The head
+
+    def _head_in(self, request_id: str) -> _Head | None:
+        """Returns the head's part in a request, if there is one and it did not fail too often. Raises
+        KeyError for a request that is not open."""
+        head: _Head | None = self._states[request_id].head
+        return head if head is not None and head.is_asked else None
+
+    def _choose(
+        self, requests: Sequence[DraftRequest], found: Sequence[_Found]
+    ) -> dict[int, _Head]:
+        """Returns the indices of the requests that the head is asked for, and its parts in them; none for
+        which free drafts are as good as certain."""
+        able: list[tuple[int, _Head]] = []
+        hopes: list[Hope] = []
+        for at, (request, each) in enumerate(zip(requests, found, strict=True)):
+            head = self._head_in(request.request_id)
+            if head is None:
+                continue
+            expected = [expected_tokens(member.tree, survivals) for member, survivals in each]
+            head.num_free = max(expected, default=0.0)
+            if head.num_free < _CERTAIN * request.depth:
+                able.append((at, head))
+                hopes.append(Hope(head.added.expect(head.num_free), request.tokens_per_second))
+        return dict(able[index] for index in self._asking.choose(hopes))
+
+    def _ask_head(
+        self, asks: Sequence[DraftRequest], heads: Sequence[_Head], begin: _Begin
+    ) -> Callable[[], None]:
+        """Begins the drafts of one batch. What is returned takes them, of each request alone where that
+        goes wrong."""
+        started = self._clock()
+        for head in heads:
+            head.tree, head.was_asked = EMPTY, True
+        blamed = heads if len(heads) == 1 else ()
+        begun: list[Callable[[], list[DraftTree]]] = []
+        _tried(blamed, lambda: begun.append(begin(asks)))
+
+        def finish() -> None:
+            if begun and _tried(blamed, lambda: self._take(heads, begun[0]())):
+                if any(head.tree.token_ids for head in heads):
+                    self._asking.took(len(heads), self._clock() - started)
+            elif len(heads) > 1:
+                for head, ask in zip(heads, asks, strict=True):
+                    _tried((head,), self._ask, head, ask)
+
+        return finish
+
+    def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        """Raises KeyError for a request that is not open."""
+        told = [(head, each) for each in rows if (head := self._head_in(each.request_id))]
+        if told and self._head is not None:
+            heads = [head for head, _ in told]
+            _tried(heads, self._head.observe_hidden, [each for _, each in told])
+
+    def num_usable_tokens(
+        self, token_ids: Sequence[int], block_ids: Sequence[int], cache_salt: str
+    ) -> int:
+        """As many as the head can use; all if it fails."""
+        if self._head is None:
+            return len(token_ids)
+        ask, most = self._head.num_usable_tokens, len(token_ids)
+        return _counted((), most, ask, token_ids, block_ids, cache_salt, otherwise=most)
+
+    def leave_blocks(
+        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int]
+    ) -> None:
+        """Raises KeyError for a request that is not open."""
+        head = self._head_in(request_id)
+        if head is not None:
+            _tried((head,), head.drafter.leave_blocks, request_id, token_ids, block_ids)
+
+    def settle(self) -> None:
+        if self._head is not None:
+            _tried((), self._head.settle)
+
+    # What all are told
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Raises KeyError for a request that is not open."""
         for seen in observations:
             state = self._states[seen.request_id]
-            _rate(state.members, seen.emitted_token_ids, state.depth)
-            for member in state.members:
+            _rate(state.asked, seen.emitted_token_ids, state.depth)
+            for member in state.everyone:
                 member.acceptance.label_against(member.tree, seen.emitted_token_ids)
-                member.tree = EMPTY
+                told, member.tree = member.view(seen), EMPTY
                 if member.is_asked:
-                    self._tried(member, member.drafter.observe, [seen])
+                    _tried((member,), member.drafter.observe, [told])
             state.members.sort(key=_charge)
+            self._asking.wrote(len(seen.emitted_token_ids))
 
     def num_top_tokens(self, request_id: str) -> int:
         """As many as the member that wants most. Raises KeyError for a request that is not open."""
         most = 0
         for each in self._states[request_id].members:
             if each.is_asked:
-                most = max(most, self._counted(each, None, each.drafter.num_top_tokens, request_id))
+                most = max(most, _counted((each,), None, each.drafter.num_top_tokens, request_id))
         return most
 
     def finish(self, request_id: str, state: _Members) -> None:
-        for member in state.members:
-            self._tried(member, member.drafter.close, request_id)
+        for member in state.everyone:
+            _tried((member,), member.drafter.close, request_id)
 
-    def _tried(self, member: _Member, call: Callable[..., None], *args: object) -> bool:
-        try:
-            call(*args)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
+
+def _tried(blamed: Sequence[_Member], call: Callable[..., object], *args: object) -> bool:
+    """Returns whether the call came back; where it raised, these have failed."""
+    try:
+        call(*args)
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        for member in blamed:
             member.num_failures += 1
-            logger.exception("auto: drafter %s failed", member.drafter.info.name)
-            return False
-        return True
+        name = blamed[0].drafter.info.name if blamed else "of several requests"
+        logger.exception("auto: drafter %s failed", name)
+        return False
+    return True
 
-    def _counted(
-        self, member: _Member, most: int | None, call: Callable[..., object], *args: object
-    ) -> int:
-        """Returns the result of ``call`` if it is a number up to ``most``; otherwise it has failed: 0."""
-        found = [0]
-        self._tried(member, lambda: found.append(count_of(call(*args), most)))
-        return found[-1]
+
+def _counted(
+    blamed: Sequence[_Member],
+    most: int | None,
+    call: Callable[..., object],
+    *args: object,
+    otherwise: int = 0,
+) -> int:
+    """Returns the result of ``call`` if it is a number up to ``most``; otherwise these have failed."""
+    found = [otherwise]
+    _tried(blamed, lambda: found.append(count_of(call(*args), most)))
+    return found[-1]
 
 
 _charge = attrgetter("charge")
@@ -277,6 +527,11 @@ def can_join(info: DrafterInfo) -> bool:
     return info.name not in _NO_MEMBERS and not needs_more
 
 
+def is_head(info: DrafterInfo) -> bool:
+    """Whether a drafter may be the head of ``auto``: it reads the target's hidden states."""
+    return info.needs.hidden_rows and not info.needs.all_or_nothing and info.name not in _NO_MEMBERS
+
+
 def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int], depth: int) -> None:
     """Counts what those asked added to those asked before them; where all were asked, charges those that
     proposed something for what the best of them had accepted and they had not."""
@@ -286,7 +541,7 @@ def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int], depth: i
     for member in members:
         if member.was_asked:
             num_right = len(member.tree.follow(emitted_token_ids))
-            member.gain += _GAIN_WEIGHT * (max(0, num_right - most) - member.gain)
+            member.count(max(0, num_right - most))
             most = max(most, num_right)
             member.was_asked = False
             if member.tree.token_ids:
@@ -294,93 +549,3 @@ def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int], depth: i
     if knows_all:
         for member, num_right in right:
             member.charge = _DECAY * member.charge + (most - num_right) / max(1, depth)
-
-
-def overlay_feature(acceptance: float, num_agreeing: int) -> int:
-    """Returns the bucket of (believed chance of the node given its parent, trees that hold it): 0..63."""
-    value = min(_NUM_VALUES - 1, int(acceptance * _NUM_VALUES))
-    return value * _MOST_AGREEING + min(num_agreeing, _MOST_AGREEING) - 1
-
-
-def alone(tree: DraftTree, survivals: Sequence[float], depth: int) -> DraftTree:
-    """Returns what ``Overlay.chain`` makes of one chain that nothing else is laid over."""
-    num_nodes = min(depth, len(tree.token_ids))
-    features = []
-    above = 1.0
-    for worth in survivals[:num_nodes]:
-        features.append(overlay_feature(worth / above if above > 0 else 0.0, 1))
-        above = worth
-    return chain(tree.token_ids[:num_nodes], features)
-
-
-class Overlay(TreeBuilder):
-    """The union of trees. A node is worth the highest survival that one of its trees gives it."""
-
-    __slots__ = ("_num_agreeing",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_agreeing: list[int] = []
-
-    def lay(self, tree: DraftTree, survivals: Sequence[float]) -> None:
-        """``survivals[i]`` is node i's, never more than its parent's."""
-        placed: list[int] = []
-        for token_id, parent, survival in zip(tree.token_ids, tree.parents, survivals, strict=True):
-            node = self.add(ROOT if parent == ROOT else placed[parent], token_id, 0, survival)
-            if node == len(self._num_agreeing):
-                self._num_agreeing.append(0)
-            self._num_agreeing[node] += 1
-            placed.append(node)
-
-    def chain(self, depth: int) -> DraftTree:
-        """Returns the path of at most ``depth`` nodes with the most expected tokens."""
-        children = self._ranked(range(len(self)), depth)
-        path: list[int] = []
-        node = ROOT
-        while len(path) < depth and node in children:
-            node = children[node][-1]
-            path.append(node)
-        return self._take(path)
-
-    def tree(self, num_nodes: int, width: int, depth: int) -> DraftTree:
-        """Returns the likeliest nodes, at most ``width`` under one parent: the best chain comes first,
-        and under each node the child that promises most."""
-        children = self._ranked(self.chosen(num_nodes, width, depth), depth)
-        ordered: list[int] = []
-        stack = children.get(ROOT, [])
-        while stack:
-            ordered.append(stack.pop())
-            stack += children.get(ordered[-1], ())
-        return self._take(ordered)
-
-    def _ranked(self, nodes: Sequence[int], depth: int) -> dict[int, list[int]]:
-        """Returns the children of each node; the last one is that of which most tokens are expected, down
-        to ``depth``, the first added among equals."""
-        gains = self._gains(depth)
-        children: dict[int, list[int]] = {}
-        for node in nodes:
-            children.setdefault(self.parents[node], []).append(node)
-        for siblings in children.values():
-            siblings.sort(key=lambda node: (gains[node], -node))
-        return children
-
-    def _gains(self, depth: int) -> list[float]:
-        """Returns, per node, the expected tokens of the best path through it, down to ``depth``."""
-        below = [0.0] * len(self)
-        gains = [0.0] * len(self)
-        for node in range(len(self) - 1, -1, -1):  # children before their parents
-            if self.depths[node] > depth:
-                continue
-            gains[node] = self.weights[node] + below[node]
-            parent = self.parents[node]
-            if parent != ROOT and gains[node] > below[parent]:
-                below[parent] = gains[node]
-        return gains
-
-    def _take(self, nodes: Sequence[int]) -> DraftTree:
-        for node in nodes:
-            parent = self.parents[node]
-            above = 1.0 if parent == ROOT else self.weights[parent]
-            acceptance = self.weights[node] / above if above > 0 else 0.0
-            self.features[node] = overlay_feature(acceptance, self._num_agreeing[node])
-        return self.take(nodes)

@@ -13,7 +13,7 @@ in its ``DrafterNeeds``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -64,13 +64,14 @@ class DrafterNeeds:
     """The services that a drafter asks of the engine besides token ids.
 
     ``top_probs``: probabilities beside the target's top tokens.
-    ``hidden_rows``: the target's hidden states (``Drafter.observe_hidden``).
+    ``hidden_rows``: the target's hidden states (``Drafter.observe_hidden``), those of
+    ``Drafter.hidden_layers``.
     ``draft_slots``: slots for keys and values of its nodes, leased before it proposes.
     ``all_or_nothing``: a policy grants a draft whole or not at all, since its rows are of use only
     together (the Lookahead window).
     ``draft_model``: the kind of model that the engine makes for it (``DrafterContext.draft_model``):
-    "small", the one that the setting draft_model names; "quantized", a copy of the target or of the
-    small one; "layers", some of the target's own layers.
+    "draft", one that the setting draft names, which is a model or trained heads; "quantized", a copy
+    of the target or of a small model; "layers", some of the target's own layers.
     """
 
     top_probs: bool = False
@@ -218,19 +219,27 @@ class Observation:
     top_probs: Sequence[Sequence[float]] | None = None
 
 
+NORMED = -1
+"""In the place of a layer's number: the target's hidden states behind its final norm."""
+
+
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """The target's last hidden states (the input of its output head) of newly committed tokens.
+    """The target's hidden states of newly committed tokens, of the layers that the drafter reads.
 
     Row ``i`` belongs to the token at ``first_position + i``. The first call after admission starts
     where the cached prefix ended; one after preemption may start anew at a smaller position.
-    ``token_ids`` is the request's live list.
+    ``token_ids`` is the request's live list, and ``block_table``, live as well, has the blocks that hold
+    these tokens.
     """
 
     request_id: str
     first_position: int
     token_ids: Sequence[int]
-    hidden: Any  # [num_rows, hidden_size], the target's type and device
+    hidden: tuple[Any, ...]
+    """Tensors ``[num_rows, hidden_size]`` of the target's type and device, one for each of
+    ``Drafter.hidden_layers``, in their order."""
+    block_table: Sequence[int]
 
 
 class DrafterUnavailableError(ValueError):
@@ -241,16 +250,13 @@ class DrafterContext:
     """The engine that a drafter is built for, as far as it lends something to drafters.
 
     ``drafter_settings``: by drafter, those of its own settings that are not left at their defaults.
-    ``encode`` gives the target's token ids of a text, without special tokens; ``draft_model`` the
-    ``DraftModel`` (``drafters.model.protocol``) that was made for the drafter of a name,
-    ``medusa_heads`` the ``PredictionHeads``, and ``eagle_head`` a ``FeatureModel``. What the engine
-    does not lend raises DrafterUnavailableError.
+    ``encode`` gives the target's token ids of a text, without special tokens; ``draft_model`` what was
+    made for the drafter of a name to draft with, of the protocol in ``drafters.model.protocol`` that its
+    method asks for. What the engine does not lend raises DrafterUnavailableError.
     """
 
     encode: Callable[[str], Sequence[int]]
     draft_model: Callable[[str], Any]
-    medusa_heads: Callable[[], Any]
-    eagle_head: Callable[[], Any]
 
     def __init__(
         self,
@@ -334,6 +340,12 @@ class Drafter:
     defaults, and a ``description`` in their metadata."""
     part_of: ClassVar[str] = ""
     """The name of a drafter that does all that this one does, and stands for both in ``auto``."""
+    num_slots: int = 0
+    """With ``draft_slots`` among its needs: the slots that it wants however little it is to draft."""
+    hidden_layers: Sequence[int] = (NORMED,)
+    """The target's hidden states that a drafter with ``hidden_rows`` among its needs reads; fixed once
+    it is built. ``k`` is what enters the target's layer ``k``, before any norm, and for a target of N
+    layers N is what leaves the last; ``NORMED`` is what its output head reads."""
 
     def __init__(self) -> None:
         self._states: dict[str, Any] = {}
@@ -430,6 +442,31 @@ class Drafter:
         """Called after each step, before ``observe``, with every newly committed row, prompt chunks
         included, for drafters that need ``hidden_rows``. The tensors are the drafter's to keep."""
 
+    def num_usable_tokens(
+        self,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],  # noqa: ARG002
+        cache_salt: str,  # noqa: ARG002
+    ) -> int:
+        """Returns how many tokens of a cached prefix, from the first on, are of use: all by default.
+
+        Called before a request starts, and before it goes on after a preemption, if the prefix cache has
+        its first tokens in these blocks. Where a drafter lacks something that only the target's forward
+        gives, the engine computes the rest of the prefix again.
+        """
+        return len(token_ids)
+
+    def leave_blocks(
+        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int]
+    ) -> None:
+        """Called before a request gives back its blocks, since it ends or is preempted; both lists are
+        live. A drafter that keeps rows of its own under their ids may write into them until ``settle`` is
+        over."""
+
+    def settle(self) -> None:
+        """Called after ``leave_blocks``, once for all requests that have left, before drafters are asked
+        for anybody else who has their blocks."""
+
     def num_top_tokens(self, request_id: str) -> int:
         """Returns how many of the target's top tokens per row ``observe`` is to be given for a request.
         Raises KeyError for one that is not open."""
@@ -440,6 +477,12 @@ class Drafter:
         """Forgets the request; closing one that is not open does nothing, since aborts may race."""
         if request_id in self._states:
             self.finish(request_id, self._states.pop(request_id))
+
+
+def hidden_layers_of(drafters: Iterable[Drafter]) -> tuple[int, ...]:
+    """Returns all layers of whose hidden states these drafters read, in ascending order."""
+    reading = (each for each in drafters if each.info.needs.hidden_rows)
+    return tuple(sorted({layer for each in reading for layer in each.hidden_layers}))
 
 
 _Kind = TypeVar("_Kind", bound=type[Drafter])

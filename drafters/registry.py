@@ -2,7 +2,8 @@
 
 A drafter of the core is a file in one of the folders (``copying``, ``tables``, ``parallel``, ``model``,
 or a new one) in which a class is registered with ``drafters.base.drafter``; files are found by looking.
-A distribution registers one with::
+An operator names further ones, each a drafter of the core over a draft of its own
+(``build_drafters``). A distribution registers one with::
 
     [project.entry-points."slipstream.drafters"]
     my_drafter = "my_package:make_drafter"
@@ -20,6 +21,7 @@ import logging
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 GROUP = "slipstream.drafters"
 
 # Names go into requests, flags and labels of metrics; requests take 64 characters.
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 Factory: TypeAlias = Callable[[DrafterContext], Drafter]
 
 
@@ -78,13 +80,20 @@ def draft_models() -> Mapping[str, str]:
     return {name: kind for name, kind in kinds.items() if kind}
 
 
+def draft_methods() -> tuple[str, ...]:
+    """Returns the names of the core's drafters that draft with what the setting draft names."""
+    return tuple(name for name, kind in draft_models().items() if kind == "draft")
+
+
 def build_drafters(
     names: Iterable[str] | None = None,
     context: DrafterContext | None = None,
     plugins: Mapping[str, Factory] | None = None,
+    drafts: Mapping[str, str] | None = None,
 ) -> dict[str, Drafter]:
     """Returns a fresh drafter per name, of the core or of ``plugins``; all that can work in ``context``
-    when ``names`` is None.
+    when ``names`` is None. ``drafts``: by name, the drafters that are a drafter of the core over a
+    draft of their own, and which one of ``draft_methods`` that is.
 
     Raises ValueError for an unknown name, listing the known ones, and DrafterUnavailableError for a
     name whose drafter cannot work here.
@@ -92,6 +101,8 @@ def build_drafters(
     context = context or DrafterContext()
     factories: dict[str, Factory] = {name: REGISTERED[name].build for name in _NAMES}
     factories |= plugins or {}
+    for name, method in (drafts or {}).items():
+        factories[name] = _renamed(REGISTERED[method], name).build
     built: dict[str, Drafter] = {}
     left_out: list[str] = []
     for name in factories if names is None else names:
@@ -110,6 +121,12 @@ def build_drafters(
     for each in built.values():
         each.meet(built)
     return built
+
+
+def _renamed(kind: type[Drafter], name: str) -> type[Drafter]:
+    """Returns the class under another name, by which it asks for its own model."""
+    renamed: type[Drafter] = type(kind.__name__, (kind,), {"info": replace(kind.info, name=name)})
+    return renamed
 
 
 class DrafterPluginError(ValueError):
@@ -170,7 +187,7 @@ def find_plugins(chosen: Collection[str] | None = None) -> Mapping[str, Factory]
         name = plugin.name
         if chosen is not None and name not in chosen:
             continue
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             fault = "has a name that is not lower-case letters, digits and underscores, at most 64"
         elif name in drafter_names():
             fault = "has the name of a drafter of the core"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from drafters.base import NORMED as NORMED
 from drafters.tree import chain_length, depths_of
 
 
@@ -23,6 +24,8 @@ class RequestRows:
     model that grows its tree level by level leaves them. Then there are no known rows, and -1 is the
     token before ``base``.
 
+    ``first_key``: no row sees a key of a slot before it; at most the first row's slot.
+
     ``first_row``, ``first_logit``: where its rows begin in the batch, and its logits among the batch's;
     ``build_batch`` says so.
     """
@@ -34,6 +37,7 @@ class RequestRows:
     block_table: Sequence[int]
     num_logits: int
     num_stored: int = 0
+    first_key: int = 0
     first_row: int = 0
     first_logit: int = 0
 
@@ -42,9 +46,14 @@ class RequestRows:
         return self.num_known + len(self.parents) - self.num_stored
 
     @property
+    def known_end(self) -> int:
+        """The slot after the last known token's."""
+        return self.base + self.num_known
+
+    @property
     def end(self) -> int:
         """The slot after the last row's."""
-        return self.base + self.num_known + len(self.parents)
+        return self.known_end + len(self.parents)
 
     def depths(self) -> list[int]:
         return depths_of(self.parents)
@@ -67,12 +76,16 @@ class Bucket(NamedTuple):
 
 @dataclass(slots=True)
 class InputBatch:
-    """Flat rows, in the order of the requests. ``wants_hidden``: the forward also returns what the output
-    head read. ``bucket``: what the rows were padded to; None: not at all. ``chosen``: the rows' tokens
-    ``[num_rows]``, int64, where only the device knows them yet; ``token_ids`` are stand-ins then."""
+    """Flat rows, in the order of the requests. ``bucket``: what the rows were padded to; None: not at
+    all. ``chosen``: the rows' tokens ``[num_rows]``, int64, where only the device knows them yet;
+    ``token_ids`` are stand-ins then.
+
+    ``hidden_layers``: which hidden states leave the forward. ``k`` of N layers is the residual stream
+    that enters decoder layer k, before any norm; N is what leaves the last layer; ``NORMED`` are those
+    behind the final norm, which the output head reads."""
 
     requests: Sequence[RequestRows]
-    wants_hidden: bool = False
+    hidden_layers: tuple[int, ...] = ()
     bucket: Bucket | None = None
     chosen: torch.Tensor | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -90,10 +103,10 @@ class InputBatch:
 
 
 def build_batch(
-    requests: Sequence[RequestRows], block_size: int, wants_hidden: bool = False
+    requests: Sequence[RequestRows], block_size: int, hidden_layers: tuple[int, ...] = ()
 ) -> InputBatch:
     """Lay the requests' rows one after another, and tell each where its own are."""
-    batch = InputBatch(requests, wants_hidden)
+    batch = InputBatch(requests, hidden_layers)
     for request in requests:
         request.first_row = len(batch.token_ids)
         request.first_logit = len(batch.logits_indices)
@@ -197,14 +210,15 @@ class InputBuffers:
 
 class ForwardOutput(NamedTuple):
     """``logits``: ``[num_logits, vocab_size]``, those of ``logits_indices``, in the model's type.
-    ``hidden``: ``[num_rows, hidden_size]``, what the output head reads, where the batch wants it.
+    ``hidden``: ``[num_rows, hidden_size]`` for each of the batch's ``hidden_layers``, in their order;
+    valid until the next forward, which may write its own to the same memory.
     ``seconds``: of the device, once it is done; None: it was done when the forward returned."""
 
     logits: torch.Tensor
-    hidden: torch.Tensor | None = None
+    hidden: tuple[torch.Tensor, ...] = ()
     seconds: Callable[[], float] | None = None
 
-    def copy(self) -> ForwardOutput:
-        """In memory of its own."""
-        hidden = None if self.hidden is None else self.hidden.clone()
-        return ForwardOutput(self.logits.clone(), hidden)
+    def with_own_logits(self) -> ForwardOutput:
+        """Returns it with logits in memory of their own. Whoever reads hidden states keeps some of their
+        rows, and copies those."""
+        return self._replace(logits=self.logits.clone())

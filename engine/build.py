@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafters.base import Drafter, DrafterContext
+from drafters.base import Drafter, DrafterContext, hidden_layers_of
 from drafters.registry import build_drafters, find_plugins
 from engine.attention.backend import (
     IMPLEMENTATION,
@@ -28,10 +28,10 @@ from engine.attention.backend import (
 from engine.capture.replays import graph_sizes
 from engine.config import EngineConfig
 from engine.core import EngineCore, ModelLimits
-from engine.drafting.eagle import eagle_bytes_per_block, load_eagle
+from engine.drafting.checked import check_drafts
+from engine.drafting.drafts import SMALL_MODEL, Draft, find_drafts, with_bundled_drafts
 from engine.drafting.heads import DraftHeads, prepare_heads
-from engine.drafting.medusa import load_medusa
-from engine.drafting.models import DraftModels, prepare_drafts, with_bundled_draft
+from engine.drafting.models import DraftModels, prepare_drafts
 from engine.grammar.compiler import GrammarCompiler
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
@@ -91,12 +91,12 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     find_plugins(config.drafter_plugins)
     check_backend_name(config.attention_backend)
     check_kv_events(config)
+    completed = with_bundled_drafts(with_fastest_weights(config))
     ranks = join_ranks(config)
-    config = with_fastest_weights(config)
     name = BUNDLED_NAME if config.is_bundled else config.served_model
-    model = _load(config, ranks)
+    model = _load(completed, ranks)
     tokenizer = load_tokenizer(config.served_model, config.revision, config.trust_remote_code)
-    return build_engine_for(model, tokenizer, with_bundled_draft(config), name, ranks), tokenizer
+    return build_engine_for(model, tokenizer, completed, name, ranks), tokenizer
 
 
 def follow_engine(config: EngineConfig) -> None:
@@ -107,7 +107,7 @@ def follow_engine(config: EngineConfig) -> None:
     assert ranks is not None, "a process that follows was launched as a rank"
     model = _load(config, ranks)
     # What the first rank asks of the divided model while it builds takes all of them.
-    prepare_heads(model, config)
+    prepare_heads(model, config, find_drafts(with_bundled_drafts(config)))
     reference_logits(model)
     shapes = attach_attention(model)
     fuse(model)
@@ -173,17 +173,18 @@ def build_engine_for(
     determinism = config.determinism or usual
     num_weights = num_parameters(model)
     eos = eos_token_ids(model, tokenizer)
-    heads = prepare_heads(model, config)
+    found = find_drafts(config)
+    heads = prepare_heads(model, config, found)
     vocab_size = heads.facts.vocab_size
     reference = reference_logits(model)
     quantization = _quantize(model, tokenizer, reference, config)
-    drafts = prepare_drafts(model, tokenizer, config)
+    drafts = prepare_drafts(model, tokenizer, config, found)
     shapes = attach_attention(model)
     exact, failures = determinism == "exact", set[str]()
     if ranks is None and (exact or can_pack(model.device, model.dtype)):
         failures = pack_linears(model, config.max_num_batched_tokens, exact)
     fuse(model)
-    draft_bytes = drafts.bytes_per_block() + eagle_bytes_per_block(heads)
+    draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
     needs = _needs(model, shapes, determinism, config)
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes, ranks)
     attention = build_attention(needs, num_blocks, config.attention_backend)
@@ -192,13 +193,16 @@ def build_engine_for(
     exactness = Exactness()
     if exact:
         exactness = verify_exact(runner, failures, config.determinism == "exact")
-    runner.prepare()
     drafts.attach(runner, shapes, vocab_size, max_model_len)
     constrain = (
         None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos).constraint
     )
-    context = _context(runner, config, vocab_size, drafts, heads, tokenizer)
-    drafters = build_drafters(config.drafters, context, find_plugins(config.drafter_plugins))
+    checked = check_drafts(found, drafts, heads, runner, tokenizer, config, max_model_len)
+    context = _context(runner, config, vocab_size, drafts, heads, tokenizer, found, max_model_len)
+    methods = {key: draft.method for key, draft in found.items()}
+    plugins = find_plugins(config.drafter_plugins)
+    drafters = build_drafters(config.drafters, context, plugins, methods)
+    runner.prepare(hidden_layers_of(drafters.values()))
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     core = _build_core(runner, config, limits, drafters)
     info = EngineInfo(
@@ -221,6 +225,7 @@ def build_engine_for(
         quantization=quantization,
         tensor_parallel_size=config.tensor_parallel_size,
         unserved=unserved_parts(model),
+        drafts={name: info for name, info in checked.items() if name in drafters},
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting)
@@ -301,16 +306,26 @@ def _context(
     drafts: DraftModels,
     heads: DraftHeads,
     tokenizer: PreTrainedTokenizerBase | None,
+    found: Mapping[str, Draft],
+    max_model_len: int,
 ) -> DrafterContext:
     """Returns what the engine lends to drafters; no encoder where the target came without a tokenizer."""
-    lent: dict[str, Callable[..., Any]] = {
-        "draft_model": drafts.get,
-        "medusa_heads": partial(load_medusa, heads, runner),
-        "eagle_head": partial(load_eagle, heads, runner),
-    }
+
+    def draft_model(name: str) -> Any:
+        is_head = name in found and found[name].method != SMALL_MODEL
+        return heads.load(name, runner, max_model_len) if is_head else drafts.get(name)
+
+    lent: dict[str, Callable[..., Any]] = {"draft_model": draft_model}
     if tokenizer is not None:
         lent["encode"] = partial(tokenizer.encode, add_special_tokens=False)
-    return DrafterContext(vocab_size, config.drafter_settings, **lent)
+    own = config.drafter_settings
+    if all(draft.is_bundled for draft in found.values()):
+        # Heads that come with a model have not earned a place in auto yet: it carries the target's
+        # states for them in every step (docs/benchmarks.md).
+        own = {**own, "auto": {"head": "none"} | dict(own.get("auto", {}))}
+    # A draft has the settings of its method.
+    settings = {**own, **{key: own.get(draft.method, {}) for key, draft in found.items()}}
+    return DrafterContext(vocab_size, settings, **lent)
 
 
 def _size_store(
@@ -362,13 +377,6 @@ def _build_core(
     pool = BlockPool(
         runner.store.num_blocks, config.block_size, config.enable_prefix_cache, listener
     )
-    scheduler = Scheduler(
-        pool,
-        config.block_size,
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.prefill_chunk,
-    )
     shed_queue = config.shed_queue or max(1, config.max_num_waiting // 2)
     speculation = Speculation(
         drafters,
@@ -378,6 +386,14 @@ def _build_core(
         pool,
         config.shed_speculation,
         shed_queue,
+    )
+    scheduler = Scheduler(
+        pool,
+        config.block_size,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.prefill_chunk,
+        speculation,
     )
     return EngineCore(
         runner,

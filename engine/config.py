@@ -22,6 +22,7 @@ class EngineConfig:
     """How to build an engine: what has words here is a setting of the server. ``None`` means: decide
     from the model and the machine.
 
+    ``draft``: models and heads that draft, each ``[NAME=]PATH`` (``engine.drafting.drafts``).
     ``drafter_plugins``: names of the drafters that other distributions may bring; None: all, empty: none.
     ``drafter_settings``: by drafter, those of its own settings that are not left at their defaults.
     """
@@ -113,30 +114,27 @@ class EngineConfig:
     drafters: tuple[str, ...] | None = None
     drafter_plugins: tuple[str, ...] | None = None
     drafter_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    draft_model: str | None = described(
+    draft: tuple[str, ...] = ()
+    min_draft_agreement: float | None = described(
         None,
-        "Folder, GGUF file or hub id of a small model with the same tokenizer, for the small_model "
-        "drafter; default: the bundled model's.",
+        "Refuse to start where a draft agrees with the target less often than that at the check at "
+        "start. Default: a warning below 0.2.",
+        ge=0,
+        le=1,
     )
     draft_kv_dtype: Literal["auto", "fp8"] = described(
-        "auto", "Type of the draft model's KV; fp8 halves it and may cost acceptance."
+        "auto", "Type of the KV of small models that draft; fp8 halves it and may cost acceptance."
     )
     quantized: Quantization | None = described(
         None, "Make a copy with such weights for the quantized drafter (needs torchao)."
     )
     quantized_model: Literal["target", "draft"] = described(
-        "target", "Which model the quantized drafter copies."
+        "target", "What the quantized drafter copies; draft: the draft that is called small_model."
     )
     prefix_layers: str | None = described(
         None,
         "Layers of the target for the prefix_layers drafter: how many of the first "
         "(3), or which (0,1,4,5).",
-    )
-    medusa_heads: str | None = described(
-        None, "Folder of heads for the medusa drafter; default: the bundled model's."
-    )
-    eagle_head: str | None = described(
-        None, "Folder of the head for the eagle drafter; default: the bundled model's."
     )
     num_threads: int | None = described(
         None, "CPU threads of the model; default: torch's choice.", ge=1

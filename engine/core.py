@@ -137,6 +137,8 @@ class EngineCore:
         del self._requests[request.request_id]
         self.scheduler.remove(request)
         request.stats.num_failed_drafts = self.speculation.close(request)
+        if not self._requests:  # else the next step does it, for all that have ended by then
+            self.speculation.settle()
 
     # --- faults ---
 
@@ -186,6 +188,8 @@ class EngineCore:
         engine cannot survive; what breaks for one request ends that request."""
         clock = StepClock()
         self._expire()
+        with clock.measure("draft"):
+            self.speculation.settle()
         plan = self.scheduler.plan()
         for _ in plan.admitted:
             self._early.start()
@@ -219,7 +223,8 @@ class EngineCore:
         self._tell_cache()
         sampled = [each for each in done if each.outcome is not None]
         with clock.measure("draft"):
-            self.speculation.observe_hidden(hidden_rows(done, output.hidden))
+            states = dict(zip(batch.hidden_layers, output.hidden, strict=True))
+            self.speculation.observe_hidden(hidden_rows(done, states))
             self.speculation.observe(plan, sampled)
         clock.stop()
         self._report(plan, sampled, batch, clock)
@@ -239,10 +244,12 @@ class EngineCore:
                 block_table=self.pool.block_table(each.request.request_id),
                 num_logits=num_logits,
             )
+        # Those of all drafters or none: steps then are of two kinds, and so are recordings of them.
+        reads_hidden = any(each.hidden_layers for each in plan.scheduled)
         return build_batch(
             [each.rows for each in plan.scheduled],
             self.pool.block_size,
-            wants_hidden=any(each.wants_hidden for each in plan.scheduled),
+            self.speculation.hidden_layers if reads_hidden else (),
         )
 
     def _verify(

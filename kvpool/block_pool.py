@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,7 +54,8 @@ class BlockTable:
 
     ``block_ids`` are ints of 32 bits, as kernels read them: a step that copies the table copies memory.
     ``digest`` names the last full committed block (at first the tenant's root); None: this request
-    publishes nothing.
+    publishes nothing. ``takes_names``: it computes what it found in the cache but could not use, so that
+    what it publishes is worth more than what has the name already.
     """
 
     digest: bytes | None
@@ -62,6 +63,7 @@ class BlockTable:
     num_committed_blocks: int = 0
     num_committed_tokens: int = 0
     cache_salt: str = ""
+    takes_names: bool = False
 
     @property
     def num_draft_blocks(self) -> int:
@@ -95,6 +97,8 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._tables: dict[str, BlockTable] = {}
         self._cache = PrefixCache()
+        self._nameless: set[int] = set()
+        """Committed blocks whose name went to another block. Several requests may hold one still."""
         self._listener = listener
         self._num_draft = 0
         self._num_committed = 0
@@ -108,6 +112,7 @@ class BlockPool:
         cache_salt: str,
         max_cached_tokens: int,
         is_new: bool = True,
+        num_usable: Callable[[Sequence[int]], int] | None = None,
     ) -> int:
         """Start a table with the longest cached run of full blocks; returns ``num_cached_tokens``.
 
@@ -115,6 +120,11 @@ class BlockPool:
         caller needs at least one row's logits, so it passes less than ``len(token_ids)``); 0 asks
         the cache nothing and counts no query. Nor does a request that is not new: what comes back
         after a preemption finds its own blocks, which says nothing of the cache.
+
+        ``num_usable`` is asked of the blocks that were found, if there are any: how many of their
+        tokens, from the first on, are of use to the request, or more if all are. The hit is cut to
+        the full blocks among these. The request computes the rest into blocks of its own, and once
+        they are full they take over the names of those that it could not use.
         """
         if request_id in self._tables:
             raise BlockPoolError(f"request {request_id!r} is already open")
@@ -124,7 +134,10 @@ class BlockPool:
             self._tables[request_id] = BlockTable(digest=None)
             return 0
         most = min(max_cached_tokens, len(token_ids))
-        digest, block_ids = self._match(token_ids, cache_salt, most)
+        digests, block_ids = self._match(token_ids, cache_salt, most)
+        num_found = len(block_ids)
+        if block_ids and num_usable is not None:
+            del block_ids[self._num_full_blocks(num_usable(block_ids)) :]
         num_cached_tokens = len(block_ids) * self.block_size
         if is_new and max_cached_tokens > 0:
             self.num_prefix_queries += len(token_ids)
@@ -135,7 +148,12 @@ class BlockPool:
                 self._num_committed += 1
             self._ref_counts[block_id] += 1
         self._tables[request_id] = BlockTable(
-            digest, block_ids, len(block_ids), num_cached_tokens, cache_salt
+            digests[len(block_ids)],
+            block_ids,
+            len(block_ids),
+            num_cached_tokens,
+            cache_salt,
+            takes_names=len(block_ids) < num_found,
         )
         return num_cached_tokens
 
@@ -170,7 +188,8 @@ class BlockPool:
         """The first ``num_computed_tokens`` of ``token_ids`` are final, and their KV is in its slots.
 
         Draft blocks that they reach into become committed; newly full blocks are published, unless
-        an equal block is in the cache already: then the request's own stays private. Costs time in
+        an equal block is in the cache already: then the request's own stays private, or takes over the
+        name where the request could not use what it found (``open``). Costs time in
         proportion to the newly committed tokens. Raises BlockPoolError beyond the covered slots,
         beyond ``token_ids``, or if fewer tokens are named than last time.
         """
@@ -246,19 +265,25 @@ class BlockPool:
             raise BlockPoolError(f"a number of tokens is negative: {num_tokens}")
         return -(-num_tokens // self.block_size)
 
+    def _num_full_blocks(self, num_tokens: int) -> int:
+        if num_tokens < 0:
+            raise BlockPoolError(f"a number of tokens is negative: {num_tokens}")
+        return num_tokens // self.block_size
+
     def _match(
         self, token_ids: Sequence[int], cache_salt: str, max_tokens: int
-    ) -> tuple[bytes, array[int]]:
-        digest = root_digest(cache_salt)
+    ) -> tuple[list[bytes], array[int]]:
+        """Returns the blocks that were found, and what names them: the root, then a digest for each."""
+        digests = [root_digest(cache_salt)]
         block_ids = array("i")
         for start in range(0, max_tokens - self.block_size + 1, self.block_size):
-            next_digest = block_digest(digest, token_ids[start : start + self.block_size])
-            block_id = self._cache.lookup(next_digest)
+            digest = block_digest(digests[-1], token_ids[start : start + self.block_size])
+            block_id = self._cache.lookup(digest)
             if block_id is None:
                 break
-            digest = next_digest
+            digests.append(digest)
             block_ids.append(block_id)
-        return digest, block_ids
+        return digests, block_ids
 
     def _lease(self, table: BlockTable) -> None:
         """One more draft block; the caller has seen that there is one."""
@@ -290,12 +315,24 @@ class BlockPool:
         if is_new and self._listener is not None:
             before = parent if index else None
             self._listener.stored(table.digest, before, own, table.cache_salt)
+        if not is_new and table.takes_names:
+            self._take_name(table.digest, table.block_ids[index])
+
+    def _take_name(self, digest: bytes, block_id: int) -> None:
+        """The block is found by the name from now on. What can be found is the same, so that listeners
+        hear nothing."""
+        old = self._cache.rename(digest, block_id)
+        if self._ref_counts[old]:
+            self._nameless.add(old)
+        else:
+            self._free.append(old)
 
     def _release(self, block_id: int) -> None:
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id]:
             return
         self._num_committed -= 1
+        self._nameless.discard(block_id)
         if self._cache.is_published(block_id):
             self._cache.release(block_id)
         else:
@@ -336,16 +373,17 @@ class BlockPool:
         """Shared blocks are full, committed, at one place of the sequence, and came from the cache.
 
         A reset of the cache takes the digests of blocks in use, and with them their holders' right to
-        publish: only between such holders may a block without a digest be shared.
+        publish: only between such holders may a block without a digest be shared, or where its name
+        went to another block.
         """
         whose = f"block {block_id}, shared by {[request_id for request_id, _ in places]}"
         _require(len({index for _, index in places}) == 1, f"{whose}: at different places")
-        is_named = self._cache.is_published(block_id)
+        was_named = self._cache.is_published(block_id) or block_id in self._nameless
         for request_id, index in places:
             table = self._tables[request_id]
             is_full = index < table.num_committed_tokens // self.block_size
             _require(is_full, f"{whose}: {request_id!r} may write to it")
-            _require(is_named or table.digest is None, f"{whose}: it is private")
+            _require(was_named or table.digest is None, f"{whose}: it is private")
 
     def _check_states(self, num_holders: dict[int, int]) -> None:
         """Every block is in exactly one of: tables, the free list, the idle blocks of the cache."""
@@ -357,6 +395,12 @@ class BlockPool:
             _require(states[block_id] == 1, f"block {block_id}: in {states[block_id]} states")
         named = [block_id for block_id in self._free if self._cache.is_published(block_id)]
         _require(not named, f"blocks {named}: free, but still published")
+        nameless = [
+            block_id
+            for block_id in self._nameless
+            if block_id not in num_holders or self._cache.is_published(block_id)
+        ]
+        _require(not nameless, f"blocks {nameless}: lost their names, but are published or unused")
         num_draft = sum(table.num_draft_blocks for table in self._tables.values())
         for name, expected in (("draft", num_draft), ("committed", len(num_holders) - num_draft)):
             counted = self.counts()[name]

@@ -66,6 +66,16 @@ class PrefixCache:
         self._digest_of[block_id] = digest
         return True
 
+    def rename(self, digest: bytes, block_id: int) -> int:
+        """Give a name that is in use to a held block. Returns the block that had it, which is published
+        no more, nor idle."""
+        old = self._block_of[digest]
+        del self._digest_of[old]
+        self._idle.pop(old, None)
+        self._block_of[digest] = block_id
+        self._digest_of[block_id] = digest
+        return old
+
     def hold(self, block_id: int) -> None:
         """An idle block is used again."""
         del self._idle[block_id]

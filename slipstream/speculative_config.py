@@ -139,7 +139,7 @@ class SpeculativeConfig:
             "drafters": tuple(dict.fromkeys((NO_DRAFTER, self.draft_strategy))),
         }
         if self.draft_strategy in _MODELS and self.draft_model_path is not None:
-            changes["draft_model"] = self.draft_model_path
+            changes["draft"] = (f"small_model={self.draft_model_path}",)
         if self.draft_strategy == "quantized":
             changes["quantized"] = self.draft_quant_dtype or _USUAL_QUANT_DTYPE
             changes["quantized_model"] = "target" if self.draft_model_path is None else "draft"

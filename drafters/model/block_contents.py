@@ -5,6 +5,8 @@ prefix cache, freed, reused, handed back after preemption, and most are filled f
 used this drafter. So it is remembered per block what was written there, down to the token and with a
 digest of everything before it, and a request that gets the block compares. Equal text is valid and
 nothing else is; rows of accepted drafts are found to be the text's.
+
+Some methods have no row for the first token of a text. Its slot is not written, and counts as if it were.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ def _digest(before: bytes, token_ids: Sequence[int]) -> bytes:
 
 class TextDigests:
     """A request's growing text, named block by block: ``digests[i]`` stands for its first i blocks
-    and the tenant."""
+    and the tenant, ``first_token_id`` is its first token."""
 
     def __init__(self, cache_salt: str, block_size: int) -> None:
         self._block_size = block_size
-        self.digests = [blake2b(cache_salt.encode(), digest_size=32).digest()]
+        salt = cache_salt.encode("utf-8", "surrogatepass")
+        self.digests = [blake2b(salt, digest_size=32).digest()]
+        self.first_token_id = -1
 
     @property
     def root(self) -> bytes:
@@ -33,6 +37,7 @@ class TextDigests:
 
     def update(self, token_ids: Sequence[int]) -> None:
         """Takes in what was appended; earlier tokens do not change."""
+        self.first_token_id = token_ids[0] if token_ids else -1
         size = self._block_size
         for start in range((len(self.digests) - 1) * size, len(token_ids) - size + 1, size):
             self.digests.append(_digest(self.digests[-1], token_ids[start : start + size]))
@@ -47,18 +52,27 @@ class _Block:
 
 
 class BlockContents:
-    """At most one record per block of the pool."""
+    """At most one record per block of the pool. ``first_row``: the first token of a text that has a row,
+    0 or 1."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, first_row: int = 0) -> None:
         self._size = block_size
+        self._first_row = first_row
         self._blocks: dict[int, _Block] = {}
         self._digests: dict[int, bytes] = {}
         """The digests of full blocks: of a block's text and everything before it."""
+        self._ends: dict[int, bytes] = {}
+        """The same of blocks behind whose last token the target's state is kept."""
 
     def num_valid(
         self, block_table: Sequence[int], text: TextDigests, token_ids: Sequence[int], most: int
     ) -> int:
         """Returns how many of the first ``most`` tokens have their rows in these blocks without a gap."""
+        return max(self._num_equal(block_table, text, token_ids, most), min(self._first_row, most))
+
+    def _num_equal(
+        self, block_table: Sequence[int], text: TextDigests, token_ids: Sequence[int], most: int
+    ) -> int:
         num_full = most // self._size
         held = list(map(self._digests.get, block_table[:num_full]))
         wanted = text.digests[1 : num_full + 1]
@@ -89,14 +103,16 @@ class BlockContents:
                 self._digests.pop(block_id, None)
 
     def write(
-        self, block_table: Sequence[int], root: bytes, first: int, token_ids: Sequence[int]
+        self, block_table: Sequence[int], text: TextDigests, first: int, token_ids: Sequence[int]
     ) -> None:
         """Rows from position ``first`` on hold these tokens, and saw the valid rows before them."""
+        if first and first == self._first_row and token_ids:
+            first, token_ids = 0, [text.first_token_id, *token_ids]
         for position, token_id in enumerate(token_ids, first):
             index, offset = divmod(position, self._size)
             block_id = block_table[index]
             if offset == 0:
-                before = root if index == 0 else self._digests[block_table[index - 1]]
+                before = text.root if index == 0 else self._digests[block_table[index - 1]]
                 self._digests.pop(block_id, None)
                 self._blocks[block_id] = _Block(before)
             block = self._blocks[block_id]
@@ -107,3 +123,19 @@ class BlockContents:
                 self._digests[block_id] = _digest(block.before, block.token_ids)
             else:
                 self._digests.pop(block_id, None)
+
+    # The states behind full blocks
+
+    def keep_ends(
+        self, block_table: Sequence[int], text: TextDigests, first: int, count: int
+    ) -> None:
+        """The target's states of the tokens at positions ``first .. first + count - 1`` are kept as far
+        as these are the last ones of their blocks."""
+        for index in range(first // self._size, (first + count) // self._size):
+            self._ends[block_table[index]] = text.digests[index + 1]
+
+    def has_end(self, block_table: Sequence[int], text: TextDigests, position: int) -> bool:
+        """Whether the state before ``position``, the first one of a block, is kept."""
+        index, offset = divmod(position, self._size)
+        kept = self._ends.get(block_table[index - 1]) if index and not offset else None
+        return kept is not None and kept == text.digests[index]

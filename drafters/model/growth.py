@@ -12,12 +12,13 @@ and every node that is run gets its full number of children.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from drafters.base import DraftRequest
+from drafters.base import DraftRequest, DraftShape
 from drafters.model.protocol import Candidates, DraftRows
-from drafters.tree import ROOT, DraftTree, TreeBuilder, chain_length
+from drafters.tree import ROOT, Branch, DraftTree, TreeBuilder, best_first, chain_length
 
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 NUM_LEVELS = len(_EDGES) + 1
@@ -44,6 +45,12 @@ Calibrate = Callable[[int, float], float]
 """``calibrate(feature, confidence)``: probability that such a node is accepted once its parent is."""
 
 
+def own_opinion(feature: int, confidence: float) -> float:
+    """A ``Calibrate`` that takes the draft model's word."""
+    del feature
+    return confidence
+
+
 @dataclass(slots=True)
 class DraftGrowth:
     """``base``: the position after the anchor, where the first node's slot is. ``min_survival``: no
@@ -60,6 +67,8 @@ class DraftGrowth:
     _depth: int = 0
     _stored: list[int] = field(default_factory=list)
     """Nodes that were run, in the order of their slots."""
+    _whole: DraftTree | None = None
+    """What became of positions that were drafted at once."""
 
     @property
     def base(self) -> int:
@@ -88,6 +97,15 @@ class DraftGrowth:
         """The most levels that a chain can have."""
         return min(self.max_depth, self.ask.max_nodes)
 
+    def add_first(self, candidates: Sequence[Candidates]) -> None:
+        """Takes what may follow the anchor; of a model that drafts several tokens at once what may stand
+        at each of the positions behind it, and then the draft is whole."""
+        if len(candidates) == 1:
+            self.add_level([ROOT], candidates)
+        else:
+            ask = self.ask
+            self._whole = product_tree(candidates, ask.max_nodes, ask.shape, self.calibrate)
+
     def add_level(self, nodes: Sequence[int], candidates: Sequence[Candidates]) -> None:
         """Hangs each node's candidates under it; ``[ROOT]`` first, then what ``frontier`` was."""
         self._depth += 1
@@ -111,7 +129,7 @@ class DraftGrowth:
 
     def tree(self) -> DraftTree:
         """Returns at most ``max_nodes`` nodes, the likeliest chain first."""
-        return self.nodes.best(self.ask.max_nodes)
+        return self.nodes.best(self.ask.max_nodes) if self._whole is None else self._whole
 
     # Inside
 
@@ -167,3 +185,54 @@ class DraftGrowth:
         likely = [node for node in newest if self.nodes.weights[node] >= self.min_survival]
         likely.sort(key=lambda node: (-self.nodes.weights[node], node))
         self.frontier = likely[: min(self.ask.shape.width, room)]
+
+
+def product_tree(
+    levels: Sequence[Candidates],
+    max_nodes: int,
+    shape: DraftShape,
+    calibrate: Calibrate = own_opinion,
+) -> DraftTree:
+    """Returns the ``max_nodes`` paths with the largest product of acceptances, within ``shape``: the best
+    tree under its budget where positions are guessed apart from each other (DDTree, arXiv 2604.12989).
+
+    ``levels[d]`` may stand at depth ``d + 1``, best first. A path is never likelier than its
+    beginning, so the best ``n`` are a tree for every ``n``: they are found by taking the best open
+    node and opening its first child and its next sibling. The likeliest chain comes first.
+
+    Candidates that were sampled keep their distribution. They all carry one confidence per depth, so the
+    shape of the tree does not depend on what was sampled, and siblings are kept in the order sampled.
+    """
+    depth = min(len(levels), shape.depth)
+
+    accepted = [_acceptances(level, shape.width, calibrate) for level in levels[:depth]]
+
+    def branch(above: float, parent: int, ranks: tuple[int, ...]) -> Iterator[Branch]:
+        """The node of these ranks, if there is one; ``above``: its parent's product."""
+        at, rank = len(ranks), ranks[-1]
+        if at <= depth and rank < len(accepted[at - 1]):
+            level, share = levels[at - 1], accepted[at - 1][rank]
+            feature = feature_of(level.confidences[rank], rank)
+            yield Branch(above * share, parent, level.token_ids[rank], feature, (ranks, above))
+
+    def expand(node: int, taken: Branch) -> Iterator[Branch]:
+        ranks, above = taken.state
+        yield from branch(taken.weight, node, (*ranks, 0))
+        yield from branch(above, taken.parent, (*ranks[:-1], ranks[-1] + 1))
+
+    tree = best_first(branch(1.0, ROOT, (0,)), expand, max_nodes)
+    sampled: dict[int, Any] = {}
+    for parent, at in zip(tree.parents, tree.depths(), strict=True):
+        distribution = levels[at - 1].distribution
+        if distribution is not None:
+            sampled[parent] = distribution
+    return replace(tree, draft_probs=sampled) if sampled else tree
+
+
+def _acceptances(level: Candidates, width: int, calibrate: Calibrate) -> list[float]:
+    """Returns how likely each candidate of a position is to be accepted, never above its elder's."""
+    found, most = [], 1.0
+    for rank, sure in enumerate(level.confidences[:width]):
+        most = min(most, calibrate(feature_of(sure, rank), sure))
+        found.append(most)
+    return found

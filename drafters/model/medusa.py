@@ -8,8 +8,8 @@ this step and under the request's budget, where the original fixes one shape for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,15 @@ from drafters.base import (
     DrafterInfo,
     DrafterNeeds,
     DraftRequest,
-    DraftShape,
     HiddenRows,
     NewRequest,
     Observation,
     RequestState,
     drafter,
 )
-from drafters.model.growth import feature_of
-from drafters.model.protocol import Candidates, PredictionHeads
-from drafters.tree import EMPTY, ROOT, Branch, DraftTree, best_first
+from drafters.model.growth import product_tree
+from drafters.model.protocol import PredictionHeads
+from drafters.tree import EMPTY, DraftTree
 
 NUM_CANDIDATES = 10
 """Per head, as in the original."""
@@ -50,7 +49,7 @@ class MedusaDrafter(Drafter):
         "medusa",
         "Trained heads on the target's last hidden state guess one token each, several ahead. Best "
         "where the text is like what the heads were trained on.",
-        needs=DrafterNeeds(hidden_rows=True),
+        needs=DrafterNeeds(hidden_rows=True, draft_model="draft"),
         cost="One small product for all heads and the output head over a row per head.",
         samples=True,
     )
@@ -61,7 +60,7 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def build(cls, context: DrafterContext) -> MedusaDrafter:
-        return cls(context.medusa_heads())
+        return cls(context.draft_model(cls.info.name))
 
     def start(self, request: NewRequest) -> _LastRow:  # noqa: ARG002
         return _LastRow()
@@ -70,8 +69,9 @@ class MedusaDrafter(Drafter):
         """Keeps the last row: the one that chose the anchor."""
         for each in rows:
             state = self._states[each.request_id]
-            state.hidden = each.hidden[-1]
-            state.position = each.first_position + len(each.hidden) - 1
+            (hidden,) = each.hidden
+            state.hidden = hidden[-1]
+            state.position = each.first_position + len(hidden) - 1
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Drafts nothing where the anchor's predecessor has not been seen: in a request's first step."""
@@ -107,37 +107,3 @@ class MedusaDrafter(Drafter):
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Nothing to learn: the heads stay as they are."""
-
-
-def product_tree(levels: Sequence[Candidates], max_nodes: int, shape: DraftShape) -> DraftTree:
-    """Returns the ``max_nodes`` paths with the largest product of confidences, within ``shape``.
-
-    ``levels[d]`` may stand at depth ``d + 1``, best first. A path is never likelier than its
-    beginning, so the best ``n`` are a tree for every ``n``: they are found by taking the best open
-    node and opening its first child and its next sibling. The likeliest chain comes first.
-
-    Candidates that were sampled keep their distribution. They all carry one confidence per depth, so the
-    shape of the tree does not depend on what was sampled, and siblings are kept in the order sampled.
-    """
-    depth = min(len(levels), shape.depth)
-
-    def branch(above: float, parent: int, ranks: tuple[int, ...]) -> Iterator[Branch]:
-        """The node of these ranks, if there is one; ``above``: its parent's product."""
-        at, rank = len(ranks), ranks[-1]
-        if at <= depth and rank < min(shape.width, len(levels[at - 1].token_ids)):
-            sure = levels[at - 1].confidences[rank]
-            token_id, feature = levels[at - 1].token_ids[rank], feature_of(sure, rank)
-            yield Branch(above * min(sure, 1.0), parent, token_id, feature, (ranks, above))
-
-    def expand(node: int, taken: Branch) -> Iterator[Branch]:
-        ranks, above = taken.state
-        yield from branch(taken.weight, node, (*ranks, 0))
-        yield from branch(above, taken.parent, (*ranks[:-1], ranks[-1] + 1))
-
-    tree = best_first(branch(1.0, ROOT, (0,)), expand, max_nodes)
-    sampled: dict[int, Any] = {}
-    for parent, at in zip(tree.parents, tree.depths(), strict=True):
-        distribution = levels[at - 1].distribution
-        if distribution is not None:
-            sampled[parent] = distribution
-    return replace(tree, draft_probs=sampled) if sampled else tree

@@ -28,14 +28,14 @@ from drafters.base import (
     RequestState,
     drafter,
 )
+from drafters.batch_times import BatchTimes
 from drafters.model.block_contents import BlockContents, TextDigests
 from drafters.model.growth import DraftGrowth, is_first_child
 from drafters.model.protocol import DraftModel, DraftRows, Levels
-from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, chain_length
+from drafters.tree import EMPTY, FORCED, DraftTree, chain_length
 
 _STRENGTH = 8.0
 """The draft model's own opinion counts as so many nodes of a feature."""
-_EMA = 0.1
 _DECAY = 0.995
 
 OPTIONS = (
@@ -50,7 +50,7 @@ OPTIONS = (
 
 
 @dataclass(slots=True)
-class _DraftedText(RequestState):
+class DraftedText(RequestState):
     """A request's options and text."""
 
     min_confidence: float
@@ -58,12 +58,12 @@ class _DraftedText(RequestState):
 
 
 @dataclass(frozen=True, slots=True)
-class _FirstRound:
+class FirstRound:
     """A request that drafts in this step, and the known tokens that its first round feeds."""
 
     index: int
     ask: DraftRequest
-    state: _DraftedText
+    state: DraftedText
     num_valid: int
 
     @property
@@ -106,22 +106,6 @@ def _counted(counts: tuple[float, float], accepted: bool) -> tuple[float, float]
     return counts[0] * _DECAY + accepted, counts[1] * _DECAY + 1.0
 
 
-class RoundTimes:
-    """Seconds of a round by its number of rows, rounded up to a power of two."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-
-    def observe(self, num_rows: int, seconds: float) -> None:
-        key = num_rows.bit_length()
-        known = self._seconds.get(key, seconds)
-        self._seconds[key] = known + _EMA * (min(seconds, 4 * known) - known)
-
-    def expect(self, num_rows: int) -> float:
-        """0 while no round of about that size has been timed."""
-        return self._seconds.get(num_rows.bit_length(), 0.0)
-
-
 class ModelDrafter(Drafter):
     """See the module. Nothing learned from one tenant's text reaches another: calibration counts hold
     no tokens, and rows are found by digests that start with the tenant's cache_salt."""
@@ -129,17 +113,18 @@ class ModelDrafter(Drafter):
     def __init__(self, model: DraftModel) -> None:
         super().__init__()
         self._model = model
-        self._contents = BlockContents(model.block_size)
+        self.num_slots = model.num_slots
+        self._contents = BlockContents(model.block_size, model.first_row)
         self._calibration = Calibration()
-        self._times = RoundTimes()
+        self._times = BatchTimes()
 
     @classmethod
     def build(cls, context: DrafterContext) -> ModelDrafter:
         return cls(context.draft_model(cls.info.name))
 
-    def start(self, request: NewRequest) -> _DraftedText:
+    def start(self, request: NewRequest) -> DraftedText:
         text = TextDigests(request.cache_salt, self._model.block_size)
-        return _DraftedText(float(request.options["min_confidence"]), text)
+        return DraftedText(float(request.options["min_confidence"]), text)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Raises KeyError for a request that is not open."""
@@ -151,7 +136,8 @@ class ModelDrafter(Drafter):
         """See ``Drafter``. The first round is begun here, and all rounds of chains that run ahead."""
         trees = [EMPTY] * len(requests)
         asks = enumerate(requests)
-        rows = self._deal([self._first_round(at, ask) for at, ask in asks if self._has_room(ask)])
+        turns = [self._first_round(at, ask) for at, ask in asks if self._has_room(ask)]
+        rows = self._deal([turn for turn in turns if self._can_feed(turn)])
         if not rows:
             return lambda: trees
         growths = {turn.index: self._growth(turn) for turn, first in rows if first.num_scored}
@@ -165,7 +151,7 @@ class ModelDrafter(Drafter):
             self._wrote(levels[0])
             for (turn, _), candidates in zip(rows, found.candidates[0], strict=True):
                 if turn.index in growths:
-                    growths[turn.index].add_level([ROOT], candidates)
+                    growths[turn.index].add_first(candidates)
             self._read_ahead(growths.values(), levels, found)
             self._grow_on(growths.values())
             for index, growth in growths.items():
@@ -180,25 +166,29 @@ class ModelDrafter(Drafter):
 
     # The first round: known tokens
 
-    def _first_round(self, index: int, ask: DraftRequest) -> _FirstRound:
+    def _first_round(self, index: int, ask: DraftRequest) -> FirstRound:
         state, most = self._states[ask.request_id], len(ask.token_ids) - 1
         if not self._model.owns_rows:
-            return _FirstRound(index, ask, state, min(ask.num_computed_tokens, most))
+            return FirstRound(index, ask, state, min(ask.num_computed_tokens, most))
         state.text.update(ask.token_ids)
         valid = self._contents.num_valid(ask.block_table, state.text, ask.token_ids, most)
-        return _FirstRound(index, ask, state, valid)
+        return FirstRound(index, ask, state, valid)
 
     def _has_room(self, ask: DraftRequest) -> bool:
         return ask.depth > 0 and len(ask.token_ids) < self._model.max_len
 
-    def _deal(self, turns: Sequence[_FirstRound]) -> list[tuple[_FirstRound, DraftRows]]:
+    def _can_feed(self, turn: FirstRound) -> bool:  # noqa: ARG002
+        """Whether all that the rows of known tokens read is at hand."""
+        return True
+
+    def _deal(self, turns: Sequence[FirstRound]) -> list[tuple[FirstRound, DraftRows]]:
         """Returns rows within the budget, those with the least to catch up first. Requests whose rows
         reach to the anchor have that one scored, and draft.
 
         Requests that share blocks may lack the same rows: then one of them waits, and finds the rows
         written at its next turn.
         """
-        rows: list[tuple[_FirstRound, DraftRows]] = []
+        rows: list[tuple[FirstRound, DraftRows]] = []
         claimed: set[int] = set()
         budget, size = self._model.max_catch_up_rows, self._model.block_size
         for turn in sorted(turns, key=lambda turn: (turn.lag, turn.index)):
@@ -217,9 +207,13 @@ class ModelDrafter(Drafter):
 
     # Later rounds: drafted tokens
 
-    def _growth(self, turn: _FirstRound) -> DraftGrowth:
+    def _growth(self, turn: FirstRound) -> DraftGrowth:
         ask = turn.ask
         depth = min(ask.shape.depth, self._model.max_len - len(ask.token_ids))
+        if self._model.most_depth is not None:
+            depth = min(depth, self._model.most_depth)
+        if self._model.num_parallel > 1:
+            depth = min(depth, 1)  # there is one level, which is all of the draft
         return DraftGrowth(ask, turn.state.min_confidence, depth, self._calibration.acceptance)
 
     def _chains_ahead(self, growths: Iterable[DraftGrowth]) -> list[list[DraftRows]]:
@@ -277,20 +271,25 @@ class ModelDrafter(Drafter):
     # What is known of the model's store
 
     def _forget(self, rows: Sequence[DraftRows]) -> None:
-        """These rows are about to be overwritten."""
-        if self._model.owns_rows:
-            for each in rows:
-                self._contents.forget(each.ask.block_table, each.first, len(each.token_ids))
+        """These rows are about to be overwritten, and what a first level has behind the anchor."""
+        if not self._model.owns_rows:
+            return
+        for each in rows:
+            table, count = each.ask.block_table, len(each.token_ids)
+            if each.num_scored and each.base < len(each.ask.token_ids):
+                count += self._model.num_slots
+            room = len(table) * self._model.block_size - each.first
+            self._contents.forget(table, each.first, min(count, room))
 
     def _wrote(self, rows: Sequence[DraftRows]) -> None:
         """These rows were run, and are known by their tokens."""
         if self._model.owns_rows:
             for each in rows:
-                root = self._states[each.ask.request_id].text.root
                 tokens = each.token_ids
                 if each.parents:  # only these stand where an accepted text would have them
                     tokens = tokens[: max(0, chain_length(each.parents) - each.num_stored)]
-                self._contents.write(each.ask.block_table, root, each.first, tokens)
+                text = self._states[each.ask.request_id].text
+                self._contents.write(each.ask.block_table, text, each.first, tokens)
 
 
 @drafter
@@ -301,7 +300,7 @@ class SmallModelDrafter(ModelDrafter):
         "small_model",
         "A small model with the target's tokenizer guesses what the target will write.",
         options=OPTIONS,
-        needs=DrafterNeeds(draft_slots=True, draft_model="small"),
+        needs=DrafterNeeds(draft_slots=True, draft_model="draft"),
         cost="One forward of the small model per depth, and KV memory for it beside the target's.",
         samples=True,
     )

@@ -77,9 +77,20 @@ class DraftModel(Reader, Protocol):
     otherwise it reads the target's committed rows, and what it writes is overwritten by verification.
     ``max_catch_up_rows``: the most rows of known text per ``propose``. ``max_len``: positions it has.
     ``runs_ahead``: the host has to wait to read what was chosen, so chains run all levels before.
+    ``first_row``: the first token of a text that has a row, 0 or 1. ``keeps_anchor``: the anchor's row is
+    the text's; otherwise it is of use to one draft alone, and rows count as written up to the token
+    before. ``num_parallel``: the tokens that the first level drafts: with more than one it has as many
+    scored rows for each request that drafts, one for each position behind the anchor, and there is
+    no other level. ``most_depth``: how deep it can draft; None: as deep as is asked. ``num_slots``: the
+    slots behind the anchor that a first level wants whatever it is to draft.
     """
 
     owns_rows: bool
+    first_row: int
+    keeps_anchor: bool
+    num_parallel: int
+    most_depth: int | None
+    num_slots: int
     block_size: int
     max_len: int
     max_catch_up_rows: int
@@ -97,10 +108,21 @@ class DraftModel(Reader, Protocol):
 
 
 class FeatureModel(DraftModel, Protocol):
-    """A draft model that reads hidden states."""
+    """A draft model that reads hidden states. With ``keeps_anchor`` a token's row reads the state of the
+    token before, since its own is not known while it is the anchor; otherwise its own.
+    ``hidden_layers``: the layers whose states it reads."""
 
-    def take_hidden(self, request_id: str, first: int, hidden: Any) -> None:
-        """The target's states of newly committed tokens from position ``first`` on."""
+    hidden_layers: tuple[int, ...]
+
+    def take_hidden(
+        self, request_id: str, first: int, hidden: Sequence[Any], block_table: Sequence[int]
+    ) -> None:
+        """The target's states of newly committed tokens from position ``first`` on, as in
+        ``HiddenRows``. With ``keeps_anchor`` those of the last tokens of blocks are kept under the
+        blocks' ids, too: what follows a cached prefix reads them."""
+
+    def known(self, request_id: str) -> range:
+        """Returns the positions of the states that are kept for a request, without a gap."""
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request."""

@@ -47,12 +47,15 @@ class KVShape:
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """A layer's options. ``scaling`` of scores: None is the usual one. ``window``: how many positions a
-    row sees, its own included. ``softcap``: as in Gemma 2; ``sinks``: as in GPT-OSS."""
+    row sees, its own included. ``softcap``: as in Gemma 2; ``sinks``: as in GPT-OSS. ``sees_block``: the
+    known rows of a request see each other in both directions, and a window limits what is before a row
+    alone."""
 
     scaling: float | None
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None  # [num_heads]
+    sees_block: bool = False
 
 
 def stored_dtype(setting: Literal["auto", "fp8"]) -> torch.dtype | None:
@@ -281,7 +284,8 @@ def slipstream_attention(
     slipstream_plan: AttentionPlan | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Answers a layer of a model of transformers: ``[1, num_rows, num_heads, value_dim]``.
+    """Answers a layer of a model of transformers: ``[1, num_rows, num_heads, value_dim]``. A module whose
+    rows see their block has a true ``sees_block``.
 
     Raises RuntimeError where a model does not hand the plan down or brings a mask of its own.
     """
@@ -294,7 +298,9 @@ def slipstream_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        AttentionOptions(scaling, sliding_window, softcap, s_aux),
+        AttentionOptions(
+            scaling, sliding_window, softcap, s_aux, getattr(module, "sees_block", False)
+        ),
     )
     return output.unsqueeze(0), None
 

@@ -34,6 +34,8 @@ _WORTH_A_TEAM = 1 << 20
 """Pairs of a query and a key, times their dimensions: fewer are done sooner than a team has begun."""
 _ROWS_FOR_A_TEAM = 64
 _TASKS_PER_THREAD = 2
+_NO_WINDOW = 1 << 62
+"""More keys than any text has."""
 
 
 @attention_backend("paged")
@@ -84,7 +86,7 @@ class _Layer:
         scale = keys.shape[2] ** -0.5 if options.scaling is None else options.scaling
         self.numbers = (
             *(keys.stride(1), values.stride(1), keys.shape[1], share, *self.dims),
-            *(options.window or 0, scale, options.softcap or 0.0, LARGEST_KEY),
+            *(options.window or _NO_WINDOW, scale, options.softcap or 0.0, LARGEST_KEY),
         )
 
     def serves(self, options: AttentionOptions) -> bool:
@@ -95,8 +97,8 @@ class _Layer:
         )
 
 
-_Shape = tuple[int, int, int, int]
-"""Key heads, query heads, padded dimensions of keys and of values."""
+_Kind = tuple[int, int, int, int, bool]
+"""Key heads, query heads, padded dimensions of keys and of values, whether rows see their block."""
 
 
 class PagedPlan:
@@ -105,7 +107,7 @@ class PagedPlan:
         self._batch = batch
         self._inputs = inputs
         self._num_threads = torch.get_num_threads()
-        self._steps: dict[_Shape, _Step] = {}
+        self._steps: dict[_Kind, _Step] = {}
 
     def attend(
         self,
@@ -121,34 +123,34 @@ class PagedPlan:
         key_dim, value_dim = told.dims
         query, key = (_padded(each, key_dim) for each in (query, key))
         own_dim, value = value.shape[2], _padded(value, value_dim)
-        shape = key.shape[1], num_heads, key_dim, value_dim
+        kind = key.shape[1], num_heads, key_dim, value_dim, options.sees_block
         output = query.new_empty(num_rows, num_heads, value_dim)
         rows = query, key, value, output
         strides = [stride for each in rows for stride in each.stride()[:2]]
         arguments = kernel.Arguments(
-            *rows, *told.tensors, self._step(shape).record, *strides, *told.numbers
+            *rows, *told.tensors, self._step(kind).record, *strides, *told.numbers
         )
         packed, dtypes = kernel.attend.layout.pack(arguments)
         for loop in (kernel.store_rows, kernel.attend):
-            asked = shape, loop is kernel.attend
+            asked = kind, loop is kernel.attend
             num_threads = self.renewed(asked)[1]
             renewal = Renewal(asked, kernel.attend.layout.places["step"], told)
             loop.kernel(dtypes).run(packed, num_threads, renewal)
         return output if own_dim == value_dim else output[..., :own_dim]
 
-    def renewed(self, key: tuple[_Shape, bool]) -> tuple[int, int]:
-        shape, is_attending = key
-        step = self._step(shape)
+    def renewed(self, key: tuple[_Kind, bool]) -> tuple[int, int]:
+        kind, is_attending = key
+        step = self._step(kind)
         num_threads = self._num_threads if self._batch.num_rows >= _ROWS_FOR_A_TEAM else 1
         return step.record.data_ptr(), step.num_threads if is_attending else num_threads
 
-    def _step(self, shape: _Shape) -> _Step:
-        """Returns what layers of equal shape share, made once."""
-        if shape not in self._steps:
-            self._steps[shape] = _Step(
-                self._backend, self._batch, self._inputs, shape, self._num_threads
+    def _step(self, kind: _Kind) -> _Step:
+        """Returns what layers of one kind share, made once."""
+        if kind not in self._steps:
+            self._steps[kind] = _Step(
+                self._backend, self._batch, self._inputs, kind, self._num_threads
             )
-        return self._steps[shape]
+        return self._steps[kind]
 
 
 def _padded(rows: torch.Tensor, dim: int) -> torch.Tensor:
@@ -164,13 +166,13 @@ def _padded(rows: torch.Tensor, dim: int) -> torch.Tensor:
 _Group = int | Sequence[int]
 """Sixteen keys, by their first slot, or by all slots where they do not lie together."""
 _Branch = tuple[Sequence[tuple[int, int]], Sequence[_Group]]
-"""A branch's rows, as (number in the batch, keys that it sees), and its groups after the common ones."""
+"""A branch's rows, as (number in the batch, keys up to its own), and its groups after the common ones."""
 
 
 def _keys_of(request: RequestRows, block_size: int) -> tuple[Sequence[_Group], list[_Branch]]:
     """Returns which groups of keys a request's rows see: of a chain all in common, of a tree those before
     its first node."""
-    base, root_end = request.base, request.base + request.num_known
+    base, root_end = request.base, request.known_end
     known = [(request.first_row + index, base + index + 1) for index in range(request.num_known)]
     if request.is_chain():
         first = request.first_row + request.num_known
@@ -207,7 +209,7 @@ def _branch(
     request: RequestRows, nodes: Sequence[int], mine: Sequence[int], start: int, block_size: int
 ) -> _Branch:
     """Returns a branch's rows and own groups; ``start``: the first key of these."""
-    root_end = request.base + request.num_known
+    root_end = request.known_end
     first_row = request.first_row + request.num_known - request.num_stored
     end = root_end + len(nodes)
     rows = [(first_row + node, end - len(mine) + index + 1) for index, node in enumerate(mine)]
@@ -220,20 +222,21 @@ def _branch(
 
 
 class _Step:
-    """The step as the kernel reads it, for layers of one shape, and the memory that it points to."""
+    """The step as the kernel reads it, for layers of one kind, and the memory that it points to."""
 
     def __init__(
         self,
         backend: PagedAttention,
         batch: InputBatch,
         inputs: InputTensors,
-        shape: _Shape,
+        kind: _Kind,
         num_threads: int,
     ) -> None:
-        kernel, (kv_heads, num_heads, key_dim, value_dim) = backend.kernel, shape
+        kernel, (kv_heads, num_heads, key_dim, value_dim, sees_block) = backend.kernel, kind
         tiles = _Tiles(kernel, num_heads // kv_heads)
         for request in batch.requests:
-            tiles.add(*_keys_of(request, backend.store.block_size))
+            limits = request.first_key, request.known_end if sees_block else 0
+            tiles.add(*_keys_of(request, backend.store.block_size), limits)
         tiles.divide(kv_heads, _TASKS_PER_THREAD * num_threads)
         products = (
             sum(num_seen for _, num_seen, _ in tiles.rows) * num_heads * (key_dim + value_dim)
@@ -276,9 +279,13 @@ class _Tiles:
         self.num_parts = 0
         # Of the tile that is being filled.
         self._first_row = self._first_branch = self._num_queries = 0
+        self._limits = (0, 0)
 
-    def add(self, common: Sequence[_Group], branches: Sequence[_Branch]) -> None:
-        """Adds a request's rows."""
+    def add(
+        self, common: Sequence[_Group], branches: Sequence[_Branch], limits: tuple[int, int]
+    ) -> None:
+        """Adds a request's rows. ``limits``: its tiles' ``first_key`` and ``block_end``."""
+        self._limits = limits
         num_common, common_at = len(common), self._put(common)
         for rows, groups in branches:
             own, end_group = self._put(groups), num_common + len(groups)
@@ -312,7 +319,9 @@ class _Tiles:
     def _close_tile(self, common_at: int, num_common: int) -> None:
         seen = [num_seen for _, num_seen, _ in self.rows[self._first_row :]]
         if seen:
-            num_chunks = -(-max(seen) // self._kernel.CHUNK)
+            first_key, block_end = self._limits
+            most_seen = max(*seen, block_end)
+            num_chunks = -(-most_seen // self._kernel.CHUNK)
             tile = self._kernel.Tile(
                 first_row=self._first_row,
                 end_row=len(self.rows),
@@ -320,8 +329,10 @@ class _Tiles:
                 end_chunk=num_chunks,
                 first_branch=self._first_branch,
                 end_branch=len(self.branches),
+                first_key=first_key,
+                block_end=block_end,
                 least_seen=min(seen),
-                most_seen=max(seen),
+                most_seen=most_seen,
                 num_queries=self._num_queries,
                 groups=common_at,
                 num_common=num_common,

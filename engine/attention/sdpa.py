@@ -66,7 +66,7 @@ class SdpaPlan:
             # torch's products know no 8-bit floats.
             keys, values = (call.by_request(each.to(query.dtype)) for each in gathered)
             rows = query.index_select(0, call.rows).unflatten(0, (call.num_requests, -1))
-            attended = attend(rows, keys, values, call.visible(options.window), options)
+            attended = attend(rows, keys, values, call.visible(options), options)
             own = attended.flatten(0, 1).index_select(0, call.own)
             output.index_copy_(0, call.rows.index_select(0, call.own), own)
         return output
@@ -95,39 +95,43 @@ class _Call:
             torch.from_numpy(each).to(self._device, non_blocking=True)
             for each in (rows.reshape(-1), slots.reshape(-1), np.flatnonzero(is_own))
         )
-        self._visible: dict[int | None, torch.Tensor] = {}
+        self._visible: dict[tuple[int | None, bool], torch.Tensor] = {}
 
     def by_request(self, gathered: torch.Tensor) -> torch.Tensor:
         """Returns ``[num_requests, num_kv_heads, most_keys, dim]``."""
         parted: torch.Tensor = gathered.unflatten(1, (self.num_requests, -1))
         return parted.transpose(0, 1)
 
-    def visible(self, window: int | None) -> torch.Tensor:
+    def visible(self, options: AttentionOptions) -> torch.Tensor:
         """Returns which keys each row sees, ``[num_requests, most_rows, most_keys]`` bool; padding sees
-        the first key. Made once for all layers of a window."""
-        if window not in self._visible:
+        the first key. Made once for all layers of a window that see alike."""
+        asked = options.window, options.sees_block
+        if asked not in self._visible:
             seen = np.zeros((self.num_requests, self._most_rows, self._most_keys), dtype=bool)
             seen[:, :, 0] = True
             for index, each in enumerate(self._requests):
-                seen[index, : each.num_rows, : each.end] = visibility(each, window)
-            self._visible[window] = torch.from_numpy(seen).to(self._device, non_blocking=True)
-        return self._visible[window]
+                seen[index, : each.num_rows, : each.end] = visibility(each, *asked)
+            self._visible[asked] = torch.from_numpy(seen).to(self._device, non_blocking=True)
+        return self._visible[asked]
 
 
-def visibility(request: RequestRows, window: int | None) -> Array:
+def visibility(request: RequestRows, window: int | None, sees_block: bool) -> Array:
     """Returns which of its keys each row of a request sees, ``[num_rows, num_keys]`` bool: a known row
-    the text up to itself, a draft node the known text, its ancestors and itself. A window counts
-    positions, not slots."""
-    root_end, end = request.base + request.num_known, request.end
+    the text up to itself, or all known text where it ``sees_block``; a draft node the known text, its
+    ancestors and itself. A window counts positions, not slots."""
+    root_end, end = request.known_end, request.end
     positions = np.arange(end)
     positions[root_end:] = root_end - 1 + np.array(request.depths(), dtype=np.int64)
     own = np.arange(end - request.num_rows, end)
     seen = np.arange(end) <= own[:, None]
+    if sees_block:
+        seen[: request.num_known, :root_end] = True
     ancestors = np.eye(len(request.parents), dtype=bool)
     for node, parent in enumerate(request.parents):
         if parent >= 0:
             ancestors[node] |= ancestors[parent]
     seen[request.num_known :, root_end:] = ancestors[request.num_stored :]
+    seen[:, : request.first_key] = False
     if window is not None:
         seen &= positions[own][:, None] - positions < window
     return seen

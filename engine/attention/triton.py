@@ -7,13 +7,15 @@ back, so a step's launches may be captured in a graph and run again over other c
 - A step that is padded to a bucket is fitted into launches of the bucket's size (``Room``); plans of one
   bucket differ in nothing but what the buffer holds.
 - What ``reserve`` had made keeps its address (``addresses``): larger steps get further memory.
+- Layers whose rows see their block read work of their own, in memory of its own. Once a layer has asked
+  for it, it is planned with every step: a graph that was captured asks no more.
 - Rows that pad a batch come after it, with slot -1: they are stored nowhere, see nothing, and get zeros.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -60,7 +62,9 @@ class TritonAttention(AttentionBackend):
             (_bytes_of_floats(key.transpose(0, 1)), _bytes_of_floats(value.transpose(0, 1)))
             for key, value in zip(store.key, store.value, strict=True)
         ]
-        self._pieces = [self._ints(1 << 12)]
+        # By ``sees_block`` of the layers that read it.
+        self._ints = {kind: _Ints(store.device) for kind in (False, True)}
+        self._kinds = [False]
         self._rooms: dict[Bucket, Room] = {}
         self._width = max(shape.num_heads * shape.value_dim for shape in needs.shapes)
         self._heads = max(shape.num_heads for shape in needs.shapes)
@@ -87,42 +91,69 @@ class TritonAttention(AttentionBackend):
 
     def plan(self, batch: InputBatch, inputs: InputTensors) -> TritonPlan:
         """Raises ValueError where a bucket has no room for the step."""
+        told = {kind: self._told(batch, kind) for kind in self._kinds}
+        return TritonPlan(self, batch, inputs.slot_mapping, told)
+
+    def told_late(self, batch: InputBatch, sees_block: bool) -> Told:
+        """Returns what the first layer of its kind is told; later plans have it from the start."""
+        if sees_block not in self._kinds:
+            self._kinds.append(sees_block)
+        return self._told(batch, sees_block)
+
+    def _told(self, batch: InputBatch, sees_block: bool) -> Told:
         room = None if batch.bucket is None else self._rooms[batch.bucket]
-        work = Work(batch.requests, self.cut, room)
+        work = Work(batch.requests, self.cut, room, sees_block)
         if work.num_partials > len(self._sums):
             self._sums, self._stats = self._memory_for_sums(work.num_partials)
-        return TritonPlan(
-            self,
-            inputs.slot_mapping,
-            self._written(work),
-            self._sums,
-            self._stats,
-            (work.num_items, work.num_joins, work.joins_at, work.tile_rows),
-        )
+        launch = work.num_items, work.num_joins, work.joins_at, work.tile_rows
+        return Told(self._ints[sees_block].written(work), self._sums, self._stats, launch)
 
     def reserve(self, bucket: Bucket, most_keys: int, most_nodes: int) -> None:
         """See ``AttentionBackend``."""
         room = Room.for_steps(self.cut, *bucket, most_keys, most_nodes)
         self._rooms[bucket] = room
         count = Work([], self.cut, room).num_ints + room.num_ints
-        if count > len(self._pieces[0]):
-            self._pieces = [self._ints(count)]
+        for each in self._ints.values():
+            each.reserve(count)
         if len(self._sums) < self.cut.max_partials:
             self._sums, self._stats = self._memory_for_sums(self.cut.max_partials)
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the memory that captured launches use beside inputs and store."""
-        return self._pieces[0].data_ptr(), self._sums.data_ptr(), self._stats.data_ptr()
+        ints = (each.reserved.data_ptr() for each in self._ints.values())
+        return *ints, self._sums.data_ptr(), self._stats.data_ptr()
 
-    def _written(self, work: Work) -> torch.Tensor:
-        """Returns memory on the device that begins with the step's ints. It grows by further pieces:
-        what a graph was captured over stays, in the first. Copies to a GPU come from pinned memory that
-        is taken anew each time, and used again once they are done: several steps may be planned before
-        the first has run."""
+    def _memory_for_sums(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.zeros(count, self._width, dtype=torch.float32, device=self.store.device),
+            torch.zeros(count, self._heads * 2, dtype=torch.float32, device=self.store.device),
+        )
+
+
+class _Ints:
+    """Memory on the device for the ints of steps' work. It grows by further pieces: what a graph was
+    captured over stays, in the first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pieces = [self._made(1 << 12)]
+
+    @property
+    def reserved(self) -> torch.Tensor:
+        return self._pieces[0]
+
+    def reserve(self, count: int) -> None:
+        if count > len(self.reserved):
+            self._pieces = [self._made(count)]
+
+    def written(self, work: Work) -> torch.Tensor:
+        """Returns memory that begins with a step's ints. Copies to a GPU come from pinned memory that is
+        taken anew each time, and used again once they are done: several steps may be planned before the
+        first has run."""
         count = work.num_ints
         if count > len(self._pieces[-1]):
-            self._pieces.append(self._ints(2 * count))
+            self._pieces.append(self._made(2 * count))
         piece = next(each for each in self._pieces if count <= len(each))
         if piece.device.type != "cuda":
             work.write(piece.numpy())
@@ -132,26 +163,28 @@ class TritonAttention(AttentionBackend):
         piece[:count].copy_(host, non_blocking=True)
         return piece
 
-    def _ints(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=self.store.device)
-
-    def _memory_for_sums(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            torch.zeros(count, self._width, dtype=torch.float32, device=self.store.device),
-            torch.zeros(count, self._heads * 2, dtype=torch.float32, device=self.store.device),
-        )
+    def _made(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self._device)
 
 
-@dataclass(frozen=True, slots=True)
-class TritonPlan:
-    """``launch``: numbers of items and of joins, where joins begin, rows of a tile."""
+class Told(NamedTuple):
+    """What the programs of layers of one kind are told. ``launch``: numbers of items and of joins, where
+    joins begin, rows of a tile."""
 
-    backend: TritonAttention
-    slots: torch.Tensor  # [num_rows] int64
     ints: torch.Tensor
     sums: torch.Tensor
     stats: torch.Tensor
     launch: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """``told``: by ``sees_block`` of layers."""
+
+    backend: TritonAttention
+    batch: InputBatch
+    slots: torch.Tensor  # [num_rows] int64
+    told: dict[bool, Told]
 
     def attend(
         self,
@@ -163,7 +196,10 @@ class TritonPlan:
     ) -> torch.Tensor:
         backend = self.backend
         keys, values = backend.planes[layer]
-        num_items, num_joins, joins_at, tile_rows = self.launch
+        if options.sees_block not in self.told:
+            self.told[options.sees_block] = backend.told_late(self.batch, options.sees_block)
+        ints, sums, stats, launch = self.told[options.sees_block]
+        num_items, num_joins, joins_at, tile_rows = launch
         scaling = query.shape[2] ** -0.5 if options.scaling is None else options.scaling
         output: torch.Tensor = ragged_attention(
             query,
@@ -172,9 +208,9 @@ class TritonPlan:
             keys,
             values,
             self.slots,
-            self.ints,
-            self.sums,
-            self.stats,
+            ints,
+            sums,
+            stats,
             options.sinks,
             num_items,
             num_joins,

@@ -19,7 +19,7 @@ import numpy as np
 from engine.attention.branches import branches_of
 from engine.batch import RequestRows, slot_of
 
-ITEM_INTS, ROW_INTS, JOIN_INTS = 9, 3, 3
+ITEM_INTS, ROW_INTS, JOIN_INTS = 11, 3, 3
 """As in ``engine.kernels.triton.ragged_attention``."""
 _ALIGNED_INTS = 4
 """Programs are compiled for addresses of a multiple of 16 bytes, and once more for others."""
@@ -93,12 +93,19 @@ class _Tile:
 
 
 class Work:
-    """The work of one step. ``num_items`` and ``num_joins`` are those that are launched: as many as there
-    are, or as many as there is ``room`` for, the rest of them empty. Raises ValueError where there is
-    none."""
+    """The work of one step, for layers that agree in ``sees_block``. ``num_items`` and ``num_joins`` are
+    those that are launched: as many as there are, or as many as there is ``room`` for, the rest of them
+    empty. Raises ValueError where there is none."""
 
-    def __init__(self, requests: Sequence[RequestRows], cut: Cut, room: Room | None = None) -> None:
+    def __init__(
+        self,
+        requests: Sequence[RequestRows],
+        cut: Cut,
+        room: Room | None = None,
+        sees_block: bool = False,
+    ) -> None:
         self._cut = cut
+        self._sees_block = sees_block
         requests = [request for request in requests if request.num_rows]
         self.tile_rows = cut.tile_rows(requests) if room is None else room.tile_rows
         # Of the whole step, since small operations are what planning takes its time with.
@@ -140,12 +147,14 @@ class Work:
         for request, tiles in self._requests:
             table_at = rest_at + len(rest)
             rest += self._table(request)
+            limits = request.first_key, self._block_end(request)
             for tile in tiles:
                 row_at, tail_at = self._rest_at + tile.first_row * ROW_INTS, rest_at + len(rest)
                 rest += tile.tail
                 keys = tile.num_keys, tail_at, tile.tail_start, int(tile.is_divided)
                 items += [
-                    (row_at, tile.num_rows, table_at, *piece, *keys) for piece in self._pieces(tile)
+                    (row_at, tile.num_rows, table_at, *piece, *keys, *limits)
+                    for piece in self._pieces(tile)
                 ]
         ints[: self._rest_at] = 0
         ints[self._rest_at : rest_at] = rows.reshape(-1)
@@ -157,17 +166,22 @@ class Work:
     def _table(self, request: RequestRows) -> Sequence[int]:
         return request.block_table[: -(-request.end // self._cut.block_size)]
 
+    def _block_end(self, request: RequestRows) -> int:
+        """Returns the key after the last that all of a request's rows see, wherever their own are."""
+        return request.known_end if self._sees_block else 0
+
     # --- tiles ---
 
     def _tiles_of(self, request: RequestRows, first: int, end: int) -> list[_Tile]:
         """Returns the tiles of a request, whose rows are ``first`` .. ``end - 1`` of the step: of a tree
         known rows first, then branch by branch. Chunks that end before the first node are every
         branch's, and may be taken for all of them together (``_share_text``)."""
+        block_end = self._block_end(request)
         if request.is_chain():
-            return list(self._tiles(first, end))
-        rows, root_end = self._rows, request.base + request.num_known
+            return list(self._tiles(first, end, block_end=block_end))
+        rows, root_end = self._rows, request.known_end
         at = first + request.num_known
-        tiles = list(self._tiles(first, at))
+        tiles = list(self._tiles(first, at, block_end=block_end))
         first_node_row = request.first_row + request.num_known - request.num_stored
         for nodes, mine in branches_of(request):
             places = [root_end + node for node in nodes]
@@ -180,12 +194,18 @@ class Work:
         return tiles
 
     def _tiles(
-        self, first: int, end: int, tail: Sequence[int] = (), tail_start: int = _NEVER
+        self,
+        first: int,
+        end: int,
+        tail: Sequence[int] = (),
+        tail_start: int = _NEVER,
+        block_end: int = 0,
     ) -> Iterator[_Tile]:
-        """Yields tiles of rows none of which sees more of the text than the next."""
+        """Yields tiles of rows none of which sees more of the text than the next; each sees the keys
+        before ``block_end``."""
         for at in range(first, end, self.tile_rows):
             count = min(self.tile_rows, end - at)
-            num_keys = int(self._rows[at + count - 1, 1])
+            num_keys = max(block_end, int(self._rows[at + count - 1, 1]))
             num_chunks = -(-num_keys // self._cut.chunk)
             yield _Tile(at, count, num_keys, 0, num_chunks, tail, tail_start)
 

@@ -51,8 +51,11 @@ class Replays:
         """Graphs of a device, that there are; recordings come and go."""
         return 0
 
-    def prepare(self, planned: Callable[[InputBatch], Run]) -> None:
-        """Captures what is captured at start. ``planned``: plans a batch and returns its forward."""
+    def prepare(
+        self, planned: Callable[[InputBatch], Run], hidden_layers: tuple[int, ...] = ()
+    ) -> None:
+        """Captures what is captured at start. ``planned``: plans a batch and returns its forward.
+        ``hidden_layers``: of all hidden states that a batch may want."""
 
     def pad(self, batch: InputBatch) -> InputBatch:
         """Returns the batch as ``forward`` wants it; the rows that it has come first."""
@@ -61,8 +64,7 @@ class Replays:
     def forward(
         self, batch: InputBatch, inputs: InputTensors, plan: AttentionPlan, run: Run
     ) -> ForwardOutput:
-        """``run``: the model's forward over ``inputs``, with ``plan``. Returns what it returns, and may
-        return hidden states that nobody asked for."""
+        """``run``: the model's forward over ``inputs``, with ``plan``. Returns what it returns."""
         del batch, inputs, plan
         return run()
 
@@ -77,7 +79,7 @@ class _Shape(NamedTuple):
 
     num_rows: int
     num_logits: int
-    wants_hidden: bool
+    hidden_layers: tuple[int, ...]
     inputs: int
     num_threads: int
 
@@ -164,12 +166,12 @@ class Captures(Replays):
     def _shape_with_room(self, batch: InputBatch) -> _Shape | None:
         """Returns the smallest shape of the recordings that serve the batch when it is padded."""
         most = batch.num_rows + batch.num_rows // _PADDING_SHARE
-        kind = batch.wants_hidden, torch.get_num_threads()
+        kind = batch.hidden_layers, torch.get_num_threads()
         fitting = (
             shape
             for shape, capture in self._captures.items()
             if batch.num_rows < shape.num_rows == shape.num_logits <= most
-            and (shape.wants_hidden, shape.num_threads) == kind
+            and (shape.hidden_layers, shape.num_threads) == kind
             and capture.is_trusted
             and capture.threads.seconds <= _PADDED_SECONDS
         )
@@ -219,14 +221,15 @@ class Captures(Replays):
             return output
         capture.graph = CapturedForward(recorder, output)
         self._forget()
-        return output.copy()
+        return output.with_own_logits()
 
     def _compare(
         self, capture: _Capture, graph: CapturedForward, plan: Renews, run: Run
     ) -> ForwardOutput:
         expected = run()
         got = graph.replay(plan, torch.get_num_threads())
-        capture.is_trusted = all(map(_same_bits, got[:2], expected[:2]))
+        pairs = zip((got.logits, *got.hidden), (expected.logits, *expected.hidden), strict=True)
+        capture.is_trusted = all(_same_bits(*pair) for pair in pairs)
         if not capture.is_trusted:
             self._close("a recorded one computes something else")
         return expected
@@ -248,12 +251,10 @@ class Captures(Replays):
 
 
 def _shape(batch: InputBatch, inputs: InputTensors) -> _Shape:
-    sizes = batch.num_rows, len(inputs.logits_indices), batch.wants_hidden
+    sizes = batch.num_rows, len(inputs.logits_indices), batch.hidden_layers
     return _Shape(*sizes, inputs.token_ids.data_ptr(), torch.get_num_threads())
 
 
-def _same_bits(got: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+def _same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether they are equal byte by byte: no number differs from itself."""
-    if got is None or expected is None:
-        return got is expected
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (got, expected)))

@@ -207,14 +207,15 @@ class CapturedForward:
         return any(plan.renewed(key)[1] > 1 for key in keys)
 
     def replay(self, plan: Renews, most_threads: int) -> ForwardOutput:
-        """For inputs that lie where those of the recorded forward lay. Bits do not depend on threads."""
+        """For inputs that lie where those of the recorded forward lay. Bits do not depend on threads.
+        Hidden states lie where the recorded forward's lay."""
         for part in self._parts:
             if isinstance(part, _Kernels):
                 part.run(plan, most_threads)
             else:
                 for call in part:
                     _repeat(call)
-        return self._output.copy()
+        return self._output.with_own_logits()
 
 
 class _Kernels:

@@ -158,6 +158,7 @@ class DeviceGraphs(Replays):
         """``clock``: seconds, for ``CAPTURE_SECONDS``."""
         self._attention, self._maker, self._sizes, self._clock = attention, maker, sizes, clock
         self._graphs: dict[Bucket, Graph] = {}
+        self._hidden_layers: tuple[int, ...] = ()
 
     @property
     def num_graphs(self) -> int:
@@ -165,6 +166,8 @@ class DeviceGraphs(Replays):
 
     def pad(self, batch: InputBatch) -> InputBatch:
         """Returns the batch in its bucket, or as it is where no graph serves it."""
+        if not set(batch.hidden_layers) <= set(self._hidden_layers):
+            return batch
         bucket = find_bucket(self._graphs, batch)
         return batch if bucket is None else pad_batch(batch, bucket)
 
@@ -176,11 +179,16 @@ class DeviceGraphs(Replays):
             return run()
         graph = self._graphs[batch.bucket]
         graph.replay()
-        return graph.output.copy()
+        places = map(self._hidden_layers.index, batch.hidden_layers)
+        hidden = tuple(graph.output.hidden[place] for place in places)
+        return graph.output._replace(hidden=hidden).with_own_logits()
 
-    def prepare(self, planned: Callable[[InputBatch], Run]) -> None:
+    def prepare(
+        self, planned: Callable[[InputBatch], Run], hidden_layers: tuple[int, ...] = ()
+    ) -> None:
         """Captures padding alone: nothing is stored."""
         start = self._clock()
+        self._hidden_layers = hidden_layers
         wanted = make_buckets(self._sizes.most_rows, self._sizes.most_requests)
         for bucket in wanted:
             # Of all before the first is captured: what it reads stays where it is.
@@ -188,8 +196,8 @@ class DeviceGraphs(Replays):
         for bucket in wanted:
             if self._clock() - start > CAPTURE_SECONDS or not self._maker.has_room():
                 break
-            # With hidden states, which cost nothing where nobody reads them.
-            batch = pad_batch(InputBatch([], wants_hidden=True), bucket)
+            # With hidden states, which keep their place and cost nothing where nobody reads them.
+            batch = pad_batch(InputBatch([], hidden_layers), bucket)
             try:
                 self._graphs[bucket] = self._maker.capture(planned(batch))
             except (RuntimeError, NotImplementedError) as error:

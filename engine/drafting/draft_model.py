@@ -26,7 +26,7 @@ from drafters.base import DraftSampling
 from drafters.model.protocol import Candidates, DraftRows, Levels
 from engine.attention.backend import AttentionBackend
 from engine.batch import InputBatch, RequestRows, build_batch
-from engine.kernels import is_host
+from engine.kernels import host_kernel, is_host
 from engine.model.runner import ModelRunner
 from engine.sampling.noise_torch import gumbel
 from engine.sampling.sampler import truncated
@@ -36,6 +36,9 @@ _Result = TypeVar("_Result")
 
 _NUM_SAMPLED_FROM = 256
 """Sampled drafts come from so many of the likeliest tokens; what is beyond is never drafted."""
+_NUM_MATCHED_FROM = 128
+"""Those of requests that are matched, where no distribution is judged: to find more costs more than they
+are right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,12 @@ class ScoredRow:
     @property
     def is_greedy(self) -> bool:
         return self.sampling.temperature == 0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens may be left out that the temperature would leave in."""
+        chosen = self.sampling
+        return bool(chosen.top_k or chosen.top_p < 1 or chosen.min_p > 0) and not self.is_greedy
 
     @property
     def is_sampled(self) -> bool:
@@ -69,17 +78,25 @@ def begin_candidates(
     rows: Sequence[ScoredRow],
     vocab_size: int,
     readback: Readback,
+    token_map: Tensor | None = None,
 ) -> Choice:
     """Chooses each row's candidates. Tokens from ``vocab_size`` on, which the target does not have, are
-    left out; ``distribution``s have this size."""
+    left out; ``distribution``s have this size. ``token_map``: the target's id of each column of
+    ``logits``, where these are of a smaller vocabulary; None: they are the same."""
     values = logits[:, :vocab_size].float()
     samplings = [row.sampling for row in rows]
     most = max(row.num_candidates for row in rows)
+    kernel = host_kernel("draft_tokens", logits.device)
+    if kernel is not None and not any(row.is_sampled or row.is_truncated for row in rows):
+        asked = [(row.sampling.key, row.position, row.sampling.temperature) for row in rows]
+        contiguous = values.contiguous()
+        chosen, shares = kernel.suggest_rows(contiguous, asked, most, _NUM_MATCHED_FROM, token_map)
+        return Choice(chosen, _listed(chosen, shares, rows, readback))
     if all(row.is_greedy for row in rows):
-        top, token_ids = values.topk(min(most, values.shape[1]), dim=-1)  # [num_rows, most]
+        top, token_ids = _top(values, most, token_map)  # [num_rows, most]
         shares = (top - values.logsumexp(dim=-1, keepdim=True)).exp()
         return Choice(token_ids, _listed(token_ids, shares, rows, readback))
-    top, token_ids = values.topk(min(max(most, _NUM_SAMPLED_FROM), values.shape[1]), dim=-1)
+    top, token_ids = _top(values, max(most, _NUM_SAMPLED_FROM), token_map)
     covered = None
     if any(sampling.top_p < 1 and not sampling.top_k for sampling in samplings):
         temperatures = _column([sampling.temperature or 1.0 for sampling in samplings], values)
@@ -106,6 +123,12 @@ def begin_candidates(
         return found
 
     return Choice(chosen, finish)
+
+
+def _top(values: Tensor, count: int, token_map: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the largest logits of each row and the target's ids of their tokens."""
+    top, token_ids = values.topk(min(count, values.shape[1]), dim=-1)
+    return top, token_ids if token_map is None else token_map[token_ids]
 
 
 def _noise(token_ids: Tensor, rows: Sequence[ScoredRow]) -> Tensor:
@@ -149,7 +172,18 @@ class DraftLimits(NamedTuple):
 class LevelModel(ABC):
     """A ``drafters.model.protocol.DraftModel``."""
 
-    def __init__(self, attention: AttentionBackend, limits: DraftLimits) -> None:
+    owns_rows: bool
+    first_row = 0
+    keeps_anchor = True
+    num_parallel = 1
+    most_depth: int | None = None
+    num_slots = 0
+
+    def __init__(
+        self, attention: AttentionBackend, limits: DraftLimits, token_map: Tensor | None = None
+    ) -> None:
+        """``token_map`` as for ``begin_candidates``."""
+        self._token_map = token_map
         self._attention = attention
         self._device = attention.store.device
         self.block_size = attention.store.block_size
@@ -175,7 +209,7 @@ class LevelModel(ABC):
         seconds = stop()
 
         def finish() -> Levels:
-            found = [_by_request(*each) for each in zip(levels, choices, strict=True)]
+            found = [self._by_request(*each) for each in zip(levels, choices, strict=True)]
             return Levels(found, seconds())
 
         return finish
@@ -185,18 +219,38 @@ class LevelModel(ABC):
     ) -> Choice | None:
         """Runs one forward: what may follow its scored rows, one request's after another's; None: there
         are none. ``chosen``: the rows' tokens, where only the device knows them."""
-        batch = build_batch([request_rows(each) for each in rows], self.block_size)
+        batch = build_batch([self._rows_of(each) for each in rows], self.block_size)
         batch.chosen = chosen
         logits = self._logits(rows, batch)
-        if not batch.logits_indices:
+        if not any(map(self._num_results, rows)):
             return None
-        positions = iter([batch.positions[row] + 1 for row in batch.logits_indices])
+        positions = iter(self._positions(rows, batch))
         scored = [
             ScoredRow(each.ask.sampling, next(positions), each.num_candidates)
             for each in rows
-            for _ in range(each.num_scored)
+            for _ in range(self._num_results(each))
         ]
-        return begin_candidates(logits, scored, self._vocab_size, readback)
+        return begin_candidates(logits, scored, self._vocab_size, readback, self._token_map)
+
+    def _positions(self, rows: Sequence[DraftRows], batch: InputBatch) -> list[int]:
+        """Returns where the candidates of each scored row would stand in the text."""
+        del rows
+        return [batch.positions[row] + 1 for row in batch.logits_indices]
+
+    def _rows_of(self, rows: DraftRows) -> RequestRows:
+        """Returns a request's rows of the forward."""
+        return request_rows(rows)
+
+    def _num_results(self, rows: DraftRows) -> int:
+        """Returns how many of the request's rows of the forward are scored."""
+        return rows.num_scored
+
+    def _by_request(
+        self, rows: Sequence[DraftRows], choice: Choice | None
+    ) -> list[list[Candidates]]:
+        """Returns the candidates of a level by request and scored row, once they were fetched."""
+        found = iter(() if choice is None else choice.finish())
+        return [[next(found) for _ in range(self._num_results(each))] for each in rows]
 
     @abstractmethod
     def _logits(self, rows: Sequence[DraftRows], batch: InputBatch) -> Tensor:
@@ -240,12 +294,6 @@ def _chosen(above: Sequence[DraftRows], choice: Choice | None, rows: Sequence[Dr
     scored = {name: index for index, name in enumerate(names)}
     index = upload([scored[each.ask.request_id] for each in rows], choice.token_ids.device)
     return choice.token_ids[:, 0].index_select(0, index)
-
-
-def _by_request(rows: Sequence[DraftRows], choice: Choice | None) -> list[list[Candidates]]:
-    """Returns the candidates of a level by request and scored row, once they were fetched."""
-    found = iter(() if choice is None else choice.finish())
-    return [[next(found) for _ in range(each.num_scored)] for each in rows]
 
 
 def _watch(device: torch.device) -> Callable[[], Callable[[], float]]:

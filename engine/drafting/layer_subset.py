@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.model.decoder import decoder_layers
 from engine.request.errors import UnsupportedModelError
 
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -45,16 +46,12 @@ def layer_subset(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
 
     Raises UnsupportedModelError where the layers cannot be told from the model's other parts.
     """
-    base = model.base_model
-    num_layers = model.config.num_hidden_layers
-    lists = [
-        name
-        for name, child in base.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == num_layers
-    ]
-    if len(lists) != 1 or base is model:
+    base, whole = model.base_model, decoder_layers(model)
+    num_layers = len(whole)
+    place = next((name for name, child in base.named_children() if child is whole), None)
+    if place is None or base is model:
         raise UnsupportedModelError(
-            f"prefix_layers: {type(model).__name__} has no single list of layers to choose from"
+            f"prefix_layers: the layers of {type(model).__name__} cannot be told from its other parts"
         )
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = len(layers)
@@ -63,8 +60,7 @@ def layer_subset(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
         if isinstance(kinds, list) and len(kinds) == num_layers:
             setattr(config, name, [kinds[layer] for layer in layers])
     chosen = _twin(base, config)
-    whole: Any = getattr(base, lists[0])
-    setattr(chosen, lists[0], nn.ModuleList(whole[layer] for layer in layers))
+    setattr(chosen, place, nn.ModuleList(whole[layer] for layer in layers))
     twin: PreTrainedModel = _twin(model, config)
     setattr(twin, model.base_model_prefix, chosen)
     return twin

@@ -1,4 +1,4 @@
-"""Builds the models that draft for a target: a small one, a quantised copy, some of its own layers.
+"""Builds the models that draft for a target: small ones, a quantised copy, some of its own layers.
 
 Built in two parts. Before the target takes the engine's attention and its weights are packed, what
 has to be read from it as it was, and what takes memory, so that the KV pool is sized from what is left
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from engine.attention.backend import (
 from engine.capture.replays import graph_sizes
 from engine.config import EngineConfig, Quantization
 from engine.drafting.draft_model import DraftLimits, EngineDraftModel
+from engine.drafting.drafts import SMALL_MODEL, Draft, is_wanted
 from engine.drafting.layer_subset import layer_subset, parse_layers
 from engine.machine import can_pack
 from engine.model.fusing import fuse
@@ -47,7 +48,6 @@ from engine.model.quantization import (
 )
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
-from engine.names import BUNDLED, BUNDLED_MODEL
 from engine.request.errors import UnsupportedModelError
 from kvpool.store import KVStore
 
@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 _SHARED_CATCH_UP_ROWS = 32
 """A draft model on the target's rows waits a step rather than run a prompt chunk that the target is
 about to run."""
+NO_DRAFT = "there is no draft for it; the setting draft names one"
 _GROUP_SIZE = 32
 """Weights of a 4-bit copy that share a scale."""
 
@@ -64,12 +65,14 @@ _GROUP_SIZE = 32
 class _Prepared:
     """A draft model before there are stores. ``shapes`` of its own rows; None: it uses the target's.
 
-    ``rebuild`` makes it anew from the target as the engine runs it."""
+    ``rebuild`` makes it anew from the target as the engine runs it. ``num_parameters``: of one with
+    weights of its own, as loaded."""
 
     model: PreTrainedModel
     reference: torch.Tensor  # [num_check_tokens, vocab_size], transformers' own logits
     shapes: list[KVShape] | None = None
     rebuild: Callable[[PreTrainedModel], PreTrainedModel] | None = None
+    num_parameters: int = 0
 
 
 class DraftModels:
@@ -114,8 +117,16 @@ class DraftModels:
     def get(self, name: str) -> EngineDraftModel:
         """Returns a drafter's model. Raises DrafterUnavailableError with the reason if there is none."""
         if name not in self._ready:
-            raise DrafterUnavailableError(self._reasons.get(name, "no model was prepared for it"))
+            raise DrafterUnavailableError(self._reasons.get(name, NO_DRAFT))
         return self._ready[name]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a model for a drafter."""
+        return name in self._ready
+
+    def num_parameters(self, name: str) -> int:
+        """Returns how many parameters a drafter's small model has."""
+        return self._prepared[name].num_parameters
 
     def _needs(self, model: PreTrainedModel, shapes: list[KVShape]) -> AttentionNeeds:
         kv_dtype = stored_dtype(self._config.draft_kv_dtype)
@@ -141,23 +152,30 @@ class DraftModels:
 
 
 def prepare_drafts(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: EngineConfig,
+    drafts: Mapping[str, Draft],
 ) -> DraftModels:
     """Loads and builds what the settings ask for. ``target`` still runs on transformers' own attention.
+    ``drafts``: those of the settings; heads among them are left to others.
 
     Raises ValueError, UnsupportedModelError or OSError where a setting names what cannot be used.
     """
-    for setting in _SETTINGS:
-        takers = _takers(setting)
-        is_taken = any(_wanted(config, name) for name in takers)
-        if getattr(config, setting) is not None and not is_taken:
-            raise ValueError(f"{setting} is set, but drafters leaves out {' and '.join(takers)}")
+    for setting, name in _SETTINGS.items():
+        if getattr(config, setting) is not None and not is_wanted(config, name):
+            raise ValueError(f"{setting} is set, but drafters leaves out {name}")
+    sources = _Sources(target, tokenizer, config, drafts)
     prepared: dict[str, _Prepared] = {}
     reasons: dict[str, str] = {}
+    for name, draft in drafts.items():
+        is_loaded = config.drafters is None or name in config.drafters
+        if draft.method == SMALL_MODEL and is_loaded:
+            prepared[name] = _small_model(sources, draft.path)
     for name, kind in draft_models().items():
-        if not _wanted(config, name):
+        if kind not in _PREPARE or not is_wanted(config, name):
             continue
-        made = _PREPARE[kind](target, tokenizer, config)
+        made = _PREPARE[kind](sources)
         if isinstance(made, str):
             reasons[name] = made
         else:
@@ -165,27 +183,31 @@ def prepare_drafts(
     return DraftModels(prepared, reasons, config)
 
 
-def _wanted(config: EngineConfig, drafter: str) -> bool:
-    return config.drafters is None or drafter in config.drafters
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """What draft models are made of. ``target`` still runs on transformers' own attention."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    config: EngineConfig
+    drafts: Mapping[str, Draft]
 
 
-def _small_model(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
-) -> _Prepared | str:
-    model = _load_small(target, tokenizer, config)
-    if isinstance(model, str):
-        return model
+def _small_model(sources: _Sources, path: str) -> _Prepared:
+    config = sources.config
+    model = _load_small(sources, path)
+    size = num_parameters(model)
     if has_packed_weights(model):
         complete_packed(model, config.quantize_head)
     prepared = _prepared(model, owns_rows=True)
+    prepared.num_parameters = size
     if can_pack(model.device, model.dtype):
         pack_linears(model, config.max_num_batched_tokens, exact=False)
     return prepared
 
 
-def _quantized(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
-) -> _Prepared | str:
+def _quantized(sources: _Sources) -> _Prepared | str:
+    target, config = sources.target, sources.config
     if config.quantized is None:
         return "there is no quantised copy; the setting quantized makes one"
     if config.quantized_model == "target":
@@ -195,17 +217,14 @@ def _quantized(
                 "quantized_model=draft copies the draft"
             )
         return _prepared(quantized_copy(target, config.quantized), owns_rows=False)
-    small = _load_small(target, tokenizer, config, packed=False)
-    if isinstance(small, str):
-        raise ValueError(f"quantized_model: {small}")
+    if SMALL_MODEL not in sources.drafts:
+        raise ValueError(f"quantized_model: the setting draft names no {SMALL_MODEL}")
+    small = _load_small(sources, sources.drafts[SMALL_MODEL].path, packed=False)
     return _prepared(quantized_copy(small, config.quantized), owns_rows=True)
 
 
-def _prefix_layers(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,  # noqa: ARG001
-    config: EngineConfig,
-) -> _Prepared | str:
+def _prefix_layers(sources: _Sources) -> _Prepared | str:
+    target, config = sources.target, sources.config
     if config.prefix_layers is None:
         return "no layers are chosen; the setting prefix_layers does"
     layers = parse_layers(config.prefix_layers, target.config.num_hidden_layers)
@@ -219,45 +238,21 @@ def _prefix_layers(
     return _Prepared(shallow, reference_logits(shallow), rebuild=rebuild)
 
 
-_PREPARE: dict[
-    str, Callable[[PreTrainedModel, PreTrainedTokenizerBase | None, EngineConfig], _Prepared | str]
-] = {"small": _small_model, "quantized": _quantized, "layers": _prefix_layers}
-"""The makers of draft models by kind, as in ``DrafterNeeds.draft_model``."""
-_SETTINGS = {
-    "draft_model": ("small", "quantized"),
-    "quantized": ("quantized",),
-    "prefix_layers": ("layers",),
+_PREPARE: dict[str, Callable[[_Sources], _Prepared | str]] = {
+    "quantized": _quantized,
+    "layers": _prefix_layers,
 }
-"""The kinds of draft model that a setting is for."""
+"""The makers of draft models from the target, by kind as in ``DrafterNeeds.draft_model``."""
+_SETTINGS = {"quantized": "quantized", "prefix_layers": "prefix_layers"}
+"""The drafters that a setting is for."""
 
 
-def _takers(setting: str) -> list[str]:
-    return [name for name, kind in draft_models().items() if kind in _SETTINGS[setting]]
-
-
-def with_bundled_draft(config: EngineConfig) -> EngineConfig:
-    """Returns the settings with the bundled target's own draft model, which its name means here."""
-    bundled = BUNDLED / "draft"
-    wanted = any(_wanted(config, name) for name in _takers("draft_model"))
-    is_usual = config.is_bundled and config.draft_model is None and wanted and bundled.is_dir()
-    if is_usual or config.draft_model == BUNDLED_MODEL:
-        return replace(config, draft_model=str(bundled))
-    return config
-
-
-def _load_small(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    config: EngineConfig,
-    packed: bool = True,
-) -> PreTrainedModel | str:
-    path, trusts = config.draft_model, config.trust_remote_code
-    if path is None:
-        return "there is no draft model; the setting draft_model names one"
+def _load_small(sources: _Sources, path: str, packed: bool = True) -> PreTrainedModel:
+    target, tokenizer, config = sources.target, sources.tokenizer, sources.config
+    trusts = config.trust_remote_code
     model = load_model(path, target.device, config.dtype, None, trusts, packed=packed)
     own_tokenizer = None if tokenizer is None else load_tokenizer(path, None, trusts)
     check_vocabulary(target, tokenizer, model, own_tokenizer, path)
-    logger.info("draft model %s: %.1f million parameters", path, num_parameters(model) / 1e6)
     return model
 
 
@@ -270,8 +265,8 @@ def check_vocabulary(
 ) -> None:
     """Raises UnsupportedModelError unless a token id means the same text to both.
 
-    Output layers may be padded to different sizes if the tokenizers agree; without tokenizers to
-    compare, the sizes have to.
+    Output layers may be padded to different sizes if the tokenizers agree and have no token beyond the
+    draft's; without tokenizers to compare, the sizes have to.
     """
     sizes = [int(model.get_output_embeddings().out_features) for model in (target, draft)]
     if tokenizer is None or draft_tokenizer is None:
@@ -281,6 +276,11 @@ def check_vocabulary(
             )
         return
     mine, its = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if its and max(its.values()) >= sizes[1]:
+        raise UnsupportedModelError(
+            f"draft model {name}: its vocabulary has {sizes[1]} tokens, and its tokenizer writes "
+            f"{max(its.values())}"
+        )
     if mine == its:
         return
     differing = sorted(token for token in set(mine) | set(its) if mine.get(token) != its.get(token))

@@ -123,6 +123,23 @@ def _exponential(bits: int) -> float:
     return -math.log1p(-(_unit(bits) * UNIT))
 
 
+@njit
+def noise_state(key: int, position: int) -> int:
+    """What the noise of a position's tokens is hashed from."""
+    return _hash(key, position)
+
+
+@njit
+def noise_of(state: int, token: int) -> float:
+    """The noise of one token."""
+    group = token // TILE_TOKENS * GROUP_TOKENS + token % GROUP_TOKENS
+    bits = _hash(state, group + GROUP_COUNTER)
+    arrival = _exponential(bits) / GROUP_TOKENS
+    if token // GROUP_TOKENS % GROUP_TOKENS != bits & (GROUP_TOKENS - 1):
+        arrival += _exponential(_hash(state, token))
+    return float(np.float32(-math.log(arrival)))
+
+
 @njit(inline="always")
 def _most_noise(bits: int) -> float:
     """No noise of a group with this hash is larger: an arrival is at least the uniform number that it
@@ -263,7 +280,8 @@ def _search(a: Arguments) -> None:
     padded, heap = room_for_tile(), a.heap + worker * a.most_kept
     maxima, bounds = a.maxima + worker * num_groups, a.bounds + worker * num_groups
     for index in v.shared(a.next_row, a.num_rows):
-        logits, state = a.logits + index * a.vocab_size, _hash(a.keys[index], a.positions[index])
+        logits = a.logits + index * a.vocab_size
+        state = noise_state(a.keys[index], a.positions[index])
         limits = a.limits + 3 * index
         temperature, top_p, log_min_p = limits[0], limits[1], limits[2]
         row = _Row(logits, a.vocab_size, state, temperature, padded, maxima, bounds)

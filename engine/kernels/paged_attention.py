@@ -63,7 +63,8 @@ def attended(
 
 
 class Row(NamedTuple):
-    """A row: its number in the batch, how many keys of its text it sees, its first query in the tile."""
+    """A row: its number in the batch, how many keys of its text there are up to its own, its first query
+    in the tile."""
 
     number: int
     num_seen: int
@@ -81,7 +82,9 @@ class Branch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows, chunks and branches by number. ``least_seen`` and ``most_seen`` of a row: how many keys;
+    """Rows, chunks and branches by number. No row sees a key before ``first_key``; each sees those up to
+    its own, and those before ``block_end``. ``least_seen``: the fewest keys up to a row's own;
+    ``most_seen``: the key after the last that a row sees;
     ``num_queries``: a multiple of ``QUERY_MULTIPLE``; ``groups``: number of the first of ``num_common``
     groups that all rows share. ``first_part``: where the sums of its chunks are left, if it is one of
     ``num_tiles`` that divide ``num_chunks``; -1: it is not."""
@@ -92,6 +95,8 @@ class Tile(NamedTuple):
     end_chunk: int
     first_branch: int
     end_branch: int
+    first_key: int
+    block_end: int
     least_seen: int
     most_seen: int
     num_queries: int
@@ -127,7 +132,7 @@ class Step(NamedTuple):
 class Arguments(NamedTuple):
     """New rows and the output ``[num_rows, heads, dim]``, apart by ``_row`` and ``_head``; the store's
     keys and values, apart by ``key_head`` and ``value_head``; ``sinks``: of each query head, or NOWHERE;
-    ``share``: queries to a key head; ``window``: keys that a row sees, its own included, 0: all;
+    ``share``: queries to a key head; ``window``: how many keys up to its own a row sees at most;
     ``softcap``: 0: none."""
 
     query: Floats
@@ -392,8 +397,8 @@ def _take_weights(
     cap, scores, done = np.float32(a.softcap), memory.scores, 0
     for number in range(tile.first_row, tile.end_row):
         row = a.step.rows[number]
-        seen = row.num_seen - begin
-        low = max(0, seen - a.window) if a.window > 0 else 0
+        seen = max(row.num_seen, tile.block_end) - begin
+        low = max(tile.first_key, row.num_seen - a.window) - begin
         _clear(scores + _SCORES * done, _SCORES * (row.query - done))
         for query in range(row.query, row.query + a.share):
             mine = scores + (_SCORES * query + first)
@@ -553,7 +558,7 @@ def _attend_chunks(a: Arguments, tile: Tile, head: int, memory: Memory) -> bool:
     """Merges the sums of a tile's chunks, or, where it is divided, leaves them: the last task of those
     that divide it merges all. Returns whether all are merged."""
     is_whole = tile.first_part < 0
-    least = max(0, tile.least_seen - a.window) if a.window > 0 else 0
+    least = max(tile.first_key, tile.least_seen - a.window)
     for chunk in range(tile.first_chunk, tile.end_chunk):
         if _is_seen(tile, chunk, least):
             sums = memory.chunk if is_whole else _part(a, tile, head, chunk)

@@ -29,6 +29,7 @@ def reference(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.T
 # --- tiles of a row ---
 
 LOWEST = np.float32(-np.inf)
+_ZERO = np.float32(0.0)
 
 
 def num_tiles(vocab_size: int) -> int:
@@ -186,25 +187,31 @@ class SumArguments(NamedTuple):
     next_row: Counter = 0
 
 
+@njit
+def sum_row(logits: Any, vocab_size: int, padded: Any) -> Any:
+    """The logarithm of the sum of a row's exponentials. ``padded``: as ``pad`` left it."""
+    most = v.splat(LOWEST)
+    for tile in range(count_tiles(vocab_size)):
+        values = tile_at(logits, vocab_size, tile, padded)
+        for at in range(0, TILE_TOKENS, LANES):
+            most = v.larger_or_nan(v.load(values, at), most)
+    top = v.largest_or_nan_of(most)
+    peak, total = v.splat(top), v.splat(_ZERO)
+    for tile in range(count_tiles(vocab_size)):
+        values = tile_at(logits, vocab_size, tile, padded)
+        part = v.splat(_ZERO)  # beside a large sum, small numbers that come one by one are lost
+        for at in range(0, TILE_TOKENS, LANES):
+            part = part + v.exp(v.load(values, at) - peak)
+        total = total + part
+    return top + np.log(v.sum_of(total))
+
+
 def _sum(a: SumArguments) -> None:
-    zero, padded = np.float32(0.0), room_for_tile()
+    padded = room_for_tile()
     for row in v.shared(a.next_row, a.num_rows):
         logits = a.logits + row * a.vocab_size
         pad(logits, a.vocab_size, padded)
-        most = v.splat(LOWEST)
-        for tile in range(count_tiles(a.vocab_size)):
-            values = tile_at(logits, a.vocab_size, tile, padded)
-            for at in range(0, TILE_TOKENS, LANES):
-                most = v.larger_or_nan(v.load(values, at), most)
-        top = v.largest_or_nan_of(most)
-        peak, total = v.splat(top), v.splat(zero)
-        for tile in range(count_tiles(a.vocab_size)):
-            values = tile_at(logits, a.vocab_size, tile, padded)
-            part = v.splat(zero)  # beside a large sum, small numbers that come one by one are lost
-            for at in range(0, TILE_TOKENS, LANES):
-                part = part + v.exp(v.load(values, at) - peak)
-            total = total + part
-        a.sums[row] = top + np.log(v.sum_of(total))
+        a.sums[row] = sum_row(logits, a.vocab_size, padded)
 
 
 sum_all = Loop(_sum, SumArguments)

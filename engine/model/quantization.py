@@ -119,7 +119,7 @@ def complete_packed(model: PreTrainedModel, with_head: bool = True) -> None:
     head = model.get_output_embeddings()
     if with_head and is_plain(head):
         names = [name for name, module in model.named_modules() if module is head]
-        _replace(model, names[0], None, "int8")
+        quantize_linears(model, names[:1], model.dtype)
     share_inputs(model)
 
 
@@ -147,9 +147,15 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
     _check_refusal(model, "int8")
     if not names:
         raise _nothing_to_quantise(model, "int8")
-    for name in names:
-        _replace(model, name, None, "int8")
+    quantize_linears(model, names, model.dtype)
     share_inputs(model)
+
+
+def quantize_linears(module: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
+    """Gives linear layers of a module 8 bits, by their names. ``dtype``: of what they return. Only where
+    ``refusal`` has no reason."""
+    for name in names:
+        _replace(module, name, None, "int8", dtype)
 
 
 def replace_linears(
@@ -161,7 +167,7 @@ def replace_linears(
     num_layers = 0
     for group in groups:
         for name, weight in group.items():
-            _replace(model, name, weight, method)
+            _replace(model, name, weight, method, model.dtype)
         num_layers += len(group)
     if not num_layers:
         raise _nothing_to_quantise(model, method)
@@ -178,14 +184,16 @@ def _nothing_to_quantise(model: PreTrainedModel, method: str) -> UnsupportedMode
     return UnsupportedModelError(f"quantization={method}: {kind} has no linear layers to quantise")
 
 
-def _replace(model: PreTrainedModel, name: str, given: GroupedWeight | None, method: str) -> None:
+def _replace(
+    model: nn.Module, name: str, given: GroupedWeight | None, method: str, dtype: torch.dtype
+) -> None:
     from engine.kernels.packing import pack
 
     linear = as_linear(model.get_submodule(name))
     weight = quantize_weight(linear.weight) if given is None else given
     packed = pack([weight], len(weight.codes), weight.codes.shape[1], linear.bias)
     scheme = f"{weight.bits} bits, groups of {weight.span}"
-    product = GroupedProduct(packed, model.dtype)
+    product = GroupedProduct(packed, dtype)
     model.set_submodule(name, GroupedLinear(product, packed.out_features, scheme, method))
 
 
@@ -215,7 +223,19 @@ def share_inputs(model: PreTrainedModel) -> None:
             _join(model, alike)
 
 
-def _join(model: PreTrainedModel, names: Sequence[str]) -> None:
+def share_named(module: nn.Module, siblings: Iterable[Sequence[str]]) -> None:
+    """Makes one product of layers in few bits that have these names under one parent, and read one input,
+    where their weights are alike."""
+    every = {name for name, each in module.named_modules() if isinstance(each, GroupedLinear)}
+    parents = sorted({name.rpartition(".")[0] for name in every})
+    for names in siblings:
+        for parent in parents:
+            together = [f"{parent}.{name}" for name in names]
+            if every.issuperset(together):
+                _join(module, together)
+
+
+def _join(model: nn.Module, names: Sequence[str]) -> None:
     layers: list[Any] = [model.get_submodule(name) for name in names]
     products = [layer.product for layer in layers]
     if len(set(products)) < 2 or len(set(products)) < len(products) or not can_join(products):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +21,8 @@ from engine.batch import (
     build_batch,
 )
 from engine.capture.replays import GraphSizes, make_replays
+from engine.model.decoder import kept_states
+from engine.request.errors import UnsupportedModelError
 from engine.transfer import Stopwatch, upload
 
 
@@ -53,19 +54,40 @@ class ModelRunner:
         padded = self._replays.pad(batch)
         inputs, plan = self._plan(padded)
         output = self._replays.forward(
-            padded, inputs, plan, partial(self._run, inputs, plan, batch.wants_hidden)
+            padded, inputs, plan, partial(self._run, inputs, plan, batch.hidden_layers)
         )
-        output = output._replace(logits=output.logits[: len(batch.logits_indices)])
+        output = output._replace(
+            logits=output.logits[: len(batch.logits_indices)],
+            hidden=tuple(each[: batch.num_rows] for each in output.hidden),
+        )
         return output if watch is None else output._replace(seconds=watch.stop())
 
     @torch.inference_mode()
-    def prepare(self) -> None:
-        """Captures what is captured at start. Once, while the store is unused."""
+    def prepare(self, hidden_layers: tuple[int, ...] = ()) -> None:
+        """Captures what is captured at start. Once, while the store is unused. ``hidden_layers``: whose
+        hidden states steps will ask for, where they ask for any. Raises UnsupportedModelError where the
+        model has no such states."""
+        if hidden_layers:
+            self._check_hidden(hidden_layers)
 
         def planned(batch: InputBatch) -> Callable[[], ForwardOutput]:
-            return partial(self._run, *self._plan(batch), batch.wants_hidden)
+            return partial(self._run, *self._plan(batch), batch.hidden_layers)
 
-        self._replays.prepare(planned)
+        self._replays.prepare(planned, hidden_layers)
+
+    def _check_hidden(self, layers: tuple[int, ...]) -> None:
+        """A step that asks for what there is not would fail, and so would every one after it."""
+        with kept_states(self.model, layers):
+            pass  # ranks cannot be called back from a forward that raises
+        num_rows = min(2, self.store.num_slots)
+        batch = replace(self._sample_batch((num_rows, 0, 1), token_id=0), hidden_layers=layers)
+        wanted = batch.num_rows, self.model.config.hidden_size
+        for layer, states in zip(layers, self.forward(batch).hidden, strict=True):
+            if states.shape != wanted:
+                raise UnsupportedModelError(
+                    f"hidden states of layer {layer} of {type(self.model).__name__} are not one vector "
+                    f"of {wanted[1]} numbers for each token"
+                )
 
     @property
     def num_graphs(self) -> int:
@@ -76,9 +98,11 @@ class ModelRunner:
         inputs = self._buffers.fill(batch)
         return inputs, self.attention.plan(batch, inputs)
 
-    def _run(self, inputs: InputTensors, plan: AttentionPlan, wants_hidden: bool) -> ForwardOutput:
+    def _run(
+        self, inputs: InputTensors, plan: AttentionPlan, hidden_layers: tuple[int, ...]
+    ) -> ForwardOutput:
         """Logits of at least one row."""
-        with self._hidden_kept(wants_hidden) as hidden:
+        with kept_states(self.model, hidden_layers) as kept:
             output = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
@@ -86,31 +110,13 @@ class ModelRunner:
                 logits_to_keep=inputs.logits_indices,
                 slipstream_plan=plan,
             )
-        return ForwardOutput(output.logits[0], hidden[0] if hidden else None)
+        return ForwardOutput(output.logits[0], tuple(kept[layer] for layer in hidden_layers))
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         """Copies accepted rows to their committed slots, all layers at once."""
         if source_slots:
             slots = upload([source_slots, target_slots], self.device)
             self.store.move(slots[0], slots[1])
-
-    @contextmanager
-    def _hidden_kept(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
-        """Takes the states from the base model, of which the output head may see fewer rows."""
-        hidden: list[torch.Tensor] = []
-        if not wanted:
-            yield hidden
-            return
-
-        def keep(module: torch.nn.Module, args: object, output: Any) -> None:
-            del module, args
-            hidden.append(output.last_hidden_state[0])
-
-        handle = self.model.base_model.register_forward_hook(keep)
-        try:
-            yield hidden
-        finally:
-            handle.remove()
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -12,7 +12,7 @@ import atexit
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -152,7 +152,9 @@ class LeadingRunner(ModelRunner):
 
     def forward(self, batch: InputBatch) -> ForwardOutput:
         """Raises RanksError for whatever goes wrong: the other ranks cannot be called back."""
-        self.ranks.tell(Step(batch, self._sources, self._targets))
+        # All ranks come to the same hidden states, and only this one's are read.
+        told = replace(batch, hidden_layers=())
+        self.ranks.tell(Step(told, self._sources, self._targets))
         self._sources, self._targets = [], []
         try:
             return super().forward(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from drafters.base import DrafterInfo
@@ -40,11 +40,28 @@ class QuantizationInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftInfo:
+    """A model or heads that draft for the target. ``name``: of their drafter; ``method``: the drafter of
+    the core that it is one of; ``path``: where they came from. ``hidden_layers``: the target's states
+    that they read, as in ``InputBatch``. ``agreement``: the share of its tokens at the check at start
+    that the target would have written itself, 0 to 1; None: not checked. ``note``: what that check
+    found besides."""
+
+    name: str
+    method: str
+    path: str
+    num_parameters: int
+    hidden_layers: tuple[int, ...] = ()
+    agreement: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """``max_model_len`` counts prompt plus output tokens. ``exact_verified`` says whether the start-up
     probe found equal bits (None: not probed, or no room to do so to the end); ``exact_probed`` names what
     it compared, ``exact_failed`` what differed. ``unserved``: parts that the checkpoint has besides text,
-    as "vision"."""
+    as "vision". ``drafts``: what drafts for drafters with a model or heads from the setting draft."""
 
     model: str
     vocab_size: int
@@ -65,3 +82,4 @@ class EngineInfo:
     quantization: QuantizationInfo | None = None
     tensor_parallel_size: int = 1
     unserved: tuple[str, ...] = ()
+    drafts: Mapping[str, DraftInfo] = field(default_factory=dict)

@@ -158,8 +158,8 @@ class ScheduledRequest:
     """The part of the proposal that is verified; ``reason`` says why it is no larger."""
     reason: Reason = ""
 
-    wants_hidden: bool = False
-    """The drafter reads the target's hidden states of this step."""
+    hidden_layers: tuple[int, ...] = ()
+    """The layers whose hidden states of this step the drafter reads, in its order."""
     num_top_tokens: int = 0
     """So many of the target's likeliest tokens per row the drafter wants to see, with their
     probabilities where ``wants_top_probs``."""

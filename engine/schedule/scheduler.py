@@ -10,10 +10,33 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
 
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from kvpool.block_pool import BlockPool
+
+
+class BlockRows(Protocol):
+    """Who keeps rows of its own under the ids of requests' blocks."""
+
+    def num_usable_tokens(self, request: Request, block_ids: Sequence[int]) -> int:
+        """Returns how many tokens of a cached prefix, which lies in these blocks, have the rows that the
+        request needs."""
+
+    def leave_blocks(self, request: Request) -> None:
+        """The request is about to give back its blocks: it ends, or is preempted."""
+
+
+class NoRows:
+    """Nobody keeps any."""
+
+    def num_usable_tokens(self, request: Request, block_ids: Sequence[int]) -> int:  # noqa: ARG002
+        return len(request.token_ids)
+
+    def leave_blocks(self, request: Request) -> None:
+        pass
 
 
 class Scheduler:
@@ -26,8 +49,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefill_chunk: int,
+        rows: BlockRows = NoRows(),  # noqa: B008  (has no state)
     ) -> None:
         self.pool = pool
+        self._rows = rows
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -44,7 +69,7 @@ class Scheduler:
         """Take out a request for good, wherever it is, and free its blocks."""
         if request.is_running:
             self.running.remove(request)
-            self.pool.free(request.request_id)
+            self._free(request)
             self.waiting.charge(request)
             request.is_running = False
         else:
@@ -99,10 +124,14 @@ class Scheduler:
 
     def _preempt(self, victim: Request, plan: Plan) -> None:
         self.running.remove(victim)
-        self.pool.free(victim.request_id)
+        self._free(victim)
         victim.preempt()
         self.waiting.push(victim)
         plan.preempted.append(victim)
+
+    def _free(self, request: Request) -> None:
+        self._rows.leave_blocks(request)
+        self.pool.free(request.request_id)
 
     def _admit(self, plan: Plan) -> None:
         """Start waiting requests in turn while seats and blocks last; no request overtakes the one whose
@@ -124,12 +153,14 @@ class Scheduler:
                 request.params.cache_salt,
                 request.max_cached_tokens(),
                 is_new,
+                partial(self._rows.num_usable_tokens, request),
             )
             request.start(num_cached)
             bisect.insort(self.running, request, key=lambda each: each.rank)
 
     def _has_room(self, request: Request) -> bool:
-        """Admission asks for blocks for all known tokens, lest a prompt be preempted half-way."""
+        """Admission asks for blocks for all known tokens, lest a prompt be preempted half-way. That is
+        enough whatever part of a cached prefix is of use."""
         needed = -(-len(request.token_ids) // self.block_size)
         promised = sum(
             -(-r.num_new_tokens // self.block_size) for r in self.running if r.num_new_tokens > 1

@@ -19,7 +19,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from drafters.base import Drafter, DraftRequest, DraftShape, HiddenRows, Observation
+from drafters.base import (
+    Drafter,
+    DraftRequest,
+    DraftShape,
+    HiddenRows,
+    Observation,
+    hidden_layers_of,
+)
+from drafters.checks import count_of
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree
 from engine.config import ShedSpeculation
@@ -62,6 +70,8 @@ class Speculation:
         shed_queue: int = 1,
     ) -> None:
         self.drafters = drafters
+        self.hidden_layers = hidden_layers_of(drafters.values())
+        """Whose hidden states the drafters read, all of them together."""
         self.max_num_nodes = max_num_nodes
         self._num_closed_failures = 0
         self._pool = pool
@@ -73,6 +83,8 @@ class Speculation:
         self._drafting: dict[str, Drafting] = {}
         self._unread: dict[str, Drafting] = {}
         """Those whose drafter still reads their text, first come first."""
+        self._unsettled: dict[str, Drafter] = {}
+        """By name, those that may have something to write for requests that have left their blocks."""
 
     # --- a request comes and goes ---
 
@@ -103,6 +115,51 @@ class Speculation:
         if drafting.is_open:
             self._unread[request_id] = drafting
 
+    def num_usable_tokens(self, request: Request, block_ids: Sequence[int]) -> int:
+        """Returns how many tokens of a cached prefix, which lies in these blocks, the request's drafter
+        can build on: all, if it has none, or one that fails."""
+        params, all_of_them = request.params, len(request.token_ids)
+        drafting = self._drafting.get(request.request_id)
+        name = params.speculative.draft_strategy
+        if name == NO_DRAFTER or (drafting is not None and not drafting.is_asked):
+            return all_of_them
+
+        def ask() -> int:
+            found = self.drafters[name].num_usable_tokens(
+                request.token_ids, block_ids, params.cache_salt
+            )
+            return count_of(found, all_of_them)
+
+        usable = guarded([] if drafting is None else [drafting], ask)
+        if usable is not None:
+            return usable
+        self._num_closed_failures += drafting is None
+        return all_of_them
+
+    def leave_blocks(self, request: Request) -> None:
+        """The request is about to give back its blocks. Its drafter has until ``settle`` to write into
+        them what it still knows of the text, as far as somebody can find it there."""
+        drafting = self._drafting.get(request.request_id)
+        if drafting is None or not drafting.is_asked or not self._pool.enable_prefix_cache:
+            return
+        table = self._pool.block_table(request.request_id)
+        leave = drafting.drafter.leave_blocks
+        guarded([drafting], leave, request.request_id, request.token_ids, table)
+        self._unsettled[drafting.name] = drafting.drafter
+
+    def settle(self) -> None:
+        """Let drafters write what they were to write. To be called before requests are admitted, which
+        may find it, and before others draft, who may have the blocks."""
+        while self._unsettled:
+            _, drafter = self._unsettled.popitem()
+            if guarded([], self._settled, drafter) is None:
+                self._num_closed_failures += 1
+
+    @staticmethod
+    def _settled(drafter: Drafter) -> bool:
+        drafter.settle()
+        return True
+
     def close(self, request: Request) -> int:
         """Forget a request; returns how often its drafter failed it, here included."""
         drafting = self._drafting.pop(request.request_id, None)
@@ -128,6 +185,7 @@ class Speculation:
         """Give every request that samples in this step its draft, as far as the policies grant it and
         there are blocks to lease, and say what its drafter wants to see. ``readback``: for what drafters
         read of a device; it is fetched once."""
+        self.settle()
         for request in plan.admitted:
             self.open(request)
         if self._unread:
@@ -185,7 +243,9 @@ class Speculation:
         if drafting is None or not drafting.is_asked or not drafting.is_told(each.num_asked):
             return
         needs = drafting.drafter.info.needs
-        each.wants_hidden, each.wants_top_probs = needs.hidden_rows, needs.top_probs
+        each.wants_top_probs = needs.top_probs
+        if needs.hidden_rows:
+            each.hidden_layers = tuple(drafting.drafter.hidden_layers)
         if each.samples:
             ask = drafting.drafter.num_top_tokens
             num_top = drafting.counted(None, ask, each.request.request_id)
@@ -232,7 +292,8 @@ class Speculation:
         request, num_nodes = each.request, each.num_asked
         request_id, shape = request.request_id, request.params.speculative.shape
         if drafter.info.needs.draft_slots:
-            num_nodes = self._lease(request, num_nodes)
+            room = self._lease(request, max(num_nodes, drafter.num_slots))
+            num_nodes = min(num_nodes, room)
         if each.max_depth != shape.depth:
             shape = DraftShape(shape.width, each.max_depth)
         return DraftRequest(

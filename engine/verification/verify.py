@@ -15,7 +15,7 @@ then their last tokens: two waits more for chains, at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -185,20 +185,28 @@ def begin_top_rows(
     return finish
 
 
-def hidden_rows(requests: Sequence[ScheduledRequest], hidden: Tensor | None) -> list[HiddenRows]:
-    """The states of newly committed tokens, ``hidden`` ``[num_rows, hidden_size]``, for the requests
-    whose drafters read them. Every request gets memory of its own, which it may keep."""
-    wanted = [each for each in requests if each.wants_hidden]
-    if hidden is None or not wanted:
+def hidden_rows(
+    requests: Sequence[ScheduledRequest], states: Mapping[int, Tensor]
+) -> list[HiddenRows]:
+    """The states of newly committed tokens for the requests whose drafters read some. ``states``: those
+    of the step's rows, ``[num_rows, hidden_size]`` by layer. Every request gets memory of its own, which
+    it may keep."""
+    wanted = [each for each in requests if each.hidden_layers]
+    if not wanted:
         return []
     kept = []
     for each in wanted:
         first, anchor = each.rows.first_row, each.rows.first_row + each.num_known - 1
         kept.append([*range(first, anchor + 1), *(anchor + row for row in each.accepted_rows)])
-    index = upload([row for rows in kept for row in rows], hidden.device)
+    device = next(iter(states.values())).device
+    index = upload([row for rows in kept for row in rows], device)
     return [
         HiddenRows(
-            each.request.request_id, each.base, each.request.token_ids, hidden.index_select(0, own)
+            each.request.request_id,
+            each.base,
+            each.request.token_ids,
+            tuple(states[layer].index_select(0, own) for layer in each.hidden_layers),
+            each.rows.block_table,
         )
         for each, own in zip(wanted, index.split([len(rows) for rows in kept]), strict=True)
     ]

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from drafters.base import Drafter, DrafterContext, DrafterInfo, DrafterUnavailableError, DraftShape
-from drafters.registry import DrafterPluginError, build_drafters, drafter_names, find_plugins
+from drafters.auto import AutoDrafter
+from drafters.base import (
+    REGISTERED,
+    Drafter,
+    DrafterContext,
+    DrafterInfo,
+    DrafterUnavailableError,
+    DraftShape,
+)
+from drafters.registry import (
+    DrafterPluginError,
+    build_drafters,
+    draft_methods,
+    drafter_names,
+    find_plugins,
+)
 from drafters.tree import EMPTY
 from worlds.plugin_site import SOUND, install
 from worlds.simulated_target import ask, tell
@@ -80,6 +95,46 @@ def test_a_start_that_returns_no_state_is_refused():
 
     with pytest.raises(TypeError, match="start returned NoneType, which is no RequestState"):
         Stateless().open("r", TEXT, {}, "")
+
+
+def test_several_drafters_of_one_class_each_ask_for_their_own_model():
+    lent = []
+
+    class Model:
+        block_size = 4
+        first_row = 0
+        num_slots = 0
+
+    def draft_model(name):
+        lent.append((name, Model()))
+        return lent[-1][1]
+
+    drafts = {"left": "small_model", "right": "small_model", "head": "medusa"}
+    built = build_drafters(list(drafts), DrafterContext(draft_model=draft_model), {}, drafts)
+    assert [name for name, _ in lent] == list(built) == list(drafts)
+    for name, drafter in built.items():
+        assert drafter.info == replace(REGISTERED[drafts[name]].info, name=name)
+        assert isinstance(drafter, REGISTERED[drafts[name]])
+    assert built["left"]._model is lent[0][1]
+    assert built["right"]._model is lent[1][1]
+    assert REGISTERED["small_model"].info.name == "small_model"
+    auto = AutoDrafter({"ngram": build_drafters(["ngram"])["ngram"]})
+    auto.meet(built)
+    assert set(auto._members) == {"ngram"}, "those with a model are nobody's members"
+
+
+def test_a_draft_takes_the_place_of_its_method_or_stands_beside_it(caplog):
+    caplog.set_level(logging.INFO, "drafters.registry")
+    context = DrafterContext(draft_model=lambda name: {"medusa": 1, "second": 2}[name])
+    with pytest.raises(KeyError):  # the engine's answer would be a DrafterUnavailableError
+        build_drafters(["eagle3"], context, None, {"medusa": "medusa"})
+    built = build_drafters(
+        ["medusa", "second"], context, None, {"medusa": "medusa", "second": "medusa"}
+    )
+    assert [each._heads for each in built.values()] == [1, 2]
+    assert set(draft_methods()) >= {"small_model", "medusa", "eagle3"}
+    with pytest.raises(ValueError, match="unknown drafter 'second'"):
+        build_drafters(["second"], context, None, {"medusa": "medusa"})
 
 
 @pytest.fixture

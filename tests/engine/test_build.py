@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafters.base import DraftRequest
+from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import DraftTree, chain
 from engine import build, machine
 from engine.build import build_engine_for
@@ -292,6 +293,17 @@ def test_two_engines_of_different_models_run_side_by_side() -> None:
         await second.stop()
 
     asyncio.run(main())
+
+
+def test_a_drafter_of_layers_that_the_target_lacks_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = OracleDrafter([], VOCAB_SIZE)
+    drafter.info = replace(drafter.info, needs=DrafterNeeds(hidden_rows=True))
+    drafter.hidden_layers = (1, 7)
+    register_oracle(monkeypatch, lambda: drafter)
+    with pytest.raises(UnsupportedModelError, match="no hidden states of layer 7: .* 0 to 1"):
+        build_tiny(drafters=("oracle",))
 
 
 def test_a_model_serves_one_engine_only() -> None:

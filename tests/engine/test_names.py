@@ -9,7 +9,7 @@ import pytest
 
 import server.serve
 from engine.config import EngineConfig
-from engine.drafting.models import with_bundled_draft
+from engine.drafting.drafts import find_drafts, with_bundled_drafts
 from engine.model.loader import load_tokenizer
 from engine.names import (
     BUNDLED,
@@ -65,10 +65,9 @@ def test_the_bundled_model_has_a_name() -> None:
 
 
 def test_as_a_draft_the_name_means_the_bundled_draft() -> None:
-    drafts = {with_bundled_draft(EngineConfig(BUNDLED_MODEL)).draft_model}
-    drafts.add(with_bundled_draft(EngineConfig("some/model", draft_model="bundled")).draft_model)
-    assert drafts == {str(BUNDLED / "draft")}
-    assert with_bundled_draft(EngineConfig("some/model")).draft_model is None
+    own = find_drafts(with_bundled_drafts(EngineConfig(BUNDLED_MODEL)))["small_model"]
+    assert own.path == str(BUNDLED / "draft")
+    assert find_drafts(EngineConfig("some/model", draft=("bundled",))) == {"small_model": own}
 
 
 def test_the_package_is_found_and_not_imported(with_smollm2: Path) -> None:

@@ -1,7 +1,7 @@
 """Blocks that lie together, shortage and misuse; what is published when, found, counted, evicted first
 and forgotten. ``test_block_pool_machine.py`` proves the rest: that only what is right is shared, too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -33,6 +33,7 @@ def test_a_shortage_evicts_nothing() -> None:
     [
         lambda pool: pool.open("a", TOKENS, "", 0),
         lambda pool: pool.open("new", TOKENS, "", -1),
+        lambda pool: pool.open("new", TOKENS, "", 9, num_usable=lambda _: -1),
         lambda pool: pool.allocate("ghost", 1),
         lambda pool: pool.allocate("a", -1),
         lambda pool: pool.allocate_draft("ghost", 1),
@@ -208,3 +209,101 @@ def test_requests_open_at_a_reset_publish_nothing_any_more() -> None:
     for request_id in ("a", "b", "d", "c"):
         pool.free(request_id)
     assert pool.counts() == counts(6, 0, 0, 2)
+
+
+# --- hits of which a request can use a part ---
+
+
+@pytest.mark.parametrize(
+    ("usable", "num_cached"), [(0, 0), (3, 0), (4, 4), (7, 4), (11, 8), (12, 12), (99, 12)]
+)
+def test_a_hit_is_cut_to_the_full_blocks_that_are_usable(usable: int, num_cached: int) -> None:
+    pool = CheckedPool(8, SIZE)
+    run(pool, "a", TOKENS[:12])
+    assert run(pool, "b", TOKENS[:12], usable=usable) == num_cached
+    shared = num_cached // SIZE
+    assert pool.block_table("b")[:shared] == pool.block_table("a")[:shared]
+    assert not {*pool.block_table("b")[shared:]} & {*pool.block_table("a")}
+    assert pool.num_prefix_hits == num_cached
+
+
+def test_nobody_is_asked_of_nothing() -> None:
+    pool = CheckedPool(8, SIZE)
+    asked: list[list[int]] = []
+
+    def note(found: Sequence[int]) -> int:
+        asked.append([*found])
+        return 0
+
+    pool.open("a", TOKENS[:12], "", 12, num_usable=note)
+    assert asked == []
+    pool.free("a")
+    run(pool, "b", TOKENS[:9])
+    pool.open("c", TOKENS[:12], "", 12, num_usable=note)
+    assert asked == [[*pool.block_table("b")[:2]]]
+
+
+def test_what_was_computed_anew_takes_over_the_names() -> None:
+    """Block by block; a block that somebody holds stays with him and is freed by him, an unused one is
+    free at once."""
+    pool = CheckedPool(12, SIZE)
+    run(pool, "held", TOKENS[:12])
+    run(pool, "gone", TOKENS[20:28])
+    pool.free("gone")
+    first_table = [*pool.block_table("held")]
+    assert run(pool, "a", TOKENS[:10], usable=4) == 4
+    assert run(pool, "b", TOKENS[20:28], usable=0) == 0
+    assert pool.counts() == counts(5, 0, 7, 0)
+    # The third block's name was not taken: it was not filled.
+    table = [*first_table[:1], pool.block_table("a")[1], first_table[2]]
+    assert pool.open("probe", TOKENS[:12], "", 12) == 12
+    assert [*pool.block_table("probe")] == table
+    pool.free("held")
+    assert pool.counts() == counts(6, 0, 6, 0), "its second block lost its name"
+    for request_id in ("probe", "a", "b"):
+        pool.free(request_id)
+    assert pool.counts() == counts(7, 0, 0, 5)
+    assert pool.open("again", TOKENS[20:28], "", 8) == 8
+
+
+def test_a_block_without_a_name_may_be_shared_until_the_last_leaves_it() -> None:
+    pool = CheckedPool(12, SIZE)
+    run(pool, "a", TOKENS[:8])
+    run(pool, "b", TOKENS[:8])
+    run(pool, "c", TOKENS[:8], usable=0)
+    assert pool.block_table("a") == pool.block_table("b")
+    pool.free("a")
+    pool.free("b")
+    assert pool.counts() == counts(10, 0, 2, 0)
+    pool.free("c")
+    assert pool.counts() == counts(10, 0, 0, 2)
+
+
+def test_a_request_that_could_use_all_takes_no_names() -> None:
+    pool = CheckedPool(12, SIZE)
+    run(pool, "a", TOKENS[:8])
+    assert run(pool, "b", TOKENS[:8], cap=7, usable=4) == 4
+    assert pool.open("c", TOKENS[:8], "", 8) == 8
+    assert pool.block_table("c") == pool.block_table("a")
+
+
+def test_a_reset_ends_takeovers() -> None:
+    pool = CheckedPool(12, SIZE)
+    run(pool, "a", TOKENS[:8])
+    pool.open("b", TOKENS[:8], "", 8, num_usable=lambda _: 0)
+    pool.allocate("b", 8)
+    pool.promote("b", TOKENS, 4)
+    pool.reset_prefix_cache()
+    pool.promote("b", TOKENS, 8)
+    pool.free("a")
+    pool.free("b")
+    assert pool.counts() == counts(12, 0, 0, 0)
+
+
+def test_a_tenant_takes_over_its_own_names_alone() -> None:
+    pool = CheckedPool(12, SIZE)
+    run(pool, "a", TOKENS[:8], "one")
+    run(pool, "b", TOKENS[:8], "two")
+    run(pool, "c", TOKENS[:8], "two", usable=0)
+    assert pool.open("d", TOKENS[:8], "one", 8) == 8
+    assert pool.block_table("d") == pool.block_table("a")

@@ -6,7 +6,7 @@ nobody ever writes to a slot that another request sees.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import settings
@@ -37,7 +37,7 @@ class ModelRequest:
     token_ids: list[int]
     num_computed_tokens: int
     num_draft_blocks: int = 0
-    seen_table: list[int] = field(default_factory=list)
+    takes_names: bool = False
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -90,20 +90,33 @@ class PoolMachine(RuleBasedStateMachine):
         token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         cache_salt=st.sampled_from(["", "b"]),
         slack=st.integers(0, 2),
+        usable=st.sampled_from([None, None, 0, 1, 3, 5]),
     )
-    def open(self, token_ids: list[int], cache_salt: str, slack: int) -> Any:
+    def open(self, token_ids: list[int], cache_salt: str, slack: int, usable: int | None) -> Any:
         request_id = f"r{self.num_opened}"
         self.num_opened += 1
         cap = max(0, len(token_ids) - slack)
+        self._open(request_id, ModelRequest(cache_salt, token_ids, 0), cap, usable)
+        return multiple(request_id)
+
+    def _open(self, request_id: str, request: ModelRequest, cap: int, usable: int | None) -> None:
+        """``usable``: of so many tokens of a hit the request can make use; None: of all."""
         size = self.pool.block_size
-        published = self._expected_hit(token_ids, cache_salt, cap)
-        num_cached = self.pool.open(request_id, token_ids, cache_salt, cap)
-        assert num_cached == published
+        published = self._expected_hit(request.token_ids, request.cache_salt, cap)
+        most = published if usable is None else min(usable, published)
+        num_cached = self.pool.open(
+            request_id,
+            request.token_ids,
+            request.cache_salt,
+            cap,
+            num_usable=None if usable is None else lambda _: usable,
+        )
+        assert num_cached == most // size * size
         assert num_cached <= cap
         assert len(self.pool.block_table(request_id)) * size == num_cached
-        request = ModelRequest(cache_salt, token_ids, num_cached)
+        request.num_computed_tokens = num_cached
+        request.takes_names = num_cached < published
         self.model[request_id] = request
-        return multiple(request_id)
 
     def _expected_hit(self, token_ids: list[int], cache_salt: str, cap: int) -> int:
         size, digest, num_cached = self.pool.block_size, root_digest(cache_salt), 0
@@ -152,9 +165,20 @@ class PoolMachine(RuleBasedStateMachine):
         for position in range(request.num_computed_tokens, num_computed_tokens):
             self._write(request_id, position, self._content(request, position))
         self.pool.promote(request_id, request.token_ids, num_computed_tokens)
+        if request.takes_names:
+            self._names_are_its_own(request_id, request.num_computed_tokens, num_computed_tokens)
         request.num_computed_tokens = num_computed_tokens
         num_past = covered // self.pool.block_size - self._num_blocks_for(num_computed_tokens)
         request.num_draft_blocks = min(request.num_draft_blocks, num_past)
+
+    def _names_are_its_own(self, request_id: str, first: int, end: int) -> None:
+        """What the request has filled is what the next one finds."""
+        request, size = self.model[request_id], self.pool.block_size
+        digest, table = root_digest(request.cache_salt), self.pool.block_table(request_id)
+        for index in range(end // size):
+            digest = block_digest(digest, request.token_ids[index * size : (index + 1) * size])
+            if index >= first // size:
+                assert self.pool._cache.lookup(digest) == table[index]
 
     @rule(request_id=requests)
     def free_draft(self, request_id: str) -> None:
@@ -170,22 +194,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.free(request_id)
         del self.model[request_id]
 
-    @rule(request_id=requests, slack=st.integers(1, 2))
-    def preempt_and_resume(self, request_id: str, slack: int) -> None:
+    @rule(request_id=requests, slack=st.integers(1, 2), usable=st.sampled_from([None, None, 0, 4]))
+    def preempt_and_resume(self, request_id: str, slack: int, usable: int | None) -> None:
         request = self.model.pop(request_id)
         self.pool.free(request_id)
         cap = max(0, len(request.token_ids) - slack)
-        request.num_computed_tokens = self.pool.open(
-            request_id, request.token_ids, request.cache_salt, cap
-        )
         request.num_draft_blocks = 0
-        self.model[request_id] = request
+        self._open(request_id, request, cap, usable)
 
     @rule(dice=st.integers(0, 19))
     def reset_prefix_cache(self, dice: int) -> None:
         if dice == 0:
             self.pool.reset_prefix_cache()
             assert self.pool.counts()["cached"] == 0
+            for request in self.model.values():
+                request.takes_names = False
 
     # What always holds
 

@@ -77,6 +77,8 @@ def _put_ids(at: int | slice, ids: int | array[int]) -> Callable[[BlockPool], No
         (_put("enable_prefix_cache", 0), "prefix cache is off"),
         (lambda pool: pool._cache._digest_of.pop(1), "prefix cache: the two maps disagree"),
         (lambda pool: setitem(pool._cache._digest_of, 1, b"9"), "prefix cache: the two maps"),
+        (lambda pool: pool._nameless.add(0), r"blocks \[0\]: lost their names, but are published"),
+        (lambda pool: pool._nameless.add(9), r"blocks \[9\]: lost their names"),
         (lambda pool: setitem(pool._cache._idle, 9, None), "prefix cache: an idle block"),
         (lambda pool: setitem(pool._cache._block_of, b"9", 1), "prefix cache: the two maps"),
     ],

@@ -65,3 +65,15 @@ def test_eviction_takes_the_block_released_longest_ago() -> None:
     assert len(cache) == 0
     assert cache.lookup(bytes([0])) is None
     cache.check_integrity()
+
+
+def test_a_name_goes_to_another_block_and_the_old_one_is_none_of_the_caches() -> None:
+    cache = _cache_of(3)
+    cache.release(0)
+    cache.release(1)
+    assert cache.rename(bytes([0]), 7) == 0
+    assert cache.rename(bytes([2]), 8) == 2
+    cache.check_integrity()
+    assert [cache.lookup(bytes([each])) for each in range(3)] == [7, 1, 8]
+    assert not any(map(cache.is_published, (0, 2)))
+    assert list(cache.idle_blocks()) == [1]

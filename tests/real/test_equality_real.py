@@ -26,6 +26,7 @@ from engine.request.params import (
 from server.request.grammars import json_grammar
 from worlds.engine_harness import Driver, drafting, request
 from worlds.real_engine import DRAFTERS, RealEngine, code, licence
+from worlds.real_heads import RANDOM_HEADS
 from worlds.real_model import REAL
 from worlds.situations import LARGE, SITUATIONS, WIDTHS, Signature, partly_right, plain, signature
 
@@ -173,8 +174,9 @@ def test_no_drafter_changes_a_bit(engine: RealEngine, sampling: str, count: Coun
     driver = SITUATIONS["mixed_batch"](engine, [each for each, _ in asked.values()])
     accepted = expect_equal(engine, driver, asked, count)
     if sampling == "greedy":
-        # Nothing is forced here.
-        assert {name for name, num in accepted.items() if not num} == {"grammar"}
+        # Nothing is forced here, and heads that know nothing are right by chance alone.
+        useless = {name for name, num in accepted.items() if not num}
+        assert useless - set(RANDOM_HEADS) == {"grammar"}
     assert accepted["grammar"] > 0 or sampling not in QUESTIONS
 
 

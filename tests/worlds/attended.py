@@ -73,9 +73,11 @@ class World:
         parts: Sequence[Part],
         options: AttentionOptions = PLAIN,
         stored: int = 0,
+        first_keys: Sequence[int] = (),
     ) -> list[torch.Tensor]:
-        """Outputs of each request's rows. ``stored``: of each tree's nodes."""
-        store, batch, rows = self.lay(parts, stored)
+        """Outputs of each request's rows. ``stored``: of each tree's nodes; ``first_keys``: of each
+        request."""
+        store, batch, rows = self.lay(parts, stored, first_keys)
         backend = self.over(store)
         plan = backend.plan(batch, InputBuffers(self.needs.device, 512).fill(batch))
         output = plan.attend(0, *rows, options).cpu()
@@ -85,7 +87,7 @@ class World:
         return build_attention(self.needs, store, self.backend)
 
     def lay(
-        self, parts: Sequence[Part], stored: int = 0
+        self, parts: Sequence[Part], stored: int = 0, first_keys: Sequence[int] = ()
     ) -> tuple[KVStore, InputBatch, list[torch.Tensor]]:
         """A store with what came before the step; its batch; its queries, keys and values. The nodes of a
         tree go on with the rows of its text, one after another."""
@@ -101,10 +103,12 @@ class World:
             count = known + len(parents) - stored
             requests.append(RequestRows([0] * count, known, base, parents, table, count, stored))
             new.append((query[past:], key[past:], value[past:]))
+        for request, first_key in zip(requests, first_keys, strict=bool(first_keys)):
+            request.first_key = first_key
         rows = [torch.cat(each).to(device) for each in zip(*new, strict=True)]
         return store, build_batch(requests, self.size), rows
 
-    def expected(self, part: Part, options: AttentionOptions) -> torch.Tensor:
+    def expected(self, part: Part, options: AttentionOptions, first_key: int = 0) -> torch.Tensor:
         """Returns the rows' outputs by the definition, in float64."""
         text, base, known, parents = part
         query, key, value = self.rows(text, base + known + len(parents))
@@ -116,11 +120,13 @@ class World:
         outputs = []
         for row in range(known + len(parents)):
             node = row - known
-            seen = list(range(min(base + row + 1, base + known)))
+            seen = list(range(first_key, min(base + row + 1, base + known)))
             if node >= 0:
                 seen += [base + known + each for each in path_to(node, parents)]
             if options.window is not None:
                 seen = seen[-options.window :]
+            if node < 0 and options.sees_block:
+                seen += range(base + row + 1, base + known)
             outputs += [
                 attended(
                     query[base + row, head].numpy(),

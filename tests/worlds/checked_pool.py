@@ -24,10 +24,11 @@ class CheckedPool(BlockPool):
         cache_salt: str,
         max_cached_tokens: int,
         is_new: bool = True,
+        num_usable: Callable[[Sequence[int]], int] | None = None,
     ) -> int:
         opened = super().open
         result = self._checked(
-            lambda: opened(request_id, token_ids, cache_salt, max_cached_tokens, is_new)
+            lambda: opened(request_id, token_ids, cache_salt, max_cached_tokens, is_new, num_usable)
         )
         assert isinstance(result, int)
         return result
@@ -64,9 +65,12 @@ def run(
     token_ids: Sequence[int],
     cache_salt: str = "",
     cap: int = 10**9,
+    usable: int | None = None,
 ) -> int:
-    """Open a request and commit all its tokens; returns how many came from the cache."""
-    num_cached = pool.open(request_id, token_ids, cache_salt, cap)
+    """Open a request and commit all its tokens; returns how many came from the cache. ``usable``: of so
+    many it can make use."""
+    asked = None if usable is None else (lambda _: usable)
+    num_cached = pool.open(request_id, token_ids, cache_salt, cap, num_usable=asked)
     assert pool.allocate(request_id, len(token_ids))
     pool.promote(request_id, token_ids, len(token_ids))
     return num_cached

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine.kernels
 from engine.capture import captures
 from engine.core import EngineCore
-from engine.drafting.eagle import EagleModel
+from engine.drafting.block_model import BlockHead
+from engine.drafting.head_model import ChainHead
 from engine.model.runner import ModelRunner
 from engine.transfer import Arrival, Readback, upload
 from worlds.engine_harness import Driver
@@ -39,7 +40,12 @@ _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
 _CREATING = frozenset({torch.tensor, torch.as_tensor, torch.from_numpy, Tensor.new_tensor})
 """A copy from memory that is not pinned waits as well."""
 
-_FORWARDS = ((ModelRunner, "forward"), (EagleModel, "_forward"))
+_FORWARDS = (
+    (ModelRunner, "forward"),
+    (ChainHead, "_plan"),
+    (ChainHead, "_run"),
+    (BlockHead, "_run_blocks"),
+)
 
 
 @contextmanager

@@ -100,13 +100,6 @@ class Setup:
 def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
     listener = None if setup.kv_events is None else setup.kv_events.announcer
     pool = BlockPool(setup.num_blocks, setup.block_size, setup.prefix_cache, listener)
-    scheduler = Scheduler(
-        pool,
-        setup.block_size,
-        setup.max_num_seqs,
-        setup.max_num_batched_tokens,
-        setup.prefill_chunk,
-    )
     drafters = build_drafters() if setup.drafters is None else setup.drafters
     speculation = Speculation(
         drafters,
@@ -116,6 +109,14 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
         pool,
         setup.shed,
         setup.shed_queue,
+    )
+    scheduler = Scheduler(
+        pool,
+        setup.block_size,
+        setup.max_num_seqs,
+        setup.max_num_batched_tokens,
+        setup.prefill_chunk,
+        speculation,
     )
     longest = min(setup.max_model_len, setup.num_blocks * setup.block_size)
     limits = ModelLimits(vocab_size, longest, setup.eos_token_ids, setup.constrain)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from drafters.base import DrafterContext
-from drafters.registry import build_drafters
+from drafters.registry import build_drafters, drafter_names
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.drafting.models import prepare_drafts
+from engine.drafting.drafts import SMALL_MODEL, Draft, find_drafts
+from engine.drafting.heads import prepare_heads
+from engine.drafting.models import DraftModels, prepare_drafts
 from engine.model.loader import prepare_model
 from worlds.engine_harness import (
     TINY_VOCAB,
@@ -23,15 +28,24 @@ from worlds.engine_harness import (
     tiny_llama,
 )
 from worlds.grammar_world import EOS, tiny_compiler
-from worlds.trained_heads import eagle_layer, eagle_model, medusa_heads
+from worlds.trained_heads import BLOCK_CONFIGS, EAGLE3_FORMS, write_checkpoint, write_heads
 
 MAX_LEN = 256
+DRAFTERS = tuple(dict.fromkeys((*drafter_names(), *EAGLE3_FORMS, *BLOCK_CONFIGS)))
+"""Those of the registry, and further ones over drafts of the same methods in other forms."""
+
+
+class _Source(NamedTuple):
+    """What the drafts of engines with blocks of one size are made of."""
+
+    target: PreTrainedModel
+    models: DraftModels
 
 
 class EveryDrafterTarget(TinyTarget):
-    """``TinyTarget`` whose cores have all drafters of the registry: the small model is the target with
-    noise on its weights, the quantised copy has 8-bit weights, one of the two layers drafts, heads are
-    random. ``folder``: where to save the small model. ``setup`` takes grammars, too."""
+    """``TinyTarget`` whose cores have ``DRAFTERS``: the small model is the target with noise on its
+    weights, the quantised copy has 8-bit weights, one of the two layers drafts, heads are those of
+    ``trained_heads``. ``folder``: where to save them. ``setup`` takes grammars, too."""
 
     prompts = [circle_prompt(index) for index in range(4)]
     setup = Setup(
@@ -44,23 +58,46 @@ class EveryDrafterTarget(TinyTarget):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        _near_target().save_pretrained(folder)
-        config = EngineConfig(draft_model=str(folder), quantized="int8", prefix_layers="1")
-        source = prepare_model(tiny_llama(), torch.device("cpu"))
-        self._drafts = prepare_drafts(source, None, config)
+        small = folder / "small"
+        _near_target().save_pretrained(small)
+        heads = write_heads(folder)
+        self._config = EngineConfig(
+            model=str(write_checkpoint(folder / "target", tiny_llama())),
+            draft=(str(small), "mtp", *(f"{name}={path}" for name, path in heads.items())),
+            quantized="int8",
+            prefix_layers="1",
+        )
+        self._found: Mapping[str, Draft] = find_drafts(self._config)
+        self._sources: dict[int, _Source] = {}
 
     def core(self, setup: Setup) -> EngineCore:
-        runner = self._runner(setup)
-        self._drafts.attach(runner, self._shapes, TINY_VOCAB, MAX_LEN)
-        # Drafters that ask for something else are not built: then this has to learn to lend it.
-        context = DrafterContext(
-            TINY_VOCAB,
-            draft_model=self._drafts.get,
-            medusa_heads=medusa_heads,
-            eagle_head=lambda: eagle_model(eagle_layer(), setup),
+        config = replace(
+            self._config,
+            block_size=setup.block_size,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
         )
-        drafters = build_drafters(None, context)
+        source = self._source(config)
+        runner = self._runner(setup)
+        source.models.attach(runner, self._shapes, TINY_VOCAB, MAX_LEN)
+        heads = prepare_heads(source.target, config, self._found)
+
+        # Drafters that ask for something else are not built: then this has to learn to lend it.
+        def draft_model(name: str) -> Any:
+            is_head = name in self._found and self._found[name].method != SMALL_MODEL
+            return heads.load(name, runner, MAX_LEN) if is_head else source.models.get(name)
+
+        context = DrafterContext(TINY_VOCAB, draft_model=draft_model)
+        methods = {name: draft.method for name, draft in self._found.items()}
+        drafters = build_drafters(None, context, None, methods)
         return build_core(runner, TINY_VOCAB, setup.but(drafters=drafters))
+
+    def _source(self, config: EngineConfig) -> _Source:
+        if config.block_size not in self._sources:
+            target = prepare_model(tiny_llama(), torch.device("cpu"))
+            models = prepare_drafts(target, None, config, self._found)
+            self._sources[config.block_size] = _Source(target, models)
+        return self._sources[config.block_size]
 
 
 @torch.no_grad()

@@ -106,9 +106,9 @@ class _Replayed:
             output = self._run()
         for now, then in zip(log.calls, self._calls, strict=True):
             assert now == then
-        for place, value in zip(self.output, output, strict=True):
-            if place is not None and value is not None:
-                place.copy_(value)
+        places = self.output.logits, *self.output.hidden
+        for place, value in zip(places, (output.logits, *output.hidden), strict=True):
+            place.copy_(value)
         self.num_replays += 1
 
 

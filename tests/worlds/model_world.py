@@ -15,6 +15,7 @@ from drafters.base import DraftRequest, DraftSampling, DraftShape, Observation, 
 from drafters.model.model_drafter import SmallModelDrafter
 from drafters.model.protocol import Candidates, DraftRows, Levels
 from drafters.tree import ROOT, DraftTree
+from engine.batch import slot_of
 from kvpool.block_pool import BlockPool
 from worlds.simulated_target import verify_step
 
@@ -40,6 +41,11 @@ class Forwards:
     """What of a draft model follows from its ``forward`` of one level. It takes half a second."""
 
     runs_ahead = False
+    first_row = 0
+    keeps_anchor = True
+    num_parallel = 1
+    most_depth = None
+    num_slots = 0
 
     def read_now(self, begin: Callable[[Any], Callable[[], Any]]) -> Any:
         return begin(None)()
@@ -128,8 +134,8 @@ class FakeDraftModel(Forwards):
     def _read(self, rows: DraftRows, base: int) -> Text:
         """The text of the rows before ``base``, each of which has to have seen the ones before it."""
         known = rows.ask.token_ids
-        text: Text = ()
-        for position in range(base):
+        text: Text = tuple(known[: self.first_row])
+        for position in range(self.first_row, base):
             held = self.rows.get(self._slot(rows, position))
             assert held is not None, f"row {position} was never written"
             assert held[:-1] == text, f"row {position} saw another text"
@@ -144,7 +150,7 @@ class FakeDraftModel(Forwards):
         self.rows[slot] = text
 
     def _slot(self, rows: DraftRows, position: int) -> int:
-        return rows.ask.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        return slot_of(rows.ask.block_table, position, self.block_size)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """SmolLM2 as the engine builds it, with every drafter that can be had for it, under cores of other sizes.
 
-There are no trained heads for it, and so no ``medusa`` and no ``eagle``.
+``eagle3`` is the head that comes with it; other heads have random weights. There is no ``mtp``, whose
+modules come in the target's own checkpoint.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.workloads import CODE_FILE, DATA, EDITS_FILE
@@ -17,8 +19,9 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.names import SMOLLM2
 from worlds.built_engine import BuiltEngine
+from worlds.real_heads import write_random_heads
 
-DRAFTERS = tuple(name for name in drafter_names() if name not in ("none", "medusa", "eagle"))
+DRAFTERS = tuple(name for name in drafter_names() if name not in ("none", "mtp"))
 """Those that can be had for it."""
 NUM_LAYERS = 30
 _NUM_BLOCKS = 768
@@ -32,7 +35,7 @@ _USUAL = EngineConfig(
     max_num_seqs=64,
     max_num_batched_tokens=640,
     num_threads=1,
-    draft_model=SMOLLM2,
+    draft=(f"small_model={SMOLLM2}",),
     prefix_layers=",".join(str(at) for at in range(NUM_LAYERS) if at not in _SKIPPED_LAYERS),
 )
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -55,7 +58,10 @@ class RealEngine(BuiltEngine):
     """``prompts``: a conversation, code, edits of code that others wrote, and a licence to repeat."""
 
     def __init__(self, weights: str) -> None:
-        engine, self.tokenizer = build_engine(replace(_USUAL, **WEIGHTS[weights]))
+        config = replace(_USUAL, **WEIGHTS[weights])
+        with TemporaryDirectory() as root:
+            heads = [f"{name}={path}" for name, path in write_random_heads(Path(root)).items()]
+            engine, self.tokenizer = build_engine(replace(config, draft=(*config.draft, *heads)))
         super().__init__(engine, max_num_seqs=64, max_num_batched_tokens=640, prefill_chunk=512)
         self.prompts: Sequence[Sequence[int]] = [
             self.chat(text) for text in (*_QUESTIONS, *_edits(), _repeat_licence())

@@ -3,7 +3,8 @@
 A slot of its store holds what a real layer's would: a value made of the row's token, its position and
 everything the row saw. The next token's distribution is made of that value, so a stale, misplaced or
 foreign slot changes the text; and a slot read at another position than it was written for raises.
-It has the core's ``Runner`` face and costs some ten microseconds a row.
+It has the core's ``Runner`` face and costs some ten microseconds a row. These values are its hidden
+states, too.
 """
 
 from __future__ import annotations
@@ -52,6 +53,17 @@ class ScriptedTarget:
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """``[len(rows), vocab_size]``"""
         return self._bank[list(rows)]
+
+    def values(self, token_ids: Sequence[int]) -> list[int]:
+        """What the rows of a text leave, one after the other."""
+        values: list[int] = []
+        for position, token_id in enumerate(token_ids):
+            values.append(self.value(token_id, position, values))
+        return values
+
+    def habitual(self, token_id: int, previous: int) -> int:
+        """The token that mostly follows these."""
+        return int(self._likeliest[hash((token_id, previous)) % _NUM_LOGIT_ROWS])
 
     def stream(
         self, each: GenerationRequest, eos_token_ids: Sequence[int], max_model_len: int
@@ -115,10 +127,12 @@ class ScriptedRunner:
     def forward(self, batch: InputBatch) -> ForwardOutput:
         written = set(batch.slot_mapping)
         assert len(written) == len(batch.slot_mapping), "two rows of a step share a slot"
-        bank_rows = [-1] * batch.num_rows
+        bank_rows, values = [-1] * batch.num_rows, [0] * batch.num_rows
         for rows in batch.requests:
-            self._run(batch, rows, written, bank_rows)
-        return ForwardOutput(self._target.logits([bank_rows[row] for row in batch.logits_indices]))
+            self._run(batch, rows, written, bank_rows, values)
+        logits = self._target.logits([bank_rows[row] for row in batch.logits_indices])
+        states = torch.tensor(values)[:, None]
+        return ForwardOutput(logits, (states,) * len(batch.hidden_layers))
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         assert len(set(target_slots)) == len(target_slots)
@@ -127,9 +141,14 @@ class ScriptedRunner:
             self._slots[slot] = entry
 
     def _run(
-        self, batch: InputBatch, rows: RequestRows, written: set[int], bank_rows: list[int]
+        self,
+        batch: InputBatch,
+        rows: RequestRows,
+        written: set[int],
+        bank_rows: list[int],
+        values: list[int],
     ) -> None:
-        """Write a request's rows; note for each which row of logits it gets."""
+        """Write a request's rows; note for each which row of logits it gets, and its value."""
         seen, previous = self._context(rows, written)
         seen_by: list[list[int]] = []
         for index in range(rows.num_rows):
@@ -143,6 +162,7 @@ class ScriptedRunner:
             slot = slot_of(rows.block_table, rows.base + index, self._block_size)
             assert slot == batch.slot_mapping[row]
             self._slots[slot] = (position, token_id, value)
+            values[row] = value
             bank_rows[row] = self._target.logit_row(value, token_id, previous)
             seen = [*seen, value]
             seen_by.append(seen)

@@ -89,16 +89,33 @@ def chunked(target: Target, requests: Sequence[GenerationRequest]) -> Driver:
 
 def prefix_hit(target: Target, requests: Sequence[GenerationRequest]) -> Driver:
     driver = Driver(target.core(target.setup))
+    once = SamplingParams(1, temperature=0.0)
     driver.run(*(request(f"first-{i}", prompt) for i, prompt in enumerate(target.prompts)))
+    # Heads have rows only of texts that they were asked for, and several take them from each other.
+    heads = {
+        name: each.speculative
+        for each in requests
+        if _has_rows(driver, name := each.speculative.draft_strategy)
+    }
+    for name, way in heads.items():
+        asked = enumerate(target.prompts)
+        driver.run(*(request(f"first-{name}-{i}", prompt, once, way) for i, prompt in asked))
     driver.run(*requests)
     # Long prompts may have lost blocks to each other meanwhile.
+    contended = heads if len(heads) > 1 else {}
+    sure = [each for each in requests if each.speculative.draft_strategy not in contended]
     num_whole = 0
-    for each in requests:
+    for each in sure:
         num_cached = driver.finishes[each.request_id].num_cached_tokens
         assert num_cached > 0
         num_whole += num_cached >= len(each.prompt_token_ids) - target.setup.block_size
-    assert num_whole > len(requests) // 2
+    assert num_whole > len(sure) // 2
     return driver
+
+
+def _has_rows(driver: Driver, drafter: str) -> bool:
+    needs = driver.core.speculation.drafters[drafter].info.needs
+    return needs.hidden_rows and needs.draft_slots
 
 
 def preempted(

@@ -42,10 +42,11 @@ def _seen(request: RequestRows, size: int) -> list[list[int]]:
     """Of each row the slots that it sees, its own last."""
     anchor = request.base + request.num_known - 1
     table = request.block_table
-    rows = [range(last + 1) for last in range(request.base, anchor + 1)]
+    first = request.first_key
+    rows = [range(first, last + 1) for last in range(request.base, anchor + 1)]
     paths: list[list[int]] = []
     for node, parent in enumerate(request.parents):
-        above = [*range(anchor + 1)] if parent < 0 else paths[parent]
+        above = [*range(first, anchor + 1)] if parent < 0 else paths[parent]
         paths.append([*above, anchor + 1 + node])
     seen = [*rows, *paths[request.num_stored :]]
     return [[slot_of(table, place, size) for place in each] for each in seen]
@@ -65,6 +66,7 @@ class StaticPlan:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
+        assert not options.sees_block
         backend, num_rows = self._backend, self._num_rows
         # Padding goes to the last slot, which tests leave alone.
         last, slots = backend.store.num_slots - 1, self._slot_mapping

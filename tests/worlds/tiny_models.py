@@ -17,7 +17,7 @@ import transformers as hf
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention.backend import AttentionNeeds, build_attention
-from engine.batch import RequestRows, build_batch
+from engine.batch import NORMED, RequestRows, build_batch
 from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
 
@@ -163,6 +163,16 @@ def own_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor
     """transformers' logits of a text: ``[num_tokens, vocab_size]``."""
     logits: torch.Tensor = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits
     return logits[0]
+
+
+@torch.inference_mode()
+def own_states(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[int, torch.Tensor]:
+    """transformers' hidden states of a text, ``[num_tokens, hidden_size]`` by layer; it says nothing of
+    what leaves the last layer before the norm."""
+    ids = torch.tensor([list(token_ids)])
+    states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    *entering, normed = (each[0] for each in states)
+    return {NORMED: normed} | dict(enumerate(entering))
 
 
 def greedy_text(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:

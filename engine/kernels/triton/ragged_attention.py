@@ -18,16 +18,19 @@ import triton.language as tl
 
 from engine.kernels.triton.interpreted import product_in_order
 
-ITEM_INTS = tl.constexpr(9)
+ITEM_INTS = tl.constexpr(11)
 """Ints of a work item: where its rows' records begin, how many, its block table, first chunk, number of
 chunks, the key after the last, where its tail's slots begin and the first key that they give, whether its
-sums are joined later."""
+sums are joined later, the first key that its rows see, the key after the last that all of them see,
+wherever their own are."""
 ROW_INTS = tl.constexpr(3)
-"""The numbers of a row: its place in the batch, the key after the last of the text that it sees, its
-first partial sum or -1."""
+"""The numbers of a row: its place in the batch, the key after its own in its text, its first partial sum
+or -1."""
 JOIN_INTS = tl.constexpr(3)
 """The numbers of a row to be joined: its place in the batch, its first partial sum, how many; 0: there is
 none."""
+NEVER = tl.constexpr(2147483647)
+"""A key number that no text reaches."""
 
 
 @triton.jit
@@ -134,6 +137,8 @@ def attend(
     tail = tl.load(item + 6)
     tail_start = tl.load(item + 7)
     is_divided = tl.load(item + 8)
+    first_key = tl.load(item + 9)
+    block_end = tl.load(item + 10)
 
     pair = tl.arange(0, PAIRS)
     head = kv_head * SHARE + pair % SHARE
@@ -142,10 +147,12 @@ def attend(
     row = tl.load(record, mask=is_row, other=0).to(tl.int64)
     text_end = tl.load(record + 1, mask=is_row, other=0)
     partial = tl.load(record + 2, mask=is_row, other=0).to(tl.int64)
-    first_seen = 0
+    seen_end = tl.maximum(text_end, block_end)
+    first_seen = first_key
     if HAS_WINDOW:
-        oldest = tl.min(tl.where(is_row, text_end, 2147483647), 0) - window
-        first_seen = tl.maximum(oldest, 0) // KEYS * KEYS
+        oldest = tl.min(tl.where(is_row, text_end, NEVER), 0) - window
+        first_seen = tl.maximum(oldest, first_seen)
+    first_seen = first_seen // KEYS * KEYS
 
     key_lane = tl.arange(0, KEY_LANES)
     value_lane = tl.arange(0, VALUE_LANES)
@@ -177,7 +184,9 @@ def attend(
                 in_tail = is_key & (key >= tail_start)
                 placed = tl.load(plan + tail + key - tail_start, mask=in_tail, other=0)
                 slot = tl.where(in_tail, placed.to(tl.int64), slot)
-            seen = key[None, :] < text_end[:, None]
+            # One comparison of every row and key limits both ends: what comes too early is never reached.
+            reached = tl.where(key >= first_key, key, NEVER)
+            seen = reached[None, :] < seen_end[:, None]
             if HAS_WINDOW:
                 seen = seen & (text_end[:, None] - key[None, :] <= window)
             key_rows = _stored(

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
+from engine.model.decoder import decoder_layers, states_read, states_written
 from engine.model.layers import as_linear, is_plain, names_by_input
 from engine.model.rounding.gptq import round_by_inputs
 from engine.request.errors import UnsupportedModelError
@@ -45,7 +46,7 @@ def quantize_4_bits(
 
     Raises UnsupportedModelError where decoder layers hand on more than hidden states.
     """
-    layers = _decoder_layers(model)
+    layers = _layer_names(model)
     states, calls = _first_states(model, layers, texts)
     for number, name in enumerate(layers):
         run = _Run(model, name, calls[name], states)
@@ -114,20 +115,15 @@ class _Run:
 
     def _forward(self, text: int) -> torch.Tensor:
         positional, named = self._call
-        found: Any = self._model.get_submodule(self._name)(
-            self._states[text : text + 1], *positional, **named
-        )
-        states: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        return states
+        layer = self._model.get_submodule(self._name)
+        return states_written(layer(self._states[text : text + 1], *positional, **named))
 
 
-def _decoder_layers(model: PreTrainedModel) -> list[str]:
+def _layer_names(model: PreTrainedModel) -> list[str]:
     """Returns the names of the decoder's layers in order."""
-    wanted = getattr(model.config, "num_hidden_layers", None)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted:
-            return [f"{name}.{number}" for number in range(wanted)]
-    raise UnsupportedModelError(f"4 bits: {type(model).__name__} has no list of decoder layers")
+    layers = decoder_layers(model)
+    place = next(name for name, module in model.named_modules() if module is layers)
+    return [f"{place}.{number}" for number in range(len(layers))]
 
 
 def _first_states(
@@ -141,7 +137,8 @@ def _first_states(
     def note(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
             named = dict(named)
-            first = positional[0] if positional else named.pop("hidden_states")
+            first = states_read(positional, named)
+            named.pop("hidden_states", None)
             calls[-1][name] = positional[1:], named
             if name == layers[0]:
                 states.append(first[0])

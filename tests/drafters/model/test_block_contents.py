@@ -26,7 +26,7 @@ def valid(
 @pytest.fixture
 def written() -> BlockContents:
     contents = BlockContents(SIZE)
-    contents.write(TABLE, digests([]).root, 0, TEXT)
+    contents.write(TABLE, digests([]), 0, TEXT)
     return contents
 
 
@@ -48,18 +48,18 @@ def test_other_blocks_and_other_tenants_hold_nothing(written: BlockContents) -> 
 
 def test_equal_tokens_after_another_text_are_other_rows(written: BlockContents) -> None:
     """Blocks 0 and 1 hold the same tokens, but only one of them saw nothing before."""
-    written.write([5], digests([]).root, 0, [1, 1, 1, 1])
+    written.write([5], digests([]), 0, [1, 1, 1, 1])
     assert valid(written, TABLE, TEXT) == 0
     assert valid(written, [5, 3, 8], [1, 1, 1, 1, *TEXT[4:]]) == 4
     assert valid(written, [3], TEXT[4:8]) == 0
-    written.write([5], digests([]).root, 0, TEXT[:4])
+    written.write([5], digests([]), 0, TEXT[:4])
     assert valid(written, TABLE, TEXT) == 10, "what hung on the old text is found again"
 
 
 def test_open_blocks_count_only_after_their_own_text(written: BlockContents) -> None:
     assert valid(written, [5, 3, 8], [*TEXT[:7], 0, 9, 9]) == 7
     moved = [1, 1, 1, 1]
-    written.write([6, 4], digests([]).root, 0, [*TEXT[:4], *moved])
+    written.write([6, 4], digests([]), 0, [*TEXT[:4], *moved])
     assert valid(written, [6, 4, 8], [*TEXT[:4], *moved, 9, 9]) == 8
 
 
@@ -69,7 +69,7 @@ def test_what_is_forgotten_is_not_valid_nor_what_came_after(
 ) -> None:
     written.forget(TABLE, first, 1)
     assert valid(written, TABLE, TEXT) == first
-    written.write(TABLE, digests([]).root, first, TEXT[first:])
+    written.write(TABLE, digests([]), first, TEXT[first:])
     assert valid(written, TABLE, TEXT) == 10
 
 
@@ -79,14 +79,14 @@ def test_forgetting_reaches_over_blocks_and_nothing_is_forgotten_for_no_rows(
     written.forget(TABLE, 3, 0)
     assert valid(written, TABLE, TEXT) == 10
     written.forget(TABLE, 3, 6)
-    written.write(TABLE, digests([]).root, 3, TEXT[3:4])
+    written.write(TABLE, digests([]), 3, TEXT[3:4])
     assert valid(written, TABLE, TEXT) == 4
 
 
 def test_a_row_after_a_gap_is_a_bug(written: BlockContents) -> None:
     written.forget(TABLE, 8, 2)
     with pytest.raises(AssertionError, match="gap"):
-        written.write(TABLE, digests([]).root, 9, [1])
+        written.write(TABLE, digests([]), 9, [1])
 
 
 def test_digests_grow_with_the_text() -> None:
@@ -95,3 +95,71 @@ def test_digests_grow_with_the_text() -> None:
     text.update(TEXT[:9])
     assert text.digests == digests(TEXT).digests
     assert len(set(text.digests)) == 3
+
+
+# --- texts whose first token has no row ---
+
+
+@pytest.fixture
+def rowless() -> BlockContents:
+    contents = BlockContents(SIZE, first_row=1)
+    contents.write(TABLE, digests(TEXT), 1, TEXT[1:])
+    return contents
+
+
+def test_the_first_token_needs_no_row(rowless: BlockContents) -> None:
+    assert valid(rowless, TABLE, TEXT) == 10
+    assert valid(rowless, [9], TEXT) == 1
+    assert valid(rowless, [9], []) == 0
+    assert rowless.num_valid([9], digests(TEXT), TEXT, 0) == 0
+
+
+def test_rows_after_another_first_token_are_others(rowless: BlockContents) -> None:
+    other = [TEXT[0] + 1, *TEXT[1:]]
+    assert valid(rowless, TABLE, other) == 1
+    rowless.forget(TABLE, 1, 9)
+    rowless.write(TABLE, digests(other), 1, other[1:])
+    assert valid(rowless, TABLE, other) == 10
+    assert valid(rowless, TABLE, TEXT) == 1
+
+
+@pytest.mark.parametrize("first", range(1, 10))
+def test_rows_are_forgotten_and_written_again_from_any_on(
+    rowless: BlockContents, first: int
+) -> None:
+    rowless.forget(TABLE, first, 1)
+    assert valid(rowless, TABLE, TEXT) == first
+    rowless.write(TABLE, digests(TEXT), first, TEXT[first:])
+    assert valid(rowless, TABLE, TEXT) == 10
+
+
+def test_a_block_of_the_first_token_alone() -> None:
+    contents = BlockContents(1, first_row=1)
+    text = TextDigests("", 1)
+    text.update(TEXT)
+    assert contents.num_valid(range(10), text, TEXT, 10) == 1
+    contents.write(range(10), text, 1, TEXT[1:4])
+    assert contents.num_valid(range(10), text, TEXT, 10) == 4
+
+
+# --- states behind blocks ---
+
+
+def test_the_state_behind_a_block_is_of_one_text() -> None:
+    contents = BlockContents(SIZE)
+    contents.keep_ends(TABLE, digests(TEXT), 2, 5)
+    kept = [at for at in range(10) if contents.has_end(TABLE, digests(TEXT), at)]
+    assert kept == [4]
+    contents.keep_ends(TABLE, digests(TEXT), 7, 1)
+    kept = [at for at in range(10) if contents.has_end(TABLE, digests(TEXT), at)]
+    assert kept == [4, 8]
+    other = [*TEXT[:5], 0, *TEXT[6:]]
+    assert contents.has_end(TABLE, digests(other), 4)
+    assert not contents.has_end(TABLE, digests(other), 8)
+    assert not contents.has_end(TABLE, digests(TEXT, "other"), 4)
+    contents.keep_ends(TABLE, digests(other), 5, 3)
+    assert not contents.has_end(TABLE, digests(TEXT), 8)
+
+
+def test_a_salt_may_hold_a_lone_surrogate() -> None:
+    assert digests(TEXT, "\ud800").root != digests(TEXT, "?").root

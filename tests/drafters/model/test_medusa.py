@@ -115,7 +115,7 @@ def counting(request_id: str, length: int, max_nodes: int = 8) -> DraftRequest:
 
 def seen(request_id: str, first: int, end: int) -> HiddenRows:
     """The hidden state of position ``i`` is ``i``."""
-    return HiddenRows(request_id, first, list(range(end + 1)), list(range(first, end)))
+    return HiddenRows(request_id, first, list(range(end + 1)), (list(range(first, end)),), [])
 
 
 def test_heads_read_the_row_that_chose_the_anchor() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention.backend import choose_backend
-from worlds.attended import PLAIN, World, chains
+from engine.attention.backend import AttentionOptions, choose_backend
+from worlds.attended import PLAIN, Part, World, chains
 from worlds.threads import threads
 
 CPU = torch.device("cpu")
@@ -25,16 +25,27 @@ def test_blocks_of_every_size_give_the_same_bits() -> None:
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-def test_long_texts_of_few_requests_are_divided_among_threads_without_a_trace() -> None:
+@pytest.mark.parametrize(
+    ("part", "first_key", "options"),
+    [
+        ((0, 1000, 1, ()), 0, PLAIN),
+        ((0, 1000, 1, ()), 600, PLAIN),
+        ((0, 990, 9, ()), 1, replace(PLAIN, sees_block=True)),
+        ((0, 990, 9, ()), 300, replace(PLAIN, sees_block=True, window=500)),
+    ],
+)
+def test_long_texts_of_few_requests_are_divided_among_threads_without_a_trace(
+    part: Part, first_key: int, options: AttentionOptions
+) -> None:
     world = World(2, 1, 64, 64, torch.float32)
-    asked = [(0, 1000, 1, ())]
     with threads(1):
-        (one,) = world.step(asked)
+        (one,) = world.step([part], options, first_keys=[first_key])
     for count in (2, 3):
         with threads(count):
-            (divided,) = world.step(asked)
+            (divided,) = world.step([part], options, first_keys=[first_key])
         assert torch.equal(divided, one)
-    torch.testing.assert_close(one.double(), world.expected(asked[0], PLAIN), atol=5e-5, rtol=5e-5)
+    expected = world.expected(part, options, first_key)
+    torch.testing.assert_close(one.double(), expected, atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize(

@@ -92,25 +92,115 @@ def test_every_row_gets_what_a_plain_sum_over_its_text_gives(backend: str, data:
         data.draw(st.sampled_from(scale.windows)),
         data.draw(st.sampled_from([None, None, 3.0])),
         sinks if data.draw(st.booleans()) else None,
+        sees_block=data.draw(st.booleans()),
     )
     asked, most = data.draw(parts(scale.bases)), TOLERANCE.get(dtype, 5e-5)
+    first_keys = [
+        data.draw(st.one_of(st.just(0), st.integers(0, min(base, 2)), st.integers(0, base)))
+        for _, base, _, _ in asked
+    ]
     if backend == "sdpa":
         most *= 2  # scaled queries and weights are rounded to their type
-    for got, part in zip(mine.step(asked, options), asked, strict=True):
-        expected = mine.expected(part, options)
+    got_rows = mine.step(asked, options, first_keys=first_keys)
+    for got, part, first_key in zip(got_rows, asked, first_keys, strict=True):
+        expected = mine.expected(part, options, first_key)
         torch.testing.assert_close(got.double(), expected, atol=most, rtol=most)
 
 
+@pytest.mark.parametrize("first_key", [0, 35])
 @pytest.mark.parametrize("stored", [1, 4])
 @pytest.mark.parametrize("backend", SCALES)
-def test_nodes_that_steps_before_have_stored_are_seen(backend: str, stored: int) -> None:
-    mine, options = world_of(backend, 4, 2, 16, 16), replace(PLAIN, window=6)
-    (whole,) = mine.step([(0, 37, 0, TREE)], options)
-    (rest,) = mine.step([(0, 37, 0, TREE)], options, stored=stored)
+def test_nodes_that_steps_before_have_stored_are_seen(
+    backend: str, stored: int, first_key: int
+) -> None:
+    mine, options, part = (
+        world_of(backend, 4, 2, 16, 16),
+        replace(PLAIN, window=6),
+        (0, 37, 0, TREE),
+    )
+    (whole,) = mine.step([part], options, first_keys=[first_key])
+    expected = mine.expected(part, options, first_key)
+    torch.testing.assert_close(whole.double(), expected, atol=5e-5, rtol=5e-5)
+    (rest,) = mine.step([part], options, stored=stored, first_keys=[first_key])
     if backend == "sdpa":
         torch.testing.assert_close(rest, whole[stored:])
     else:
         assert torch.equal(rest, whole[stored:])
+
+
+@pytest.mark.parametrize("sees_block", [False, True])
+@pytest.mark.parametrize("backend", ["paged", "triton"])
+def test_requests_of_every_kind_get_what_the_reference_gives_them(
+    backend: str, sees_block: bool
+) -> None:
+    """Blocks and prompts of several tiles and chunks, trees, and first keys of some of them."""
+    bases = (300, 700) if backend == "paged" else (40, 100)
+    shape = (70, 1, 16, 16) if backend == "paged" else (4, 1, 16, 16)
+    asked = [
+        (0, bases[0], 16, ()),
+        (1, bases[1], 1, TREE),
+        (2, 1, bases[0], ()),
+        (3, bases[0], 5, LARGE_TREE),
+        (4, 0, 1, ()),
+        (5, bases[1], 0, TREE),
+    ]
+    first_keys = [0, bases[0], 1, bases[0] - 9, 0, 1]
+    for window in (None, 30):
+        options = replace(PLAIN, window=window, sees_block=sees_block)
+        got, expected = (
+            world_of(name, *shape).step(asked, options, first_keys=first_keys)
+            for name in (backend, "sdpa")
+        )
+        for rows, wanted in zip(got, expected, strict=True):
+            torch.testing.assert_close(rows, wanted, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("backend", SCALES)
+def test_a_row_at_the_first_key_sees_itself_alone(backend: str) -> None:
+    mine = world_of(backend, 2, 1, 16, 16)
+    for base in (0, 1, 16, 65):
+        (got, _) = mine.step([(0, base, 3, ()), (1, 7, 2, TREE)], first_keys=[base, 0])
+        torch.testing.assert_close(got[0], mine.rows(0, base + 1)[2][base].expand(2, -1))
+
+
+@pytest.mark.parametrize("backend", SCALES)
+def test_what_lies_before_the_first_key_leaves_no_trace(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, asked, first_keys = (
+        world_of(backend, 4, 2, 16, 16),
+        [(0, 40, 3, TREE), (1, 1, 9, ())],
+        [33, 1],
+    )
+    before = mine.step(asked, first_keys=first_keys)
+    plain = World.rows
+
+    def others(self: World, number: int, length: int) -> list[torch.Tensor]:
+        rows = plain(self, number, length)
+        for each in rows[1:]:
+            each[: first_keys[number]] = -900.0
+        return rows
+
+    monkeypatch.setattr(World, "rows", others)
+    assert all(map(torch.equal, mine.step(asked, first_keys=first_keys), before))
+
+
+@pytest.mark.parametrize("sees_block", [False, True])
+@pytest.mark.parametrize(("backend", "first_key"), [("paged", 1), ("paged", 300), ("triton", 33)])
+def test_rows_with_a_first_key_and_blocks_have_their_bits_in_any_company(
+    backend: str, first_key: int, sees_block: bool
+) -> None:
+    base = 600 if backend == "paged" else 70
+    mine = world_of(backend, 6, 2, 16, 32, dtype=torch.bfloat16)
+    options, part = replace(PLAIN, window=400, sees_block=sees_block), (0, base, 16, ())
+    with threads(2):
+        (alone,) = mine.step([part], options, first_keys=[first_key])
+    others = [(1, 3, 30, ()), part, (2, base, 1, TREE)]
+    beside = mine.step(others, options, first_keys=[2, first_key, 0])[1]
+    assert torch.equal(beside, alone)
+    (single,) = mine.step([(0, base + 15, 1, ())], options, first_keys=[first_key])
+    # The last row of a block sees what it sees alone.
+    assert torch.equal(single[0], alone[15])
 
 
 @pytest.mark.parametrize(

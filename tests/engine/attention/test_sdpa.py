@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from engine.attention import sdpa
-from engine.attention.backend import slipstream_attention
+from engine.attention.backend import AttentionOptions, slipstream_attention
 from engine.batch import InputBuffers, RequestRows
-from worlds.attended import CPU, PLAIN, World, chains, world_of
+from worlds.attended import CPU, PLAIN, Part, World, chains, world_of
 
 torch.set_num_threads(1)
 
@@ -62,6 +63,54 @@ def test_products_that_overflow_with_masked_keys_do_no_harm(
     torch.testing.assert_close(beside, alone)
 
 
+def by_masks(mine: World, part: Part, first_key: int, options: AttentionOptions) -> torch.Tensor:
+    """Returns the outputs of a request's rows: one product of all rows and all keys in float64, and a
+    mask for each rule of what is seen."""
+    text, base, known, parents = part
+    query, key, value = (each.double() for each in mine.rows(text, base + known + len(parents)))
+    places = torch.arange(len(key))
+    node, own_node = places - base - known, places[base:] - base - known
+    depths = torch.zeros(len(key), dtype=torch.long)
+    is_above = torch.zeros(len(key), len(key), dtype=torch.bool)
+    for index, parent in enumerate(parents):
+        place, above = base + known + index, base + known + parent
+        depths[place] = 1 if parent < 0 else depths[above] + 1
+        is_above[place] = is_above[above] if parent >= 0 else False
+        is_above[place, place] = True
+    positions = torch.where(node >= 0, base + known - 1 + depths, places)
+    is_text, row_is_node = node[None] < 0, own_node[:, None] >= 0
+    is_past = is_text & (row_is_node | (places[None] <= places[base:, None]))
+    is_block = is_text & ~row_is_node & (places[None] >= base)
+    seen = is_past | is_above[base:] | (is_block if options.sees_block else False)
+    seen &= places[None] >= first_key
+    if options.window is not None:
+        seen &= positions[None] > positions[base:, None] - options.window
+    share = query.shape[1] // key.shape[1]
+    keys, values = (each.repeat_interleave(share, 1) for each in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query[base:], keys) * query.shape[2] ** -0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(2)
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+@pytest.mark.parametrize("sees_block", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+def test_rows_see_what_masks_over_all_keys_leave(window: int | None, sees_block: bool) -> None:
+    mine = world(4, 2, 16, 24, dtype=torch.float64)
+    options = replace(PLAIN, window=window, sees_block=sees_block)
+    asked: list[Part] = [
+        (0, 40, 16, ()),
+        (1, 1, 3, ()),
+        (2, 44, 7, TREE),
+        (3, 0, 9, ()),
+        (4, 50, 1, TREE),
+    ]
+    first_keys = [1, 1, 44, 0, 33]
+    got = mine.step(asked, options, first_keys=first_keys)
+    for rows, part, first_key in zip(got, asked, first_keys, strict=True):
+        expected = by_masks(mine, part, first_key, options)
+        torch.testing.assert_close(rows, expected, atol=5e-6, rtol=5e-6)
+
+
 def test_depths_and_chains_of_rows() -> None:
     rows = RequestRows([0] * 7, 2, 5, (-1, 0, 0, 2, -1), range(3), 6)
     assert (rows.num_rows, rows.end) == (7, 12)
@@ -75,6 +124,24 @@ def test_depths_and_chains_of_rows() -> None:
 
 def attention_inputs() -> list[torch.Tensor]:
     return [torch.zeros(1, heads, 2, 4) for heads in (4, 2, 2)]
+
+
+class NotingPlan:
+    """Keeps the options of the layer that it answers."""
+
+    def attend(self, *given: Any) -> torch.Tensor:
+        query, self.options = given[1], given[-1]
+        return torch.zeros_like(query)
+
+
+@pytest.mark.parametrize("sees_block", [False, True])
+def test_a_module_says_whether_its_rows_see_their_block(sees_block: bool) -> None:
+    module, plan = torch.nn.Module(), NotingPlan()
+    module.layer_idx = 0  # type: ignore[assignment]
+    if sees_block:
+        module.sees_block = True  # type: ignore[assignment]
+    slipstream_attention(module, *attention_inputs(), attention_mask=None, slipstream_plan=plan)
+    assert plan.options == replace(PLAIN, sees_block=sees_block)
 
 
 def test_a_model_that_does_not_hand_the_step_down_is_told_so() -> None:

@@ -54,7 +54,7 @@ def test_how_work_is_divided_leaves_no_trace(determinism: Determinism) -> None:
         backend: Any = mine.over(store)
         backend.cut = replace(backend.cut, num_programs=count, max_partials=most)
         plan = backend.plan(batch, InputBuffers(DEVICE, 64).fill(batch))
-        launches.add(plan.launch)
+        launches.add(plan.told[False].launch)
         outputs.append(plan.attend(0, *rows, replace(PLAIN, window=50)).cpu())
     assert len(launches) >= 3
     for output in outputs[1:]:
@@ -64,40 +64,50 @@ def test_how_work_is_divided_leaves_no_trace(determinism: Determinism) -> None:
 # --- launches of fixed sizes ---
 
 
+@pytest.mark.parametrize("sees_block", [False, True])
 @pytest.mark.parametrize("determinism", ["exact", "fast"])
 def test_steps_planned_into_a_room_differ_in_nothing_but_what_the_buffer_holds(
-    determinism: Determinism,
+    determinism: Determinism, sees_block: bool
 ) -> None:
-    """Padded with rows of slot -1, which are stored nowhere and get zeros."""
-    mine = world(4, 2, 16, 16, determinism=determinism)
+    """Padded with rows of slot -1, which are stored nowhere and get zeros. The first plan's launches are
+    run again for later steps, which are only planned, as a graph's are."""
+    mine, options = (
+        world(4, 2, 16, 16, determinism=determinism),
+        replace(PLAIN, sees_block=sees_block),
+    )
     asked = [
         [(0, 70, 1, TREE), (1, 90, 1, ())],
         [(3, 9, 2, chains(3))],
         [(0, 33, 1, TREE[:3]), (1, 5, 4, ()), (2, 40, 1, ())],
+        [(0, 60, 13, ())],
     ]
-    bucket, launches = Bucket(14, 3), []
+    bucket, launches, captured = Bucket(14, 3), [], None
     padded = bucket.num_rows
+    slots = torch.empty(padded, dtype=torch.long, device=DEVICE)
     store, batch, rows = mine.lay(asked[0])
     backend: Any = mine.over(store)
     programs(backend, 16)
     backend.reserve(bucket, 128, 8)
     addresses = backend.addresses
-    for parts_ in asked:
-        store, batch, rows = mine.lay(parts_)
+    for number, parts_ in enumerate(asked):
+        first_keys = [5 * number, 0, 39][: len(parts_)]
+        store, batch, rows = mine.lay(parts_, first_keys=first_keys)
         for plane, held in zip((backend.store.key[0], backend.store.value[0]),
                                (store.key[0], store.value[0]), strict=True):  # fmt: skip
             plane.copy_(held)
         before = backend.store.key[0].clone()
-        slots = torch.tensor(batch.slot_mapping + [-1] * (padded - batch.num_rows)).to(DEVICE)
+        slots.copy_(torch.tensor(batch.slot_mapping + [-1] * (padded - batch.num_rows)))
         inputs = InputTensors(slots, slots, slots, slots)
         plan = backend.plan(replace(batch, bucket=bucket), inputs)
-        launches.append((plan.launch, plan.ints.data_ptr(), backend.addresses))
+        captured = captured or plan
         filled = [
             torch.cat([each, each.new_full((padded - len(each), *each.shape[1:]), torch.nan)])
             for each in rows
         ]
-        output = plan.attend(0, *filled, PLAIN)
-        expected = torch.cat(mine.step(parts_))
+        output = captured.attend(0, *filled, options)
+        told = plan.told[sees_block]
+        launches.append((told.launch, told.ints.data_ptr(), backend.addresses))
+        expected = torch.cat(mine.step(parts_, options, first_keys=first_keys))
         assert torch.equal(output[: batch.num_rows].cpu(), expected)
         assert not output[batch.num_rows :].any()
         written = (backend.store.key[0] != before).any(dim=(1, 2)).nonzero().flatten().tolist()
@@ -123,15 +133,15 @@ def test_a_larger_step_leaves_what_was_reserved_where_it_is() -> None:
     backend: Any = mine.over(store)
     bucket = Bucket(batch.num_rows, 2)
     backend.reserve(bucket, 128, 8)
-    addresses, kept = backend.addresses, len(backend._pieces[0])
+    addresses, kept = backend.addresses, len(backend._ints[False].reserved)
     inputs = InputBuffers(DEVICE, 64).fill(batch)
     table = list(range(8)) * kept
     longer = build_batch([RequestRows([0] * 4, 4, 0, (), table, 4)], 16)
     far = [replace(each, base=16 * kept) for each in longer.requests]
     larger = backend.plan(build_batch(far, 16), InputBuffers(DEVICE, 64).fill(longer))
-    assert larger.ints.data_ptr() not in addresses
+    assert larger.told[False].ints.data_ptr() not in addresses
     again = backend.plan(replace(batch, bucket=bucket), inputs)
-    assert again.ints.data_ptr() == addresses[0]
+    assert again.told[False].ints.data_ptr() == addresses[0]
     assert backend.addresses == addresses
 
 

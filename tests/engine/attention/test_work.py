@@ -49,18 +49,22 @@ def batches(draw: Any) -> list[RequestRows]:
         table = scattered_table(seed, needed, first=first_block, among=needed)
         first_block += needed
         count = known + num_nodes - stored
-        found.append(RequestRows([0] * count, known, base, parents, table, count, stored))
+        first_key = draw(st.sampled_from([0, 0, min(1, base), base // 2, base]))
+        found.append(
+            RequestRows([0] * count, known, base, parents, table, count, stored, first_key)
+        )
     build_batch(found, SIZE)
     return found
 
 
-def expected(request: RequestRows) -> Iterator[Slots]:
-    """Of each row, in the order of its text."""
+def expected(request: RequestRows, sees_block: bool = False) -> Iterator[Slots]:
+    """Of each row, in the order of its text, from the text's first key on."""
     root_end = request.base + request.num_known
     for index in range(request.num_rows):
         node = index - request.num_known + request.num_stored
         path = path_to(node, request.parents) if index >= request.num_known else []
-        places = [*range(min(request.base + index + 1, root_end)), *(root_end + n for n in path)]
+        own_end = root_end if sees_block else min(request.base + index + 1, root_end)
+        places = [*range(own_end), *(root_end + n for n in path)]
         yield [slot_of(request.block_table, place, SIZE) for place in places]
 
 
@@ -79,7 +83,7 @@ def read(work: Work, ints: Ints) -> dict[int, dict[int, Slots]]:
     assert len(used) <= work.num_partials
     for record in ints[: work.num_items * ITEM_INTS].reshape(-1, ITEM_INTS):
         (at, num_rows, table, first_chunk, num_chunks, num_keys, tail, tail_start,
-         is_divided) = record.tolist()  # fmt: skip
+         is_divided, first_key, block_end) = record.tolist()  # fmt: skip
         assert num_rows <= work.tile_rows
         for row, end, partial in ints[at : at + num_rows * ROW_INTS].reshape(-1, ROW_INTS).tolist():
             mine = rows.setdefault(row, {})
@@ -89,11 +93,12 @@ def read(work: Work, ints: Ints) -> dict[int, dict[int, Slots]]:
             for chunk in range(first_chunk, first_chunk + num_chunks):
                 assert chunk not in mine
                 assert not is_divided or chunk < partials[row][1]
+                first, last = max(chunk * CHUNK, first_key), max(end, block_end)
                 mine[chunk] = [
                     int(ints[tail + key - tail_start])
                     if key >= tail_start
                     else slot_of(ints[table:].tolist()[: key // SIZE + 1], key, SIZE)
-                    for key in range(chunk * CHUNK, min((chunk + 1) * CHUNK, num_keys, end))
+                    for key in range(first, min((chunk + 1) * CHUNK, num_keys, last))
                 ]
             # A row is one item's altogether, or each of its chunks is somebody's.
             assert is_divided or (first_chunk == 0 and sorted(mine) == [*range(num_chunks)])
@@ -102,16 +107,18 @@ def read(work: Work, ints: Ints) -> dict[int, dict[int, Slots]]:
     return rows
 
 
-def check(work: Work, requests: Sequence[RequestRows]) -> None:
+def check(work: Work, requests: Sequence[RequestRows], sees_block: bool = False) -> None:
     ints = np.full(work.num_ints, 7, dtype=np.int32)
     work.write(ints)
     rows = read(work, ints)
     assert sorted(rows) == list(range(sum(each.num_rows for each in requests)))
     for request in requests:
-        for row, wanted in enumerate(expected(request), request.first_row):
+        first = request.first_key
+        for row, wanted in enumerate(expected(request, sees_block), request.first_row):
             for chunk, keys in rows[row].items():
-                assert keys == wanted[chunk * CHUNK : (chunk + 1) * CHUNK]
-            assert [key for chunk in sorted(rows[row]) for key in rows[row][chunk]] == wanted
+                assert keys == wanted[max(first, chunk * CHUNK) : (chunk + 1) * CHUNK]
+            read_in_order = [key for chunk in sorted(rows[row]) for key in rows[row][chunk]]
+            assert read_in_order == wanted[first:]
 
 
 @settings(deadline=None, max_examples=examples(100))
@@ -121,6 +128,7 @@ def check(work: Work, requests: Sequence[RequestRows]) -> None:
     num_programs=st.sampled_from([1, 8, 100]),
     max_partials=st.sampled_from([0, 40, 4096]),
     has_room=st.booleans(),
+    sees_block=st.booleans(),
 )
 def test_every_row_gets_the_keys_of_its_text_each_once(
     requests: list[RequestRows],
@@ -128,14 +136,15 @@ def test_every_row_gets_the_keys_of_its_text_each_once(
     num_programs: int,
     max_partials: int,
     has_room: bool,
+    sees_block: bool,
 ) -> None:
     made = cut(num_programs, max_partials, pairs)
     room = Room.for_steps(made, 400, MOST_REQUESTS, MOST_KEYS, MOST_NODES) if has_room else None
-    work = Work(requests, made, room)
+    work = Work(requests, made, room, sees_block)
     assert work.num_partials <= max_partials
     if room is not None:
         assert (work.num_items, work.num_joins) == (room.num_items, room.num_joins)
-    check(work, requests)
+    check(work, requests, sees_block)
 
 
 @settings(deadline=None, max_examples=examples(10))

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from engine.attention.backend import AttentionBackend, AttentionNeeds, build_attention
 from engine.batch import (
     NO_SLOT,
+    NORMED,
     Bucket,
     ForwardOutput,
     InputBatch,
@@ -31,6 +32,7 @@ from engine.capture.replays import (
     make_buckets,
 )
 from engine.config import EngineConfig
+from engine.model.decoder import kept_states
 from engine.model.loader import attach_attention
 from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
@@ -54,6 +56,7 @@ from worlds.tiny_models import (
 SIZES = GraphSizes(24, 6, 64, 8)
 PARENTS = (-1, -1, 0, 1, 1, 3)
 NODES = (5, 9, 13, 17, 21, 25)
+LAYERS = (NORMED, 0, 1, 2)
 
 
 def graph_runner(
@@ -62,6 +65,7 @@ def graph_runner(
     dtype: torch.dtype = torch.float32,
     backend: str | None = None,
     sizes: GraphSizes = SIZES,
+    hidden_layers: tuple[int, ...] = (),
 ) -> ModelRunner:
     """Over ``StaticAttention``, or the ``backend`` of that name; without a maker nothing is captured."""
     is_shared = dtype == torch.float32
@@ -74,7 +78,7 @@ def graph_runner(
     runner = ModelRunner(model, attention)
     if maker is not None:
         runner._replays = DeviceGraphs(runner.attention, maker, sizes)
-        runner.prepare()
+        runner.prepare(hidden_layers)
     return runner
 
 
@@ -124,7 +128,7 @@ def test_a_forward_is_traced_without_looking_into_a_tensor(name: str) -> None:
     inputs, plan = runner._plan(batch)
 
     def forward(*columns: torch.Tensor) -> torch.Tensor:
-        return runner._run(type(inputs)(*columns), plan, wants_hidden=True).logits
+        return runner._run(type(inputs)(*columns), plan, LAYERS).logits
 
     with torch.inference_mode(False), torch.no_grad():
         own = [column.clone() for column in inputs]
@@ -141,13 +145,13 @@ def test_a_forward_is_compiled_as_one_graph(name: str) -> None:
     rows = [tree(random_ids(1, 9), 2, NODES, PARENTS, scattered_table(0, 12))]
     inputs, plan = runner._plan(build_batch(rows, BLOCK_SIZE))
 
-    def forward(*columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        output = runner._run(type(inputs)(*columns), plan, wants_hidden=False)
-        return output.logits, hidden.pop()
+    def forward(*columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = runner._run(type(inputs)(*columns), plan, ())
+        return output.logits, *(kept[layer] for layer in LAYERS)
 
     torch.compiler.reset()
-    # The hook is registered by the host, around what the device is told.
-    with torch.inference_mode(False), torch.no_grad(), runner._hidden_kept(True) as hidden:
+    # The hooks are registered by the host, around what the device is told.
+    with torch.inference_mode(False), torch.no_grad(), kept_states(runner.model, LAYERS) as kept:
         own = [column.clone() for column in inputs]
         compiled = torch.compile(forward, fullgraph=True, backend="eager")
         for got, expected in zip(compiled(*own), forward(*own), strict=True):
@@ -180,6 +184,34 @@ def test_results_of_a_replay_outlive_the_next() -> None:
     assert first.logits.shape[0] == 1
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_hidden_states_leave_a_graph_for_those_who_want_them(name: str) -> None:
+    """What a graph holds for all drafters serves steps that want some or none of it."""
+    maker = ReplayingMaker()
+    graphed, plain = (graph_runner(name, each, hidden_layers=LAYERS) for each in (maker, None))
+    text, table = random_ids(1, 20), scattered_table(0, 12)
+    found = []
+    for base, layers in ((0, ()), (6, LAYERS), (11, (1,)), (16, LAYERS[::-1])):
+        batch = build_batch([chunk(text, base, 3, table)], BLOCK_SIZE, layers)
+        output, expected = (runner.forward(batch).hidden for runner in (graphed, plain))
+        assert len(output) == len(layers)
+        for got, wanted in zip(output, expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        found += [{layer: each.data_ptr() for layer, each in zip(layers, output, strict=True)}]
+    # They lie where the graph wrote them.
+    assert found[3] == found[1]
+    assert found[2] == {1: found[1][1]}
+    assert maker.num_replays == 4
+
+
+def test_states_that_were_not_captured_come_from_the_model() -> None:
+    maker = ReplayingMaker()
+    runner = graph_runner("llama", maker, hidden_layers=(1,))
+    batch = build_batch([chunk(random_ids(1, 3), 0, 3, [0])], BLOCK_SIZE, (NORMED, 1))
+    assert [each.shape for each in runner.forward(batch).hidden] == [(3, 64)] * 2
+    assert maker.num_replays == 0
+
+
 def prepared(
     planned: Callable[[InputBatch], Callable[[], ForwardOutput]],
     maker: ReplayingMaker,
@@ -191,7 +223,7 @@ def prepared(
 
 
 def empty_forward(batch: InputBatch) -> Callable[[], ForwardOutput]:
-    return lambda: ForwardOutput(torch.zeros(batch.num_rows, 3), torch.zeros(batch.num_rows, 2))
+    return lambda: ForwardOutput(torch.zeros(batch.num_rows, 3))
 
 
 def test_what_waits_for_the_device_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:

@@ -46,9 +46,14 @@ def states(sampling: SamplingParams, verification: str = "match") -> list[Sampli
 
 
 def choose_candidates(
-    values: torch.Tensor, rows: Sequence[ScoredRow], vocab_size: int
+    values: torch.Tensor,
+    rows: Sequence[ScoredRow],
+    vocab_size: int,
+    token_map: torch.Tensor | None = None,
 ) -> list[Candidates]:
-    return read_now(lambda readback: begin_candidates(values, rows, vocab_size, readback).finish)
+    return read_now(
+        lambda readback: begin_candidates(values, rows, vocab_size, readback, token_map).finish
+    )
 
 
 def rows_of(of: list[SamplingState], num_candidates: int) -> list[ScoredRow]:
@@ -128,6 +133,30 @@ def test_drawn_tokens_follow_their_distribution() -> None:
     seconds = pairs[pairs[:, 0] == likely][:, 1]
     share = torch.bincount(seconds, minlength=6) / len(seconds)
     assert (share - rest / rest.sum()).abs().max() < 0.04
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("verification", ["match", "rejection"])
+def test_a_part_of_the_vocabulary_is_all_of_it_with_the_rest_ruled_out(
+    name: str, verification: str
+) -> None:
+    """In any order of the draft's own ids."""
+    generator = torch.Generator().manual_seed(4)
+    token_map = torch.randperm(VOCAB_SIZE, generator=generator)[:70]
+    values = logits(num_rows=NUM_ROWS)
+    whole = torch.full_like(values, float("-inf"))
+    whole[:, token_map] = values[:, token_map]
+    rows = rows_of(states(SAMPLINGS[name], verification), 5)
+    found = choose_candidates(values[:, token_map], rows, VOCAB_SIZE, token_map)
+    for each, wanted in zip(found, choose_candidates(whole, rows, VOCAB_SIZE), strict=True):
+        assert each.token_ids == wanted.token_ids
+        assert {*each.token_ids} <= {*token_map.tolist()}
+        assert list(each.confidences) == pytest.approx(list(wanted.confidences), rel=1e-4)
+        is_drawn = verification == "rejection" and name != "greedy"
+        assert (each.distribution is not None) == is_drawn
+        if is_drawn:
+            assert each.distribution.sum() == pytest.approx(1)
+            torch.testing.assert_close(each.distribution, wanted.distribution)
 
 
 def test_tokens_that_the_target_does_not_have_are_never_candidates() -> None:

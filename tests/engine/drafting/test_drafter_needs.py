@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from drafters.base import DrafterInfo, DrafterNeeds, DraftRequest, HiddenRows
+from drafters.base import NORMED, DrafterInfo, DrafterNeeds, DraftRequest, HiddenRows
 from drafters.registry import build_drafters
 from drafters.tree import EMPTY, DraftTree
+from engine.batch import ForwardOutput, InputBatch
+from engine.model.decoder import kept_states
 from engine.request.params import SamplingParams
 from engine.sampling.noise import request_key
 from worlds.engine_harness import (
@@ -41,7 +44,10 @@ class NeedyDrafter(FakeDrafter):
 
 
 def run(
-    needs: DrafterNeeds, sampling: SamplingParams, num_top: int = 0
+    needs: DrafterNeeds,
+    sampling: SamplingParams,
+    num_top: int = 0,
+    layers: Sequence[int] | None = None,
 ) -> tuple[Driver, NeedyDrafter]:
     """Two requests, one with drafts of two right branches, prompts in chunks of five."""
     prompt = circle_prompt(1)
@@ -55,6 +61,8 @@ def run(
         return DraftTree([coming[0] ^ 1, coming[0], coming[1], coming[2]], [-1, -1, 1, 2], [0] * 4)
 
     drafter = NeedyDrafter(needs, propose, num_top)
+    if layers is not None:
+        drafter.hidden_layers = layers
     setup = Setup(
         prefill_chunk=5, cost=DictatedCost(), drafters=build_drafters() | {"needy": drafter}
     )
@@ -69,19 +77,57 @@ def run(
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, seed=3)
 
 
-def test_hidden_rows_are_the_targets_own_for_every_committed_token() -> None:
-    driver, drafter = run(DrafterNeeds(hidden_rows=True), SAMPLING)
-    token_ids = [*circle_prompt(1), *driver.token_ids["r"]]
-    wanted = TARGET.reference.base_model(torch.tensor([token_ids])).last_hidden_state[0]
+def check_states(drafter: NeedyDrafter, request_id: str, token_ids: Sequence[int]) -> None:
+    """Of every token of the text but the last, in the order of the drafter's layers."""
+    with torch.inference_mode(), kept_states(TARGET.reference, drafter.hidden_layers) as wanted:
+        TARGET.reference(input_ids=torch.tensor([token_ids]), use_cache=False)
     position = 0
     for rows in drafter.hidden:
-        assert rows.request_id == "r"
+        assert rows.request_id == request_id
         assert rows.first_position == position
-        end = position + len(rows.hidden)
-        torch.testing.assert_close(rows.hidden, wanted[position:end], atol=2e-4, rtol=1e-3)
+        end = position + len(rows.hidden[0])
+        for layer, states in zip(drafter.hidden_layers, rows.hidden, strict=True):
+            expected = wanted[layer][position:end]
+            torch.testing.assert_close(states, expected, atol=2e-4, rtol=1e-3)
         position = end
     assert position == len(token_ids) - 1
+
+
+@pytest.mark.parametrize("layers", [None, (2, 0)])
+def test_hidden_rows_are_the_targets_own_for_every_committed_token(
+    layers: Sequence[int] | None,
+) -> None:
+    """Those that the output head reads, where the drafter says nothing of layers."""
+    driver, drafter = run(DrafterNeeds(hidden_rows=True), SAMPLING, layers=layers)
+    check_states(drafter, "r", [*circle_prompt(1), *driver.token_ids["r"]])
     assert driver.finishes["r"].speculative.num_accepted_tokens > 10
+
+
+def test_drafters_that_read_different_layers_get_their_own_each() -> None:
+    names, asked = ("first", "second"), set[tuple[int, ...]]()
+    drafters = [NeedyDrafter(DrafterNeeds(hidden_rows=True), lambda _: EMPTY) for _ in names]
+    drafters[0].hidden_layers = (2, NORMED, 1)
+    for name, each in zip(names, drafters, strict=True):
+        each.info = replace(each.info, name=name)
+    known = build_drafters() | dict(zip(names, drafters, strict=True))
+    core = TARGET.core(Setup(prefill_chunk=5, cost=DictatedCost(), drafters=known))
+    forward = core.runner.forward
+
+    def asking(batch: InputBatch) -> ForwardOutput:
+        asked.add(batch.hidden_layers)
+        return forward(batch)
+
+    core.runner.forward = asking  # type: ignore[method-assign]
+    driver = Driver(core)
+    sampling = replace(SAMPLING, max_tokens=6)
+    requests = [
+        request(name, circle_prompt(at), sampling, drafting(name)) for at, name in enumerate(names)
+    ]
+    driver.run(*requests, request("third", circle_prompt(3), replace(sampling, max_tokens=20)))
+    for at, (name, each) in enumerate(zip(names, drafters, strict=True)):
+        check_states(each, name, [*circle_prompt(at), *driver.token_ids[name]])
+    # All that anybody reads, or none: more kinds of steps would need more recordings.
+    assert asked == {(NORMED, 1, 2), ()}
 
 
 def test_slots_for_all_nodes_are_leased_before_the_draft() -> None:

@@ -13,17 +13,20 @@ from transformers import PreTrainedModel
 from drafters.base import DraftRequest, DraftShape
 from drafters.model.protocol import Candidates, DraftRows
 from engine.attention.backend import AttentionNeeds, build_attention
+from engine.batch import build_batch
 from engine.config import EngineConfig
-from engine.drafting import eagle, models
+from engine.drafting import heads, models
 from engine.drafting.draft_model import EngineDraftModel
-from engine.drafting.eagle import FeatureLayer, eagle_config, load_layer
-from engine.drafting.heads import read_heads, target_facts, write_heads
+from engine.drafting.drafts import find_drafts
+from engine.drafting.heads import prepare_heads
 from engine.drafting.models import DraftModels, prepare_drafts
 from engine.model.fusing import FusedNorm, FusedRotation, GatedGroups, fuse, fused_forward
 from engine.model.loader import attach_attention
 from engine.model.quantization import refusal
 from engine.model.runner import ModelRunner
+from worlds.engine_harness import Setup
 from worlds.tiny_models import CPU, VOCAB_SIZE, random_ids, tiny_model
+from worlds.trained_heads import TARGET, target_states, write_heads
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
 TEXTS = [random_ids(seed, 9 + 5 * seed) for seed in range(3)]
@@ -51,7 +54,8 @@ def counts(model: nn.Module) -> tuple[int, int, int]:
 
 def prepared(model: PreTrainedModel, kind: str, **settings: Any) -> DraftModels:
     sizes = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 64}
-    return prepare_drafts(model, None, EngineConfig(**sizes, drafters=(kind,), **settings))
+    config = EngineConfig(**sizes, drafters=(kind,), **settings)
+    return prepare_drafts(model, None, config, find_drafts(config))
 
 
 def attached(model: PreTrainedModel, drafts: DraftModels, kind: str) -> EngineDraftModel:
@@ -89,7 +93,7 @@ def test_a_quantised_copy_is_fused_and_its_drafts_stay_the_same(
 ) -> None:
     settings: dict[str, Any] = {"quantized": "int8", "quantized_model": copied}
     if copied == "draft":
-        settings["draft_model"] = folder
+        settings["draft"] = (f"small_model={folder}",)
     model = target()
     drafts = prepared(model, "quantized", **settings)
     assert counts(model) == (0, 0, 0)  # its modules are still transformers'
@@ -106,17 +110,17 @@ def test_a_quantised_copy_is_fused_and_its_drafts_stay_the_same(
 
 def test_so_is_a_small_model(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = target()
-    got = attached(model, prepared(model, "small_model", draft_model=folder), "small_model")
+    got = attached(model, prepared(model, "small_model", draft=(folder,)), "small_model")
     assert counts(got._runner.model) == (5, 2, 0)
     monkeypatch.setattr(models, "fuse", lambda _: None)
     plain = target()
-    drafts = prepared(plain, "small_model", draft_model=folder)
+    drafts = prepared(plain, "small_model", draft=(folder,))
     check_same(drafted(got), drafted(attached(plain, drafts, "small_model")))
 
 
 def test_weights_are_packed_after_that(folder: str) -> None:
     model = target(torch.bfloat16)
-    drafts = prepared(model, "small_model", draft_model=folder, dtype="bfloat16")
+    drafts = prepared(model, "small_model", draft=(folder,), dtype="bfloat16")
     got = attached(model, drafts, "small_model")
     assert counts(got._runner.model) == (5, 2, 0)
     assert drafted(got)
@@ -131,27 +135,37 @@ def test_layers_of_the_target_are_fused_with_it_and_not_before() -> None:
     assert {*filter(fused_forward, got.modules())} <= {*model.modules()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_layer_of_a_head_is_fused_and_its_states_stay_the_same(
-    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("method", "expected"), [("eagle3", (4, 1, 0)), ("dflash", (8, 3, 0))])
+def test_layers_of_heads_are_fused_and_say_the_same(
+    tmp_path: Path, method: str, expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(4)
-    layer, facts = FeatureLayer(64, (96, 2, 1, 32, 64), "sdpa"), target_facts(target())
-    write_heads(tmp_path, eagle_config(layer), facts, layer)
-    folder = read_heads(tmp_path, "eagle", facts)
+    folder = write_heads(tmp_path)[method]
+    tiny = TARGET.reference
+    config = EngineConfig(model="x", draft=(f"mine={folder}",), block_size=BLOCK_SIZE)
 
-    def states() -> tuple[FeatureLayer, torch.Tensor]:
-        loaded = load_layer(folder, dtype, CPU)
-        loaded.body.config._attn_implementation = "sdpa"
-        generator = torch.Generator().manual_seed(6)
-        rows = torch.randn(2, 1, 12, 64, generator=generator).to(dtype)
+    def states() -> tuple[nn.Module, torch.Tensor]:
+        prepared_heads = prepare_heads(tiny, config, find_drafts(config))
+        core = TARGET.core(Setup(num_blocks=NUM_BLOCKS))
+        head = prepared_heads.load("mine", core.runner, 64)
+        network = prepared_heads.networks["mine"]
         with torch.inference_mode():
-            return loaded, loaded(*rows).float()
+            return network, logits_of(head, network)
 
-    loaded, got = states()
-    assert counts(loaded) == (5, 1, 0)
-    monkeypatch.setattr(eagle, "fuse", lambda _: None)
-    plain, expected = states()
+    fused, got = states()
+    assert counts(fused) == expected
+    monkeypatch.setattr(heads, "fuse", lambda _: None)
+    plain, wanted = states()
     assert counts(plain) == (0, 0, 0)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    assert (got - expected).abs().mean() < tolerance * expected.std()
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def logits_of(head: Any, network: Any) -> torch.Tensor:
+    """Of the rows of a text, in one forward: all known, or a block."""
+    text = random_ids(3, 8, 60)
+    ask = DraftRequest("r", text, 4, DraftShape(1, 4), block_table=range(8))
+    states = target_states(text[:-1])
+    head.take_hidden("r", 0, [states[layer] for layer in network.hidden_layers], range(8))
+    rows = DraftRows(ask, text[head.first_row :], head.first_row, 1)
+    batch = build_batch([head._rows_of(rows)], BLOCK_SIZE)
+    logits: torch.Tensor = head._logits([rows], batch)
+    return logits

@@ -1,9 +1,9 @@
-"""Heads on the target's hidden states, in the engine: no text changes, and right heads are believed."""
+"""Heads on the target's hidden states, in the engine: right heads are believed, rows read what they have
+to, and no text changes."""
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,46 +13,56 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from gguf.constants import GGMLQuantizationType
 
-from drafters.base import Drafter, DrafterUnavailableError, DraftRequest, DraftSampling, DraftShape
-from drafters.model.eagle import EagleDrafter
+from drafters.base import (
+    NORMED,
+    DrafterUnavailableError,
+    DraftRequest,
+    DraftSampling,
+    DraftShape,
+)
+from drafters.model.heads import Eagle3Drafter
 from drafters.model.medusa import MedusaDrafter
 from drafters.model.protocol import Candidates
-from drafters.registry import build_drafters
-from drafters.tree import ROOT, DraftTree
-from engine.build import build_engine
+from drafters.registry import draft_methods
+from engine.attention.backend import KVShape
+from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
-from engine.drafting.eagle import FeatureLayer, eagle_bytes_per_block, load_layer
-from engine.drafting.heads import (
-    CONFIG,
-    WEIGHTS,
-    HeadsRefusedError,
-    TargetFacts,
-    prepare_heads,
-    read_heads,
-)
-from engine.drafting.medusa import MedusaHeads, ResidualHeads, load_medusa
+from engine.core import EngineCore
+from engine.drafting.drafts import SMALL_MODEL, find_drafts, with_bundled_drafts
+from engine.drafting.heads import DraftHeads, prepare_heads
+from engine.drafting.medusa import MedusaHeads
+from engine.drafting.published.medusa import ResidualHeads
+from engine.drafting.published.mtp import MtpNetwork
+from engine.model.int8 import is_exact
 from engine.model.loader import BUNDLED, load_model
-from engine.request.params import PLAIN, GenerationRequest, SamplingParams
+from engine.request.params import PLAIN, SamplingParams
 from engine.sampling.noise import gumbel_list, request_key
 from engine.transfer import Readback, read_now
 from worlds.engine_harness import (
     TINY_VOCAB,
     Driver,
     Setup,
-    TinyTarget,
     circle_prompt,
     drafting,
     request,
+    tiny_llama,
 )
+from worlds.every_drafter import DRAFTERS, EveryDrafterTarget
+from worlds.gguf_files import write_gguf
+from worlds.situations import signature
 from worlds.trained_heads import (
-    EAGLE_SIZES,
+    BLOCK_CONFIGS,
+    EAGLE3_FORMS,
     HIDDEN_SIZE,
     TARGET,
-    eagle_layer,
-    eagle_model,
-    medusa_heads,
+    bound_heads,
+    chain_head,
+    eagle_network,
+    target_states,
+    write_checkpoint,
+    write_heads,
 )
 
 pytestmark = pytest.mark.slow
@@ -63,12 +73,23 @@ SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0),
     "sampled": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.95, seed=3),
 }
+BUNDLED_EAGLE3 = ["eagle3"] if (BUNDLED / "eagle3").is_dir() else []
+"""A head of the bundled target's own that may be there."""
+HEADS = [
+    name
+    for name in DRAFTERS
+    if name in {*draft_methods(), *EAGLE3_FORMS, *BLOCK_CONFIGS} - {SMALL_MODEL}
+]
 
 
-MAKERS: dict[str, Callable[[Setup], Drafter]] = {
-    "medusa": lambda _: MedusaDrafter(medusa_heads()),
-    "eagle": lambda setup: EagleDrafter(eagle_model(eagle_layer(), setup)),
-}
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
+    torch.set_num_threads(1)
+    return EveryDrafterTarget(tmp_path_factory.mktemp("every"))
+
+
+def prepared(target: Any, config: EngineConfig) -> DraftHeads:
+    return prepare_heads(target, config, find_drafts(config))
 
 
 def candidates_of(
@@ -77,37 +98,30 @@ def candidates_of(
     return heads.read_now(partial(heads.begin, hidden, asks, num))
 
 
-def run(drafter: str, setup: Setup, *requests: GenerationRequest) -> Driver:
-    drafters = build_drafters() | {drafter: MAKERS[drafter](setup)}
-    return Driver(TARGET.core(setup.but(drafters=drafters))).run(*requests)
-
-
-def plain(each: GenerationRequest) -> list[int]:
-    return TARGET.recomputed(each, NUM_TOKENS)
-
-
 # --- the same text ---
 
 
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("drafter", MAKERS)
-def test_drafts_are_drawn_where_the_verification_asks_for_it(drafter: str, width: int) -> None:
+@pytest.mark.parametrize("drafter", HEADS)
+def test_drafts_are_drawn_where_the_verification_asks_for_it(
+    target: EveryDrafterTarget, drafter: str, width: int
+) -> None:
     """The law is the verifiers' affair; here: what is drawn is told, and greedy texts stay the same."""
-    wanted = replace(
-        drafting(drafter, num_tokens=6, width=width),
-        verification="rejection",
-        options={"min_confidence": 0.0} if drafter == "eagle" else {},
-    )
-    requests = [
-        request(f"r{index}", circle_prompt(index), replace(sampling, seed=index), wanted)
-        for index, sampling in enumerate(SAMPLINGS.values())
-    ]
-    driver = run(drafter, Setup(prefill_chunk=7), *requests)
-    for each in requests:
-        stats = driver.finishes[each.request_id].speculative
-        assert stats.num_failed_drafts == 0
-        assert stats.num_draft_tokens > 20
-    assert driver.token_ids["r0"] == plain(requests[0])
+    options = {} if drafter == "medusa" else {"min_confidence": 0.0}
+    for verification in ("rejection", *(["block"] if width == 1 else [])):
+        wanted = replace(
+            drafting(drafter, num_tokens=6, width=width, **options), verification=verification
+        )
+        requests = [
+            request(f"r{index}", circle_prompt(index), replace(sampling, seed=index), wanted)
+            for index, sampling in enumerate(SAMPLINGS.values())
+        ]
+        driver = Driver(target.core(Setup(prefill_chunk=7))).run(*requests)
+        for each in requests:
+            stats = driver.finishes[each.request_id].speculative
+            assert stats.num_failed_drafts == 0
+            assert stats.num_draft_tokens > 12
+        assert driver.token_ids["r0"] == TARGET.recomputed(requests[0], NUM_TOKENS)
 
 
 # --- right heads are believed ---
@@ -158,7 +172,7 @@ def test_medusas_heads_predict_what_follows_the_anchor(sampling: str) -> None:
 
 def test_a_head_that_is_all_zeros_says_what_the_target_says() -> None:
     output_head = TARGET.reference.get_output_embeddings()
-    heads = MedusaHeads(ResidualHeads(2, 2, HIDDEN_SIZE), output_head, TINY_VOCAB)
+    heads = bound_heads(ResidualHeads(2, 2, HIDDEN_SIZE))
     hidden = torch.randn(3, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         probs = output_head(hidden).softmax(-1)
@@ -172,7 +186,7 @@ def test_a_head_that_is_all_zeros_says_what_the_target_says() -> None:
 
 def test_heads_draw_with_the_noise_of_the_positions_they_predict() -> None:
     output_head = TARGET.reference.get_output_embeddings()
-    heads = MedusaHeads(ResidualHeads(3, 1, HIDDEN_SIZE), output_head, TINY_VOCAB)
+    heads = bound_heads(ResidualHeads(3, 1, HIDDEN_SIZE))
     hidden = torch.randn(HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     key = request_key(7, 0)
     sampling = DraftSampling(0.7, noise=partial(gumbel_list, key), key=key)
@@ -185,129 +199,85 @@ def test_heads_draw_with_the_noise_of_the_positions_they_predict() -> None:
         assert candidates.token_ids == (logits + noise).topk(4).indices.tolist()
 
 
-def test_each_head_and_row_gets_its_own_product() -> None:
-    torch.manual_seed(2)
-    heads = ResidualHeads(3, 2, HIDDEN_SIZE).requires_grad_(False)
-    torch.nn.init.normal_(heads.weight)
-    torch.nn.init.normal_(heads.bias)
-    hidden = torch.randn(4, HIDDEN_SIZE)
-    states = heads(hidden)
-    row, head = random.Random(0).randrange(4), 1
-    state = hidden[row]
-    for layer in range(2):
-        inner = state @ heads.weight[layer, head] + heads.bias[layer, head, 0]
-        state = state + inner * torch.sigmoid(inner)
-    torch.testing.assert_close(states[head, row], state, atol=1e-4, rtol=1e-4)
-
-
-class OracleLayer(torch.nn.Module):
+class OracleNetwork(torch.nn.Module):
     """Knows a text's states: checks what each row reads and answers with the row's own state."""
+
+    hidden_layers = (0, NORMED)
+    candidate_layers = ((0, NORMED),)
+    shapes = (KVShape(1, 1, 8, 8),)
+    feature_size = HIDDEN_SIZE
+    max_len = 512
+    token_map = None
+    num_parallel = 1
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         super().__init__()
-        self.token_norm = torch.nn.RMSNorm(HIDDEN_SIZE)
         self._ids = torch.tensor(token_ids)
-        with torch.inference_mode():
-            self._hidden = TARGET.reference.base_model(self._ids[None]).last_hidden_state[0]
+        self._states = target_states(token_ids)
         self.num_rows = 0
 
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        entering, normed = states.split(HIDDEN_SIZE, dim=-1)
+        at = torch.cdist(normed, self._states[NORMED]).argmin(-1)
+        torch.testing.assert_close(normed, self._states[NORMED][at], atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(entering, self._states[0][at])
+        return normed
+
     def forward(
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        position_ids: torch.Tensor,
-        slipstream_plan: object,
-    ) -> torch.Tensor:
-        assert slipstream_plan is not None
-        at = position_ids[0]
-        before = torch.where(at[:, None] > 0, self._hidden[at - 1], 0.0)
-        torch.testing.assert_close(hidden[0], before, atol=2e-4, rtol=1e-3)
-        wanted = TARGET.reference.get_input_embeddings()(self._ids[at])
-        torch.testing.assert_close(embeddings[0], wanted)
+        self, token_ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, plan: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert plan is not None
+        at = positions + 1
+        assert torch.equal(token_ids, self._ids[at])
+        normed = self._states[NORMED]
+        torch.testing.assert_close(features, normed[positions], atol=2e-4, rtol=1e-3)
         self.num_rows += len(at)
-        return self._hidden[at][None]
+        return normed[at], normed[at]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = TARGET.reference.get_output_embeddings()(hidden)
+        return logits
+
+
+def core_with(network: torch.nn.Module, setup: Setup) -> EngineCore:
+    drafters = {"eagle3": Eagle3Drafter(chain_head(network, setup))}
+    return TARGET.core(setup.but(drafters=drafters))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_eagles_rows_read_their_token_and_the_state_before_it(sampling: str) -> None:
-    each = request("r", circle_prompt(3), SAMPLINGS[sampling], drafting("eagle", num_tokens=4))
+def test_rows_of_chains_read_their_token_and_the_states_before_it(sampling: str) -> None:
+    each = request("r", circle_prompt(3), SAMPLINGS[sampling], drafting("eagle3", num_tokens=4))
     text = [*each.prompt_token_ids, *TARGET.recomputed(each, NUM_TOKENS + 8)]
-    setup = Setup(prefill_chunk=5)
-    layer = OracleLayer(text)
-    drafters = {"eagle": EagleDrafter(eagle_model(layer, setup))}
-    driver = Driver(TARGET.core(setup.but(drafters=drafters))).run(each)
+    network = OracleNetwork(text)
+    driver = Driver(core_with(network, Setup(prefill_chunk=5))).run(each)
     assert driver.token_ids["r"] == text[24 : 24 + NUM_TOKENS]
     stats = driver.finishes["r"].speculative
     assert stats.num_draft_tokens > 12
     assert stats.num_accepted_tokens == stats.num_draft_tokens
-    assert layer.num_rows > len(text)
+    assert network.num_rows > 24 + NUM_TOKENS
 
 
-def test_eagles_candidates_are_those_of_a_forward_over_the_whole_path() -> None:
-    """Chunked prompts, trees in rounds, accepted rows fed again: all as if each path were run alone."""
-    setup = Setup(prefill_chunk=5)
-    layer = eagle_layer()
-    model = eagle_model(layer, setup)
-    trees: list[tuple[list[int], DraftTree]] = []
-
-    class Watched(EagleDrafter):
-        def begin(
-            self, requests: Sequence[DraftRequest], readback: Any
-        ) -> Callable[[], list[DraftTree]]:
-            text, finish = list(requests[0].token_ids), super().begin(requests, readback)
-
-            def watched() -> list[DraftTree]:
-                found = finish()
-                trees.append((text, found[0]))
-                return found
-
-            return watched
-
-    each = request(
-        "r",
-        circle_prompt(2),
-        SAMPLINGS["greedy"],
-        drafting("eagle", num_tokens=7, width=2, min_confidence=0.0),
-    )
-    drafters = {"eagle": Watched(model)}
-    Driver(TARGET.core(setup.but(drafters=drafters))).run(each)
-
-    dense = FeatureLayer(HIDDEN_SIZE, EAGLE_SIZES, "sdpa").requires_grad_(False)
-    dense.load_state_dict(layer.state_dict())
-    num_checked = 0
-    for text, tree in trees:
-        with torch.inference_mode():
-            known = TARGET.reference.base_model(torch.tensor([text])).last_hidden_state[0, :-1]
-        for node, parent in enumerate(tree.parents):
-            path = path_to(tree, parent)
-            ranked = expected_tokens(dense, [*text, *path], known)
-            assert tree.token_ids[node] in ranked[:2]
-            if list(tree.parents).index(parent) == node:
-                assert tree.token_ids[node] == ranked[0]
-            num_checked += 1
-    assert num_checked > 50
-
-
-def path_to(tree: DraftTree, node: int) -> list[int]:
-    path: list[int] = []
-    while node != ROOT:
-        path.insert(0, tree.token_ids[node])
-        node = tree.parents[node]
-    return path
-
-
-@torch.inference_mode()
-def expected_tokens(dense: FeatureLayer, token_ids: list[int], known: torch.Tensor) -> list[int]:
-    """Best first: what the layer expects after the tokens, of which all but the last ones have known
-    states; theirs are found one by one."""
-    embeddings = TARGET.reference.get_input_embeddings()(torch.tensor([token_ids]))
-    states = torch.cat([torch.zeros(1, HIDDEN_SIZE), known])
-    while len(states) < len(token_ids):
-        expected = dense(embeddings[:, : len(states)], states[None])[0]
-        states = torch.cat([states, expected[-1:]])
-    last = dense(embeddings, states[None])[0, -1]
-    logits = TARGET.reference.get_output_embeddings()(last)
-    return logits.argsort(descending=True).tolist()  # type: ignore[no-any-return]
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_after_a_cached_prefix_rows_read_the_state_behind_its_last_block(sampling: str) -> None:
+    """What another request computed without the head is computed again; then all is found."""
+    first = request("first", circle_prompt(3), SAMPLINGS[sampling])
+    text = [*first.prompt_token_ids, *TARGET.recomputed(first, NUM_TOKENS + 40)]
+    network = OracleNetwork(text)
+    driver = Driver(core_with(network, Setup(prefill_chunk=5))).run(first)
+    num_fed = []
+    for name, num_known in (("again", 24), ("hit", 24), ("follow-up", 43)):
+        wanted = drafting("eagle3", num_tokens=4)
+        each = request(name, text[:num_known], SAMPLINGS[sampling], wanted)
+        before = network.num_rows
+        driver.run(each)
+        num_fed.append(network.num_rows - before)
+        assert driver.token_ids[name] == text[num_known : num_known + NUM_TOKENS]
+        stats = driver.finishes[name].speculative
+        assert stats.num_draft_tokens > 12
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
+    cached = [driver.finishes[name].num_cached_tokens for name in ("again", "hit", "follow-up")]
+    assert cached == [0, 20, 40]
+    assert num_fed[1] <= num_fed[0] - 19, "the first of the cached tokens has no row"
 
 
 # --- the engine's own ---
@@ -315,73 +285,108 @@ def expected_tokens(dense: FeatureLayer, token_ids: list[int], known: torch.Tens
 
 def test_the_bundled_heads_fit_the_bundled_target() -> None:
     """If this fails, the target changed: train its heads again (docs/drafters/heads.md)."""
-    target = load_model(str(BUNDLED / "target"), torch.device("cpu"))
-    heads = prepare_heads(target, EngineConfig())
-    assert eagle_bytes_per_block(heads) == 2 * 16 * 2 * 64 * target.dtype.itemsize
-    for kind in ("medusa", "eagle"):
-        folder = read_heads(BUNDLED / kind, kind, heads.facts)
-        assert sum(file.stat().st_size for file in folder.path.iterdir()) < 4_000_000
-    layer = load_layer(read_heads(BUNDLED / "eagle", "eagle", heads.facts), target.dtype, CPU)
-    assert layer.body.rotary_emb.inv_freq.dtype == torch.float32
+    whole = load_model(str(BUNDLED / "target"), CPU)
+    heads = prepared(whole, with_bundled_drafts(EngineConfig()))
+    assert heads.facts.num_layers == len(whole.model.layers)
+    assert heads.reasons == {}
+    assert heads.networks.keys() == {"medusa", *BUNDLED_EAGLE3}
+    assert heads.sizes.keys() == heads.networks.keys()
+    for name in heads.networks:
+        assert sum(file.stat().st_size for file in (BUNDLED / name).iterdir()) < 4_000_000
 
 
-def test_heads_are_settings_and_refused_where_they_do_not_fit(
+def test_heads_are_refused_where_they_do_not_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = TinyTarget().reference
-    with pytest.raises(ValueError, match="medusa_heads: .*does not hold config.json"):
-        prepare_heads(target, EngineConfig(model="x", medusa_heads=str(tmp_path)))
-    with pytest.raises(ValueError, match="eagle_head: .*hidden_size is 256"):
-        prepare_heads(target, EngineConfig(model="x", eagle_head=str(BUNDLED / "eagle")))
-    unused = EngineConfig(model="x", drafters=("none",), eagle_head=str(tmp_path / "none"))
-    assert eagle_bytes_per_block(prepare_heads(target, unused)) == 0
-    others = prepare_heads(target, EngineConfig(model="x"))
-    with pytest.raises(DrafterUnavailableError, match="the setting medusa_heads names"):
-        load_medusa(others, None)  # type: ignore[arg-type]
+    tiny = TARGET.reference
+    folder = shutil.copytree(BUNDLED / "medusa", tmp_path / "copy")
+    with pytest.raises(ValueError, match="draft mine: .*it was trained for other weights"):
+        prepared(tiny, EngineConfig(model="x", draft=(f"mine={folder}",)))
+    said = json.loads((folder / "config.json").read_text())
+    del said["target_fingerprint"]
+    (folder / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="draft mine: .*hidden_size is 256"):
+        prepared(tiny, EngineConfig(model="x", draft=(f"mine={folder}",)))
+    assert prepared(tiny, EngineConfig(model="x")).bytes_per_block() == 0
     with caplog.at_level("WARNING"):
-        prepare_heads(target, EngineConfig())
-    assert "no eagle drafter" in caplog.text
-    assert "hidden_size is 256" in caplog.text
+        bundled = prepared(tiny, with_bundled_drafts(EngineConfig()))
+    assert "no medusa drafter" in caplog.text
+    assert "trained for other weights" in caplog.text
+    with pytest.raises(DrafterUnavailableError, match="trained for other weights"):
+        bundled.load("medusa", None, 256)  # type: ignore[arg-type]
+    with pytest.raises(DrafterUnavailableError, match="the setting draft names one"):
+        bundled.load("p_eagle", None, 256)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_heads_that_lack_a_tensor_or_hold_no_numbers_are_refused_in_one_line(
-    tmp_path: Path, kind: str
-) -> None:
-    shutil.copytree(BUNDLED / kind, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / CONFIG).read_text())
-    facts = TargetFacts(config["hidden_size"], config["vocab_size"], config["target_fingerprint"])
-    tensors = load_file(tmp_path / WEIGHTS)
-    first = min(tensors)
-    module = torch.nn.Module()
-    save_file({name: each for name, each in tensors.items() if name != first}, tmp_path / WEIGHTS)
-    with pytest.raises(HeadsRefusedError, match=r"Unexpected key\(s\)") as refused:
-        read_heads(tmp_path, kind, facts).load_into(module)
-    assert "\n" not in str(refused.value)
-    tensors[first].view(-1)[-1] = float("nan")
-    save_file(tensors, tmp_path / WEIGHTS)
-    with pytest.raises(HeadsRefusedError, match=f"{tmp_path}: .* not finite: {first}"):
-        read_heads(tmp_path, kind, facts)
-    (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:999])
-    with pytest.raises(HeadsRefusedError, match=f"{tmp_path} cannot be read"):
-        read_heads(tmp_path, kind, facts)
+def test_heads_of_one_method_serve_side_by_side(tmp_path: Path) -> None:
+    folder = write_heads(tmp_path)["eagle3"]
+    config = EngineConfig(model="x", draft=(f"left={folder}",))
+    one = prepared(TARGET.reference, config)
+    both = prepared(TARGET.reference, replace(config, draft=(*config.draft, f"right={folder}")))
+    assert [*both.networks] == ["left", "right"]
+    assert both.networks["left"] is not both.networks["right"]
+    # Keys and values of a block's tokens, and the states behind its last one.
+    size = (config.block_size * 2 * 2 * 16 + 3 * HIDDEN_SIZE) * 4
+    assert (one.bytes_per_block(), both.bytes_per_block()) == (size, 2 * size)
+    assert both.sizes["right"] == sum(map(torch.Tensor.numel, eagle_network().parameters()))
 
 
-@pytest.mark.slow
+def test_mtp_is_read_from_the_checkpoint_that_is_served(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "target", tiny_llama())
+    heads = prepared(TARGET.reference, EngineConfig(model=str(folder), draft=("second=mtp",)))
+    assert isinstance(heads.networks["second"], MtpNetwork)
+    tiny_llama().save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match="draft mtp: .*bare: the checkpoint has no MTP module"):
+        prepared(TARGET.reference, EngineConfig(model=str(tmp_path / "bare"), draft=("mtp",)))
+    file = write_gguf(tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
+    with pytest.raises(ValueError, match="tiny.gguf: MTP modules are not read from GGUF files"):
+        prepared(TARGET.reference, EngineConfig(model=str(file), draft=("mtp",)))
+
+
+@pytest.mark.skipif(not is_exact(), reason="this CPU has no products in 8 bits that are exact")
+def test_a_target_in_8_bits_keeps_its_text_under_all_heads(tmp_path: Path) -> None:
+    """Its heads get 8 bits where they are large enough, and its output head is that of some."""
+    folder = write_checkpoint(tmp_path / "target", tiny_llama())
+    heads = write_heads(tmp_path)
+    config = EngineConfig(
+        model=str(folder),
+        dtype="bfloat16",
+        quantization="int8",
+        draft=("mtp", *(f"{name}={path}" for name, path in heads.items())),
+        num_blocks=64,
+        max_num_batched_tokens=128,
+        num_threads=1,
+    )
+    engine = build_engine_for(load_model(str(folder), CPU, "bfloat16"), None, config)
+    assert engine.info.quantization is not None
+    assert engine.info.determinism == "exact"
+    sampling = SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
+    driver = Driver(engine.core).run(request("none", circle_prompt(1), sampling))
+    for drafter in ("mtp", *heads):
+        for width in (1, 3):
+            name = f"{drafter}-{width}"
+            wanted = drafting(drafter, num_tokens=6, width=width)
+            driver.run(request(name, circle_prompt(1), sampling, wanted))
+            assert signature(driver, name) == signature(driver, "none"), name
+        accounts = [driver.finishes[f"{drafter}-{width}"].speculative for width in (1, 3)]
+        num_accepted = sum(each.num_accepted_tokens for each in accounts)
+        assert 0 < num_accepted < sum(each.num_draft_tokens for each in accounts), drafter
+
+
 def test_a_served_model_drafts_with_its_heads() -> None:
     """The bundled model as it is served: its own type, packed layers, exact mode."""
+    names = ("medusa", *BUNDLED_EAGLE3)
     engine, tokenizer = build_engine(
-        EngineConfig(
-            drafters=("none", "medusa", "eagle"), num_blocks=64, max_num_batched_tokens=128
-        )
+        EngineConfig(drafters=("none", *names), num_blocks=64, max_num_batched_tokens=128)
     )
-    assert {"medusa", "eagle"} <= set(engine.info.drafters)
+    assert set(names) <= set(engine.info.drafters)
+    assert engine.info.drafts.keys() == {*names}
+    assert engine.info.drafts["medusa"].hidden_layers == (NORMED,)
     prompt = tokenizer("def read_lines(path):\n    with open(path) as handle:\n")["input_ids"]
     sampling = SamplingParams(max_tokens=32, temperature=0.0)
-    driver = Driver(engine.core)
-    for drafter in ("none", "medusa", "eagle"):
-        wanted = drafting(drafter, num_tokens=6, width=2) if drafter != "none" else PLAIN
-        driver.run(request(drafter, prompt, sampling, wanted))
-    assert driver.token_ids["medusa"] == driver.token_ids["eagle"] == driver.token_ids["none"]
-    for drafter in ("medusa", "eagle"):
+    driver = Driver(engine.core).run(request("none", prompt, sampling, PLAIN))
+    for drafter in names:
+        driver.run(request(drafter, prompt, sampling, drafting(drafter, num_tokens=6, width=2)))
+        assert driver.token_ids[drafter] == driver.token_ids["none"]
         assert driver.finishes[drafter].speculative.num_accepted_tokens > 0
+        assert (engine.info.drafts[drafter].agreement or 0) > 0

@@ -74,5 +74,5 @@ def test_a_model_without_a_list_of_layers_is_refused() -> None:
     config = model.config
     twin = layer_subset(model, [0])
     twin.config.num_hidden_layers = config.num_hidden_layers
-    with pytest.raises(UnsupportedModelError, match="no single list of layers"):
+    with pytest.raises(UnsupportedModelError, match="no single list of decoder layers"):
         layer_subset(twin, [0])

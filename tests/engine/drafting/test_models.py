@@ -27,6 +27,7 @@ from engine.drafting.models import prepare_drafts
 from engine.model.loader import prepare_model
 from engine.model.quantization import quantize_model, refusal
 from engine.request.errors import UnsupportedModelError
+from engine.request.info import DraftInfo
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.transfer import Readback
 from worlds.engine_harness import Driver, drafting, request
@@ -79,7 +80,7 @@ def core_of(**changes: Any) -> EngineCore:
 
 def full_core(folders: dict[str, str], **changes: Any) -> EngineCore:
     """With all three drafters, and those that need no model."""
-    settings = {"draft_model": folders["near"], "quantized": "int8", "prefix_layers": "0,1,3"}
+    settings = {"draft": (folders["near"],), "quantized": "int8", "prefix_layers": "0,1,3"}
     return core_of(**settings | changes)
 
 
@@ -132,7 +133,7 @@ def test_the_target_as_its_own_draft_is_always_right(
     folders: dict[str, str], sampling: str, width: int
 ) -> None:
     """Under shared noise, sampled text too: the draft draws what the target will draw."""
-    driver = Driver(core_of(draft_model=folders["same"]))
+    driver = Driver(core_of(draft=(folders["same"],)))
     speculation = drafting("small_model", "fixed", 4, width, min_confidence=0.0)
     driver.run(*every_prompt(sampling, speculation))
     for index in range(len(PROMPTS)):
@@ -245,7 +246,7 @@ def test_a_failing_draft_model_costs_only_its_drafts(folders: dict[str, str]) ->
 def test_drawn_drafts_are_verified_by_their_distributions(
     folders: dict[str, str], verification: str
 ) -> None:
-    core = core_of(draft_model=folders["same"])
+    core = core_of(draft=(folders["same"],))
     speculation = drafting("small_model", "fixed", 4, min_confidence=0.0)
     speculation = replace(speculation, verification=verification)
     driver = Driver(core).run(*every_prompt("sampled", speculation))
@@ -262,11 +263,38 @@ def test_drawn_drafts_are_verified_by_their_distributions(
 def test_an_8_bit_store_drafts_and_changes_nothing_but_what_is_accepted(
     folders: dict[str, str],
 ) -> None:
-    core = core_of(draft_model=folders["same"], draft_kv_dtype="fp8")
+    core = core_of(draft=(folders["same"],), draft_kv_dtype="fp8")
     requests = subjects("sampled", ["small_model"])
     driver = Driver(core).run(*requests)
     check(driver, requests, "sampled")
     assert num_accepted(driver, "small_model") > 5
+
+
+def test_several_small_models_draft_side_by_side_each_under_its_name(
+    folders: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    drafts = (folders["same"], f"near={folders['near']}")
+    with caplog.at_level("INFO", "engine"):
+        engine = build_engine_for(target(), None, EngineConfig(**SIZES, draft=drafts))
+    names = ["small_model", "near"]
+    size = sum(each.numel() for each in target().parameters())
+    for name, folder in zip(names, ("same", "near"), strict=True):
+        found = engine.info.drafts[name]
+        expected = DraftInfo(name, "small_model", folders[folder], size, agreement=found.agreement)
+        assert found == expected
+        assert found.agreement == 1 if folder == "same" else 0 < (found.agreement or 0) < 1
+        assert f"draft {name}: small_model of" in caplog.text
+        assert engine.info.drafters[name].name == name
+    drafters: Any = engine.core.speculation.drafters
+    stores = {drafters[name]._model._runner.store for name in names}
+    assert len(stores) == 2
+    requests = subjects("sampled", names)
+    driver = Driver(engine.core).run(*requests)
+    check(driver, requests, "sampled")
+    for each in requests:
+        name = each.request_id.rpartition("-")[0]
+        assert driver.finishes[each.request_id].speculative.drafter == name
+        assert num_accepted(driver, name) > 5
 
 
 @pytest.mark.parametrize(("kv_dtype", "share"), [("auto", 2.0), ("fp8", 1.25)])
@@ -276,7 +304,7 @@ def test_the_pool_leaves_room_for_the_draft_models_rows(
     monkeypatch.setattr(build, "free_bytes", lambda _: 100 * 4 * 4 * 2 * 2 * 16 * 4)
     sizes: dict[str, Any] = {"num_blocks": None, "kv_memory_fraction": 1.0}
     assert build_engine_for(target(), None, EngineConfig(**SIZES | sizes)).info.num_blocks == 100
-    sizes |= {"draft_model": folders["near"], "draft_kv_dtype": kv_dtype}
+    sizes |= {"draft": (folders["near"],), "draft_kv_dtype": kv_dtype}
     engine = build_engine_for(target(), None, EngineConfig(**SIZES | sizes))
     assert engine.info.num_blocks == int(100 / share)
 
@@ -285,7 +313,7 @@ def test_drafters_without_a_model_are_left_out_or_refused_with_the_reason() -> N
     engine = build_engine_for(target(), None, EngineConfig(**SIZES))
     assert not set(KINDS) & set(engine.info.drafters)
     for kind, reason in (
-        ("small_model", "the setting draft_model names one"),
+        ("small_model", "the setting draft names one"),
         ("quantized", "the setting quantized makes one"),
         ("prefix_layers", "the setting prefix_layers does"),
     ):
@@ -298,7 +326,7 @@ def test_drafters_without_a_model_are_left_out_or_refused_with_the_reason() -> N
     [
         ({"quantized": "int8"}, "quantized is set, but drafters leaves out quantized"),
         ({"prefix_layers": "2"}, "prefix_layers is set"),
-        ({"draft_model": "x"}, "draft_model is set, but drafters leaves out small_model and"),
+        ({"draft": ("x",)}, "draft small_model is set, but drafters leaves out small_model and"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -309,7 +337,7 @@ def test_settings_that_would_be_ignored_are_refused(settings: dict[str, Any], me
 def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
     tiny_model("llama", vocab_size=VOCAB_SIZE + 3).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="vocabulary has 100 tokens, the target's 97"):
-        core_of(draft_model=str(tmp_path))
+        core_of(draft=(str(tmp_path),))
 
 
 def test_8_bit_floats_are_for_cuda() -> None:
@@ -329,7 +357,7 @@ def test_a_target_in_8_bits_is_not_copied_in_8_bits() -> None:
     model = prepare_model(target(), CPU)
     quantize_model(model)
     with pytest.raises(ValueError, match="the target's weights are in few bits"):
-        prepare_drafts(model, None, EngineConfig(quantized="int8"))
+        prepare_drafts(model, None, EngineConfig(quantized="int8"), {})
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -347,10 +375,10 @@ def test_a_quantised_copy_shares_what_is_not_quantised(kind: Any) -> None:
 
 
 def test_the_small_model_can_be_the_quantised_one(folders: dict[str, str]) -> None:
-    core = core_of(draft_model=folders["same"], quantized="int8", quantized_model="draft")
+    core = core_of(draft=(folders["same"],), quantized="int8", quantized_model="draft")
     requests = subjects("greedy", ["quantized"])
     driver = Driver(core).run(*requests)
     check(driver, requests, "greedy")
     assert num_accepted(driver, "quantized") > 5
-    with pytest.raises(ValueError, match="quantized_model: there is no draft model"):
+    with pytest.raises(ValueError, match="quantized_model: the setting draft names no small_model"):
         core_of(quantized="int8", quantized_model="draft")

@@ -1,5 +1,5 @@
-"""Promise 1, in fp32, for every drafter in the registry: the same tokens whatever drafts, how much, in
-what shape and beside whom.
+"""Promise 1, in fp32, for every drafter in the registry and every form of published heads: the same
+tokens whatever drafts, how much, in what shape and beside whom.
 
 A new drafter is taken up by its name, and fails here until the tiny target can lend it what it asks for.
 Streams are compared with those of the same requests at gamma 0, alone, their prompts in one piece, and
@@ -14,10 +14,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafters.registry import build_drafters, drafter_names
+from drafters.registry import build_drafters
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, Setup, drafting, request, traces_of
-from worlds.every_drafter import EveryDrafterTarget
+from worlds.every_drafter import DRAFTERS, EveryDrafterTarget
 from worlds.grammar_world import json_grammar, random_schema
 from worlds.situations import SITUATIONS, WIDTHS, partly_right, plain
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 24
 NUM_PROMPTS = len(EveryDrafterTarget.prompts)
-WITH_MODELS = set(drafter_names()) - set(build_drafters())
+WITH_MODELS = set(DRAFTERS) - set(build_drafters())
 USUAL = SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True)
 SAMPLINGS = {
     "greedy": USUAL,
@@ -115,7 +115,7 @@ def expect_same(
 
 
 def test_every_drafter_is_in_the_matrix(target: EveryDrafterTarget) -> None:
-    assert set(target.core(Setup()).speculation.drafters) == set(drafter_names())
+    assert set(target.core(Setup()).speculation.drafters) == set(DRAFTERS)
 
 
 @pytest.mark.parametrize("sampling", sorted(SAMPLINGS.keys() - {"json"}))
@@ -134,7 +134,7 @@ def test_streams_differ_between_prompts_seeds_and_samplings(streams: Streams) ->
     assert reasons == {"length", "stop"}
 
 
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_drafting_changes_no_token(
     target: EveryDrafterTarget, streams: Streams, situation: str, drafter: str
@@ -153,7 +153,7 @@ def test_all_drafters_in_one_batch_change_no_token(
     kinds = (6, 8, 9)
     ways = [
         (drafter, WAYS[kinds[(index + shift + tree) % 3] + 10 * tree])
+        for index, drafter in enumerate(DRAFTERS)
         for tree in (False, True)
-        for index, drafter in enumerate(drafter_names())
     ]
     expect_same(target, streams, situation, ways)

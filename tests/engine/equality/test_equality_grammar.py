@@ -18,10 +18,9 @@ import jsonschema
 import pytest
 import torch
 
-from drafters.registry import drafter_names
 from engine.request.params import GenerationRequest, SamplingParams, VerificationName
 from worlds.engine_harness import Driver, circle_prompt, drafting, request
-from worlds.every_drafter import EveryDrafterTarget
+from worlds.every_drafter import DRAFTERS, EveryDrafterTarget
 from worlds.grammar_world import json_grammar, random_schema, tiny_tokenizer
 from worlds.situations import partly_right
 
@@ -43,10 +42,10 @@ class Way(NamedTuple):
     verification: VerificationName = "match"
 
 
-SAMPLING = ("small_model", "stand", "medusa")
+SAMPLING = ("small_model", "stand", "medusa", "eagle3_reduced", "p_eagle", "dspark")
 WAYS = [
     Way(name, width, temperature)
-    for name in drafter_names()
+    for name in DRAFTERS
     for width in (1, 3)
     for temperature in (0.0, 0.7)
 ] + [

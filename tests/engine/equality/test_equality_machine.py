@@ -22,11 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from drafters.registry import build_drafters, drafter_names
+from drafters.registry import build_drafters
 from engine.core import EngineCore
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import TINY_VOCAB, DictatedCost, Driver, Setup, request, traces_of
-from worlds.every_drafter import EveryDrafterTarget
+from worlds.every_drafter import DRAFTERS, EveryDrafterTarget
 from worlds.lanes import examples
 from worlds.scripted_target import ScriptedTarget
 
@@ -49,9 +49,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "nasd": [{}, {"filler_top_k": 2}, {"stop_if_unknown": False}],
     "lookahead": [{"window": 2, "ngram": 3, "guesses": 2}],  # fits into eight nodes
     # Small draft models are unsure of much.
-    **dict.fromkeys(
-        ("small_model", "quantized", "prefix_layers", "eagle"), [{"min_confidence": 0.02}]
-    ),
+    **dict.fromkeys({*DRAFTERS} - {*build_drafters(), "medusa"}, [{"min_confidence": 0.02}]),
 }
 
 
@@ -294,7 +292,7 @@ def test_a_real_models_texts_survive_any_schedule(tmp_path: Path) -> None:
         found = setup.eos_token_ids, longest_text(setup)
         return stream(each.prompt_token_ids, repr(each.sampling), *found)
 
-    search(schedules(target, texts, drafter_names(), plain, totals), examples(40))
+    search(schedules(target, texts, DRAFTERS, plain, totals), examples(40))
     # What so few random schedules hold varies much. That there are some is enough.
     assert min(totals.num_accepted, totals.num_rejected, totals.num_preemptions) > 0
     assert len(totals.drafters) > 8

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
+from engine.drafting.drafts import find_drafts
 from engine.drafting.models import prepare_drafts
 from engine.model.checkpoint import not_finite
 from engine.model.loader import load_model, load_tokenizer
@@ -241,6 +242,6 @@ def test_weights_in_8_bits_are_checked_alike(tmp_path: Path) -> None:
 
 def test_the_model_that_drafts_is_checked_alike(folder: Path) -> None:
     configure(folder, num_hidden_layers=3)
-    config = EngineConfig(model="x", drafters=("small_model",), draft_model=str(folder))
+    config = EngineConfig(model="x", drafters=("small_model",), draft=(str(folder),))
     with pytest.raises(UnsupportedModelError, match=f"'{folder}': 9 tensors"):
-        prepare_drafts(tiny_model("llama"), None, config)
+        prepare_drafts(tiny_model("llama"), None, config, find_drafts(config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.request.params import GenerationRequest, SamplingParams, Tenant
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Plan, Request
-from engine.schedule.scheduler import FairQueue, Scheduler
+from engine.schedule.scheduler import BlockRows, FairQueue, NoRows, Scheduler
 from kvpool.block_pool import BlockPool
 from worlds.lanes import examples
 
@@ -47,10 +47,11 @@ class World:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
         prefill_chunk: int = 16,
+        rows: BlockRows = NoRows(),  # noqa: B008  (has no state)
     ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
-            self.pool, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens, prefill_chunk
+            self.pool, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens, prefill_chunk, rows
         )
         self.num_arrived = 0
         self.served: dict[str, int] = defaultdict(int)
@@ -173,6 +174,67 @@ def test_cached_tokens_need_no_rows_but_one_always_runs() -> None:
     again = world.add("again", num_prompt=12)
     assert rows_of(world.step())["again"] == 4
     assert again.num_cached_tokens == 8
+
+
+class Rows:
+    """Rows of as many tokens as it is told, by request; looks at the blocks of those that leave."""
+
+    def __init__(self, **usable: int) -> None:
+        self.usable = usable
+        self.pool: BlockPool | None = None
+        self.left: list[tuple[str, int]] = []
+
+    def num_usable_tokens(self, request: Request, block_ids: Sequence[int]) -> int:
+        assert len(block_ids) * BLOCK_SIZE <= len(request.token_ids)
+        return self.usable.get(request.request_id, len(request.token_ids))
+
+    def leave_blocks(self, request: Request) -> None:
+        if self.pool is not None:
+            table = self.pool.block_table(request.request_id)
+            self.left.append((request.request_id, len(table)))
+
+
+def test_what_of_a_cached_prefix_is_of_no_use_gets_rows_and_blocks() -> None:
+    world = World(num_blocks=7, max_num_batched_tokens=64, rows=Rows(cut=4, none=0))
+    first = world.add("first", num_prompt=12)
+    world.step()
+    world.pool.promote("first", first.token_ids, 12)
+    world.scheduler.remove(first)
+    cut, none = world.add("cut", num_prompt=12), world.add("none", num_prompt=12)
+    assert rows_of(world.scheduler.plan()) == {"cut": 8, "none": 12}
+    assert (cut.num_cached_tokens, none.num_cached_tokens) == (4, 0)
+    assert world.pool.counts() == {"free": 0, "draft": 0, "committed": 6, "cached": 1}
+    world.pool.check_integrity()
+
+
+@pytest.mark.parametrize("usable", [0, 4, 8, 12])
+def test_blocks_that_are_promised_count_what_has_to_be_computed_again(usable: int) -> None:
+    """A prompt in progress is never preempted by one that was let in beside it."""
+    world = World(num_blocks=10, prefill_chunk=1, rows=Rows(again=usable))
+    first = world.add("first", num_prompt=16)
+    for _ in range(16):
+        world.step()
+    world.pool.promote("first", first.token_ids, 16)
+    world.scheduler.remove(first)
+    world.add("again", num_prompt=16, max_tokens=1)
+    late = world.add("late", num_prompt=24)
+    while not late.num_output_tokens:
+        assert world.step().preempted == []
+        world.pool.check_integrity()
+
+
+def test_who_leaves_its_blocks_is_told_of_while_it_has_them() -> None:
+    rows = Rows()
+    world = World(num_blocks=6, max_num_seqs=2, rows=rows)
+    rows.pool = world.pool
+    first, second = world.add("first"), world.add("second")
+    while not second.num_preemptions:
+        world.step()
+    assert rows.left == [("second", 3)]
+    world.scheduler.remove(second)
+    assert len(rows.left) == 1, "it has no blocks any more"
+    world.scheduler.remove(first)
+    assert rows.left[1:] == [("first", 4)]
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "preempted"])

@@ -1,5 +1,5 @@
-"""Trees that a draft model grows level by level, under a budget, verified by rejection: every draw and
-every answer over three tokens, in fractions.
+"""Trees that a draft model grows level by level, or that are products of positions guessed apart, under a
+budget, verified by rejection: every draw and every answer over three tokens, in fractions.
 
 What policies grant is a function of the tree's shape, so a shape that tells something of the tokens
 lets grants depend on them. Here grants are as unreasonable as functions of a shape
@@ -11,15 +11,26 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import product
+from math import prod
 
 import pytest
 
 from drafters.base import DraftRequest, DraftSampling, DraftShape
-from drafters.model.growth import DraftGrowth, is_first_child
+from drafters.model.growth import DraftGrowth, is_first_child, product_tree
 from drafters.model.protocol import Candidates
 from drafters.tree import ROOT, DraftTree
 from engine.verification.rejection import reject_tokens
-from worlds.exact_laws import Model, Text, completed, draws, emitted_law, random_model
+from worlds.exact_laws import (
+    ExactProbs,
+    Model,
+    Text,
+    completed,
+    draws,
+    emitted_law,
+    exact,
+    random_model,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -111,3 +122,49 @@ def test_grown_trees_have_one_shape_and_leave_the_law_alone(
             reject_tokens, ((weight, kept(tree)) for weight, tree in trees), target, draft
         )
         assert completed(law, target, num_tokens) == plain
+
+
+# Of the last two, the draft model's vocabulary lacks tokens of the target's.
+POSITIONS = [
+    [exact(3, 1, 2), exact(1, 4, 1)],
+    [exact(1, 1, 1), exact(5, 2, 1), exact(1, 1, 6)],
+    [exact(3, 0, 2), exact(0, 4, 1)],
+    [exact(0, 0, 1), exact(5, 2, 0)],
+]
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize(("width", "max_nodes"), [(1, 3), (2, 3), (2, 6), (3, 5)])
+def test_products_of_positions_have_one_shape_and_leave_the_law_alone(
+    positions: list[ExactProbs], width: int, max_nodes: int
+) -> None:
+    target = random_model(3, 3)
+
+    def draft(text: Text) -> ExactProbs:
+        return positions[min(len(text), len(positions) - 1)]  # behind the last no token is drafted
+
+    trees = list(drawn_products(positions, width, max_nodes))
+    assert sum(weight for weight, _ in trees) == 1
+    assert len({tuple(tree.parents) for _, tree in trees}) == 1
+    assert all(tree.draft_probs.keys() == set(tree.parents) for _, tree in trees)
+    num_tokens = len(positions) + 1
+    plain = completed({(): Fraction(1)}, target, num_tokens)
+    for kept in (lambda tree: tree, granted):
+        law, _ = emitted_law(
+            reject_tokens, ((weight, kept(tree)) for weight, tree in trees), target, draft
+        )
+        assert completed(law, target, num_tokens) == plain
+
+
+def drawn_products(
+    positions: Sequence[ExactProbs], width: int, max_nodes: int
+) -> Iterator[tuple[Fraction, DraftTree]]:
+    """All trees of what may be drawn at each position, once for all nodes that stand there."""
+    shape = DraftShape(width, len(positions))
+    for drawn in product(*(list(draws(probs, width)) for probs in positions)):
+        levels = [
+            Candidates(tokens, [float(max(probs.values))] * len(tokens), probs)
+            for (_, tokens), probs in zip(drawn, positions, strict=True)
+        ]
+        weight = prod((chance for chance, _ in drawn), start=Fraction(1))
+        yield weight, product_tree(levels, max_nodes, shape, by_rank)

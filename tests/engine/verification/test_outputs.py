@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafters.tree import chain
-from engine.batch import RequestRows, build_batch
+from engine.batch import NORMED, RequestRows, build_batch
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams
 from engine.request.stats import StepClock
@@ -46,12 +46,26 @@ def scheduled(
 def parts() -> list[ScheduledRequest]:
     plain = SamplingParams()
     asked = replace(plain, logprobs=2)
-    all_kinds = {"wants_hidden": True, "wants_top_probs": True}
+    probs = {"wants_top_probs": True}
     found = [
         scheduled("tokens", 2, asked, num_top_tokens=3),
         scheduled("nothing", 1, plain),
-        scheduled("probs", 3, replace(plain, prompt_logprobs=4), num_top_tokens=5, **all_kinds),
-        scheduled("more", 0, replace(asked, logprobs=0), num_top_tokens=9, **all_kinds),
+        scheduled(
+            "probs",
+            3,
+            replace(plain, prompt_logprobs=4),
+            num_top_tokens=5,
+            hidden_layers=(3,),
+            **probs,
+        ),
+        scheduled(
+            "more",
+            0,
+            replace(asked, logprobs=0),
+            num_top_tokens=9,
+            hidden_layers=(NORMED, 1),
+            **probs,
+        ),
     ]
     build_batch([each.rows for each in found], 4)
     return found
@@ -68,16 +82,17 @@ def test_top_rows_are_those_of_each_request_alone(parts: list[ScheduledRequest])
 
 
 def test_hidden_rows_are_known_and_accepted_ones(parts: list[ScheduledRequest]) -> None:
-    hidden = torch.arange(22.0)[:, None].expand(22, 3)
-    found = hidden_rows(parts, hidden)
+    rows = torch.arange(22.0)[:, None].expand(22, 3)
+    found = hidden_rows(parts, {layer: layer * rows for layer in (NORMED, 1, 3)})
     assert [each.request_id for each in found] == ["probs", "more"]
     for each, own in zip(found, (parts[2], parts[3]), strict=True):
         first = own.rows.first_row
         kept = [*range(first, first + 4 + len(own.accepted_rows))]
-        assert each.hidden[:, 0].tolist() == kept
-        assert each.hidden.untyped_storage().nbytes() == 4 * 3 * len(kept)
-    assert hidden_rows(parts, None) == []
-    assert hidden_rows(parts[:2], hidden) == []
+        assert len(each.hidden) == len(own.hidden_layers)
+        for layer, states in zip(own.hidden_layers, each.hidden, strict=True):
+            assert states[:, 0].tolist() == [layer * row for row in kept]
+            assert states.untyped_storage().nbytes() == 4 * 3 * len(kept)
+    assert hidden_rows(parts[:2], {}) == []
 
 
 @WAYS

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.model.model_drafter import SmallModelDrafter
 from drafters.tree import DraftTree, chain
 from engine.request.params import (
     GenerationRequest,
@@ -29,6 +30,7 @@ from worlds.drawing_drafter import DrawingDrafter, as_mapping
 from worlds.engine_harness import DictatedCost, Driver, Setup, drafting, request
 from worlds.sampled_rows import RowGroup, verify_step
 from worlds.sampling_oracle import new_state
+from worlds.table_model import TableModel
 from worlds.verified_streams import (
     ALPHA,
     CASES,
@@ -110,6 +112,48 @@ def test_the_test_sees_draft_probs_that_are_not_those_drawn_from() -> None:
     drafter = new_drafter("chain")
     drafter.claims = [[1 / VOCAB] * VOCAB] * VOCAB
     assert min(p_values("chain", sample("chain", drafter))) < ALPHA
+
+
+KNOWN = torch.tensor([7, 2, 12, 5, 14, 0, 8, 9, 13, 6])
+"""The target's ids of a draft's own, whose vocabulary lacks the others."""
+REDUCED: dict[str, tuple[str, VerificationName, int, int, int]] = {
+    # of CASES, whose sampling it is; nodes, width, and how many tokens a forward drafts
+    "chain": ("chain", "rejection", 2, 1, 1),
+    "block": ("block", "block", 2, 1, 1),
+    "tree": ("tree", "rejection", 6, 3, 1),
+    "nucleus_chain": ("nucleus_chain", "rejection", 2, 1, 1),
+    "nucleus_block": ("nucleus_block", "block", 2, 1, 1),
+    "products_chain": ("chain", "block", 2, 1, 2),
+    "products": ("tree", "rejection", 6, 3, 2),
+    "nucleus_products": ("nucleus_chain", "rejection", 5, 2, 2),
+}
+
+
+def reduced(name: str, token_map: torch.Tensor) -> Driver:
+    case, verification, num_tokens, width, num_parallel = REDUCED[name]
+    generator = torch.Generator().manual_seed(6)
+    tables = 1.5 * torch.randn(num_parallel, VOCAB, len(KNOWN), generator=generator)
+    drafters = {"small_model": SmallModelDrafter(TableModel([*tables], token_map))}
+    wanted = drafting("small_model", num_tokens=num_tokens, width=width, min_confidence=0.0)
+    return run(case, verification, wanted, DictatedCost(row_seconds=1e-4), drafters=drafters)
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_texts_follow_the_target_where_drafts_are_of_a_part_of_its_vocabulary(name: str) -> None:
+    """Drafted one after another, and position by position."""
+    driver = reduced(name, KNOWN)
+    assert min(p_values(REDUCED[name][0], driver)) > ALPHA
+    accepted: set[int] = set()
+    for request_id, flags in driver.drafted.items():
+        pairs = zip(driver.token_ids[request_id], flags, strict=True)
+        accepted |= {token for token, was_drafted in pairs if was_drafted}
+        assert driver.finishes[request_id].speculative.num_failed_drafts == 0
+    assert len(accepted) > 3
+    assert accepted <= {*KNOWN.tolist()}
+    written = {token for text in driver.token_ids.values() for token in text}
+    assert written - {*KNOWN.tolist()}, "what drafts do not know is written all the same"
+    for at in (0, 1):
+        assert sum(flags[at] for flags in driver.drafted.values()) > NUM_REQUESTS / 20
 
 
 @pytest.mark.parametrize("name", ["chain", "nucleus_chain", "nucleus_block"])

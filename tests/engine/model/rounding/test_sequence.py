@@ -145,5 +145,5 @@ def test_models_whose_layers_hand_on_more_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="hand on more than hidden states"):
         next(quantize_4_bits(model, windows(2)))
     del model.model.layers
-    with pytest.raises(UnsupportedModelError, match="no list of decoder layers"):
+    with pytest.raises(UnsupportedModelError, match="no single list of decoder layers"):
         next(quantize_4_bits(model, windows(2)))

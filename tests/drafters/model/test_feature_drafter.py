@@ -1,12 +1,12 @@
-"""EAGLE's rows: fed once the state that chose the anchor is known, again where it was a guess."""
+"""Rows that read states: fed once the state is known that chose the anchor, and again after a guess."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from drafters.base import DraftRequest, DraftShape, HiddenRows
-from drafters.model.eagle import EagleDrafter
+from drafters.base import NORMED, DraftRequest, DraftShape, HiddenRows
+from drafters.model.heads import Eagle3Drafter
 from drafters.model.protocol import Candidates, DraftRows
 from drafters.tree import DraftTree
 from worlds.model_world import Forwards
@@ -19,6 +19,7 @@ class FakeFeatures(Forwards):
     """Is sure that counting goes on, thinks of the number after that too, and notes what it is fed."""
 
     owns_rows = True
+    hidden_layers = (NORMED,)
     block_size = BLOCK_SIZE
     max_len = 64
     max_catch_up_rows = 64
@@ -28,8 +29,15 @@ class FakeFeatures(Forwards):
         self.taken: list[tuple[str, int, Any]] = []
         self.forgotten: list[str] = []
 
-    def take_hidden(self, request_id: str, first: int, hidden: Any) -> None:
-        self.taken.append((request_id, first, hidden))
+    def take_hidden(
+        self, request_id: str, first: int, hidden: Any, block_table: Sequence[int]
+    ) -> None:
+        del block_table
+        (states,) = hidden
+        self.taken.append((request_id, first, states))
+
+    def known(self, request_id: str) -> range:
+        return range(max((r + len(h) for n, r, h in self.taken if n == request_id), default=0))
 
     def forget(self, request_id: str) -> None:
         self.forgotten.append(request_id)
@@ -48,17 +56,21 @@ class FakeFeatures(Forwards):
 
 
 def ask(request_id: str, text: Sequence[int], width: int = 1, max_nodes: int = 3) -> DraftRequest:
-    first_block = 100 * (ord(request_id) - ord("a"))
-    table = range(first_block, first_block + 16)
     shape = DraftShape(width, 3)
-    return DraftRequest(request_id, text, max_nodes, shape, block_table=table)
+    return DraftRequest(request_id, text, max_nodes, shape, block_table=table_of(request_id))
+
+
+def table_of(request_id: str) -> range:
+    first_block = 100 * (ord(request_id) - ord("a"))
+    return range(first_block, first_block + 16)
 
 
 def seen(request_id: str, text: Sequence[int], first: int, end: int) -> HiddenRows:
-    return HiddenRows(request_id, first, text, [f"state {i}" for i in range(first, end)])
+    states = [f"state {i}" for i in range(first, end)]
+    return HiddenRows(request_id, first, text, (states,), table_of(request_id))
 
 
-def propose(drafter: EagleDrafter, each: DraftRequest) -> DraftTree:
+def propose(drafter: Eagle3Drafter, each: DraftRequest) -> DraftTree:
     (tree,) = drafter.propose([each])
     check_tree(tree, each.max_nodes, each.shape)
     return tree
@@ -66,7 +78,7 @@ def propose(drafter: EagleDrafter, each: DraftRequest) -> DraftTree:
 
 def test_nothing_is_drafted_until_the_anchors_choice_was_seen() -> None:
     features = FakeFeatures()
-    drafter = EagleDrafter(features)
+    drafter = Eagle3Drafter(features)
     text = [10, 11, 12]
     drafter.open("a", text, {}, "")
     assert len(propose(drafter, ask("a", text))) == 0
@@ -80,7 +92,7 @@ def test_nothing_is_drafted_until_the_anchors_choice_was_seen() -> None:
 def test_rows_of_accepted_drafts_are_fed_again() -> None:
     """What they read in the draft was expected, not known."""
     features = FakeFeatures()
-    drafter = EagleDrafter(features)
+    drafter = Eagle3Drafter(features)
     text = [10, 11, 12]
     drafter.open("a", text, {}, "")
     drafter.observe_hidden([seen("a", text, 0, 3)])
@@ -98,7 +110,7 @@ def test_rows_of_accepted_drafts_are_fed_again() -> None:
 
 
 def test_a_tree_grows_from_what_is_likely() -> None:
-    drafter = EagleDrafter(FakeFeatures())
+    drafter = Eagle3Drafter(FakeFeatures())
     text = [10, 11, 12]
     drafter.open("a", text, {"min_confidence": 0.0}, "")
     drafter.observe_hidden([seen("a", text, 0, 3)])
@@ -111,7 +123,7 @@ def test_a_tree_grows_from_what_is_likely() -> None:
 
 def test_requests_share_a_forward_but_not_their_turns() -> None:
     features = FakeFeatures()
-    drafter = EagleDrafter(features)
+    drafter = Eagle3Drafter(features)
     texts = {"a": [10, 11], "b": [30, 31, 32, 33], "c": [50]}
     for name, text in texts.items():
         drafter.open(name, text, {}, "")

@@ -1,0 +1,152 @@
+"""The drafts of an engine: models and heads that draft for its target, by the names of their drafters.
+
+The setting ``draft`` lists them as ``[NAME=]PATH``. The method of each, which is the drafter of the core
+that drafts with it, is found in what lies at its path. What is wrong with a list is found here, before a
+model is loaded and without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from drafters.registry import NAME, draft_methods, drafter_names, find_plugins
+from engine.config import EngineConfig
+from engine.names import BUNDLED, BUNDLED_MODEL, SMOLLM2
+
+SMALL_MODEL = "small_model"
+MTP = "mtp"
+"""The path that means the target's own checkpoint, and the method of what is read there."""
+_BUNDLED_FOLDERS: Mapping[str, Mapping[str, str]] = {
+    BUNDLED_MODEL: {SMALL_MODEL: "draft", "medusa": "medusa", "eagle3": "eagle3"},
+    SMOLLM2: {"eagle3": "smollm2_eagle3"},
+}
+"""By the names of models, the folders of the drafts that come for them, by their own names, which are
+those of their methods."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDraft:
+    """One entry of the setting. Without a ``name`` it is called as its method."""
+
+    name: str | None
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What drafts for the drafter ``name``. ``path``: a folder, GGUF file or hub id, or "mtp"."""
+
+    name: str
+    path: str
+    method: str
+
+    @property
+    def is_bundled(self) -> bool:
+        return Path(self.path).is_relative_to(BUNDLED)
+
+
+def parse_draft(text: str) -> NamedDraft:
+    """Reads ``[NAME=]PATH``. What stands before an equals sign is a name unless it has a slash, as a path
+    would. Raises ValueError for a name that drafters cannot have, and without a path."""
+    before, equals, after = text.partition("=")
+    name, path = (before, after) if equals and "/" not in before else (None, text)
+    if name is not None and not NAME.fullmatch(name):
+        raise ValueError(
+            f"draft {text!r}: the name {name!r} is not lower-case letters, digits and underscores, "
+            "at most 64"
+        )
+    if not path:
+        raise ValueError(f"draft {text!r} names no path")
+    return NamedDraft(name, path)
+
+
+def parse_drafts(texts: Iterable[str]) -> list[NamedDraft]:
+    """Reads the whole setting. Raises ValueError as ``parse_draft``, and for a name given twice."""
+    parsed = [parse_draft(text) for text in texts]
+    _check_unique(each.name for each in parsed if each.name is not None)
+    return parsed
+
+
+def find_drafts(config: EngineConfig) -> dict[str, Draft]:
+    """Returns the drafts of the setting by name, as what they are found to be.
+
+    Raises ValueError where a name is taken or given twice, where ``drafters`` leaves one out, and where
+    there is no drafter for what was found.
+    """
+    found = [_find(each) for each in parse_drafts(config.draft)]
+    _check_unique(each.name for each in found)
+    plugins = find_plugins(config.drafter_plugins)
+    for draft in found:
+        if draft.method not in draft_methods():
+            raise ValueError(f"draft {draft.name}: there is no drafter for {draft.method} here")
+        is_taken = draft.name in drafter_names() and draft.name != draft.method
+        if is_taken or draft.name in plugins:
+            raise ValueError(
+                f"draft {draft.name}: a drafter has that name, and {draft.path} is of the method "
+                f"{draft.method}; name it otherwise"
+            )
+        if not is_wanted(config, draft.name):
+            raise ValueError(f"draft {draft.name} is set, but drafters leaves out {_takers(draft)}")
+    return {each.name: each for each in found}
+
+
+def is_wanted(config: EngineConfig, name: str) -> bool:
+    """Returns whether a drafter is to be loaded; the small model also where it is to be copied."""
+    if config.drafters is None or name in config.drafters:
+        return True
+    copies = config.quantized is not None and config.quantized_model == "draft"
+    return name == SMALL_MODEL and copies and "quantized" in config.drafters
+
+
+def with_bundled_drafts(config: EngineConfig) -> EngineConfig:
+    """Returns the settings with the drafts that come for the target, but for those whose names the
+    setting gives to others. Raises ValueError as ``find_drafts``."""
+    given = find_drafts(config)
+    own = tuple(
+        f"{name}={BUNDLED / folder}"
+        for name, folder in _BUNDLED_FOLDERS.get(config.served_model, {}).items()
+        if name not in given and is_wanted(config, name) and (BUNDLED / folder).is_dir()
+    )
+    return replace(config, draft=(*config.draft, *own))
+
+
+def find_method(path: str) -> str:
+    """Returns the method of what lies at a path; what is no folder of a known method is a model. Raises
+    ValueError for a folder that cannot be read."""
+    if path == MTP:
+        return MTP
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        return SMALL_MODEL
+    # They need torch, which processes do not have that only read the setting.
+    from engine.drafting.published.folder import DraftFolder
+    from engine.drafting.published.methods import method_of
+    from engine.gguf.file import find_gguf
+    from engine.request.errors import UnsupportedModelError
+
+    try:
+        if find_gguf(path) is not None:
+            return SMALL_MODEL
+    except UnsupportedModelError as error:
+        raise ValueError(f"draft {path}: {error}") from error
+    return method_of(DraftFolder.open(folder)) or SMALL_MODEL
+
+
+def _find(named: NamedDraft) -> Draft:
+    path = str(BUNDLED / "draft") if named.path == BUNDLED_MODEL else named.path
+    method = find_method(path)
+    return Draft(named.name or method, path, method)
+
+
+def _takers(draft: Draft) -> str:
+    return f"{draft.name} and quantized" if draft.name == SMALL_MODEL else draft.name
+
+
+def _check_unique(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"draft: two are called {name}; name one of them: NAME=PATH")
+        seen.add(name)

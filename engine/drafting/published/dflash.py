@@ -1,0 +1,503 @@
+"""DFlash and DSpark: a few layers that draft a block of tokens in one pass.
+
+Every committed token has keys and values in each layer, made of the target's states of that token alone
+(``context``); they need no forward of the layers. To draft, one block goes through the layers: the newest
+token, which has no keys of the target's yet, and mask tokens behind it. Its rows see the text before
+them and each other. A row says which token stands at its own position, so the first says nothing; where
+``anchor_predicts``, each says which token follows it. The block's own keys are dropped.
+
+Folders come in two formats: z-lab's, whose layers stand at the top of the configuration and the rest in
+``dflash_config``, and speculators', the other way round. DSpark's (``dspark.py``) come in both.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+
+from engine.attention.backend import IMPLEMENTATION, AttentionPlan, KVShape
+from engine.drafting.facts import TargetFacts
+from engine.drafting.published.dspark import ConfidenceHead, MarkovHead
+from engine.drafting.published.folder import CONFIG, DraftFolder, DraftRefusedError, Section
+from engine.drafting.published.vocabulary import read_token_map
+
+_KINDS = ("dflash", "dflash2", "dspark")
+"""Of speculators' format; the second is recognised in order to be refused by name."""
+_NESTED = "dflash_config"
+_NESTED_KEYS = (
+    "block_size",
+    "causal",
+    "mask_token_id",
+    "sample_from_anchor",
+    "swa_window_size",
+    "target_layer_ids",
+    "use_swa",
+)
+_LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_LAYER_KEYS = (
+    "attention_bias",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "max_window_layers",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+    "vocab_size",
+)
+_SIZES = (
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_ONLY = {
+    "input_embedding_scale": 1.0,
+    "logit_scale": 1.0,
+    "markov_head_type": "vanilla",
+    "output_multiplier": 1.0,
+    "rope_is_neox_style": True,
+}
+"""Keys that change what is computed, with the one value that is computed here."""
+_BAD_VALUES = (
+    StrictDataclassError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers raises for values that it cannot use."""
+_MASK_FILE = "mask_embedding.pt"
+_MARKOV = "markov_head.markov_w1.weight"
+_CONFIDENCE = "confidence_head.proj.weight"
+_NOT_READ = ("d2t", "t2d")
+"""Tensors that are no weights: the first becomes ``token_map``, the second says the same again."""
+_LAYER_NAME = re.compile(r"layers\.(\d+)\.")
+
+
+class _Attention(NamedTuple):
+    """How a layer attends. ``window``: as in ``AttentionOptions``."""
+
+    window: int | None
+    sees_block: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """A configuration, read. ``layers``: of the decoder layers, as transformers has it; ``attentions``:
+    by layer; ``candidate_layers`` as in ``DFlashNetwork``; ``has_norms``: queries and keys are
+    normalised; ``markov_rank``, ``confidence_size``: 0 where there is no such head; ``owns``: which of
+    the target's ends the folder brings along."""
+
+    layers: Any
+    attentions: Sequence[_Attention]
+    candidate_layers: tuple[tuple[int, ...], ...]
+    block_size: int
+    mask_token_id: int
+    anchor_predicts: bool
+    has_norms: bool
+    draft_vocab_size: int
+    markov_rank: int
+    confidence_size: int
+    confidence_has_bias: bool
+    owns: Collection[str]
+
+
+class DFlashNetwork(nn.Module):
+    """An ``engine.drafting.published.networks.BlockNetwork``.
+
+    ``candidate_layers``: the layers whose states it may have been trained on, likeliest first: formats
+    count them differently, and published folders mix them up. ``hidden_layers`` is the first of these
+    until somebody finds that another fits better.
+    """
+
+    def __init__(
+        self, settings: _Settings, target_size: int, token_map: torch.Tensor | None
+    ) -> None:
+        """Its weights are on the device "meta", until they are read."""
+        super().__init__()
+        config = settings.layers
+        size, eps = config.hidden_size, config.rms_norm_eps
+        num_layers = config.num_hidden_layers
+        self.candidate_layers = settings.candidate_layers
+        self.hidden_layers = self.candidate_layers[0]
+        self.block_size = settings.block_size
+        self.mask_token_id = settings.mask_token_id
+        self.anchor_predicts = settings.anchor_predicts
+        self.max_len: int = config.max_position_embeddings
+        shape = KVShape(
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim
+        )
+        self.shapes: Sequence[KVShape] = [shape] * num_layers
+        self._ends: tuple[nn.Module, nn.Module] | None = None
+        with torch.device("meta"):
+            self.fc = nn.Linear(len(self.hidden_layers) * target_size, size, bias=False)
+            self.hidden_norm = Qwen3RMSNorm(size, eps=eps)
+            self.layers = nn.ModuleList(
+                _make_layer(config, layer, attention, settings.has_norms)
+                for layer, attention in enumerate(settings.attentions)
+            )
+            self.norm = Qwen3RMSNorm(size, eps=eps)
+            draft_vocab, rank = settings.draft_vocab_size, settings.markov_rank
+            if "embed_tokens" in settings.owns:
+                self.embed_tokens = nn.Embedding(config.vocab_size, size)
+            if "lm_head" in settings.owns:
+                self.lm_head = nn.Linear(size, draft_vocab, bias=False)
+            self.markov_head = MarkovHead(config.vocab_size, draft_vocab, rank) if rank else None
+            self.confidence_head = (
+                ConfidenceHead(settings.confidence_size, settings.confidence_has_bias)
+                if settings.confidence_size
+                else None
+            )
+        self._confidence_reads_tokens = settings.confidence_size > size
+        self.token_map: torch.Tensor | None
+        self.register_buffer("token_map", token_map, persistent=False)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+
+    def bind(self, embed: nn.Module, output_head: nn.Module) -> None:
+        """Gives it the target's embedding and output head, for what its folder leaves to them."""
+        # In a tuple, so that they do not become parts of this module.
+        self._ends = (
+            getattr(self, "embed_tokens", embed),
+            getattr(self, "lm_head", output_head),
+        )
+
+    def context(
+        self,
+        states: torch.Tensor,  # [num_rows, len(hidden_layers) * target_size]
+        positions: torch.Tensor,  # [num_rows] int64
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns each layer's keys and values of committed tokens, ``[num_rows, num_kv_heads, dim]``,
+        as they are stored. ``states`` are theirs, side by side in the order of ``hidden_layers``."""
+        fused = self.hidden_norm(self.fc(states))
+        cos, sin = (each[0, :, None] for each in self.rotary_emb(fused[None], positions[None]))
+        kept = []
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            heads = (-1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(fused).unflatten(-1, heads))
+            values = attention.v_proj(fused).unflatten(-1, heads)
+            kept.append((keys * cos + rotate_half(keys) * sin, values))
+        return kept
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [num_rows] int64
+        positions: torch.Tensor,  # [num_rows] int64
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """Runs blocks, one request's after another's. Returns what the output head reads,
+        ``[num_rows, hidden_size]``. Needs ``bind``."""
+        assert self._ends is not None
+        hidden = self._ends[0](token_ids)[None]
+        rotations = self.rotary_emb(hidden, positions[None])
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=rotations, slipstream_plan=plan)
+        normed: torch.Tensor = self.norm(hidden[0])
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns ``[num_rows, draft_vocab]``, before any correction. Needs ``bind``."""
+        assert self._ends is not None
+        logits: torch.Tensor = self._ends[1](hidden)
+        return logits
+
+    def markov(self, previous_token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Returns what is added to logits, ``[num_rows, draft_vocab]``, given the target's id of the
+        token before each row's own; None: nothing ever is."""
+        if self.markov_head is None:
+            return None
+        corrections: torch.Tensor = self.markov_head(previous_token_ids)
+        return corrections
+
+    def confidence(
+        self, hidden: torch.Tensor, previous_token_ids: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Returns how likely each row's token is accepted once all before it are, ``[num_rows]``,
+        float32; None where the folder does not say."""
+        if self.confidence_head is None:
+            return None
+        features = hidden
+        if self._confidence_reads_tokens:
+            assert self.markov_head is not None
+            embeddings = self.markov_head.markov_w1(previous_token_ids)
+            features = torch.cat([hidden, embeddings], dim=-1)
+        confidences: torch.Tensor = self.confidence_head(features)
+        return confidences
+
+
+def _make_layer(config: Any, index: int, attends: _Attention, has_norms: bool) -> nn.Module:
+    """Returns transformers' own layer, which attends as it is told."""
+    layer: Any = Qwen3DecoderLayer(config, index)
+    attention = layer.self_attn
+    attention.sliding_window, attention.sees_block = attends
+    if not has_norms:
+        attention.q_norm = attention.k_norm = nn.Identity()
+    return layer  # type: ignore[no-any-return]
+
+
+def recognises(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
+    """Whether a folder holds a head of DFlash's kind, by its configuration and its tensors."""
+    kind = config.get("speculators_model_type")
+    if kind is not None:
+        return kind in _KINDS
+    # EAGLE-3's heads have a norm of this name too, but within their layer.
+    return _NESTED in config or "hidden_norm.weight" in tensor_names
+
+
+def read(folder: DraftFolder, facts: TargetFacts) -> DFlashNetwork:
+    """Returns a folder's network on the CPU, in the types that it is stored in. Raises DraftRefusedError
+    with the reason where it does not fit the target, or holds anything that is not understood."""
+    settings = _read_settings(folder, facts)
+    _check_ends(folder, settings, facts)
+    token_map = read_token_map(folder, settings.draft_vocab_size, facts.vocab_size)
+    network = DFlashNetwork(settings, facts.hidden_size, token_map)
+    folder.fill(network, {name: name for name in folder.shapes if name not in _NOT_READ})
+    return network
+
+
+def _read_settings(folder: DraftFolder, facts: TargetFacts) -> _Settings:
+    settings, nested = folder.settings, folder.settings.section(_NESTED)
+    kind = settings.content.get("speculators_model_type")
+    if kind == "dflash2":
+        raise folder.refused("dflash2's convolutions and selector are not read")
+    folder.check_target(facts)
+    nested.check_keys(_NESTED_KEYS)
+    for key, value in _ONLY.items():
+        if settings.has(key) and settings.content[key] != value:
+            raise settings.refused(key, f"is {settings.content[key]!r}, and only {value!r} is read")
+    if (folder.path / _MASK_FILE).exists():
+        raise folder.refused(f"{_MASK_FILE} holds another embedding of the mask, which is not read")
+    config = _layer_config(
+        settings if kind is None else settings.section("transformer_layer_config")
+    )
+    _check_target(settings, config, facts)
+    _check_num_layers(folder, config.num_hidden_layers)
+    is_spark = kind == "dspark" or (
+        kind is None and bool(folder.shapes.keys() & {_MARKOV, _CONFIDENCE})
+    )
+    block_size = _holder("block_size", nested, settings).size("block_size")
+    if block_size < 2:
+        raise settings.refused("block_size", f"is {block_size}, and a block has at least 2 rows")
+    draft_vocab_size = settings.size("draft_vocab_size", facts.vocab_size)
+    if draft_vocab_size > facts.vocab_size:
+        raise settings.refused(
+            "draft_vocab_size", f"is {draft_vocab_size}, and this model has {facts.vocab_size}"
+        )
+    rank = folder.shape(_MARKOV, 2)[1] if is_spark and _MARKOV in folder.shapes else 0
+    has_confidence = is_spark and _CONFIDENCE in folder.shapes
+    return _Settings(
+        layers=config,
+        attentions=_attentions(config, settings, nested),
+        candidate_layers=_candidate_layers(settings, nested, facts.num_layers, config),
+        block_size=block_size,
+        mask_token_id=_holder("mask_token_id", nested, settings).token_id(
+            "mask_token_id", facts.vocab_size
+        ),
+        anchor_predicts=_holder("sample_from_anchor", nested, settings).flag(
+            "sample_from_anchor", is_spark
+        ),
+        has_norms=config.model_type == "qwen3"
+        or "layers.0.self_attn.k_norm.weight" in folder.shapes,
+        draft_vocab_size=draft_vocab_size,
+        markov_rank=rank,
+        confidence_size=_confidence_size(folder, config.hidden_size, rank) if has_confidence else 0,
+        confidence_has_bias=has_confidence and "confidence_head.proj.bias" in folder.shapes,
+        owns=[name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in folder.shapes],
+    )
+
+
+def _holder(key: str, nested: Section, settings: Section) -> Section:
+    """Returns the section that a key stands in; folders of different years have it in either."""
+    return nested if nested.has(key) else settings
+
+
+def _layer_config(section: Section) -> Any:
+    """Returns transformers' configuration of the layers, with its defaults for what is missing: formats
+    leave out what equals them. Raises DraftRefusedError where transformers does, or sizes are none."""
+    model_type = section.content.get("model_type", "qwen3")
+    kind = _LAYER_CONFIGS.get(model_type) if isinstance(model_type, str) else None
+    if kind is None:
+        raise section.refused("model_type", f"is {model_type!r}, neither llama nor qwen3")
+    # A copy: transformers writes into what it is given.
+    given = {key: copy.deepcopy(section.content[key]) for key in _LAYER_KEYS if section.has(key)}
+    try:
+        config: Any = kind(attn_implementation=IMPLEMENTATION, **given)
+    except _BAD_VALUES as error:
+        raise DraftRefusedError(
+            section.path, f"the layers of {CONFIG} cannot be read: {error}"
+        ) from error
+    made = Section(section.path, section.name, {key: getattr(config, key) for key in _SIZES})
+    for key in _SIZES:
+        made.size(key)
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise made.refused(
+            "num_key_value_heads",
+            f"is {config.num_key_value_heads}, of {config.num_attention_heads} heads",
+        )
+    if not 0 <= config.rms_norm_eps < 1:
+        raise section.refused("rms_norm_eps", f"is {config.rms_norm_eps!r}")
+    if config.hidden_act not in ACT2FN:
+        raise section.refused("hidden_act", f"is {config.hidden_act!r}, which transformers lacks")
+    _check_rotations(config, section)
+    return config
+
+
+def _check_rotations(config: Any, section: Section) -> None:
+    """Raises DraftRefusedError where rotary embeddings cannot be made, or differ by layer."""
+    try:
+        frequencies = Qwen3RotaryEmbedding(config).inv_freq
+        is_whole = config.rope_parameters.get("partial_rotary_factor", 1) == 1
+    except _BAD_VALUES as error:
+        raise section.refused("rope_parameters", f"cannot be read: {error!r}") from error
+    if not is_whole:
+        raise section.refused("rope_parameters", "turn parts of heads")
+    if len(frequencies) != config.head_dim // 2 or not bool(frequencies.isfinite().all()):
+        raise section.refused("rope_parameters", "give no frequencies for these heads")
+
+
+def _check_num_layers(folder: DraftFolder, num_layers: int) -> None:
+    """Raises DraftRefusedError where the tensors are of other layers than the configuration's."""
+    found = {int(match[1]) for name in folder.shapes if (match := _LAYER_NAME.match(name))}
+    if found != set(range(num_layers)):
+        raise folder.refused(f"num_hidden_layers is {num_layers}, and tensors are of {len(found)}")
+
+
+def _check_target(settings: Section, config: PreTrainedConfig, facts: TargetFacts) -> None:
+    """Raises DraftRefusedError where the folder says that it is for a target of other sizes."""
+    found = {
+        "vocab_size": (config.vocab_size, facts.vocab_size),
+        "target_hidden_size": (
+            settings.size("target_hidden_size", facts.hidden_size),
+            facts.hidden_size,
+        ),
+        "num_target_layers": (
+            settings.size("num_target_layers", facts.num_layers),
+            facts.num_layers,
+        ),
+    }
+    for key, (theirs, ours) in found.items():
+        if theirs != ours:
+            raise settings.refused(key, f"is {theirs}, and this model has {ours}")
+
+
+def _attentions(config: Any, settings: Section, nested: Section) -> list[_Attention]:
+    """Returns how each layer attends. Layers with a window are causal, others are not, unless a key of
+    either format says otherwise."""
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    if others := set(types) - {"full_attention", "sliding_attention"}:
+        raise settings.refused("layer_types", f"has {', '.join(sorted(others))}")
+    is_sliding = [each == "sliding_attention" for each in types]
+    is_causal = is_sliding
+    if settings.flag("sliding_window_non_causal", False):
+        is_causal = [False] * len(types)
+    for section, key in ((nested, "causal"), (settings, "is_causal")):
+        if section.has(key):
+            is_causal = [section.flag(key, False)] * len(types)
+    if nested.flag("use_swa", False) and not any(is_sliding):
+        is_sliding = [True] * len(types)
+    window = getattr(config, "sliding_window", None)
+    if nested.has("swa_window_size"):
+        window = nested.size("swa_window_size")
+    if any(is_sliding) and (type(window) is not int or window < 1):
+        raise settings.refused("sliding_window", f"is {window!r}, and there are sliding layers")
+    return [
+        _Attention(window if slides else None, not causal)
+        for slides, causal in zip(is_sliding, is_causal, strict=True)
+    ]
+
+
+def _candidate_layers(
+    settings: Section, nested: Section, num_layers: int, config: Any
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the layers that the folder names, and those that it names if its author counted from the
+    other end of a layer, where the target has them. Layers as in ``InputBatch.hidden_layers``."""
+    key, offset = "aux_hidden_state_layer_ids", 0
+    ids = settings.layer_ids(key)
+    if ids is None:
+        section = _holder("target_layer_ids", nested, settings)
+        # These count what leaves a layer, the others what enters it.
+        key, offset = f"{section.name}target_layer_ids", 1
+        ids = section.layer_ids("target_layer_ids")
+    if ids is None and settings.has("speculators_model_type"):
+        key, offset = "aux_hidden_state_layer_ids", 0
+        ids = (2, num_layers // 2, num_layers - 3)
+    elif ids is None:
+        ids = spread_layers(num_layers, config.num_hidden_layers)
+    named, others = (tuple(each + shift for each in ids) for shift in (offset, 1 - offset))
+    if not _are_within(named, num_layers):
+        listed = ", ".join(map(str, ids))
+        raise settings.refused(key, f"names layers {listed}, and this model has {num_layers}")
+    return (named, others) if _are_within(others, num_layers) else (named,)
+
+
+def _are_within(layers: Sequence[int], num_layers: int) -> bool:
+    return all(0 <= each <= num_layers for each in layers)
+
+
+def spread_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Returns the ``target_layer_ids`` of a folder of z-lab's that names none."""
+    if num_draft_layers == 1:
+        return (num_layers // 2,)
+    step = (num_layers - 4) / (num_draft_layers - 1)
+    return tuple(round(1 + each * step) for each in range(num_draft_layers))
+
+
+def _confidence_size(folder: DraftFolder, hidden_size: int, markov_rank: int) -> int:
+    """Returns how many features the confidence head reads."""
+    found = folder.shape(_CONFIDENCE, 2)[1]
+    if found not in (hidden_size, hidden_size + markov_rank):
+        raise folder.refused(
+            f"{_CONFIDENCE} reads {found} features, neither {hidden_size} nor "
+            f"{hidden_size + markov_rank}"
+        )
+    return found
+
+
+def _check_ends(folder: DraftFolder, settings: _Settings, facts: TargetFacts) -> None:
+    """Raises DraftRefusedError where the target's embedding or output head would have to serve and does
+    not fit."""
+    size = settings.layers.hidden_size
+    for name in ("embed_tokens", "lm_head"):
+        if name not in settings.owns and size != facts.hidden_size:
+            raise folder.refused(
+                f"tensors are missing: {name}.weight; the target's is {facts.hidden_size} wide, and "
+                f"these layers {size}"
+            )
+    if settings.draft_vocab_size < facts.vocab_size and "lm_head" not in settings.owns:
+        raise folder.refused(
+            f"tensors are missing: lm_head.weight; the target's has {facts.vocab_size} tokens, and "
+            f"this head {settings.draft_vocab_size}"
+        )

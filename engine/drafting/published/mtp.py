@@ -1,0 +1,316 @@
+"""MTP: the layer of the target's own checkpoint that predicts one token further.
+
+A row joins a token's embedding and the state of the token before it and runs one decoder layer of the
+target's own class; the target's output head reads what leaves it behind a norm, and so does the next
+draft step. To transformers the module is loaded as a model of the target's class with one layer, its
+norm in the place of the last, so that names, experts and shapes are transformers' affair.
+
+Only the first module runs, for all depths; the log says where a checkpoint has several.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.attention.backend import AttentionPlan, KVShape
+from engine.batch import NORMED
+from engine.drafting.published.folder import DraftFolder
+from engine.model.checkpoint import load_weights
+from engine.model.loader import attach_attention, max_position, refuse_unservable
+from engine.model.shards import whole
+from engine.request.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+_FIRST_LAYER = "layers.0."
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A family's names, after those of its first module. ``join``: from both inputs to the layer's.
+    ``layer``: what the decoder layer's own names begin with. ``own_ends``: whether a module may bring an
+    embedding and an output head. ``is_blank_first``: the embedding of the row at position 0 is zeros."""
+
+    token_norm: str
+    hidden_norm: str
+    join: str
+    last_norm: str
+    layer: str = ""
+    own_ends: bool = False
+    is_hidden_first: bool = False
+    is_blank_first: bool = False
+
+    def parts(self) -> tuple[str, ...]:
+        return self.token_norm, self.hidden_norm, self.join, self.last_norm
+
+
+_NUMBERED = _Form(  # DeepSeek-V3, GLM-4.x
+    "enorm", "hnorm", "eh_proj", "shared_head.norm", own_ends=True, is_blank_first=True
+)
+_NAMED = _Form(  # Qwen3-Next, Qwen3.5, EXAONE MoE, Mellum
+    "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer=_FIRST_LAYER
+)
+_LISTED = _Form(  # MiMo
+    "token_layernorm",
+    "hidden_layernorm",
+    "input_proj",
+    "final_layernorm",
+    is_hidden_first=True,
+    is_blank_first=True,
+)
+_HEAD, _EMBEDDING = "shared_head.head.weight", "embed_tokens.weight"
+
+
+class MtpNetwork(nn.Module):
+    """A module as a ``ChainNetwork``. ``ends``: its own embedding and output head, where they are not
+    the target's."""
+
+    hidden_layers: tuple[int, ...] = (NORMED,)
+    candidate_layers: tuple[tuple[int, ...], ...] = ((NORMED,),)
+    token_map: torch.Tensor | None = None
+    num_parallel = 1
+
+    def __init__(
+        self,
+        body: Any,
+        shapes: list[KVShape],
+        form: _Form,
+        ends: tuple[nn.Module | None, nn.Module | None],
+    ) -> None:
+        super().__init__()
+        config = body.config
+        self.shapes, self.max_len = shapes, max_position(config)
+        self.feature_size = size = int(config.hidden_size)
+        self._form = form
+        norm = type(body.norm)
+        self.token_norm = norm(size, config.rms_norm_eps)
+        self.hidden_norm = norm(size, config.rms_norm_eps)
+        self.join = nn.Linear(2 * size, size, bias=False)
+        body.embed_tokens = nn.Identity()  # rows arrive as vectors
+        self.body = body
+        self.own_embed, self.own_head = ends
+        # In a tuple, so that the target's modules are none of this network's own.
+        self._bound: tuple[nn.Module, ...] = ()
+
+    def bind(self, embed: nn.Module, output_head: nn.Module) -> None:
+        self._bound = (self.own_embed or embed, self.own_head or output_head)
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [num_rows] int64
+        features: torch.Tensor,  # [num_rows, feature_size], of the tokens before
+        positions: torch.Tensor,  # [num_rows] int64
+        plan: AttentionPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``ChainNetwork``: what leaves the last norm is both."""
+        embeddings = self._bound[0](token_ids)
+        if self._form.is_blank_first:
+            embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
+        both = self.token_norm(embeddings), self.hidden_norm(features)
+        joined = self.join(torch.cat(both[::-1] if self._form.is_hidden_first else both, dim=-1))
+        output = self.body(
+            inputs_embeds=joined[None],
+            position_ids=positions[None],
+            use_cache=False,
+            slipstream_plan=plan,
+        )
+        states: torch.Tensor = output.last_hidden_state[0]
+        return states, states
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._bound[1](hidden)
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A checkpoint's first MTP module. ``root``: what its tensors' names begin with."""
+
+    folder: DraftFolder
+    form: _Form
+    root: str
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns one tensor by its name in the module. Raises DraftRefusedError where it is missing, of
+        another shape or not finite."""
+        full = self.root + name
+        self.folder.check_shape(full, shape)
+        # A copy: what is read may still lie in the file, which anybody may change.
+        return self.folder.read([full])[full].clone()
+
+    def count(self) -> int:
+        """Returns how many modules the checkpoint has: further ones are numbered on."""
+        start, number = f"{self.root}{self.form.layer}".removesuffix(".").rsplit(".", 1)
+        last = int(number)
+        while any(name.startswith(f"{start}.{last + 1}.") for name in self.folder.shapes):
+            last += 1
+        return last - int(number) + 1
+
+    def layer_names(self) -> list[str]:
+        """Returns the names of what the module has besides its own parts: the decoder layer's. Raises
+        DraftRefusedError where there is anything else."""
+        known = {f"{self.root}{part}.weight" for part in self.form.parts()}
+        if self.form.own_ends:
+            known |= {self.root + each for each in (_HEAD, _EMBEDDING)}
+        found = [
+            name for name in self.folder.shapes if name.startswith(self.root) and name not in known
+        ]
+        start = self.root + self.form.layer
+        layers = start.removesuffix("0.")  # further modules may lie beside the first
+        if unknown := [name for name in found if not name.startswith(layers)]:
+            raise self.folder.refused(f"its MTP module: unknown tensors: {unknown[0]}")
+        return [name for name in found if name.startswith(start)]
+
+
+def read_mtp(target: PreTrainedModel, path: Path) -> MtpNetwork:
+    """Returns the MTP module of the target's own checkpoint, in its type and on its device; it is still
+    to be bound. ``target`` is not packed yet; of ranks that share it, all have to read. Of the folder's
+    tensors only the module's are read.
+
+    Raises DraftRefusedError where the checkpoint has none that is known, its tensors are not those of
+    such a module, or its layer keeps other state than keys and values.
+    """
+    module = _find(DraftFolder.open(path), int(target.config.num_hidden_layers))
+    if module.count() > 1:
+        logger.warning("%s has %d MTP modules: the first drafts all tokens", path, module.count())
+    try:
+        body, shapes = _load_body(target, module)
+    except UnsupportedModelError as error:
+        # The loader knows the layer as its model's first, and the user as the file has it.
+        own = f"{target.base_model_prefix}.{_FIRST_LAYER}"
+        fault = str(error).replace(own, module.root + module.form.layer)
+        raise module.folder.refused(f"its MTP module: {fault}") from error
+    network = MtpNetwork(body, shapes, module.form, _own_ends(target, module))
+    size = network.feature_size
+    parts: list[tuple[str, nn.Module, tuple[int, ...]]] = [
+        (module.form.token_norm, network.token_norm, (size,)),
+        (module.form.hidden_norm, network.hidden_norm, (size,)),
+        (module.form.join, network.join, (size, 2 * size)),
+    ]
+    for name, part, shape in parts:
+        tensor = module.read(f"{name}.weight", shape)
+        part.weight = nn.Parameter(tensor.to(target.dtype))
+    network.to(target.device)
+    return network.requires_grad_(False).eval()
+
+
+def _find(folder: DraftFolder, num_layers: int) -> _Module:
+    """Returns the first MTP module of a checkpoint whose model has so many layers."""
+    kinds = {
+        rf"(.*\b)layers\.{num_layers}\.": _NUMBERED,
+        r"(.*\b)mtp\.": _NAMED,
+        r"(.*\b)mtp_layers\.0\.": _LISTED,
+    }
+    for pattern, form in kinds.items():
+        joined = re.compile(rf"{pattern}{form.join}\.weight$")
+        for match in filter(None, map(joined.match, folder.shapes)):
+            root = match[0].removesuffix(f"{form.join}.weight")
+            return _Module(folder, form, root)
+    raise folder.refused("the checkpoint has no MTP module of a kind that is known")
+
+
+def _load_body(target: PreTrainedModel, module: _Module) -> tuple[Any, list[KVShape]]:
+    """Returns the decoder layer with the last norm behind it, as a model of the target's class on the
+    engine's attention, and its shapes. Raises UnsupportedModelError with the reason."""
+    names = module.layer_names()
+    start = module.root + module.form.layer
+    if not any(name.startswith(f"{start}self_attn.") for name in names):
+        raise UnsupportedModelError(
+            "its layer has no self_attn: state that is not keys and values is not kept"
+        )
+    _check_experts(module.folder, names)
+    config = _layer_config(target.config, any(".experts." in name for name in names))
+    refuse_unservable(config)
+    prefix, size = target.base_model_prefix, int(config.hidden_size)
+    tensors = {
+        f"{prefix}.{_FIRST_LAYER}{name.removeprefix(start)}": tensor.clone()
+        for name, tensor in module.folder.read(names).items()
+    }
+    tensors[f"{prefix}.norm.weight"] = module.read(f"{module.form.last_norm}.weight", (size,))
+    for end in (target.get_input_embeddings(), target.get_output_embeddings()):
+        name = next(name for name, each in target.named_modules() if each is end)
+        tensors[f"{name}.weight"] = torch.zeros(1, size)
+    loaded = load_weights(None, config, type(target), state_dict=tensors, dtype=target.dtype)
+    body: Any = loaded.base_model
+    loaded.to(target.device).eval()  # type: ignore[arg-type]  # its decorator loses the signature
+    return body, attach_attention(loaded)
+
+
+def _check_experts(folder: DraftFolder, names: list[str]) -> None:
+    """Raises UnsupportedModelError where experts do not have the same tensors, of one shape: transformers
+    makes one tensor of all."""
+    found = {match.groups() for match in map(_EXPERT.match, names) if match}
+    numbers = {number for _, number, _ in found}
+    for start, _, end in sorted(found):
+        shapes = {folder.shapes.get(f"{start}{number}{end}") for number in numbers}
+        if len(shapes) > 1:
+            raise UnsupportedModelError(
+                f"experts do not all have {start}*{end}, or not in one shape"
+            )
+
+
+def _layer_config(config: Any, has_experts: bool) -> Any:
+    """Returns the target's configuration for one layer, with a vocabulary of one token: embedding and
+    head are not the layer's. What families say of each layer by its number is said anew. Raises
+    UnsupportedModelError where it does not follow of which kind the layer's attention is."""
+    layer = copy.deepcopy(config)
+    layer.num_hidden_layers = layer.vocab_size = 1
+    layer.pad_token_id = layer.bos_token_id = layer.eos_token_id = None
+    layer.tie_word_embeddings = False
+    kinds = getattr(config, "mtp_layer_types", None)
+    if not kinds:
+        # Where layers with states of another kind lie between, modules have attention.
+        kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"linear_attention"})
+        if len(kinds) > 1:
+            raise UnsupportedModelError(
+                f"its layer may be of kind {' or '.join(kinds)}: mtp_layer_types is not given"
+            )
+    said = {
+        "layer_types": kinds[:1] or ["full_attention"],
+        "mlp_layer_types": ["sparse" if has_experts else "dense"],
+        "first_k_dense_replace": 0 if has_experts else 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [] if has_experts else [0],
+        "num_nextn_predict_layers": 0,
+    }
+    for name, value in said.items():
+        if getattr(config, name, None) is not None:
+            setattr(layer, name, value)
+    return layer
+
+
+def _own_ends(
+    target: PreTrainedModel, module: _Module
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """Returns the module's own embedding and output head; None: it has none, or the target's again."""
+    if not module.form.own_ends:
+        return None, None
+    embedding = _own_end(target, module, _EMBEDDING, target.get_input_embeddings())
+    head = _own_end(target, module, _HEAD, target.get_output_embeddings())
+    linear = None
+    if head is not None:
+        linear = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(head)
+    return None if embedding is None else nn.Embedding.from_pretrained(embedding), linear
+
+
+def _own_end(target: PreTrainedModel, module: _Module, name: str, end: Any) -> torch.Tensor | None:
+    """Returns a weight of the module's own, where it differs from the target's."""
+    if module.root + name not in module.folder.shapes:
+        return None
+    theirs = whole(end.weight.detach()).cpu()
+    own = module.read(name, tuple(theirs.shape)).to(target.dtype)
+    return None if torch.equal(own, theirs) else own

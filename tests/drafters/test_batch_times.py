@@ -1,0 +1,21 @@
+"""What batches take, by their size."""
+
+from __future__ import annotations
+
+from drafters.batch_times import BatchTimes
+
+
+def test_sizes_between_two_powers_of_two_are_one() -> None:
+    times = BatchTimes()
+    times.observe(4, 8.0)
+    assert [times.expect(size) for size in (0, 3, 4, 7, 8)] == [0.0, 0.0, 8.0, 8.0, 0.0]
+
+
+def test_a_lasting_change_is_followed_and_one_outlier_is_not() -> None:
+    times = BatchTimes()
+    times.observe(1, 1.0)
+    times.observe(1, 1000.0)
+    assert 1.0 < times.expect(1) < 1.5
+    for _ in range(60):
+        times.observe(1, 3.0)
+    assert abs(times.expect(1) - 3.0) < 0.1

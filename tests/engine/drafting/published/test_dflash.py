@@ -1,0 +1,654 @@
+"""DFlash's and DSpark's folders: what they compute, against a reading of the same facts that shares no
+code with it; what is recognised; and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.drafting.facts import TargetFacts
+from engine.drafting.published.dflash import read, recognises, spread_layers
+from engine.drafting.published.folder import DraftRefusedError
+from engine.drafting.published.networks import place
+from worlds import published_blocks as blocks
+from worlds.published_blocks import (
+    BLOCK,
+    DIM,
+    FACTS,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYER_CONFIG,
+    LAYERS,
+    MASK,
+    PLAIN,
+    SPARK,
+    SPECULATORS,
+    VOCAB,
+    BlockRun,
+    Ends,
+    Tensors,
+    block_tensors,
+    draw,
+    read_network,
+    reduced_vocabulary,
+    spark_tensors,
+    write_folder,
+)
+
+EPS, THETA, NUM_KNOWN = 1e-5, 500.0, 21
+FULL, SLIDING = "full_attention", "sliding_attention"
+STATES = draw(500, NUM_KNOWN, 3 * HIDDEN)
+Sees = tuple[int | None, bool]
+"""Of a layer: the window, and whether the block's later rows are seen."""
+
+
+def rms(rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    if weight is None:
+        return rows
+    return rows / torch.sqrt((rows * rows).mean(-1, keepdim=True) + EPS) * weight
+
+
+def turn(rows: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    """Rotary embeddings as complex numbers: dimension i is the real part of the one that i + d / 2 is
+    the imaginary part of. ``[num_rows, heads, dim]``."""
+    half = rows.shape[-1] // 2
+    turned = torch.empty_like(rows)
+    for index, position in enumerate(positions):
+        for pair in range(half):
+            angle = position * THETA ** (-2 * pair / rows.shape[-1])
+            real, imaginary = rows[index, :, pair], rows[index, :, pair + half]
+            turned[index, :, pair] = real * math.cos(angle) - imaginary * math.sin(angle)
+            turned[index, :, pair + half] = real * math.sin(angle) + imaginary * math.cos(angle)
+    return turned
+
+
+def dense_block(
+    tensors: Tensors, states: torch.Tensor, anchor: int, sees: Sequence[Sees], embed: torch.Tensor
+) -> torch.Tensor:
+    """What the facts say of a block behind all of ``states``, row by row: ``[BLOCK, HIDDEN]``."""
+    known = len(states)
+    fused = rms(states @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    hidden = embed[torch.tensor([anchor] + [MASK] * (BLOCK - 1))]
+    for layer, (window, sees_block) in enumerate(sees):
+        weight = {
+            name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): each
+            for name, each in tensors.items()
+            if name.startswith(f"layers.{layer}.")
+        }
+        normed = rms(hidden, weight["input_layernorm"])
+        everything = torch.cat([fused, normed])
+        queries = (normed @ weight["self_attn.q_proj"].T).view(BLOCK, HEADS, DIM)
+        keys = (everything @ weight["self_attn.k_proj"].T).view(-1, KV_HEADS, DIM)
+        values = (everything @ weight["self_attn.v_proj"].T).view(-1, KV_HEADS, DIM)
+        queries = turn(rms(queries, weight.get("self_attn.q_norm")), range(known, known + BLOCK))
+        keys = turn(rms(keys, weight.get("self_attn.k_norm")), range(known + BLOCK))
+        attended = torch.zeros(BLOCK, HEADS, DIM)
+        for row in range(BLOCK):
+            own = known + row
+            seen = [
+                position
+                for position in range(known + BLOCK)
+                if (position <= own or sees_block) and (window is None or own - position < window)
+            ]
+            for head in range(HEADS):
+                shared = head // (HEADS // KV_HEADS)
+                scores = keys[seen, shared] @ queries[row, head] / math.sqrt(DIM)
+                attended[row, head] = scores.softmax(0) @ values[seen, shared]
+        hidden = hidden + attended.flatten(1) @ weight["self_attn.o_proj"].T
+        normed = rms(hidden, weight["post_attention_layernorm"])
+        gate = normed @ weight["mlp.gate_proj"].T
+        inner = gate * torch.sigmoid(gate) * (normed @ weight["mlp.up_proj"].T)
+        hidden = hidden + inner @ weight["mlp.down_proj"].T
+    return rms(hidden, tensors["norm.weight"])
+
+
+OPEN: list[Sees] = [(None, True)] * LAYERS
+SLIDES = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 6, "use_sliding_window": True}
+NESTED = PLAIN["dflash_config"]
+CASES: dict[str, tuple[dict[str, Any], Tensors, list[Sees]]] = {
+    "plain": (PLAIN, block_tensors(), OPEN),
+    "plain, sliding layers are causal": (
+        PLAIN | SLIDES,
+        block_tensors(),
+        [(6, False), (None, True), (6, False)],
+    ),
+    "plain, none is causal": (
+        PLAIN | SLIDES | {"dflash_config": NESTED | {"causal": False}},
+        block_tensors(),
+        [(6, True), (None, True), (6, True)],
+    ),
+    "plain, all are causal": (
+        PLAIN | {"is_causal": True},
+        block_tensors(),
+        [(None, False)] * LAYERS,
+    ),
+    "plain, all slide": (
+        PLAIN | {"dflash_config": NESTED | {"use_swa": True, "swa_window_size": 7}},
+        block_tensors(),
+        [(7, True)] * LAYERS,
+    ),
+    "speculators": (SPECULATORS, block_tensors(), OPEN),
+    "speculators, sliding layers see the block": (
+        SPECULATORS
+        | {
+            "transformer_layer_config": LAYER_CONFIG | SLIDES,
+            "sliding_window_non_causal": True,
+        },
+        block_tensors(),
+        [(6, True), (None, True), (6, True)],
+    ),
+    "speculators, llama": (
+        SPECULATORS | {"transformer_layer_config": LAYER_CONFIG | {"model_type": "llama"}},
+        block_tensors(has_norms=False),
+        OPEN,
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Tensors, list[Sees]]:
+    return CASES[request.param]
+
+
+@pytest.mark.parametrize("chunks", [(NUM_KNOWN,), (1, 4, 16)], ids=["one piece", "chunks"])
+def test_a_block_is_what_the_facts_say(
+    case: tuple[dict[str, Any], Tensors, list[Sees]], chunks: Sequence[int], tmp_path: Path
+) -> None:
+    config, tensors, sees = case
+    run = BlockRun(read_network(tmp_path, config, tensors))
+    first = 0
+    for piece in STATES.split(list(chunks)):
+        run.feed(0, piece, first)
+        first += len(piece)
+    hidden = run.draft([17], [NUM_KNOWN])[0]
+    ends = Ends()
+    expected = dense_block(tensors, STATES, 17, sees, ends.embed.weight)
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        run.network.logits(hidden), expected @ ends.output_head.weight.T, atol=1e-3, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "paged"])
+def test_blocks_of_a_step_do_not_see_each_other(backend: str, tmp_path: Path) -> None:
+    run = BlockRun(read_network(tmp_path, PLAIN, block_tensors()), num_requests=2, backend=backend)
+    run.feed(0, STATES[:9], 0)
+    run.feed(1, STATES[9:], 0)
+    hidden = run.draft([3, 80], [9, 12])
+    for got, states, anchor in zip(hidden, (STATES[:9], STATES[9:]), (3, 80), strict=True):
+        expected = dense_block(block_tensors(), states, anchor, OPEN, Ends().embed.weight)
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_block_leaves_nothing_that_a_later_one_sees(tmp_path: Path) -> None:
+    """Its keys lie in the slots that the committed tokens' take."""
+    run = BlockRun(read_network(tmp_path, PLAIN, block_tensors()))
+    run.feed(0, STATES[:9], 0)
+    run.draft([3], [9])
+    run.feed(0, STATES[9:12], 9)
+    expected = dense_block(block_tensors(), STATES[:12], 5, OPEN, Ends().embed.weight)
+    torch.testing.assert_close(run.draft([5], [12])[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_ends_that_a_folder_has_are_its_own(tmp_path: Path) -> None:
+    embed, head = draw(310, VOCAB, HIDDEN), draw(311, VOCAB, HIDDEN)
+    tensors = block_tensors() | {"embed_tokens.weight": embed, "lm_head.weight": head}
+    run = BlockRun(read_network(tmp_path, SPECULATORS, tensors))
+    run.feed(0, STATES, 0)
+    hidden = run.draft([17], [NUM_KNOWN])[0]
+    expected = dense_block(tensors, STATES, 17, OPEN, embed)
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(run.network.logits(hidden), hidden @ head.T, atol=1e-3, rtol=1e-4)
+
+
+def test_a_head_may_have_another_width_than_the_target(tmp_path: Path) -> None:
+    tensors = block_tensors() | {
+        "fc.weight": 0.2 * draw(320, HIDDEN, 3 * 20),
+        "embed_tokens.weight": draw(321, VOCAB, HIDDEN),
+        "lm_head.weight": draw(322, VOCAB, HIDDEN),
+    }
+    folder = write_folder(tmp_path, SPECULATORS | {"target_hidden_size": 20}, tensors)
+    network = read(folder, TargetFacts(20, VOCAB, 12, ""))
+    ends = Ends()
+    network.bind(ends.embed, ends.output_head)
+    run = BlockRun(network)
+    states = draw(323, NUM_KNOWN, 60)
+    run.feed(0, states, 0)
+    expected = dense_block(tensors, states, 17, OPEN, tensors["embed_tokens.weight"])
+    torch.testing.assert_close(run.draft([17], [NUM_KNOWN])[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_reduced_vocabulary_maps_to_the_targets(tmp_path: Path) -> None:
+    reduced = reduced_vocabulary()
+    config = SPECULATORS | {"draft_vocab_size": blocks.DRAFT_VOCAB}
+    network = read_network(tmp_path, config, block_tensors() | reduced)
+    assert network.token_map is not None
+    assert network.token_map.tolist() == reduced["t2d"].nonzero().flatten().tolist()
+    hidden = draw(330, 4, HIDDEN)
+    expected = hidden @ reduced["lm_head.weight"].T
+    torch.testing.assert_close(network.logits(hidden), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_same_vocabulary_needs_no_map(tmp_path: Path) -> None:
+    same = {"d2t": torch.zeros(VOCAB, dtype=torch.long), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
+    for name, tensors in (("none", {}), ("same", same)):
+        network = read_network(tmp_path / name, SPECULATORS, block_tensors() | tensors)
+        assert network.token_map is None
+
+
+@pytest.mark.parametrize("reads_markov", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_sparks_heads_are_what_the_facts_say(
+    reads_markov: bool, has_bias: bool, tmp_path: Path
+) -> None:
+    spark = spark_tensors(reads_markov=reads_markov, has_bias=has_bias)
+    network = read_network(tmp_path, SPARK, block_tensors() | spark)
+    previous, hidden = torch.tensor([3, 95, 0, 3]), draw(340, 4, HIDDEN)
+    known = spark["markov_head.markov_w1.weight"][previous]
+    corrections = network.markov(previous)
+    assert corrections is not None
+    expected = known @ spark["markov_head.markov_w2.weight"].T
+    torch.testing.assert_close(corrections, expected, atol=1e-4, rtol=1e-4)
+    features = torch.cat([hidden, known], dim=1) if reads_markov else hidden
+    score = features @ spark["confidence_head.proj.weight"][0]
+    score += spark.get("confidence_head.proj.bias", torch.zeros(1))
+    confidences = network.confidence(hidden, previous)
+    assert confidences is not None
+    torch.testing.assert_close(confidences, 1 / (1 + torch.exp(-score)), atol=1e-5, rtol=1e-4)
+
+
+def test_sparks_heads_fit_a_reduced_vocabulary(tmp_path: Path) -> None:
+    config = SPARK | {"draft_vocab_size": blocks.DRAFT_VOCAB}
+    spark = spark_tensors(draft_vocab=blocks.DRAFT_VOCAB)
+    network = read_network(tmp_path, config, block_tensors() | reduced_vocabulary() | spark)
+    corrections = network.markov(torch.tensor([95]))
+    assert corrections is not None
+    w1, w2 = spark["markov_head.markov_w1.weight"], spark["markov_head.markov_w2.weight"]
+    torch.testing.assert_close(corrections[0], w2 @ w1[95], atol=1e-4, rtol=1e-4)
+
+
+def test_dflash_corrects_nothing_and_says_nothing_of_acceptance(tmp_path: Path) -> None:
+    network = read_network(tmp_path, PLAIN, block_tensors())
+    assert network.markov(torch.tensor([1])) is None
+    assert network.confidence(draw(1, 1, HIDDEN), torch.tensor([1])) is None
+
+
+SPARK_AT_THE_TOP = LAYER_CONFIG | {
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": BLOCK,
+    "mask_token_id": MASK,
+    "target_layer_ids": [1, 5, 9],
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "predicts"),
+    [
+        (PLAIN, {}, False),
+        (SPECULATORS, {}, False),
+        (SPECULATORS | {"sample_from_anchor": True}, {}, True),
+        (SPARK, spark_tensors(), True),
+        (SPARK | {"sample_from_anchor": False}, spark_tensors(), False),
+        (SPARK_AT_THE_TOP, spark_tensors(), True),
+    ],
+)
+def test_the_anchors_row_predicts_where_the_format_says_so(
+    config: dict[str, Any], tensors: Tensors, predicts: bool, tmp_path: Path
+) -> None:
+    network = read_network(tmp_path, config, block_tensors() | tensors)
+    assert network.anchor_predicts is predicts
+
+
+@pytest.mark.parametrize(
+    ("config", "candidates"),
+    [
+        (PLAIN, [(2, 6, 10), (1, 5, 9)]),
+        (SPARK_AT_THE_TOP, [(2, 6, 10), (1, 5, 9)]),
+        (SPECULATORS, [(2, 6, 10), (3, 7, 11)]),
+        (SPECULATORS | {"aux_hidden_state_layer_ids": [2, 6, 12]}, [(2, 6, 12)]),
+        (SPECULATORS | {"aux_hidden_state_layer_ids": None}, [(2, 6, 9), (3, 7, 10)]),
+        (PLAIN | {"dflash_config": {"mask_token_id": MASK}}, [(2, 6, 10), (1, 5, 9)]),
+    ],
+)
+def test_layers_are_counted_as_the_format_does_and_the_neighbours_follow(
+    config: dict[str, Any], candidates: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    network = read_network(tmp_path, config, block_tensors())
+    assert network.candidate_layers == tuple(candidates)
+    assert network.hidden_layers == candidates[0]
+
+
+def test_missing_layers_are_spread_over_the_target() -> None:
+    assert spread_layers(36, 5) == (1, 9, 17, 25, 33)
+    assert spread_layers(28, 4) == (1, 9, 17, 25)
+    assert spread_layers(28, 1) == (14,)
+
+
+def test_the_block_size_stands_in_either_place(tmp_path: Path) -> None:
+    config = {key: value for key, value in PLAIN.items() if key != "block_size"}
+    config["dflash_config"] = NESTED | {"block_size": 7}
+    assert read_network(tmp_path / "nested", config, block_tensors()).block_size == 7
+    assert read_network(tmp_path / "top", PLAIN, block_tensors()).block_size == BLOCK
+
+
+def test_facts_for_the_engine(tmp_path: Path) -> None:
+    network = read_network(tmp_path, PLAIN, block_tensors())
+    assert [tuple(shape) for shape in map(_sizes, network.shapes)] == [(4, 2, 8, 8)] * LAYERS
+    assert (network.max_len, network.mask_token_id) == (512, MASK)
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    return shape.num_heads, shape.num_kv_heads, shape.key_dim, shape.value_dim
+
+
+def test_in_16_bits_later_positions_are_turned_as_far(tmp_path: Path) -> None:
+    network = read_network(tmp_path, PLAIN, block_tensors())
+    exact = network.context(STATES[:1], torch.tensor([400]))[0][0]
+    place(network, torch.device("cpu"), torch.bfloat16)
+    rounded = network.context(STATES[:1].bfloat16(), torch.tensor([400]))[0][0]
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), exact, atol=0.1, rtol=0.05)
+
+
+def test_rotary_embeddings_are_scaled_as_the_folder_says(tmp_path: Path) -> None:
+    scaled = PLAIN | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    networks = [
+        read_network(tmp_path / name, config, block_tensors())
+        for name, config in (("plain", PLAIN), ("scaled", scaled))
+    ]
+    contexts = [
+        network.context(STATES[:2], torch.tensor(positions))
+        for network, positions in zip(networks, ([2, 5], [8, 20]), strict=True)
+    ]
+    for (keys, _), (scaled_keys, _) in zip(*contexts, strict=True):
+        torch.testing.assert_close(scaled_keys, keys, atol=1e-5, rtol=1e-5)
+
+
+def test_reading_leaves_the_configuration_as_it_was(tmp_path: Path) -> None:
+    """transformers completes what it is given, in place."""
+    parameters = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 500.0}
+    config = PLAIN | {"rope_parameters": parameters}
+    folder = write_folder(tmp_path, config, block_tensors())
+    read(folder, FACTS)
+    assert folder.config["rope_parameters"] == parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "expected"),
+    [
+        (PLAIN, ["fc.weight"], True),
+        (SPARK_AT_THE_TOP, ["fc.weight", "hidden_norm.weight"], True),
+        (SPECULATORS, [], True),
+        (SPARK, [], True),
+        ({"speculators_model_type": "dflash2"}, [], True),
+        ({"speculators_model_type": "eagle3"}, ["hidden_norm.weight"], False),
+        ({"model_type": "llama"}, ["fc.weight", "midlayer.hidden_norm.weight"], False),
+    ],
+)
+def test_folders_of_the_kind_are_recognised(
+    config: dict[str, Any], names: list[str], expected: bool
+) -> None:
+    assert recognises(config, names) is expected
+
+
+def _without(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {key: each for key, each in tensors.items() if key != name}
+
+
+def _with(**others: torch.Tensor) -> Callable[[Tensors], Tensors]:
+    named = {name.replace("__", "."): each for name, each in others.items()}
+    return lambda tensors: tensors | named
+
+
+def _same(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def _nested(**keys: Any) -> dict[str, Any]:
+    return PLAIN | {"dflash_config": NESTED | keys}
+
+
+def _layers(**keys: Any) -> dict[str, Any]:
+    return SPECULATORS | {"transformer_layer_config": LAYER_CONFIG | keys}
+
+
+SMALL = SPECULATORS | {"draft_vocab_size": blocks.DRAFT_VOCAB}
+REDUCED = reduced_vocabulary()
+TWICE = REDUCED["d2t"].clone()
+TWICE[1] = -1
+FAR = REDUCED["d2t"].clone()
+FAR[-1] = VOCAB
+REFUSALS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
+    "an unknown tensor": (PLAIN, _with(extra__weight=draw(0, 3)), "unknown tensors: extra.weight"),
+    "a head that the kind does not have": (
+        SPECULATORS,
+        _with(markov_head__markov_w1__weight=draw(0, VOCAB, 4)),
+        "unknown tensors: markov_head.markov_w1.weight",
+    ),
+    "a missing tensor": (PLAIN, _without("norm.weight"), "tensors are missing: norm.weight"),
+    "missing norms of heads": (
+        PLAIN,
+        _without("layers.1.self_attn.q_norm.weight"),
+        "tensors are missing: layers.1.self_attn.q_norm.weight",
+    ),
+    "a tensor of another shape": (
+        PLAIN,
+        _with(layers__1__mlp__down_proj__weight=draw(0, HIDDEN, 47)),
+        "layers.1.mlp.down_proj.weight [32, 47] instead of [32, 48]",
+    ),
+    "sizes that are not the tensors'": (
+        _layers(intermediate_size=64),
+        _same,
+        "layers.0.mlp.gate_proj.weight [48, 32] instead of [64, 32]",
+    ),
+    "more layers than the configuration has": (
+        _layers(num_hidden_layers=2),
+        _same,
+        "num_hidden_layers is 2, and tensors are of 3",
+    ),
+    "states of another number of layers": (
+        _nested(target_layer_ids=[1, 5]),
+        _same,
+        "fc.weight [32, 96] instead of [32, 64]",
+    ),
+    "no numbers": (PLAIN, _with(norm__weight=torch.full((HIDDEN,), math.nan)), "not finite: norm"),
+    "an unknown key": (
+        _nested(selector_rank=4),
+        _same,
+        "config.json has unknown keys: dflash_config.selector_rank",
+    ),
+    "another vocabulary": (
+        PLAIN | {"vocab_size": 100},
+        _same,
+        "vocab_size is 100, and this model has 96",
+    ),
+    "a larger vocabulary than the target's": (
+        SPECULATORS | {"draft_vocab_size": 97},
+        _same,
+        "draft_vocab_size is 97, and this model has 96",
+    ),
+    "a target of another width": (
+        SPECULATORS | {"target_hidden_size": 64},
+        _same,
+        "target_hidden_size is 64, and this model has 32",
+    ),
+    "a target of other layers": (
+        PLAIN | {"num_target_layers": 36},
+        _same,
+        "num_target_layers is 36, and this model has 12",
+    ),
+    "a block of one row": (
+        PLAIN | {"block_size": 1},
+        _same,
+        "block_size is 1, and a block has at least 2 rows",
+    ),
+    "no block size": (
+        PLAIN | {"block_size": None},
+        _same,
+        "block_size is None, not a positive whole number",
+    ),
+    "layers outside the target": (
+        _nested(target_layer_ids=[1, 5, 12]),
+        _same,
+        "dflash_config.target_layer_ids names layers 1, 5, 12, and this model has 12",
+    ),
+    "layers before the target": (
+        SPECULATORS | {"aux_hidden_state_layer_ids": [-1, 5, 9]},
+        _same,
+        "aux_hidden_state_layer_ids names layers -1, 5, 9, and this model has 12",
+    ),
+    "a mask outside the vocabulary": (
+        _nested(mask_token_id=96),
+        _same,
+        "dflash_config.mask_token_id is 96, not a token of the target's 96",
+    ),
+    "no mask": (
+        SPECULATORS | {"mask_token_id": None},
+        _same,
+        "mask_token_id is None, not a token of the target's 96",
+    ),
+    "dflash2": (
+        SPECULATORS | {"speculators_model_type": "dflash2"},
+        _same,
+        "dflash2's convolutions and selector are not read",
+    ),
+    "layers of another family": (
+        _layers(model_type="deepseek_v3"),
+        _same,
+        "transformer_layer_config.model_type is 'deepseek_v3', neither llama nor qwen3",
+    ),
+    "heads that cannot share keys": (
+        _layers(num_key_value_heads=3),
+        _same,
+        "transformer_layer_config.num_key_value_heads is 3, of 4 heads",
+    ),
+    "a size that is no number": (
+        _layers(hidden_size="32"),
+        _same,
+        "the layers of config.json cannot be read: Validation error for field 'hidden_size'",
+    ),
+    "a size below 1": (_layers(head_dim=-8), _same, "head_dim is -8, not a positive whole number"),
+    "an unknown activation": (_layers(hidden_act="swish9"), _same, "hidden_act is 'swish9'"),
+    "rotary embeddings that differ by layer": (
+        _layers(
+            rope_theta=None,
+            layer_types=[FULL] * LAYERS,
+            rope_parameters={FULL: {"rope_type": "default", "rope_theta": 5.0}},
+        ),
+        _same,
+        "transformer_layer_config.rope_parameters cannot be read",
+    ),
+    "rotary embeddings of no base": (
+        _layers(rope_theta=0.0),
+        _same,
+        "transformer_layer_config.rope_parameters give no frequencies for these heads",
+    ),
+    "an odd dimension of heads": (
+        _layers(head_dim=7),
+        _same,
+        "the layers of config.json cannot be read",
+    ),
+    "a norm without an epsilon": (_layers(rms_norm_eps=-1.0), _same, "rms_norm_eps is -1.0"),
+    "rotary embeddings of a part of a head": (
+        _layers(partial_rotary_factor=0.5),
+        _same,
+        "rope_parameters turn parts of heads",
+    ),
+    "sliding layers without a window": (
+        _layers(layer_types=[SLIDING] * LAYERS),
+        _same,
+        "sliding_window is None, and there are sliding layers",
+    ),
+    "layers of another kind of attention": (
+        _layers(layer_types=["chunked_attention"] * LAYERS),
+        _same,
+        "layer_types has chunked_attention",
+    ),
+    "a reduced vocabulary without a map": (
+        SMALL,
+        _with(lm_head__weight=REDUCED["lm_head.weight"]),
+        "tensors are missing: d2t",
+    ),
+    "a reduced vocabulary without a head": (
+        SMALL,
+        _with(d2t=REDUCED["d2t"]),
+        "tensors are missing: lm_head.weight",
+    ),
+    "a map of other sizes": (
+        SMALL,
+        _with(
+            lm_head__weight=REDUCED["lm_head.weight"], d2t=REDUCED["d2t"], t2d=REDUCED["t2d"][1:]
+        ),
+        "t2d [95] instead of [96]",
+    ),
+    "a map that leaves the vocabulary": (
+        SMALL,
+        _with(lm_head__weight=REDUCED["lm_head.weight"], d2t=FAR),
+        "d2t gives ids outside of the target's 96",
+    ),
+    "a map that is not one to one": (
+        SMALL,
+        _with(lm_head__weight=REDUCED["lm_head.weight"], d2t=TWICE),
+        "d2t gives an id twice",
+    ),
+    "a map of floats": (
+        SMALL,
+        _with(lm_head__weight=REDUCED["lm_head.weight"], d2t=REDUCED["d2t"].float()),
+        "d2t holds torch.float32",
+    ),
+    "a gated correction": (
+        SPARK | {"markov_head_type": "gated"},
+        _with(**{key.replace(".", "__"): each for key, each in spark_tensors().items()}),
+        "markov_head_type is 'gated', and only 'vanilla' is read",
+    ),
+    "a confidence of other features": (
+        SPARK,
+        _with(confidence_head__proj__weight=draw(0, 1, 7)),
+        "confidence_head.proj.weight reads 7 features, neither 32 nor 32",
+    ),
+    "a correction of another vocabulary": (
+        SPARK,
+        _with(
+            markov_head__markov_w1__weight=draw(0, 50, 4),
+            markov_head__markov_w2__weight=draw(0, VOCAB, 4),
+        ),
+        "markov_head.markov_w1.weight [50, 4] instead of [96, 4]",
+    ),
+    "weights of another model": (
+        PLAIN | {"target_fingerprint": "0" * 32},
+        _same,
+        "it was trained for other weights of the target",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_folder_that_does_not_fit_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    config, change, fault = REFUSALS[name]
+    folder = write_folder(tmp_path, config, change(block_tensors()))
+    with pytest.raises(DraftRefusedError) as refused:
+        read(folder, FACTS)
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path}: ")
+    assert fault in message
+    assert "\n" not in message
+
+
+def test_another_width_needs_ends_of_its_own(tmp_path: Path) -> None:
+    tensors = block_tensors() | {"fc.weight": draw(0, HIDDEN, 60)}
+    folder = write_folder(tmp_path, SPECULATORS, tensors)
+    with pytest.raises(DraftRefusedError, match=r"embed_tokens\.weight; the target's is 20 wide"):
+        read(folder, TargetFacts(20, VOCAB, 12, ""))
+
+
+def test_another_embedding_of_the_mask_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, PLAIN, block_tensors())
+    torch.save({"embedding": draw(0, HIDDEN)}, tmp_path / "mask_embedding.pt")
+    with pytest.raises(DraftRefusedError, match="mask_embedding"):
+        read(folder, FACTS)

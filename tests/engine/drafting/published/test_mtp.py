@@ -1,0 +1,453 @@
+"""MTP modules of tiny checkpoints, as each family writes them, beside readings of the same tensors: the
+joining in plain torch, then the family's layer on transformers' own attention; and transformers' own
+``MtpModel`` where it knows the family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from engine.attention.backend import AttentionNeeds, build_attention
+from engine.batch import NORMED, InputBuffers, RequestRows, build_batch
+from engine.drafting.published.folder import DraftRefusedError
+from engine.drafting.published.mtp import MtpNetwork, read_mtp
+from engine.model.loader import load_model
+from worlds.tiny_models import CPU, VOCAB_SIZE, enlarge, random_ids, tiny_config
+
+HIDDEN, NUM_LAYERS, BLOCK_SIZE = 64, 2, 4
+TEXT = random_ids(3, 12)
+Tensors = dict[str, torch.Tensor]
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """``root``: of the module's names, ``layer``: of its layer's after it. ``offset``: added to weights
+    of norms. ``single``: what changes in the configuration where the module's layer is all there is.
+    ``is_served``: the engine loads such targets."""
+
+    config: Callable[..., Any]
+    root: str
+    parts: tuple[str, str, str, str]  # norms of token and state, join, last norm
+    layer: str = ""
+    offset: float = 0.0
+    is_hidden_first: bool = False
+    is_blank_first: bool = True
+    single: dict[str, Any] = field(default_factory=dict)
+    is_served: bool = True
+
+
+def glm(**changes: Any) -> Any:
+    return hf.Glm4MoeConfig(**_SIZES | _HEADS | _EXPERTS | {"use_qk_norm": True} | changes)
+
+
+def glm_lite(**changes: Any) -> Any:
+    ranks = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
+    heads = {"qk_rope_head_dim": 8, "v_head_dim": 12, "num_attention_heads": 4}
+    sizes = _SIZES | _EXPERTS | ranks | heads
+    sizes |= {"num_key_value_heads": 4, "num_nextn_predict_layers": 1}
+    return hf.Glm4MoeLiteConfig(**sizes | changes)
+
+
+def qwen_next(**changes: Any) -> Any:
+    kinds = ["full_attention"] * changes["num_hidden_layers"]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes = _SIZES | _HEADS | experts | {"shared_expert_intermediate_size": 32}
+    return hf.Qwen3NextConfig(**sizes | {"layer_types": kinds} | changes)
+
+
+def qwen_dense(**changes: Any) -> Any:
+    kinds = ["full_attention"] * changes["num_hidden_layers"]
+    return hf.Qwen3_5TextConfig(**_SIZES | _HEADS | {"layer_types": kinds} | changes)
+
+
+def mellum(**changes: Any) -> Any:
+    kinds = ["full_attention", "sliding_attention"][: changes["num_hidden_layers"]]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    window = {"sliding_window": 5, "num_mtp_layers": 1}  # whose kind is sliding
+    return hf.MellumConfig(**_SIZES | _HEADS | experts | window | {"layer_types": kinds} | changes)
+
+
+_NUMBERED = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+_NAMED = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_LISTED = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+_LAST = f"model.layers.{NUM_LAYERS}."
+_QWEN: dict[str, Any] = {"offset": 1.0, "is_blank_first": False, "is_served": False}
+FAMILIES = {
+    "deepseek_v3": Family(
+        lambda **changes: tiny_config("deepseek_v3", **changes),
+        _LAST,
+        _NUMBERED,
+        single={"first_k_dense_replace": 0},
+    ),
+    "glm4_moe": Family(glm, _LAST, _NUMBERED, single={"first_k_dense_replace": 0}),
+    "glm4_moe_lite": Family(glm_lite, _LAST, _NUMBERED, single={"mlp_layer_types": ["sparse"]}),
+    "qwen3_next": Family(qwen_next, "mtp.", _NAMED, "layers.0.", **_QWEN),
+    "qwen3_5": Family(qwen_dense, "mtp.", _NAMED, "layers.0.", **_QWEN),
+    "mellum": Family(
+        mellum,
+        "mtp.",
+        _NAMED,
+        "layers.0.",
+        is_blank_first=False,
+        single={"layer_types": ["sliding_attention"]},
+    ),
+    "mimo": Family(
+        lambda **changes: hf.Qwen2Config(**_SIZES | _HEADS | changes),
+        "model.mtp_layers.0.",
+        _LISTED,
+        is_hidden_first=True,
+    ),
+}
+
+
+def own_model(config: Any, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    enlarge(model)
+    return model.eval().requires_grad_(False)
+
+
+@cache
+def donor(name: str) -> PreTrainedModel:
+    """The module's layer and last norm, as a model of the family with nothing else."""
+    family = FAMILIES[name]
+    config = family.config(num_hidden_layers=1)
+    for key, value in family.single.items():
+        setattr(config, key, value)
+    model = own_model(config, seed=1)
+    generator = torch.Generator().manual_seed(23)
+    for weight in model.parameters():
+        weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+@cache
+def own_parts() -> list[torch.Tensor]:
+    """Weights of the norms of token and state, and of the join."""
+    generator = torch.Generator().manual_seed(5)
+    norms = [1 + 0.3 * torch.randn(HIDDEN, generator=generator) for _ in range(2)]
+    return [*norms, 0.2 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)]
+
+
+def module_tensors(name: str, scratch: Path) -> Tensors:
+    """The module as its family's checkpoints have it."""
+    family = FAMILIES[name]
+    donor(name).save_pretrained(scratch)
+    stored = load_file(scratch / "model.safetensors")
+    start = "model.layers.0."
+    found = {
+        f"{family.root}{family.layer}{key.removeprefix(start)}": tensor
+        for key, tensor in stored.items()
+        if key.startswith(start)
+    }
+    last = stored["model.norm.weight"]
+    parts = zip(family.parts, [*own_parts(), last], strict=True)
+    return found | {f"{family.root}{part}.weight": tensor for part, tensor in parts}
+
+
+def write(name: str, path: Path, change: Callable[[Tensors], object] = len) -> PreTrainedModel:
+    """Writes a checkpoint with a module, whose tensors ``change`` may change; returns what an engine
+    loads of it."""
+    family = FAMILIES[name]
+    own_model(family.config(num_hidden_layers=NUM_LAYERS), seed=0).save_pretrained(path)
+    tensors = module_tensors(name, path / "scratch")
+    change(tensors)
+    file = path / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    if family.is_served:
+        return load_model(str(path), CPU)
+    return hf.AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def read(name: str, path: Path) -> tuple[MtpNetwork, PreTrainedModel]:
+    target = write(name, path)
+    network = read_mtp(target, path)
+    network.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    return network, target
+
+
+def norm(rows: torch.Tensor, weight: torch.Tensor, family: Family, eps: float) -> torch.Tensor:
+    return rows / (rows.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (weight + family.offset)
+
+
+def plainly(
+    name: str, target: PreTrainedModel, ids: list[int], features: torch.Tensor
+) -> torch.Tensor:
+    """States of the rows at positions 0, 1, ..: of ``ids``, and of the features before each."""
+    family, config = FAMILIES[name], target.config
+    token_weight, hidden_weight, join = own_parts()
+    embeddings = target.get_input_embeddings().weight[torch.tensor(ids)].clone()
+    if family.is_blank_first:
+        embeddings[0] = 0
+    left = norm(embeddings, token_weight, family, config.rms_norm_eps)
+    right = norm(features, hidden_weight, family, config.rms_norm_eps)
+    both = [right, left] if family.is_hidden_first else [left, right]
+    rows = torch.cat(both, dim=1) @ join.T
+    body = donor(name).base_model
+    output = body(inputs_embeds=rows[None], position_ids=torch.arange(len(ids))[None])
+    return output.last_hidden_state[0]
+
+
+class Served:
+    """A network on the engine's attention, whose rows lie from slot 0 on."""
+
+    def __init__(self, network: MtpNetwork) -> None:
+        self.network = network
+        needs = AttentionNeeds("fast", CPU, torch.float32, BLOCK_SIZE, network.shapes)
+        self.attention = build_attention(needs, 8)
+        self.buffers = InputBuffers(CPU, 32)
+        self.base = 0
+
+    @torch.inference_mode()
+    def run(self, ids: list[int], features: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Rows after those that ran before; returns their states. ``first``: position of slot 0."""
+        rows = RequestRows(ids, len(ids), self.base, (), [5, 2, 7, 1], 1)
+        batch = build_batch([rows], BLOCK_SIZE)
+        inputs = self.buffers.fill(batch)
+        plan = self.attention.plan(batch, inputs)
+        self.base += len(ids)
+        found = self.network(inputs.token_ids, features, inputs.positions + first, plan)
+        torch.testing.assert_close(found[0], found[1])
+        return found[1]
+
+
+@torch.inference_mode()
+def target_states(target: PreTrainedModel) -> torch.Tensor:
+    target.config._attn_implementation = "eager"
+    return target.base_model(torch.tensor([TEXT])).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_known_rows_in_chunks_and_later_steps_are_those_of_a_plain_reading(
+    name: str, tmp_path: Path
+) -> None:
+    """Row i reads token i + 1 and the state of token i; a draft reads what the row before it wrote."""
+    network, target = read(name, tmp_path)
+    features = network.fuse(target_states(target))[:-1]
+    assert network.hidden_layers == (NORMED,)
+    assert (network.feature_size, network.num_parallel, network.max_len) == (HIDDEN, 1, 256)
+    served = Served(network)
+    found = torch.cat([served.run(TEXT[1:6], features[:5]), served.run(TEXT[6:], features[5:])])
+    ids, read_features = TEXT[1:], features
+    for token in (17, 40):
+        found = torch.cat([found, served.run([token], found[-1:])])
+        ids, read_features = [*ids, token], torch.cat([read_features, found[-2:-1]])
+    wanted = plainly(name, target, ids, read_features)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    head = target.get_output_embeddings().weight
+    torch.testing.assert_close(network.logits(found), wanted @ head.T, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mellum"])
+def test_transformers_own_module_writes_the_same(name: str, tmp_path: Path) -> None:
+    """It has each row at its token's own position, where none is blank."""
+    network, target = read(name, tmp_path)
+    features = target_states(target)[:-1]
+    pattern = rf"^{FAMILIES[name].root}.*".replace(".", r"\.", 3)
+    target._keys_to_ignore_on_load_unexpected = [pattern]
+    theirs = MtpModel.from_pretrained(target).eval()
+    theirs.config._attn_implementation = "eager"
+    positions = torch.arange(1, len(TEXT))
+    with torch.inference_mode():
+        wanted = theirs.forward_layer(
+            0, features[None], positions[None], None, input_ids=torch.tensor([TEXT[1:]])
+        )[0]
+    found = Served(network).run(TEXT[1:], features, first=1)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_an_embedding_and_a_head_of_the_modules_own_are_used(tmp_path: Path) -> None:
+    """Published ones are mostly the target's again, and then take no memory."""
+    generator = torch.Generator().manual_seed(9)
+    own = {
+        f"{_LAST}{name}": torch.randn(VOCAB_SIZE, HIDDEN, generator=generator)
+        for name in ("embed_tokens.weight", "shared_head.head.weight")
+    }
+    target = write("glm4_moe", tmp_path, lambda tensors: tensors.update(own))
+    network = read_mtp(target, tmp_path)
+    network.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    features = target_states(target)[:-1]
+    found = Served(network).run(TEXT[1:], features)
+    with torch.inference_mode():
+        wanted_logits = found @ own[f"{_LAST}shared_head.head.weight"].T
+    torch.testing.assert_close(network.logits(found), wanted_logits, atol=1e-4, rtol=1e-4)
+    target.get_input_embeddings().weight.copy_(own[f"{_LAST}embed_tokens.weight"])
+    wanted = plainly("glm4_moe", target, TEXT[1:], features)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_the_targets_again_takes_no_memory(tmp_path: Path) -> None:
+    theirs = own_model(glm(num_hidden_layers=NUM_LAYERS), seed=0)
+    again = {
+        f"{_LAST}embed_tokens.weight": theirs.get_input_embeddings().weight,
+        f"{_LAST}shared_head.head.weight": theirs.get_output_embeddings().weight,
+    }
+    target = write("glm4_moe", tmp_path, lambda tensors: tensors.update(again))
+    network = read_mtp(target, tmp_path)
+    sizes = [tuple(each.shape) for each in network.parameters()]
+    assert (VOCAB_SIZE, HIDDEN) not in sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("mimo", "mtp_layers.0.", "mtp_layers.1."), ("mellum", "mtp.layers.0.", "mtp.layers.1.")],
+)
+def test_of_several_modules_the_first_runs_and_the_log_says_so(
+    name: str, first: str, second: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def double(tensors: Tensors) -> None:
+        for key in [key for key in tensors if first in key]:
+            tensors[key.replace(first, second)] = -tensors[key]
+
+    target = write(name, tmp_path, double)
+    with caplog.at_level("WARNING"):
+        network = read_mtp(target, tmp_path)
+    assert "has 2 MTP modules: the first drafts all tokens" in caplog.text
+    torch.testing.assert_close(network.join.weight, own_parts()[2])
+
+
+def test_a_module_is_of_its_targets_type_and_on_its_device(tmp_path: Path) -> None:
+    write("deepseek_v3", tmp_path)
+    target = load_model(str(tmp_path), CPU, "bfloat16")
+    network = read_mtp(target, tmp_path)
+    assert {each.dtype for each in network.parameters()} == {torch.bfloat16}
+    assert network.body.rotary_emb.inv_freq.dtype == torch.float32
+
+
+CHANGES: dict[str, tuple[str, str, Callable[[Tensors], object]]] = {
+    "no module": (
+        "mimo",
+        "has no MTP module of a kind that is known",
+        lambda tensors: tensors.clear(),
+    ),
+    "missing": (
+        "glm4_moe",
+        r"are missing: model\.layers\.2\.self_attn\.o_proj\.weight",
+        lambda tensors: tensors.pop(f"{_LAST}self_attn.o_proj.weight"),
+    ),
+    "missing norm": (
+        "glm4_moe",
+        r"tensors are missing: model\.layers\.2\.hnorm\.weight",
+        lambda tensors: tensors.pop(f"{_LAST}hnorm.weight"),
+    ),
+    "missing last norm": (
+        "qwen3_5",
+        r"tensors are missing: mtp\.norm\.weight",
+        lambda tensors: tensors.pop("mtp.norm.weight"),
+    ),
+    "missing expert": (
+        "mellum",
+        r"experts do not all have mtp\.layers\.0\.mlp\.experts\.\*\.up_proj\.weight",
+        lambda tensors: tensors.pop("mtp.layers.0.mlp.experts.1.up_proj.weight"),
+    ),
+    "experts of two shapes": (
+        "glm4_moe",
+        r"experts do not all have .*\*\.down_proj\.weight, or not in one shape",
+        lambda tensors: tensors.update(
+            {f"{_LAST}mlp.experts.2.down_proj.weight": torch.ones(32, 64)},
+        ),
+    ),
+    "too few experts": (
+        "glm4_moe",
+        r"model\.layers\.2\.mlp\.experts\.\w+ \[3, .*instead of \[4, ",
+        lambda tensors: drop(tensors, "experts.3."),
+    ),
+    "unknown": (
+        "mimo",
+        r"not in the configuration: model\.mtp_layers\.0\.mlp\.gate_proj\.scale",
+        lambda tensors: tensors.update(
+            {"model.mtp_layers.0.mlp.gate_proj.scale": torch.ones(1)},
+        ),
+    ),
+    "unknown beside the layer": (
+        "qwen3_5",
+        r"unknown tensors: mtp\.gate\.weight",
+        lambda tensors: tensors.update({"mtp.gate.weight": torch.ones(1)}),
+    ),
+    "other shape": (
+        "mimo",
+        r"model\.mtp_layers\.0\.self_attn\.k_proj\.weight \[32, 32\] instead of \[32, 64\]",
+        lambda tensors: tensors.update(
+            {"model.mtp_layers.0.self_attn.k_proj.weight": torch.ones(32, 32)},
+        ),
+    ),
+    "join of another shape": (
+        "mimo",
+        r"model\.mtp_layers\.0\.input_proj\.weight \[64, 64\] instead of \[64, 128\]",
+        lambda tensors: tensors.update(
+            {"model.mtp_layers.0.input_proj.weight": torch.ones(64, 64)},
+        ),
+    ),
+    "not finite": (
+        "mimo",
+        r"not finite: model\.mtp_layers\.0\.mlp\.up_proj\.weight",
+        lambda tensors: tensors["model.mtp_layers.0.mlp.up_proj.weight"].fill_(torch.nan),
+    ),
+    "linear attention": (
+        "qwen3_next",
+        "has no self_attn: state that is not keys and values is not kept",
+        lambda tensors: rename(tensors, ".self_attn.", ".linear_attn."),
+    ),
+    "head of another vocabulary": (
+        "glm4_moe",
+        r"shared_head\.head\.weight \[96, 64\] instead of \[97, 64\]",
+        lambda tensors: tensors.update({f"{_LAST}shared_head.head.weight": torch.ones(96, 64)}),
+    ),
+}
+
+
+def drop(tensors: Tensors, part: str) -> None:
+    for name in [name for name in tensors if part in name]:
+        del tensors[name]
+
+
+def rename(tensors: Tensors, old: str, new: str) -> None:
+    for name in [name for name in tensors if old in name]:
+        tensors[name.replace(old, new)] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, change: str) -> None:
+    name, told, apply = CHANGES[change]
+    target = write(name, tmp_path, apply)
+    with pytest.raises(DraftRefusedError, match=told) as refused:
+        read_mtp(target, tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path}: ")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        (["chunked_attention"], "layers of kind chunked_attention"),
+        (None, "of kind full_attention or sliding_attention: mtp_layer_types is not given"),
+    ],
+)
+def test_a_layer_of_a_kind_that_is_not_served_or_not_said_is_refused(
+    kinds: list[str] | None, told: str, tmp_path: Path
+) -> None:
+    target = write("mellum", tmp_path)
+    target.config.mtp_layer_types = kinds
+    with pytest.raises(DraftRefusedError, match=told):
+        read_mtp(target, tmp_path)

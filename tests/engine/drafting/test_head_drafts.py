@@ -1,0 +1,253 @@
+"""Whole drafts of EAGLE-3, P-EAGLE and MTP in the engine, against plain readings of the same facts: first
+and later steps, trees, accepted parts, prefix hits, chunks, rests and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import engine.kernels
+from drafters.model.heads import Eagle3Drafter, MtpDrafter, PEagleDrafter
+from engine.drafting.published.eagle3 import read
+from engine.drafting.published.folder import DraftFolder
+from engine.drafting.published.mtp import read_mtp
+from engine.model.loader import load_model
+from worlds.engine_harness import Setup
+from worlds.head_runs import CPU, HeadWorld, prompt_of
+from worlds.plain_heads import PlainEagle, PlainMtp, Sizes
+from worlds.published_eagle3 import FACTS, Form, written
+
+VOCAB = FACTS.vocab_size
+LAYERS = (2, 5, 7)  # what a file means that names none, of 10
+Make = Callable[..., HeadWorld]
+
+
+class Even(Form):
+    """Its rows attend to all that they see, so that every missing one is noticed."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = super().tensors()
+        return {name: each * (0.2 if "q_proj" in name else 1) for name, each in found.items()}
+
+
+EAGLE = Even(draft_vocab=16)
+P_EAGLE = Even(
+    method="peagle",
+    hidden_size=32,
+    head_dim=10,
+    num_layers=2,
+    prefix="layers.0.",
+    norms=("fc_norm.0", "fc_norm.1", "fc_norm.2"),
+    owns_embedding=True,
+    more={"mask_token_id": 7},
+)
+P_EAGLE_TOKENS = 4
+
+
+def target_ends() -> tuple[torch.Tensor, torch.Tensor]:
+    """Embedding and output head, ``[vocab_size, hidden_size]``."""
+    generator = torch.Generator().manual_seed(9)
+    size = (VOCAB, FACTS.hidden_size)
+    return torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+
+
+def eagle_world(path: Path, form: Form, shift: int = 0, **changes: Any) -> HeadWorld:
+    """``shift``: of the layers that are read, against those that the file names."""
+    network = read(DraftFolder.open(written(path, form)), FACTS)
+    assert network.hidden_layers == LAYERS
+    network.hidden_layers = tuple(layer + shift for layer in LAYERS)
+    ends = target_ends()
+    head = nn.Linear(FACTS.hidden_size, VOCAB, bias=False)
+    head.weight = nn.Parameter(ends[1])
+    network.bind(nn.Embedding.from_pretrained(ends[0]), head)
+    tensors = {
+        name.replace("midlayer.", "layers.0."): each for name, each in form.tensors().items()
+    }
+    is_parallel = form.method == "peagle"
+    reading = PlainEagle(
+        tensors,
+        network.hidden_layers,
+        Sizes(4, 2, form.head_dim, 10000.0),
+        ends,
+        norms_residual=form.method is not None,
+        mask=7 if is_parallel else None,
+        num_parallel=P_EAGLE_TOKENS if is_parallel else 1,
+    )
+    kind = PEagleDrafter if is_parallel else Eagle3Drafter
+    return HeadWorld(kind, network, reading, FACTS.hidden_size, VOCAB, **changes)
+
+
+def mtp_world(path: Path, **changes: Any) -> HeadWorld:
+    """MiMo's module, of a random layer of the target's own kind."""
+    config = hf.Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+    torch.manual_seed(3)
+    hf.Qwen2ForCausalLM(config).save_pretrained(path)
+    file = path / "model.safetensors"
+    stored = load_file(file)
+    generator = torch.Generator().manual_seed(17)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return 0.2 * torch.randn(shape, generator=generator)
+
+    layer = {
+        name.removeprefix("model.layers.0."): (1 + noise(32) if "norm" in name else noise(*t.shape))
+        for name, t in stored.items()
+        if name.startswith("model.layers.0.")
+    }
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    layer |= {f"{name}.weight": 1 + noise(32) for name in norms}
+    layer["input_proj.weight"] = noise(32, 64)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        stored[name] = 3 * noise(VOCAB, 32)
+    module = {f"model.mtp_layers.0.{name}": each for name, each in layer.items()}
+    save_file(stored | module, file, metadata={"format": "pt"})
+    target = load_model(str(path), CPU)
+    network = read_mtp(target, path)
+    network.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    ends = stored["model.embed_tokens.weight"], stored["lm_head.weight"]
+    reading = PlainMtp(layer, Sizes(4, 2, 8, 500.0), ends)
+    return HeadWorld(MtpDrafter, network, reading, 32, VOCAB, **changes)
+
+
+HEADS = ("eagle3", "p_eagle", "mtp")
+
+
+@pytest.fixture(params=HEADS)
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    def world(**changes: Any) -> HeadWorld:
+        if request.param == "mtp":
+            return mtp_world(tmp_path, **changes)
+        return eagle_world(tmp_path, EAGLE if request.param == "eagle3" else P_EAGLE, **changes)
+
+    return world
+
+
+def prompt(seed: int, count: int = 22) -> list[int]:
+    return prompt_of(seed, count, VOCAB)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("backend", "temperature"), [("sdpa", 0.7), ("paged", 0.0)])
+def test_drafts_are_the_readings_first_and_later_ones(
+    make: Make, backend: str, width: int, temperature: float
+) -> None:
+    """In chunks of 5, with parts of drafts accepted between."""
+    world = make(backend=backend)
+    each = world.ask("r", prompt(1), width=width, temperature=temperature)
+    world.finished(each)
+    assert world.num_drafts["r"] >= 4
+    assert world.num_checked["r"] > 15
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_requests_of_a_batch_draft_as_if_alone_one_of_them_after_a_prefix_hit(
+    make: Make, width: int
+) -> None:
+    world = make()
+    first = world.ask("first", prompt(1), width=width)
+    world.finished(first)
+    text = world.text(first)
+    follow_up = world.ask("follow-up", [*text, *prompt(2, 3)], width=width)
+    others = [world.ask(f"r{at}", prompt(10 + at, 9 + 6 * at), width=width) for at in range(3)]
+    world.finished(follow_up, *others)
+    assert world.num_cached("follow-up") == (len(text) - 1) // 4 * 4
+    assert world.num_together > 1
+    assert min(world.num_drafts[each.request_id] for each in (follow_up, *others)) >= 3
+
+
+def test_a_prefix_hit_drafts_as_often_as_a_miss(make: Make) -> None:
+    world = make()
+    miss, hit = world.ask("miss", prompt(1)), world.ask("hit", prompt(1))
+    world.finished(miss).finished(hit)
+    assert (world.num_cached("miss"), world.num_cached("hit")) == (0, 20)
+    assert world.text(miss) == world.text(hit)
+    assert world.num_drafts["hit"] == world.num_drafts["miss"]
+
+
+def test_after_a_rest_rows_are_caught_up_with_the_states_that_came_meanwhile(make: Make) -> None:
+    """Drafts at some lengths alone, of which the last come long after those before."""
+    world = make(rests=lambda name, known: name == "r" and known % 9 > 2)
+    resting, other = world.ask("r", prompt(1), max_tokens=30), world.ask("other", prompt(2))
+    world.finished(resting, other)
+    lengths = world.lengths["r"]
+    assert max(later - first for first, later in zip(lengths, lengths[1:], strict=False)) > 5
+    again = world.ask("again", [*world.text(resting), 1, 2])
+    world.finished(again)
+    assert world.num_cached("again") == (len(world.text(resting)) - 1) // 4 * 4
+
+
+def test_what_rested_to_its_end_is_run_when_it_leaves_its_blocks(make: Make) -> None:
+    world = make(rests=lambda name, _: name == "r")
+    resting = world.ask("r", prompt(1))
+    world.run(resting)
+    assert world.num_drafts["r"] == 0
+    assert world.num_idle_rows["r"] > 20
+    again = world.ask("again", [*world.text(resting), 1, 2])
+    world.finished(again)
+    assert world.num_cached("again") == (len(world.text(resting)) - 1) // 4 * 4
+
+
+def test_a_text_of_more_rows_than_wait_is_run_before_it_drafts(make: Make) -> None:
+    """Its states are not all kept: rows are run while its prompt is read, and drafts read them."""
+    world = make(setup=Setup(max_model_len=700, num_blocks=512, prefill_chunk=64))
+    world.finished(world.ask("r", prompt(4, 600), max_tokens=20, num_tokens=4))
+    assert world.num_idle_rows["r"] > 500
+    assert world.num_drafts["r"] > 1
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_preempted_requests_draft_as_if_they_had_not_been(make: Make, width: int) -> None:
+    world = make(setup=Setup(num_blocks=20, prefill_chunk=16))
+    requests = [world.ask(f"r{at}", prompt(20 + at, 20), width=width) for at in range(4)]
+    world.finished(*requests)
+    assert sum(stats.num_preemptions for stats in world.stats) > 0
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_fewer_tokens_than_a_pass_drafts(make: Make, most: int) -> None:
+    world = make()
+    world.finished(world.ask("r", prompt(1), num_tokens=most, max_tokens=24))
+    assert world.num_drafts["r"] > 3
+    assert world.most_nodes <= most
+
+
+def test_at_the_end_of_the_slots_there_are_fewer_masks(tmp_path: Path) -> None:
+    world = eagle_world(tmp_path, P_EAGLE, setup=Setup(num_blocks=10, max_model_len=40))
+    world.finished(world.ask("r", prompt(1, 20), max_tokens=20))
+    assert world.fewest_positions < P_EAGLE_TOKENS
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_chains_run_ahead_of_what_the_host_reads_are_the_same(
+    make: Make, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: a chain's later rows get tokens that only the device knows."""
+    monkeypatch.setattr(engine.kernels, "HOSTS", frozenset())
+    world = make()
+    assert world.model.runs_ahead
+    world.finished(world.ask("r", prompt(1), width=width))
+    assert world.num_drafts["r"] >= 4
+
+
+@pytest.mark.parametrize("first", [1, -1])
+def test_another_reading_of_the_file_reads_other_states(first: int, tmp_path: Path) -> None:
+    world = eagle_world(tmp_path, EAGLE, shift=first)
+    assert world.drafter.hidden_layers == tuple(layer + first for layer in LAYERS)
+    world.finished(world.ask("r", prompt(1)))
